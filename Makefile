@@ -89,13 +89,13 @@ slurm: venv  ## a real Slurm of four slurmd here: the queue again, a lost node, 
 	HOLDFAST_SLURM=1 $(VENV)/bin/python -m pytest -o faulthandler_timeout=900 tests/schedulers/test_slurm.py
 
 memory: venv  ## the memory tier: lost shards, torn and damaged states, lost hosts; each compared bit for bit (3 minutes)
-	HOLDFAST_MEMORY=1 $(VENV)/bin/python -m pytest tests/session/test_memory.py tests/nodes/test_memory.py
+	HOLDFAST_MEMORY=1 $(VENV)/bin/python -m pytest tests/session/test_memory_tier.py tests/nodes/test_memory.py
 
 spares: venv  ## spares in every kind of script, killed, stopped, orphaned (2 minutes)
 	HOLDFAST_SPARES=1 $(VENV)/bin/python -m pytest tests/session/test_spares.py
 
 s3: venv  ## all tests with a real S3 server on loopback: races, kills in the middle of uploads, memory (1 minute)
-	HOLDFAST_S3=1 $(VENV)/bin/python -m pytest tests/store/test_s3.py tests/store/test_s3_job.py
+	HOLDFAST_S3=1 $(VENV)/bin/python -m pytest tests/store/test_s3_store.py tests/store/test_s3_job.py
 
 sim-night: venv  ## a million fresh seeds of the simulator, faults close together; failing ones shrunk (1.5 core-hours; RUNS=20000: fewer)
 	$(VENV)/bin/python -m tests.sim.night $(if $(RUNS),--runs $(RUNS))

@@ -17,9 +17,9 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 import holdfast
-from holdfast.adapters.torch.groups import fabric
-from holdfast.adapters.torch.rng import reseed
-from holdfast.drill.parts import build, parse, rank, workers
+from holdfast.drill.training import build, parse, rank, workers
+from holdfast.frameworks.torch.comm.backend import fabric
+from holdfast.frameworks.torch.state.rng import reseed
 
 WARM_UP = 50
 

@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from holdfast.adapters.torch import private
-from holdfast.adapters.torch.communicator import Communicator, FreshGroups
-from holdfast.adapters.torch.fabric import SLICE, Fabric
-from holdfast.adapters.torch.inner import GroupSpec
+from holdfast.frameworks.torch import private_api
+from holdfast.frameworks.torch.comm.comm_state import SLICE, Fabric
+from holdfast.frameworks.torch.comm.communicator import Communicator, FreshGroups
+from holdfast.frameworks.torch.comm.group_builder import GroupSpec
 
 RANKS = 4
 BOUND = timedelta(seconds=10)
@@ -38,10 +38,10 @@ class TorchReconfigure:
     """torch's own: one backend for the life of the group."""
 
     def __init__(self, store: Store, rank: int) -> None:
-        self.group = private.new_inner_group(store, rank, RANKS, "torch", nccl=False)
+        self.group = private_api.new_inner_group(store, rank, RANKS, "torch", nccl=False)
         make: Any = dist.ProcessGroupGloo
         self._backend = make(store, rank, RANKS, timeout=BOUND, enable_reconfigure=True)
-        private.give_backend(self.group, "cpu", self._backend, nccl=False)
+        private_api.give_backend(self.group, "cpu", self._backend, nccl=False)
 
     @property
     def supports_reconfigure(self) -> bool:

@@ -13,11 +13,11 @@ import time
 
 import torch
 
-from holdfast.adapters.torch.fingerprint import digest_of
-from holdfast.adapters.torch.state import TorchState
 from holdfast.drill.model import SIZES, Gpt
-from holdfast.store.copies import Copies, Extent
-from holdfast.store.layout import Catalogue
+from holdfast.frameworks.torch.state.state import TorchState
+from holdfast.frameworks.torch.state.tensor_digest import digest_of
+from holdfast.store.layouts.layout import Catalogue
+from holdfast.store.layouts.replica_digests import Copies, Extent
 
 
 def main() -> None:

@@ -26,9 +26,9 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from holdfast import journal
+from holdfast import event_log
 from holdfast.compat.packages import remove, site, write
-from holdfast.journal import Event
+from holdfast.event_log import Event
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 JOBS: dict[str, tuple[int, tuple[tuple[str, ...], ...]]] = {
@@ -60,7 +60,7 @@ def row(name: str, values: Sequence[float]) -> str:
 def events(run: Path, kind: str) -> list[Event]:
     """Events of one kind so far."""
     path = run / "events.jsonl"
-    return [e for e in journal.read(path).events if e.kind == kind] if path.exists() else []
+    return [e for e in event_log.read(path).events if e.kind == kind] if path.exists() else []
 
 
 def wait(run: Path, launched: subprocess.Popen[bytes], kind: str, count: int) -> Event:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from holdfast.adapters.torch.groups import fabric, install
+from holdfast.frameworks.torch.comm.backend import fabric, install
 
 VOTE = [1, 0, 0, 0, 0, 1200, 1_440_000]
 SIZES = (1, 16_384, 1_048_576)

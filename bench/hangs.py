@@ -19,10 +19,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.drill.grammar import HANGS, MOMENT, STEP_PHASES, Fault, Hang
+from holdfast.drill.fault_spec import HANGS, MOMENT, STEP_PHASES, Fault, Hang
 from holdfast.drill.runner import Runner
 from holdfast.drill.timeline import fault_reports
-from holdfast.journal import Event
+from holdfast.event_log import Event
 
 NPROC = 4
 SPACING = 12

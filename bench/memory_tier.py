@@ -18,8 +18,8 @@ from pathlib import Path
 
 from overhead import NPROC, spread, step_ms
 
+from holdfast.drill.exercise import Drill, Exercise
 from holdfast.drill.matrix import random_faults, steps_for
-from holdfast.drill.proof import Drill, Exercise
 
 RUNS = {"off": "0", "again": "0", "auto": "auto", "every step": "1"}
 KILLS_PER_RUN = 10

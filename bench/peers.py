@@ -33,7 +33,7 @@ from pathlib import Path
 from recovery import KILL_FROM, KILL_TO, NPROC, ours
 
 from holdfast.drill.trace import read_trace
-from holdfast.runtime.pids import alive
+from holdfast.runtime.node.process_info import alive
 
 STEPS = 60
 BACK_S_MAX = 90.0

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from holdfast.drill.parts import Parts, accumulate, average_statistics, build, parse, rank, workers
 from holdfast.drill.trace import Trace
+from holdfast.drill.training import Parts, accumulate, average_statistics, build, parse, rank, workers
 
 
 def load(parts: Parts, path: Path) -> int:

@@ -16,8 +16,8 @@ from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGlo
 
 from holdfast.drill.corpus import load
 from holdfast.drill.model import SIZES
-from holdfast.drill.parts import Windows, accumulate, build, parse
 from holdfast.drill.trace import Trace
+from holdfast.drill.training import Windows, accumulate, build, parse
 
 TIMEOUT = timedelta(seconds=5)
 

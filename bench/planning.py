@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.store.grid import Cuts
-from holdfast.store.layout import Box, Catalogue, Declaration, RankLayout, Row, TensorMeta, cut_box
-from holdfast.store.plan import Plan, plan
+from holdfast.store.layouts.layout import Box, Catalogue, Declaration, RankLayout, Row, TensorMeta, cut_box
+from holdfast.store.layouts.save_plan import Plan, plan
+from holdfast.store.layouts.shardings import Cuts
 
 HIDDEN = 8192
 SHAPES = (

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from holdfast.drill.grammar import MOMENT, Fault
+from holdfast.drill.fault_spec import MOMENT, Fault
 from holdfast.drill.runner import Runner
 from holdfast.drill.timeline import fault_reports
 from holdfast.drill.trace import read_trace

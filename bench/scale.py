@@ -15,10 +15,10 @@ import time
 from types import FunctionType, MethodType, ModuleType
 
 from holdfast.core.controller import Controller
-from holdfast.core.membership import node_order
-from holdfast.core.messages import AgentBeat, Command, Message, Record, Tick
-from holdfast.core.sightings import Pace, Paced
-from holdfast.runtime.watch import PACE_S
+from holdfast.core.job.membership import node_order
+from holdfast.core.protocol.health_messages import Pace, Paced
+from holdfast.core.protocol.messages import AgentBeat, Command, Message, Record, Tick
+from holdfast.runtime.agent.progress_watcher import PACE_S
 from holdfast.sim.faults import SimFault
 from holdfast.sim.world import World
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast import journal
+from holdfast import event_log
 
 STEP_S = 0.25
 SLOW_SHARE, SLOW_MAX = 0.04, 8.0
@@ -139,7 +139,7 @@ def main() -> int:
     for path in scratch.iterdir():
         path.unlink()
     scratch.rmdir()
-    events = journal.read(given.run_dir / name / "events.jsonl").events
+    events = event_log.read(given.run_dir / name / "events.jsonl").events
     of = {
         kind: [e for e in events if e.kind == kind]
         for kind in ("stalled", "moved", "hang", "detected", "straggler")

@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from holdfast import journal
+from holdfast import event_log
 
 KINDS = ("dense", "convolutions", "attention")
 STEPS = 2500
@@ -93,7 +93,7 @@ def main() -> int:
         job = subprocess.run(
             command, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
         )
-        events = journal.read(given.run_dir / name / "events.jsonl").events
+        events = event_log.read(given.run_dir / name / "events.jsonl").events
         found = [e.kind for e in events if e.kind in ("detected", "verdict", "device_failed")]
         said = [line for line in (job.stdout + job.stderr).splitlines() if any(word in line for word in SAID)]
         ended = [e.data["step"] for e in events if e.kind == "run_ended"]

@@ -36,13 +36,13 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from holdfast.adapters.numpy import NumpyState
-from holdfast.adapters.numpy import Shard as Held
 from holdfast.core.ids import Generation, SaveId
-from holdfast.store.layout import Box, Catalogue
-from holdfast.store.plan import plan
-from holdfast.store.reader import load_into
-from holdfast.store.writer import write_share
+from holdfast.frameworks.common.numpy_state import NumpyState
+from holdfast.frameworks.common.numpy_state import Shard as Held
+from holdfast.store.layouts.layout import Box, Catalogue
+from holdfast.store.layouts.save_plan import plan
+from holdfast.store.read.load import load_into
+from holdfast.store.write.writer import write_share
 
 RANKS = 4
 TENSORS = 48

@@ -14,13 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from holdfast.adapters.torch.fabric import Fabric
 from holdfast.core.ids import Generation
-from holdfast.core.page import Phase, Word
-from holdfast.core.progress import Limits, Progress
-from holdfast.runtime.page import Page
-from holdfast.runtime.watch import read
-from holdfast.session.rank import Rank
+from holdfast.core.protocol.status_page import Phase, Word
+from holdfast.core.watch.stall_detector import Limits, Progress
+from holdfast.frameworks.torch.comm.comm_state import Fabric
+from holdfast.runtime.agent.progress_watcher import read
+from holdfast.runtime.node.status_page import Page
+from holdfast.session.steps.participant import Rank
 
 ROUNDS = 5000
 COLLECTIVES = 4

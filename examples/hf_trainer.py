@@ -3,7 +3,8 @@
     pip install 'holdfast[hf]'
     holdfast run --nproc-per-node 4 --preload transformers.trainer examples/hf_trainer.py        # then kill -9 any
 
-Holdfast adds: from holdfast.integrations.hf import protect; protect(trainer). No resume flag, no checkpoint path.
+Holdfast adds: from holdfast.integrations.huggingface import protect; protect(trainer). No resume flag, no checkpoint
+path.
 """
 
 import argparse
@@ -13,7 +14,7 @@ from pathlib import Path
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from holdfast.integrations.hf import protect  # + Holdfast
+from holdfast.integrations.huggingface import protect  # + Holdfast
 
 CONTEXT = 64
 

@@ -14,8 +14,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from holdfast.runtime.spawn import free_port
-from holdfast.runtime.zygote import preload
+from holdfast.runtime.agent.zygote import preload
+from holdfast.runtime.node.spawn import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 BOUND_S = 100.0

@@ -9,7 +9,7 @@ import tomllib
 from pathlib import Path
 
 import holdfast
-from holdfast import release
+from holdfast import version
 
 IMPORT_S_MAX = 0.100
 HELP_S_MAX = 0.150
@@ -143,6 +143,6 @@ def test_the_command_is_a_module_as_well() -> None:
 
 def test_the_version_is_that_of_the_package_and_in_one_place() -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
-    assert holdfast.__version__ == release.VERSION
+    assert holdfast.__version__ == version.VERSION
     assert project["project"]["dynamic"] == ["version"] and "version" not in project["project"]
-    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": f"{release.__name__}.VERSION"}
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": f"{version.__name__}.VERSION"}

@@ -73,7 +73,7 @@ def test_what_runs_a_proof_is_said() -> None:
         ("tests/cli/test_run.py", "test_a_run_to_its_end", "ci"),
         ("tests/store/test_s3_job.py", "test_a_job_in_a_bucket", "make s3"),
         ("tests/session/test_spares.py", "test_a_stopped_spare_is_not_used", "make spares"),
-        ("tests/session/test_memory.py", "test_a_lost_shard_comes_back", "ci"),
+        ("tests/session/test_memory_tier.py", "test_a_lost_shard_comes_back", "ci"),
         ("tests/session/test_jobs.py", "test_plain_torchrun_gets_a_last_gasp", "make more"),
         ("tests/nodes/test_nodes.py", "test_two_hosts_find_each_other_and_share_one_job", "ci as root"),
         ("tests/frameworks/faces/test_megatron.py", "test_lost_rank_costs_no_step", "ci smoke"),

@@ -9,7 +9,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from holdfast.adapters.arm import arm
 from holdfast.errors import (
     AuthError,
     CheckpointInvalid,
@@ -39,13 +38,14 @@ from holdfast.errors import (
     UsageError,
     UserError,
 )
-from holdfast.release import VERSION
+from holdfast.frameworks.common.import_hook import arm
+from holdfast.version import VERSION
 
 if TYPE_CHECKING:
     from holdfast.session.api import load
     from holdfast.session.api import open_session as session
     from holdfast.session.once import once
-    from holdfast.store.policy import BestInterval, EverySeconds, EverySteps, KeepEvery
+    from holdfast.store.manage.retention import BestInterval, EverySeconds, EverySteps, KeepEvery
 
 __version__ = VERSION
 
@@ -91,10 +91,10 @@ _LAZY = {
     "load": "holdfast.session.api:load",
     "once": "holdfast.session.once:once",
     "session": "holdfast.session.api:open_session",
-    "BestInterval": "holdfast.store.policy:BestInterval",
-    "EverySeconds": "holdfast.store.policy:EverySeconds",
-    "EverySteps": "holdfast.store.policy:EverySteps",
-    "KeepEvery": "holdfast.store.policy:KeepEvery",
+    "BestInterval": "holdfast.store.manage.retention:BestInterval",
+    "EverySeconds": "holdfast.store.manage.retention:EverySeconds",
+    "EverySteps": "holdfast.store.manage.retention:EverySteps",
+    "KeepEvery": "holdfast.store.manage.retention:KeepEvery",
 }
 
 

@@ -18,20 +18,20 @@ from typing import Any, Self
 import mindspore as ms
 from mindspore import nn
 
-from holdfast.adapters.base import Adapter
-from holdfast.adapters.mindspore.adapter import MindSporeAdapter, place
-from holdfast.adapters.mindspore.data import Counted, DataFeed
-from holdfast.adapters.mindspore.files import export_checkpoint, import_checkpoint
-from holdfast.adapters.mindspore.gate import Relay
-from holdfast.adapters.mindspore.state import Slice
 from holdfast.errors import UsageError
+from holdfast.frameworks.common.adapter import Adapter
+from holdfast.frameworks.mindspore.adapter import MindSporeAdapter, place
+from holdfast.frameworks.mindspore.checkpoint_files import export_checkpoint, import_checkpoint
+from holdfast.frameworks.mindspore.data_position import Counted, DataFeed
+from holdfast.frameworks.mindspore.gradient_gate import Relay
+from holdfast.frameworks.mindspore.state import Slice
 from holdfast.session.api import configure_logging
 from holdfast.session.arguments import checked
-from holdfast.session.framework import steps_of_framework
+from holdfast.session.external_loop import steps_of_framework
 from holdfast.session.session import Session
 from holdfast.session.settings import Settings, extras_of
-from holdfast.session.step import Step
-from holdfast.store.policy import Kept, SaveWhen
+from holdfast.session.steps.step import Step
+from holdfast.store.manage.retention import Kept, SaveWhen
 
 __all__ = ["Callback", "Slice", "export_checkpoint", "guard", "import_checkpoint", "session", "train"]
 

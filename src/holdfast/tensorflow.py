@@ -16,17 +16,17 @@ from typing import Any
 
 import tensorflow as tf
 
-from holdfast.adapters.base import Adapter
-from holdfast.adapters.tensorflow.adapter import TensorFlowAdapter, place, scope
-from holdfast.adapters.tensorflow.data import Source, dataset_of
 from holdfast.errors import UnsupportedError, UsageError
+from holdfast.frameworks.common.adapter import Adapter
+from holdfast.frameworks.tensorflow.adapter import TensorFlowAdapter, place, scope
+from holdfast.frameworks.tensorflow.data_position import Source, dataset_of
 from holdfast.session.api import configure_logging
 from holdfast.session.arguments import checked
-from holdfast.session.framework import steps_of_framework
+from holdfast.session.external_loop import steps_of_framework
 from holdfast.session.session import Session
 from holdfast.session.settings import Settings, extras_of
-from holdfast.session.step import Step
-from holdfast.store.policy import Kept, SaveWhen
+from holdfast.session.steps.step import Step
+from holdfast.store.manage.retention import Kept, SaveWhen
 
 __all__ = ["callback", "fit", "session"]
 

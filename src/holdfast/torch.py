@@ -6,8 +6,8 @@ lies when it is a region of a larger one.
 
 from __future__ import annotations
 
-from holdfast.adapters.torch.boxes import declare
-from holdfast.adapters.torch.groups import Fabric, GroupAborted, fabric, install, installed
+from holdfast.frameworks.torch.comm.backend import Fabric, GroupAborted, fabric, install, installed
+from holdfast.frameworks.torch.state.boxes import declare
 
 __all__ = ["Fabric", "GroupAborted", "declare", "fabric", "install", "installed"]
 

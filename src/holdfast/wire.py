@@ -1,4 +1,4 @@
-"""Frames, codec and handshake of the control plane, without I/O (``runtime/channel.py`` moves the bytes).
+"""Frames, codec and handshake of the control plane, without I/O (``runtime/net/channel.py`` moves the bytes).
 
 A frame is a 4-byte big-endian length and that many bytes of msgpack. Before both sides have proved that they know the
 run's token, a frame may be at most ``GREETING_SIZE_BYTES_MAX`` long and only :data:`Greeting` is decoded.
@@ -20,10 +20,10 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from holdfast.core import messages as m
-from holdfast.core import sightings as o
-from holdfast.core import spares
-from holdfast.core.messages import FRAME_SIZE_BYTES_MAX, PROTOCOL_VERSION
+from holdfast.core.job import spares
+from holdfast.core.protocol import health_messages as o
+from holdfast.core.protocol import messages as m
+from holdfast.core.protocol.messages import FRAME_SIZE_BYTES_MAX, PROTOCOL_VERSION
 from holdfast.errors import AuthError, ProtocolError
 from holdfast.sealing import TAG_SIZE_BYTES, Keys, Seal, Sealing, same
 
@@ -221,7 +221,7 @@ class Link(Generic[M]):
         codec: what travels after the handshake.
         token: secret of the run.
         nonce: ``NONCE_SIZE_BYTES`` fresh random bytes (the shell's duty).
-        service: what listens, see ``runtime/services.py``.
+        service: what listens, see ``runtime/net/service_names.py``.
         role: what this client is; None for the server's side.
         refused: counts refused frames by reason; shared by all links of a process.
     """

@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from holdfast.adapters.torch.fabric import Fabric, GroupAborted, fabric
-from holdfast.adapters.torch.heal import heal, heal_pipelines, heal_scaler, rehearsals_needed
 from holdfast.core.ids import Generation
+from holdfast.frameworks.torch.comm.comm_state import Fabric, GroupAborted, fabric
+from holdfast.frameworks.torch.state.wrapper_reset import heal, heal_pipelines, heal_scaler, rehearsals_needed
 from tests.adapters.features import digest
 from tests.adapters.worlds import Line
 

@@ -20,14 +20,14 @@ from torch._C._distributed_c10d import FileStore
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from holdfast.adapters.torch.fabric import fabric
-from holdfast.adapters.torch.gloo import Recorder
-from holdfast.adapters.torch.heal import heal, rehearsals_needed
-from holdfast.adapters.torch.inner import BuiltGroup
-from holdfast.adapters.torch.rendezvous import ControlStore
 from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, PeerLost, UnsupportedError
-from holdfast.runtime.client import Client
+from holdfast.frameworks.torch.comm.comm_state import fabric
+from holdfast.frameworks.torch.comm.control_store import ControlStore
+from holdfast.frameworks.torch.comm.gloo_abort import Recorder
+from holdfast.frameworks.torch.comm.group_builder import BuiltGroup
+from holdfast.frameworks.torch.state.wrapper_reset import heal, rehearsals_needed
+from holdfast.runtime.worker.worker_client import Client
 from tests.adapters.features import digest
 from tests.adapters.worlds import Line, Order, Say
 

@@ -32,7 +32,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from holdfast.adapters.torch.rendezvous import install_rendezvous
+from holdfast.frameworks.torch.comm.control_store import install_rendezvous
 from tests.adapters.worlds import Line
 
 Numbers = list[float] | str

@@ -13,13 +13,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from holdfast.adapters.torch import boxes
-from holdfast.adapters.torch.boxes import parts_of
-from holdfast.adapters.torch.state import TorchState
 from holdfast.errors import StateError
-from holdfast.store.complete import catalogue_of
-from holdfast.store.layout import Catalogue
-from holdfast.store.plan import plan
+from holdfast.frameworks.torch.state import boxes
+from holdfast.frameworks.torch.state.boxes import parts_of
+from holdfast.frameworks.torch.state.state import TorchState
+from holdfast.store.layouts.layout import Catalogue
+from holdfast.store.layouts.layout_completion import catalogue_of
+from holdfast.store.layouts.save_plan import plan
 from tests.adapters.worlds import Line
 
 PLACEMENTS: dict[str, list[Any]] = {

@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from holdfast.adapters.base import Unsevered
-from holdfast.adapters.torch import fabric as fabrics
-from holdfast.adapters.torch.communicator import FreshGroups
-from holdfast.adapters.torch.fabric import Fabric
-from holdfast.adapters.torch.handle import ReconfigurableGroup
-from holdfast.adapters.torch.inner import BuiltGroup, GroupSpec
-from holdfast.adapters.torch.nccl import Abort
-from holdfast.adapters.torch.private import Store
-from holdfast.adapters.torch.works import Wait
 from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, PeerLost, UnsupportedError
+from holdfast.frameworks.common.adapter import Unsevered
+from holdfast.frameworks.torch.comm import comm_state as fabrics
+from holdfast.frameworks.torch.comm.comm_state import Fabric
+from holdfast.frameworks.torch.comm.communicator import FreshGroups
+from holdfast.frameworks.torch.comm.group_builder import BuiltGroup, GroupSpec
+from holdfast.frameworks.torch.comm.nccl_abort import Abort
+from holdfast.frameworks.torch.comm.reconfigurable_group import ReconfigurableGroup
+from holdfast.frameworks.torch.comm.work import Wait
+from holdfast.frameworks.torch.private_api import Store
 from tests.runtime.runs import until
 
 pytestmark = pytest.mark.torch

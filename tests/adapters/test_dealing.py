@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler
 
-from holdfast.adapters.torch.data import Feed, make_source
+from holdfast.frameworks.torch.data.position import Feed, make_source
 
 pytestmark = pytest.mark.torch
 

@@ -9,16 +9,16 @@ import pytest
 import torch
 import torch.distributed.checkpoint as checkpoint
 
-from holdfast.adapters.torch.adapter import TorchAdapter
-from holdfast.adapters.torch.boxes import CHECKPOINTABLE, declare
-from holdfast.adapters.torch.state import TorchState
 from holdfast.core.ids import NO_GENERATION, SaveId
 from holdfast.errors import CheckpointMismatch, StateError
-from holdfast.store.complete import catalogue_of
-from holdfast.store.layout import Box, Catalogue
-from holdfast.store.plan import plan
-from holdfast.store.reader import Target, load_into
-from holdfast.store.writer import write_share
+from holdfast.frameworks.torch.adapter import TorchAdapter
+from holdfast.frameworks.torch.state.boxes import CHECKPOINTABLE, declare
+from holdfast.frameworks.torch.state.state import TorchState
+from holdfast.store.layouts.layout import Box, Catalogue
+from holdfast.store.layouts.layout_completion import catalogue_of
+from holdfast.store.layouts.save_plan import plan
+from holdfast.store.read.load import Target, load_into
+from holdfast.store.write.writer import write_share
 
 pytestmark = pytest.mark.torch
 

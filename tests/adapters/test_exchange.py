@@ -23,20 +23,20 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict
 
 import holdfast
-from holdfast.adapters.torch import dcp, records
-from holdfast.adapters.torch.exports import Form, export_checkpoint
-from holdfast.adapters.torch.imports import import_checkpoint
-from holdfast.adapters.torch.state import TorchState
-from holdfast.adapters.weights import weights_of
 from holdfast.cli.main import answer
 from holdfast.core.ids import Generation, SaveId
 from holdfast.errors import CheckpointInvalid, StoreWriteError, UsageError
-from holdfast.store.layout import Catalogue
-from holdfast.store.place import Place
-from holdfast.store.plan import plan
-from holdfast.store.reader import load_catalogue, load_values
-from holdfast.store.validity import inspect
-from holdfast.store.writer import write_share
+from holdfast.frameworks.common.weight_selection import weights_of
+from holdfast.frameworks.torch.files import dcp_reader, pickle_records
+from holdfast.frameworks.torch.files.exports import Form, export_checkpoint
+from holdfast.frameworks.torch.files.imports import import_checkpoint
+from holdfast.frameworks.torch.state.state import TorchState
+from holdfast.store.backends.location import Place
+from holdfast.store.layouts.layout import Catalogue
+from holdfast.store.layouts.save_plan import plan
+from holdfast.store.read.load import load_catalogue, load_values
+from holdfast.store.read.validation import inspect
+from holdfast.store.write.writer import write_share
 from tests.adapters.test_state import Net, step
 
 pytestmark = [
@@ -77,7 +77,7 @@ class Job:
 
     def load(self, path: Place) -> None:
         """As a session resumes."""
-        from holdfast.store.reader import Target, load_into
+        from holdfast.store.read.load import Target, load_into
 
         restore = self.state().restore(load_catalogue(path), load_values(path))
         targets = [Target(m.fqn, m.box, m.dtype, d, m.shape) for m, d in restore.buffers()]
@@ -249,9 +249,9 @@ def test_sharded_dcp_is_read_whole(tmp_path: Path) -> None:
         (tmp_path / "d" / ".metadata").write_bytes(pickle.dumps(metadata))
         if rule:
             with pytest.raises(CheckpointInvalid, match=rule):
-                dcp.read_dcp(tmp_path / "d", tmp_path)
+                dcp_reader.read_dcp(tmp_path / "d", tmp_path)
         else:
-            same(dcp.read_dcp(tmp_path / "d", tmp_path), {"w": world})
+            same(dcp_reader.read_dcp(tmp_path / "d", tmp_path), {"w": world})
 
 
 class Bomb:
@@ -288,7 +288,7 @@ def test_hostile_metadata_is_refused(tmp_path: Path) -> None:
     def refuse(data: bytes) -> None:
         (folder / ".metadata").write_bytes(data)
         with pytest.raises(CheckpointInvalid):
-            dcp.read_dcp(folder, tmp_path)
+            dcp_reader.read_dcp(folder, tmp_path)
 
     for stop in range(0, len(good), 7):
         refuse(good[:stop])
@@ -306,7 +306,7 @@ def test_hostile_metadata_is_refused(tmp_path: Path) -> None:
         metadata.storage_data = {index: type(place)(stored_in, start, length)}
         (folder / ".metadata").write_bytes(pickle.dumps(metadata))
         with pytest.raises(holdfast.StoreError):
-            dcp.read_dcp(folder, tmp_path)
+            dcp_reader.read_dcp(folder, tmp_path)
     (folder / "link.distcp").symlink_to(folder / "__0_0.distcp")
     metadata.storage_data = {index: type(place)("link.distcp", place.offset, place.length)}
     refuse(pickle.dumps(metadata))
@@ -399,12 +399,14 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_records_are_inert() -> None:
     """What a class would do, a record does not: it remembers."""
     data = pickle.dumps([Bomb(Path("x")), {"a": (1, 2.5, None, True, b"b")}])
-    bomb, plain = records.read_records(data, {"_io.open", "io.open"}, "x")
-    assert isinstance(bomb, records.Record) and bomb.args == ("x", "w") and bomb.name.endswith("io.open")
+    bomb, plain = pickle_records.read_records(data, {"_io.open", "io.open"}, "x")
+    assert (
+        isinstance(bomb, pickle_records.Record) and bomb.args == ("x", "w") and bomb.name.endswith("io.open")
+    )
     assert plain == {"a": (1, 2.5, None, True, b"b")}
 
 
 @given(st.binary(max_size=60))
 def test_any_bytes_are_records_or_refused(data: bytes) -> None:
     with contextlib.suppress(CheckpointInvalid):
-        assert records.read_records(data + b".", {"torch.Size"}, "x") is not Ellipsis
+        assert pickle_records.read_records(data + b".", {"torch.Size"}, "x") is not Ellipsis

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.adapters.torch.fabric import BURIALS_S, Fabric
+from holdfast.frameworks.torch.comm.comm_state import BURIALS_S, Fabric
 from tests.adapters import faults
 from tests.adapters.worlds import Worlds
 
@@ -120,7 +120,9 @@ def test_nobody_waits_for_the_end_of_a_broken_group(worlds: Worlds) -> None:
 
 
 def test_a_script_that_ends_waits_a_while_for_what_is_being_buried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.adapters.torch.fabric.time", SimpleNamespace(monotonic=lambda: 7.0))
+    monkeypatch.setattr(
+        "holdfast.frameworks.torch.comm.comm_state.time", SimpleNamespace(monotonic=lambda: 7.0)
+    )
     waited_s: list[float] = []
 
     def buried(timeout_s: float = 0.0) -> bool:
@@ -137,7 +139,9 @@ def test_a_script_that_ends_waits_a_while_for_what_is_being_buried(monkeypatch: 
 def test_quiescing_looks_at_least_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that was stopped for longer than the limit, before it looked, still says what is there."""
     clock = itertools.count(0.0, 30.0)
-    monkeypatch.setattr("holdfast.adapters.torch.fabric.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(
+        "holdfast.frameworks.torch.comm.comm_state.time", SimpleNamespace(monotonic=lambda: next(clock))
+    )
     state = Fabric()
     assert state.quiesce()
     never: Any = SimpleNamespace(severed=lambda: False)

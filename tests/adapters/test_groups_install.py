@@ -17,18 +17,19 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _test_python_store
 from torch.distributed import distributed_c10d as c10d
 
-from holdfast.adapters.torch import groups, local, private
-from holdfast.adapters.torch.fabric import Fabric
-from holdfast.adapters.torch.handle import COLLECTIVES, ReconfigurableGroup
-from holdfast.adapters.torch.outer import OuterGroup
-from holdfast.adapters.torch.probing import Feature
-from holdfast.adapters.torch.rendezvous import ControlStore
-from holdfast.adapters.torch.works import is_bug
 from holdfast.core.ids import Generation, MemberId
-from holdfast.core.messages import KvReply, KvRequest
+from holdfast.core.protocol.messages import KvReply, KvRequest
 from holdfast.errors import GroupError
-from holdfast.runtime.flight import Flight
-from holdfast.runtime.kv import KvServer
+from holdfast.frameworks.torch import private_api
+from holdfast.frameworks.torch.comm import backend, loopback_ops
+from holdfast.frameworks.torch.comm.comm_state import Fabric
+from holdfast.frameworks.torch.comm.control_store import ControlStore
+from holdfast.frameworks.torch.comm.outer_group import OuterGroup
+from holdfast.frameworks.torch.comm.reconfigurable_group import COLLECTIVES, ReconfigurableGroup
+from holdfast.frameworks.torch.comm.work import is_bug
+from holdfast.frameworks.torch.probing import Feature
+from holdfast.runtime.agent.kv_server import KvServer
+from holdfast.runtime.node.flight_recorder import Flight
 
 pytestmark = pytest.mark.torch
 
@@ -102,7 +103,7 @@ def test_a_worker_that_starts_from_scratch_installs_them() -> None:
     """``import holdfast`` arms the import of torch, and the groups are what imports it first."""
     code = """
 import holdfast
-from holdfast.runtime.frameworks import install_framework
+from holdfast.runtime.node.framework_registry import install_framework
 install_framework("torch")
 from holdfast.adapters.torch import groups
 print(groups.installed())
@@ -142,17 +143,17 @@ def test_the_groups_of_another_torch_are_left_alone(
         """A torch that makes groups in another way."""
 
     monkeypatch.setattr(c10d, "_new_process_group_helper", helper)
-    monkeypatch.setattr(groups, "_untouched", [])
+    monkeypatch.setattr(backend, "_untouched", [])
     for _ in range(2):
-        groups.install()
-    assert not groups.installed() and "_new_process_group_helper" in groups.untouched()
+        backend.install()
+    assert not backend.installed() and "_new_process_group_helper" in backend.untouched()
     (line,) = [record.getMessage() for record in caplog.records]
     assert f"torch {torch.__version__}: " in line and "all workers start again after a fault" in line
 
 
 def test_this_torch_is_the_one_known() -> None:
     """Every private name that is used, and every method that a C++ group offers for communication."""
-    assert private.failures(Feature.GROUPS) == []
+    assert private_api.failures(Feature.GROUPS) == []
     own = {**vars(OuterGroup), **vars(ReconfigurableGroup)}
     base = {name for name in vars(dist.ProcessGroup) if not name.startswith("__")}
     not_communication = {
@@ -241,13 +242,13 @@ def test_bugs_are_told_from_faults() -> None:
 
 def test_local_outputs_are_sane_whatever_their_layout() -> None:
     output = torch.full((4, 2), torch.nan).t()
-    local.repeat(output, torch.arange(4.0), 2)
+    loopback_ops.repeat(output, torch.arange(4.0), 2)
     assert output.tolist() == [[0, 1, 2, 3], [0, 1, 2, 3]]
     short = torch.full((3,), torch.nan)
-    local.copy(short, torch.ones(2))
+    loopback_ops.copy(short, torch.ones(2))
     assert short.tolist() == [0, 0, 0]
     part = torch.empty(2)
-    local.chunk(part, torch.arange(6.0), 2, 3)
+    loopback_ops.chunk(part, torch.arange(6.0), 2, 3)
     assert part.tolist() == [4, 5]
 
 

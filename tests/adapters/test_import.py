@@ -15,20 +15,20 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 import holdfast
-from holdfast.adapters.torch.exports import Form, export_checkpoint
-from holdfast.adapters.torch.imports import import_checkpoint
-from holdfast.adapters.torch.keys import KEYS, restore_keys
-from holdfast.adapters.torch.state import TorchState
 from holdfast.cli.main import answer
 from holdfast.core.ids import STEP_MAX
 from holdfast.errors import CheckpointInvalid, StateError, StoreWriteError, UsageError
-from holdfast.store.files import Directory
-from holdfast.store.place import Place
-from holdfast.store.reader import load_catalogue
-from holdfast.store.reader import load_values as read_values
-from holdfast.store.root import Root
-from holdfast.store.tools import merge
-from holdfast.store.validity import inspect
+from holdfast.frameworks.torch.files.dcp_keys import KEYS, restore_keys
+from holdfast.frameworks.torch.files.exports import Form, export_checkpoint
+from holdfast.frameworks.torch.files.imports import import_checkpoint
+from holdfast.frameworks.torch.state.state import TorchState
+from holdfast.store.backends.durable_files import Directory
+from holdfast.store.backends.location import Place
+from holdfast.store.manage.checkpoint_root import Root
+from holdfast.store.manage.checkpoint_tools import merge
+from holdfast.store.read.load import load_catalogue
+from holdfast.store.read.load import load_values as read_values
+from holdfast.store.read.validation import inspect
 
 pytestmark = pytest.mark.torch
 

@@ -18,11 +18,11 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast.adapters.torch.exports import export_checkpoint
-from holdfast.adapters.torch.imports import import_checkpoint
 from holdfast.cli.main import answer
 from holdfast.errors import CheckpointInvalid, UsageError
-from holdfast.store.tools import INDEX_NAME
+from holdfast.frameworks.torch.files.exports import export_checkpoint
+from holdfast.frameworks.torch.files.imports import import_checkpoint
+from holdfast.store.manage.checkpoint_tools import INDEX_NAME
 from tests.store.test_damage import flip
 
 pytestmark = [

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from holdfast.errors import CheckpointInvalid, HoldfastError, UsageError
-from holdfast.store.root import Root
+from holdfast.store.manage.checkpoint_root import Root
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -96,8 +96,8 @@ def write(folder: Path, model: dict[str, Any], tensors: int = 1, stages: int = 1
 
 def taken(source: Path, root: Path) -> tuple[dict[str, Any], list[str]]:
     """Weights by name in what the import has made, and what it told."""
-    from holdfast.adapters.torch.exports import export_checkpoint
-    from holdfast.adapters.torch.imports import import_checkpoint
+    from holdfast.frameworks.torch.files.exports import export_checkpoint
+    from holdfast.frameworks.torch.files.imports import import_checkpoint
 
     told: list[str] = []
     made = import_checkpoint(source, root, note=lambda line: told.append(str(line)))
@@ -140,7 +140,7 @@ def test_an_optimizer_of_32_bit_copies_is_left_out_and_told(tmp_path: Path) -> N
 
 def refused(source: Path, root: Path, kind: type[HoldfastError], message: str) -> None:
     """One error, and nothing is left."""
-    from holdfast.adapters.torch.imports import import_checkpoint
+    from holdfast.frameworks.torch.files.imports import import_checkpoint
 
     with pytest.raises(kind, match=message):
         import_checkpoint(source, root)

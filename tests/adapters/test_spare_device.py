@@ -9,9 +9,9 @@ import threading
 import pytest
 import torch
 
-from holdfast.adapters.torch.standin import hold_before_device
-from holdfast.runtime.pids import alive
-from holdfast.runtime.standin import StandIn
+from holdfast.frameworks.torch.comm.deferred_rank import hold_before_device
+from holdfast.runtime.node.deferred_rank import StandIn
+from holdfast.runtime.node.process_info import alive
 
 pytestmark = pytest.mark.torch
 

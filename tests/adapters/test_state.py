@@ -11,16 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.adapters import values
-from holdfast.adapters.torch.boxes import DTYPES, byte_view, parts_of
-from holdfast.adapters.torch.naming import names_of
-from holdfast.adapters.torch.optim import Undo, named_optimizers
-from holdfast.adapters.torch.snapshot import Snapshot
-from holdfast.adapters.torch.state import TorchState
-from holdfast.adapters.values import join, split
 from holdfast.errors import CheckpointMismatch, StateError, UnsupportedError, UsageError
-from holdfast.store.layout import Box, Catalogue
-from holdfast.store.values import decode_values, encode_values
+from holdfast.frameworks.common.state_tree import join, split
+from holdfast.frameworks.torch.state.boxes import DTYPES, byte_view, parts_of
+from holdfast.frameworks.torch.state.optimizer_state import Undo, named_optimizers
+from holdfast.frameworks.torch.state.parameter_names import names_of
+from holdfast.frameworks.torch.state.snapshot import Snapshot
+from holdfast.frameworks.torch.state.state import TorchState
+from holdfast.store.format.json_values import decode_values, encode_values
+from holdfast.store.layouts.layout import Box, Catalogue
 
 pytestmark = pytest.mark.torch
 

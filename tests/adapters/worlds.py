@@ -27,10 +27,10 @@ from typing import Any, cast
 import msgspec
 
 from holdfast.core.ids import Generation, MemberId
-from holdfast.core.messages import KvReply, KvRequest
-from holdfast.runtime.client import Client
-from holdfast.runtime.flight import Flight
-from holdfast.runtime.kv import KvServer, Replies
+from holdfast.core.protocol.messages import KvReply, KvRequest
+from holdfast.runtime.agent.kv_server import KvServer, Replies
+from holdfast.runtime.node.flight_recorder import Flight
+from holdfast.runtime.worker.worker_client import Client
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = Generation(1, 1)
@@ -124,7 +124,7 @@ class Line:
         amount: int = 0,
         timeout_s: float = 300.0,
     ) -> KvReply:
-        """As :meth:`holdfast.runtime.client.Client.kv`."""
+        """As :meth:`holdfast.runtime.worker.worker_client.Client.kv`."""
         with self._arrived:
             self._next += 1
             number = self._next
@@ -259,7 +259,7 @@ def main() -> None:
     """Serve requests until stdin ends."""
     import torch
 
-    from holdfast.adapters.torch.groups import install
+    from holdfast.frameworks.torch.comm.backend import install
 
     torch.set_num_threads(1)
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])

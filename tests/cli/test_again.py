@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.exits import Exit
+from holdfast.exit_codes import Exit
 from tests.cli.command import Run, working_in
 from tests.cli.test_run import script, start
 

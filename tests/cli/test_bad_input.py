@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.exits import MEANING, Exit
+from holdfast.exit_codes import MEANING, Exit
 from tests.cli.command import Run
 
 ROOT = Path(__file__).resolve().parents[2]

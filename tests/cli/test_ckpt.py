@@ -12,15 +12,15 @@ import click
 import numpy as np
 import pytest
 
-from holdfast.cli.ckpt import size_bytes
-from holdfast.cli.contents import readable
+from holdfast.cli.commands.ckpt import size_bytes
 from holdfast.cli.main import answer
+from holdfast.cli.screen.checkpoint_contents import readable
 from holdfast.errors import NothingToResume, UsageError
-from holdfast.store import reader, validity
-from holdfast.store.base import Attempt
-from holdfast.store.place import place_of
-from holdfast.store.root import find, resolve
-from holdfast.store.validity import Index, inspect, read_index
+from holdfast.store.backends.interfaces import Attempt
+from holdfast.store.backends.location import place_of
+from holdfast.store.manage.checkpoint_root import find, resolve
+from holdfast.store.read import load, validation
+from holdfast.store.read.validation import Index, inspect, read_index
 from tests.cli.command import on_terminal
 from tests.store.test_damage import flip
 from tests.store.worlds import pipeline, replicated, save, save_id
@@ -79,7 +79,7 @@ def test_an_attempt_is_looked_at_once(
         looks.append(directory.path.name)
         return read_index(directory)
 
-    for module in (reader, validity):
+    for module in (load, validation):
         monkeypatch.setattr(module, "read_index", counted)
     save(tmp_path, WORLD, save_id(1))
     attempt = tmp_path / save_id(1).directory()

@@ -9,34 +9,36 @@ from typing import get_args
 import msgspec
 import pytest
 
-from holdfast.cli import doctor, gc, listing, postmortem, stacks, view
+from holdfast.cli.commands import doctor, gc, ls, stacks
 from holdfast.cli.main import COMMANDS
-from holdfast.drill import proof, timeline
-from holdfast.runtime.settings import RunSettings
-from holdfast.sim import forecast, summary
-from holdfast.store import root, tools, validity
+from holdfast.cli.screen import fault_report, run_view
+from holdfast.drill import exercise, timeline
+from holdfast.runtime.node.run_settings import RunSettings
+from holdfast.sim import goodput, summary
+from holdfast.store.manage import checkpoint_root, checkpoint_tools
+from holdfast.store.read import validation
 from tests.cli.command import Run
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs/commands.md").read_text()
 DOCUMENTED: dict[str, type[msgspec.Struct]] = {
-    "`status`": view.RunView,
-    "in `ranks`": view.RankView,
-    "in `hosts`": view.HostView,
-    "in `faults`": view.FaultView,
-    "in `spares`": view.SpareView,
-    "`ls`": listing.Listed,
+    "`status`": run_view.RunView,
+    "in `ranks`": run_view.RankView,
+    "in `hosts`": run_view.HostView,
+    "in `faults`": run_view.FaultView,
+    "in `spares`": run_view.SpareView,
+    "`ls`": ls.Listed,
     "`gc`": gc.Collected,
-    "`report`": postmortem.Report,
-    "in `timeline`": postmortem.PhaseTime,
+    "`report`": fault_report.Report,
+    "in `timeline`": fault_report.PhaseTime,
     "`stacks`": stacks.RankStacks,
     "`doctor`": doctor.Finding,
-    "`drill`": proof.Verdict,
+    "`drill`": exercise.Verdict,
     "in its `faults`": timeline.FaultReport,
     "`sim`": summary.Summary,
-    "`sim --forecast`": forecast.Forecast,
-    "`ckpt ls`, `ckpt verify`": validity.Validity,
-    "`ckpt holders`": tools.Holding,
-    "`ckpt prune`": root.Pruned,
+    "`sim --forecast`": goodput.Forecast,
+    "`ckpt ls`, `ckpt verify`": validation.Validity,
+    "`ckpt holders`": checkpoint_tools.Holding,
+    "`ckpt prune`": checkpoint_root.Pruned,
 }
 
 
@@ -49,7 +51,7 @@ def test_the_keys_of_json_are_documented() -> None:
         name: [field.encode_name for field in msgspec.structs.fields(kind)]
         for name, kind in DOCUMENTED.items()
     }
-    assert all(f"`{state}`" in TEXT for state in get_args(view.State))
+    assert all(f"`{state}`" in TEXT for state in get_args(run_view.State))
 
 
 @pytest.mark.parametrize("shell", sorted(set(re.findall(r"completion (bash|zsh|fish)", TEXT))))

@@ -7,11 +7,11 @@ from pathlib import Path
 import click
 import pytest
 
-from holdfast.cli.config import settle
-from holdfast.cli.instead import torchrun_command
-from holdfast.cli.run import run
+from holdfast.cli.commands.run import run
+from holdfast.cli.start.flag_files import settle
+from holdfast.cli.start.torchrun_fallback import torchrun_command
 from holdfast.errors import UnsupportedError, UsageError
-from holdfast.runtime.disabled import DISABLE_VARIABLE, is_disabled
+from holdfast.runtime.node.disabled import DISABLE_VARIABLE, is_disabled
 from holdfast.session.session import Session
 from tests.cli.command import Run
 

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from holdfast.cli import doctor
-from holdfast.exits import Exit
+from holdfast.cli.commands import doctor
+from holdfast.exit_codes import Exit
 from tests.cli.command import Run
 from tests.cli.test_status import Made, swept
 from tests.runtime.runs import without_torch
@@ -43,10 +43,10 @@ def test_a_place_that_cannot_be_written(holdfast: Run, tmp_path: Path) -> None:
 
 @pytest.mark.torch
 def test_a_private_name_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from holdfast.adapters.torch import private  # torch is loaded by this test only
+    from holdfast.frameworks.torch import private_api
 
     failed = [("torch.nn:Module._gone: there is no such name", "recovery in place of FSDP2")]
-    monkeypatch.setattr(private, "probed", lambda: (80, failed))
+    monkeypatch.setattr(private_api, "probed", lambda: (80, failed))
     (found,) = doctor._names()
     assert (found.grade, found.found) == ("poor", f"{failed[0][0]}: without it, no {failed[0][1]}")
     assert "--on-fault restart" in found.advice

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.drill import timeline
+from holdfast.cli.commands.drill import timeline
 from holdfast.drill.timeline import FaultReport
-from holdfast.exits import Exit
+from holdfast.exit_codes import Exit
 from tests.cli.command import HOLDFAST, Run, clean_environment, working_in
 from tests.cli.test_run import BOUND_S
 from tests.runtime.runs import until, without_torch

@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.cli import console, escaping
-from holdfast.cli.escaping import UNSAFE, coloured, shown
-from holdfast.cli.postmortem import reports_of, write
-from holdfast.core.messages import Field
-from holdfast.journal import read
-from holdfast.runtime.rundir import log_path, write_private
-from holdfast.runtime.settings import SETTINGS_FILE
+from holdfast.cli.screen import console, escaping
+from holdfast.cli.screen.escaping import UNSAFE, coloured, shown
+from holdfast.cli.screen.fault_report import reports_of, write
+from holdfast.core.protocol.messages import Field
+from holdfast.event_log import read
+from holdfast.runtime.node.run_settings import SETTINGS_FILE
+from holdfast.runtime.node.rundir import log_path, write_private
 from tests.cli.command import Run, on_terminal
 from tests.cli.test_status import FAULT, TIMES, Made, swept
 

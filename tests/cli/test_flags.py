@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.flags import FLAGS, Flag
-from holdfast.cli.helping import COMMON, TOPICS
+from holdfast.cli.start.flags import FLAGS, Flag
+from holdfast.cli.start.help_pages import COMMON, TOPICS
 from tests.cli.command import HOLDFAST, Run
 
 ROOT = Path(__file__).resolve().parents[2]

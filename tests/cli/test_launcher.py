@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.launcher import Launcher
-from holdfast.cli.resolve import Request
-from holdfast.cli.view import Watch
-from holdfast.core.messages import Field
+from holdfast.cli.screen.run_view import Watch
+from holdfast.cli.start.launcher import Launcher
+from holdfast.cli.start.run_config import Request
+from holdfast.core.protocol.messages import Field
 from holdfast.errors import UserError
 from tests.cli.command import Run
 from tests.cli.test_status import FAULT, Made, swept

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli import preflight
-from holdfast.core.page import FILE_SIZE_BYTES
+from holdfast.cli.start import preflight
+from holdfast.core.protocol.status_page import FILE_SIZE_BYTES
 from holdfast.errors import UsageError
-from holdfast.exits import Exit
-from holdfast.runtime.settings import RunSettings
+from holdfast.exit_codes import Exit
+from holdfast.runtime.node.run_settings import RunSettings
 from tests.cli.command import Run
 
 

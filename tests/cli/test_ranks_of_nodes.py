@@ -10,12 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.cli.view import Watch
-from holdfast.core.messages import Field
-from holdfast.runtime.procs import sweep
-from holdfast.runtime.rundir import RunDir
-from holdfast.runtime.settings import RunSettings
-from holdfast.runtime.spawn import free_port
+from holdfast.cli.screen.run_view import Watch
+from holdfast.core.protocol.messages import Field
+from holdfast.runtime.agent.worker_processes import sweep
+from holdfast.runtime.node.run_settings import RunSettings
+from holdfast.runtime.node.rundir import RunDir
+from holdfast.runtime.node.spawn import free_port
 from tests.cli.command import HOLDFAST, Run, clean_environment
 from tests.cli.test_status import FAULT, Made, swept
 from tests.runtime.runs import without_torch

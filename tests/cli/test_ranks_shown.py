@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.view import Watch
-from holdfast.core.page import Phase, Word
+from holdfast.cli.screen.run_view import Watch
+from holdfast.core.protocol.status_page import Phase, Word
 from tests.cli.command import Run, on_terminal
 from tests.cli.test_status import Made, swept
 from tests.runtime.runs import until

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli import placing
-from holdfast.cli.flags import FLAGS
-from holdfast.cli.placing import place
+from holdfast.cli.start import rank_table_flags
+from holdfast.cli.start.flags import FLAGS
+from holdfast.cli.start.rank_table_flags import place
 from holdfast.errors import UsageError
-from holdfast.runtime.ranktable import make
+from holdfast.runtime.rank_table.table import make
 from tests.cli.command import HOLDFAST, Run, clean_environment
 from tests.runtime.runs import LOOP, without_torch
 
@@ -152,14 +152,14 @@ def test_a_table_of_the_environment_gives_way_to_flags(
 
 
 def test_a_table_that_is_being_written_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(placing, "LOOK_S", 0.01)
+    monkeypatch.setattr(rank_table_flags, "LOOK_S", 0.01)
     path = write_table(tmp_path / "t", ["127.0.0.1"], 2, status="initializing")
     writer = threading.Timer(0.05, lambda: os.replace(write_table(tmp_path / "new", ["127.0.0.1"], 2), path))
     writer.start()
     assert placed(path)["nproc_per_node"] == "2"
     writer.join()
     write_table(path, ["127.0.0.1"], 2, status="initializing")
-    monkeypatch.setattr(placing, "WAIT_S", 0.0)
+    monkeypatch.setattr(rank_table_flags, "WAIT_S", 0.0)
     refused(path, "the table is not ready")
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.cli.postmortem import Report, reports_of, text, write
-from holdfast.core.messages import Field
-from holdfast.journal import read
-from holdfast.runtime.evidence import whole_words
-from holdfast.runtime.rundir import log_path
+from holdfast.cli.screen.fault_report import Report, reports_of, text, write
+from holdfast.core.protocol.messages import Field
+from holdfast.event_log import read
+from holdfast.runtime.node.hang_evidence import whole_words
+from holdfast.runtime.node.rundir import log_path
 from tests.cli.command import Run
 from tests.cli.test_run import script, start
 from tests.cli.test_status import FAULT, TIMES, Made, swept

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.launcher import AGENT_STOPPED_S
-from holdfast.exits import Exit
-from holdfast.runtime.rundir import RunDir
+from holdfast.cli.start.launcher import AGENT_STOPPED_S
+from holdfast.exit_codes import Exit
+from holdfast.runtime.node.rundir import RunDir
 from tests.cli.command import HOLDFAST, Run, clean_environment, working_in
 from tests.runtime.runs import without_torch
 from tests.session.launch import end
@@ -201,8 +201,8 @@ def test_exit_is_acknowledged(holdfast: Run, tmp_path: Path) -> None:
 
 RAISES = """\
 import os
-from holdfast.core.page import Phase
-from holdfast.runtime.client import Client
+from holdfast.core.protocol.status_page import Phase
+from holdfast.runtime.worker.worker_client import Client
 step = 4 + 5 * int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 Client.current().page.enter(Phase.FORWARD, step)
 raise ValueError(f"bad sample {step % 3}")

@@ -13,19 +13,19 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.cli.find import find_run
-from holdfast.cli.status import again, alike, facts, fault_text, host_lines, kept, named
-from holdfast.cli.view import RunView, Watch
+from holdfast.cli.commands.status import again, alike, facts, fault_text, host_lines, kept, named
+from holdfast.cli.screen.run_lookup import find_run
+from holdfast.cli.screen.run_view import RunView, Watch
 from holdfast.core.ids import Generation, MemberId
-from holdfast.core.messages import Field
-from holdfast.core.page import Phase, Word
+from holdfast.core.protocol.messages import Field
+from holdfast.core.protocol.status_page import Phase, Word
 from holdfast.errors import UsageError
-from holdfast.journal import Journal, Said
-from holdfast.runtime.agentd import committed_step
-from holdfast.runtime.page import Page
-from holdfast.runtime.rundir import Endpoint, RunDir, log_path, write_private
-from holdfast.runtime.settings import RunSettings
-from holdfast.wording import span
+from holdfast.event_log import Journal, Said
+from holdfast.runtime.agent.agentd import committed_step
+from holdfast.runtime.node.run_settings import RunSettings
+from holdfast.runtime.node.rundir import Endpoint, RunDir, log_path, write_private
+from holdfast.runtime.node.status_page import Page
+from holdfast.text import span
 from tests.cli.command import Run
 from tests.runtime.runs import until
 
@@ -103,7 +103,7 @@ class Made:
 
     def serve(self) -> None:
         """A process that was started as the agent is: with these words."""
-        words = ["sh", "-c", "read line", "holdfast.runtime.agentd", str(self.directory.path)]
+        words = ["sh", "-c", "read line", "holdfast.runtime.agent.agentd", str(self.directory.path)]
         self.agent = subprocess.Popen(words, stdin=subprocess.PIPE)
         shown = Path(f"/proc/{self.agent.pid}/cmdline")
         until("the kernel shows its words", lambda: b"agentd" in shown.read_bytes())

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.errors import of_the_machine
-from holdfast.cli.find import name_of
-from holdfast.exits import Exit
-from holdfast.runtime.rundir import RunDir
+from holdfast.cli.screen.error_output import of_the_machine
+from holdfast.cli.screen.run_lookup import name_of
+from holdfast.exit_codes import Exit
+from holdfast.runtime.node.rundir import RunDir
 from tests.cli.command import HOLDFAST, Run, clean_environment, on_terminal, working_in
 from tests.cli.test_run import BOUND_S, script
 from tests.cli.test_status import Made, swept
@@ -95,7 +95,7 @@ def test_shared_memory_that_is_full_is_named_and_nothing_stays(tmp_path: Path) -
     memory = tmp_path / "shm"  # to itself: others start runs meanwhile
     memory.mkdir()
     code = (
-        "import resource, signal, sys; from holdfast.runtime.rundir import RunDir, write_private\n"
+        "import resource, signal, sys; from holdfast.runtime.node.rundir import RunDir, write_private\n"
         "from holdfast.runtime import rundir\n"
         "def only_here(path, data, **more):\n"
         "    if path.name == rundir.OWNER:\n"

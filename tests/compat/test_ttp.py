@@ -12,16 +12,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast import journal
-from holdfast.compat.dump import Faulted, Here
-from holdfast.compat.line import LINES, LOG_VARIABLE, TOKEN_VARIABLE, token, token_path
-from holdfast.compat.processor import start_controller
+from holdfast import event_log
+from holdfast.compat.dying_checkpoint import Faulted, Here
+from holdfast.compat.endpoint import LINES, LOG_VARIABLE, TOKEN_VARIABLE, token, token_path
+from holdfast.compat.rank_processor import start_controller
 from holdfast.errors import AuthError, UsageError
-from holdfast.runtime.channel import BlockingChannel
-from holdfast.runtime.services import TTP
-from holdfast.runtime.spawn import free_port
-from holdfast.store.place import ROOT_VARIABLE
-from holdfast.store.root import Root
+from holdfast.runtime.net.channel import BlockingChannel
+from holdfast.runtime.net.service_names import TTP
+from holdfast.runtime.node.spawn import free_port
+from holdfast.store.backends.location import ROOT_VARIABLE
+from holdfast.store.manage.checkpoint_root import Root
 from tests.cli.command import clean_environment
 from tests.ranks import statuses
 from tests.runtime.runs import exists, until
@@ -41,7 +41,7 @@ def _log_in_the_test_s_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv(LOG_VARIABLE, str(tmp_path / "ttp.jsonl"))
 
 
-def run(folder: Path, fault: str = "", world: int = WORLD) -> tuple[list[int], list[journal.Event]]:
+def run(folder: Path, fault: str = "", world: int = WORLD) -> tuple[list[int], list[event_log.Event]]:
     """Exit statuses of the ranks, and the controller's log; the controller has ended by then."""
     log = folder / f"ttp-{len(list(folder.glob('ttp-*')))}.jsonl"
     command = [str(HERE / "train.py"), str(STEPS), str(free_port()), str(folder), *([fault] if fault else [])]
@@ -50,10 +50,10 @@ def run(folder: Path, fault: str = "", world: int = WORLD) -> tuple[list[int], l
     codes = statuses(world, *command, env=env)
 
     def gone() -> bool:
-        return any(event.kind == "gone" for event in journal.read(log).events)
+        return any(event.kind == "gone" for event in event_log.read(log).events)
 
     until("the controller ends", gone, 10)
-    return codes, list(journal.read(log).events)
+    return codes, list(event_log.read(log).events)
 
 
 def final(folder: Path) -> set[bytes]:
@@ -216,7 +216,7 @@ def test_a_host_may_be_given_by_its_name(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv(LOG_VARIABLE, str(path))
     pid = start_controller("localhost", port, 1)
     try:
-        until("it listens", lambda: journal.read(path).events)
+        until("it listens", lambda: event_log.read(path).events)
         rank = BlockingChannel.connect(LINES, "localhost", port, token("localhost", port), TTP, "worker")
         rank.close()
     finally:
@@ -234,15 +234,15 @@ def test_a_stranger_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(LOG_VARIABLE, str(path))
     pid = start_controller("127.0.0.1", port, 1)
     try:
-        until("it listens", lambda: path.exists() and journal.read(path).events)
+        until("it listens", lambda: path.exists() and event_log.read(path).events)
         with pytest.raises(AuthError):
             BlockingChannel.connect(LINES, "127.0.0.1", port, b"y" * 64, TTP, "worker")
         honest = BlockingChannel.connect(LINES, "127.0.0.1", port, token("127.0.0.1", port), TTP, "worker")
         honest.send(Here(rank=0, world_size=1, pid=1))
-        until("it is heard", lambda: [e for e in journal.read(path).events if e.kind == "here"])
+        until("it is heard", lambda: [e for e in event_log.read(path).events if e.kind == "here"])
         honest.close()
         until(
-            "it ends with its last rank", lambda: [e for e in journal.read(path).events if e.kind == "gone"]
+            "it ends with its last rank", lambda: [e for e in event_log.read(path).events if e.kind == "gone"]
         )
         until("its secret is gone", lambda: not token_path("127.0.0.1", port).exists())
     finally:
@@ -270,14 +270,14 @@ def test_a_stopped_rank_leaves_when_the_controller_is_lost(
     port, path = free_port(), tmp_path / "log.jsonl"
     monkeypatch.setenv(LOG_VARIABLE, str(path))
     pid = start_controller("127.0.0.1", port, 2)
-    until("it listens", lambda: journal.read(path).events)
+    until("it listens", lambda: event_log.read(path).events)
     rank = subprocess.Popen([sys.executable, "-c", STOPPED, str(port)], stderr=subprocess.PIPE, text=True)
     other = BlockingChannel.connect(LINES, "127.0.0.1", port, token("127.0.0.1", port), TTP, "worker")
     try:
         other.send(Here(rank=1, world_size=2, pid=1))
-        until("both are here", lambda: len([e for e in journal.read(path).events if e.kind == "here"]) == 2)
+        until("both are here", lambda: len([e for e in event_log.read(path).events if e.kind == "here"]) == 2)
         other.send(Faulted(rank=1, what="it failed, and does not answer"))
-        until("rank 0 stands", lambda: [e for e in journal.read(path).events if e.kind == "stands"])
+        until("rank 0 stands", lambda: [e for e in event_log.read(path).events if e.kind == "stands"])
         os.kill(pid, 9)
         assert rank.wait(BOUND_S) == 1
         assert rank.stderr is not None and "the TTP controller is lost" in rank.stderr.read()
@@ -296,11 +296,11 @@ def test_sigterm_is_held_off_by_nobody_without_a_controller_or_where_the_script_
     port, path = free_port(), tmp_path / "log.jsonl"
     monkeypatch.setenv(LOG_VARIABLE, str(path))
     pid = start_controller("127.0.0.1", port, 2)
-    until("it listens", lambda: journal.read(path).events)
+    until("it listens", lambda: event_log.read(path).events)
     command = [sys.executable, "-c", STOPPED, str(port), *own]
     rank = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        until("it is here", lambda: [e for e in journal.read(path).events if e.kind == "here"])
+        until("it is here", lambda: [e for e in event_log.read(path).events if e.kind == "here"])
         if not own:
             os.kill(pid, 9)
             assert rank.stderr is not None and "the TTP controller is lost" in rank.stderr.readline()
@@ -345,7 +345,7 @@ def test_a_controller_that_dies_is_told_and_training_goes_on(
         ttp.ttp_init_processor(0, [0, 1], 2, 2, 1)
         ttp.ttp_start_processor("127.0.0.1", port)
         pid = until("it listens", lambda: [
-            e for e in journal.read(tmp_path / "log.jsonl").events if e.kind == "here"])[0].data["pid"]  # fmt: skip
+            e for e in event_log.read(tmp_path / "log.jsonl").events if e.kind == "here"])[0].data["pid"]  # fmt: skip
         assert pid == os.getpid()
         listed = subprocess.run(
             ["pgrep", "-f", f"controllerd 127.0.0.1 {port}"], capture_output=True, text=True

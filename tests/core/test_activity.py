@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.core.activity import SAY_S, Activity, Seen
 from holdfast.core.ids import MemberId, NodeId
-from holdfast.core.sightings import Active
+from holdfast.core.protocol.health_messages import Active
+from holdfast.core.watch.activity import SAY_S, Activity, Seen
 
 NODE = NodeId("n0")
 ONE, TWO = MemberId(1), MemberId(2)

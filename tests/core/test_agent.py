@@ -8,10 +8,9 @@ import msgspec
 
 from holdfast.core.agent import Agent
 from holdfast.core.config import AgentConfig
-from holdfast.core.council import JobFormed
 from holdfast.core.ids import EVERYBODY, Generation, MemberId, NodeId, Version
-from holdfast.core.layouts import Layout, Layouts
-from holdfast.core.messages import (
+from holdfast.core.protocol.layout_messages import Layout, Layouts
+from holdfast.core.protocol.messages import (
     Ack,
     AgentBeat,
     AgentHello,
@@ -43,7 +42,8 @@ from holdfast.core.messages import (
     Tick,
     WorkerHello,
 )
-from holdfast.exits import Exit
+from holdfast.core.protocol.peer_messages import JobFormed
+from holdfast.exit_codes import Exit
 
 NODE = NodeId("node0")
 G1, G2 = Generation(1, 1), Generation(1, 2)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.messages import AgentHello, StartMembers
-from holdfast.exits import Exit
+from holdfast.core.protocol.messages import AgentHello, StartMembers
+from holdfast.exit_codes import Exit
 from tests.core.test_controller import NODE, Job
 
 

@@ -9,10 +9,11 @@ import pytest
 
 from holdfast.core.config import Config
 from holdfast.core.controller import Controller
-from holdfast.core.history import Past
 from holdfast.core.ids import Generation, MemberId, NodeId, SaveId, Version
-from holdfast.core.layouts import Layout, Layouts
-from holdfast.core.messages import (
+from holdfast.core.job.log_replay import Past
+from holdfast.core.protocol.health_messages import Paced, Vouched
+from holdfast.core.protocol.layout_messages import Layout, Layouts
+from holdfast.core.protocol.messages import (
     AgentBeat,
     AgentGone,
     AgentHello,
@@ -44,8 +45,7 @@ from holdfast.core.messages import (
     WorkerFailed,
     WorkerHello,
 )
-from holdfast.core.sightings import Paced, Vouched
-from holdfast.exits import Exit
+from holdfast.exit_codes import Exit
 
 NODE = NodeId("node0")
 M = TypeVar("M", bound=Message)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.corruption import suspects
-from holdfast.core.sightings import CopyDigest, ranks_of, ranks_text
+from holdfast.core.protocol.health_messages import CopyDigest, ranks_of, ranks_text
+from holdfast.core.watch.corruption import suspects
 
 
 def told(groups: dict[tuple[int, ...], dict[int, int]]) -> dict[int, tuple[CopyDigest, ...]]:

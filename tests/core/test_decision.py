@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.decision import Decided, Report, committed_floor, decide
-from holdfast.core.messages import RankState
+from holdfast.core.decide.decision import Decided, Report, committed_floor, decide
+from holdfast.core.protocol.messages import RankState
 
 
 def reports(text: str) -> list[Report]:

@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 
 from holdfast.core.ids import NodeId
-from holdfast.core.messages import AgentHello, CancelTimer, EndRun, ExitCancelled, ExitRun, Held, Send, Tick
-from holdfast.exits import Exit
+from holdfast.core.protocol.messages import (
+    AgentHello,
+    CancelTimer,
+    EndRun,
+    ExitCancelled,
+    ExitRun,
+    Held,
+    Send,
+    Tick,
+)
+from holdfast.exit_codes import Exit
 from tests.core.test_controller import Job
 from tests.core.test_nodes import A, B, C, rolled, started
 

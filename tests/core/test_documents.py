@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import get_args, get_type_hints
 
-from holdfast.core.liveness import NodeEvent
-from holdfast.core.phases import PHASES
-from holdfast.core.policy import Action
-from holdfast.core.vote import FIELDS
+from holdfast.core.decide.recovery_phases import PHASES
+from holdfast.core.decide.stop_policy import Action
+from holdfast.core.job.liveness import NodeEvent
+from holdfast.core.worker.vote import FIELDS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

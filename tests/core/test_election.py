@@ -5,7 +5,17 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from holdfast.core.council import (
+from holdfast.core.election import Election, ElectionConfig, Kept
+from holdfast.core.ids import NodeId
+from holdfast.core.protocol.messages import (
+    Command,
+    Message,
+    Rolled,
+    Send,
+    SetTimer,
+    Tick,
+)
+from holdfast.core.protocol.peer_messages import (
     Amended,
     AmendSaid,
     Claim,
@@ -22,16 +32,6 @@ from holdfast.core.council import (
     VoteAsk,
     VoteSaid,
     WitnessSaid,
-)
-from holdfast.core.election import Election, ElectionConfig, Kept
-from holdfast.core.ids import NodeId
-from holdfast.core.messages import (
-    Command,
-    Message,
-    Rolled,
-    Send,
-    SetTimer,
-    Tick,
 )
 
 A, B, C, D = (NodeId(f"node{i}") for i in range(4))

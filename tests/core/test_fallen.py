@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from holdfast.core.ids import Generation, SaveId
-from holdfast.core.layouts import Layouts
-from holdfast.core.messages import (
+from holdfast.core.protocol.layout_messages import Layouts
+from holdfast.core.protocol.messages import (
     AgentHello,
     ExitAgreed,
     FaultSeen,
@@ -24,7 +24,7 @@ from holdfast.core.messages import (
     WorkerFailed,
     WorkerHello,
 )
-from holdfast.exits import Exit
+from holdfast.exit_codes import Exit
 from tests.core.test_controller import NODE, Job
 
 

@@ -10,9 +10,19 @@ import msgspec
 import pytest
 
 from holdfast.core.config import Config
-from holdfast.core.ladder import AUTO, BY_NAME, CAUSES, LAST_RESORTS, RUNGS, SPELLINGS, Case, Ladder, judge
-from holdfast.core.policy import Situation, Verdict
-from holdfast.core.survey import CAUSE_OF
+from holdfast.core.decide.ladder import (
+    AUTO,
+    BY_NAME,
+    CAUSES,
+    LAST_RESORTS,
+    RUNGS,
+    SPELLINGS,
+    Case,
+    Ladder,
+    judge,
+)
+from holdfast.core.decide.stop_policy import Situation, Verdict
+from holdfast.core.job.situation import CAUSE_OF
 from holdfast.errors import UsageError
 
 DEATH = Situation(

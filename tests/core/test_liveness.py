@@ -7,10 +7,10 @@ import pytest
 
 from holdfast.core.config import Config
 from holdfast.core.ids import EVERYBODY, NO_VERSION, Generation, MemberId, NodeId, Version
-from holdfast.core.layouts import Layout
-from holdfast.core.liveness import Liveness
-from holdfast.core.membership import Member, Roster, assign, is_stale
-from holdfast.core.messages import Catalogued, LayoutPublished
+from holdfast.core.job.liveness import Liveness
+from holdfast.core.job.membership import Member, Roster, assign, is_stale
+from holdfast.core.protocol.layout_messages import Layout
+from holdfast.core.protocol.messages import Catalogued, LayoutPublished
 from holdfast.errors import InternalError
 
 A = NodeId("a")

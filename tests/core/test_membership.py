@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.ids import Generation, MemberId, NodeId
-from holdfast.core.membership import Member, Roster
-from holdfast.core.messages import MemberExited
+from holdfast.core.job.membership import Member, Roster
+from holdfast.core.protocol.messages import MemberExited
 
 RANKS = 5
 NODES = ("node0", "node1", "node2")

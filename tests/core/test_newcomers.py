@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.core.layouts import Layouts
-from holdfast.core.messages import (
+from holdfast.core.protocol.layout_messages import Layouts
+from holdfast.core.protocol.messages import (
     AgentBeat,
     AgentHello,
     Fence,

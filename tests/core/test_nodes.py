@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from holdfast.core.council import StandDown
-from holdfast.core.history import Past
 from holdfast.core.ids import NO_VERSION, Generation, MemberId, NodeId, Version
-from holdfast.core.layouts import Layout, Layouts
-from holdfast.core.membership import assign
-from holdfast.core.messages import (
+from holdfast.core.job.log_replay import Past
+from holdfast.core.job.membership import assign
+from holdfast.core.protocol.layout_messages import Layout, Layouts
+from holdfast.core.protocol.messages import (
     AgentBeat,
     AgentGone,
     AgentHello,
@@ -29,7 +28,8 @@ from holdfast.core.messages import (
     Tick,
     VotersAre,
 )
-from holdfast.exits import Exit
+from holdfast.core.protocol.peer_messages import StandDown
+from holdfast.exit_codes import Exit
 from tests.core.test_controller import Job
 
 A, B, C = (NodeId(f"node{i}") for i in range(3))

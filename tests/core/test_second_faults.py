@@ -5,9 +5,11 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.core.config import Config
-from holdfast.core.history import Past
-from holdfast.core.ladder import judge
-from holdfast.core.messages import (
+from holdfast.core.decide.ladder import judge
+from holdfast.core.decide.stop_policy import Answered
+from holdfast.core.job.log_replay import Past
+from holdfast.core.protocol.health_messages import CopiesDiffer, CopyDigest
+from holdfast.core.protocol.messages import (
     AgentBeat,
     AgentHello,
     FaultSeen,
@@ -21,12 +23,10 @@ from holdfast.core.messages import (
     Tick,
     WorkerFailed,
 )
-from holdfast.core.policy import Answered
-from holdfast.core.sightings import CopiesDiffer, CopyDigest
-from holdfast.exits import Exit
+from holdfast.exit_codes import Exit
 from tests.core.test_controller import NODE, Job, successor
 from tests.core.test_fallen import fall, live, raises, says
-from tests.core.test_policy import situation
+from tests.core.test_stop_policy import situation
 
 
 def finish(job: Job, rank: int, step: int = 5) -> None:

@@ -9,7 +9,9 @@ import pytest
 from holdfast.core.agent import Agent
 from holdfast.core.config import AgentConfig
 from holdfast.core.ids import Generation, MemberId, NodeId
-from holdfast.core.messages import (
+from holdfast.core.job.spares import ANY_RANK, SPARE_TIMER, BuildSpare, CallSpare, Spares, SpareWaits
+from holdfast.core.protocol.health_messages import Late
+from holdfast.core.protocol.messages import (
     Assignment,
     Command,
     ControllerHere,
@@ -27,8 +29,6 @@ from holdfast.core.messages import (
     WorkerFailed,
     WorkerHello,
 )
-from holdfast.core.sightings import Late
-from holdfast.core.spares import ANY_RANK, SPARE_TIMER, BuildSpare, CallSpare, Spares, SpareWaits
 
 NODE = NodeId("node0")
 G1, G2 = Generation(1, 1), Generation(1, 2)

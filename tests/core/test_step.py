@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.ids import Generation
-from holdfast.core.messages import RankState
-from holdfast.core.step import TRANSITIONS, Decision, StepMachine
+from holdfast.core.protocol.messages import RankState
+from holdfast.core.worker.step import TRANSITIONS, Decision, StepMachine
 from holdfast.errors import HoldfastError, InternalError, StepError
 
 G1, G2, G3 = Generation(1, 1), Generation(1, 2), Generation(1, 3)

@@ -8,9 +8,9 @@ from statistics import median
 import pytest
 
 from holdfast.core.ids import NodeId
-from holdfast.core.messages import AgentHello, KillMember
-from holdfast.core.sightings import Pace, Paced
-from holdfast.core.stragglers import SLOW_ENDS_RATIO, SLOW_RATIO, SLOW_S_MIN, Paces
+from holdfast.core.protocol.health_messages import Pace, Paced
+from holdfast.core.protocol.messages import AgentHello, KillMember
+from holdfast.core.watch.stragglers import SLOW_ENDS_RATIO, SLOW_RATIO, SLOW_S_MIN, Paces
 from tests.core.test_controller import NODE, Job
 
 PACES = [Pace(0, 30, 0.1), Pace(1, 30, 0.1), Pace(2, 30, 0.25), Pace(3, 30, 0.11)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from holdfast.core.ids import Generation, MemberId, NodeId
-from holdfast.core.messages import (
+from holdfast.core.protocol.messages import (
     AgentBeat,
     AgentGone,
     AgentHello,
@@ -17,7 +17,7 @@ from holdfast.core.messages import (
     StartMembers,
     Tick,
 )
-from holdfast.exits import Exit
+from holdfast.exit_codes import Exit
 from tests.core.test_controller import NODE, Job, seen, successor
 from tests.core.test_fallen import gone_back, live, raises, says
 from tests.core.test_nodes import A, B, C, beat, past_of, smaller

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.vote import STEP_MODULUS, VECTOR_LENGTH, WORLD_SIZE_MAX, Ballot, Tally
+from holdfast.core.worker.vote import STEP_MODULUS, VECTOR_LENGTH, WORLD_SIZE_MAX, Ballot, Tally
 from holdfast.errors import InternalError
 
 

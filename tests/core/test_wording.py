@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import holdfast
-from holdfast.core.culprit import blame
-from holdfast.core.ladder import judge
-from holdfast.wording import noun_of, plural
-from tests.core.test_culprit import seen
-from tests.core.test_policy import CONFIG, situation
+from holdfast.core.decide.ladder import judge
+from holdfast.core.watch.hang_attribution import blame
+from holdfast.text import noun_of, plural
+from tests.core.test_hang_attribution import seen
+from tests.core.test_stop_policy import CONFIG, situation
 
 
 @pytest.mark.parametrize(
@@ -49,8 +49,8 @@ def said_by(module: Path) -> Iterator[str]:
 
 
 RINGS = (
-    "cli", "session", "integrations", "core/ladder.py", "core/ending.py", "core/decision.py", "core/recovery.py",
-    "core/corruption.py", "core/gasp.py", "exits.py",
+    "cli", "session", "integrations", "core/decide/ladder.py", "core/job/shutdown.py", "core/decide/decision.py", "core/job/recovery.py",
+    "core/watch/corruption.py", "core/job/last_gasp.py", "exits.py",
 )  # fmt: skip
 
 

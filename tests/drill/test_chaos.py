@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.drill.chaos import SAVE_EVERY, Chaos, Tally, chaos
-from holdfast.drill.proof import small
+from holdfast.drill.exercise import small
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import journal
-from holdfast.cli.drill import show
-from holdfast.drill.grammar import Fault, Kind
-from holdfast.drill.proof import Drill, Exercise
-from tests.drill.test_proof import bare_digest
+from holdfast import event_log
+from holdfast.cli.commands.drill import show
+from holdfast.drill.exercise import Drill, Exercise
+from holdfast.drill.fault_spec import Fault, Kind
+from tests.drill.test_exercise import bare_digest
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes, pytest.mark.timeout(200)]
 VERIFY_EVERY = 4
@@ -45,7 +45,7 @@ def test_a_flipped_bit_is_found_and_undone(
     assert 0 < verdict.steps_redone
     if nproc == 4 and ALL:
         assert verdict.digest == bare_digest(tmp_path / "bare", layout, 30 * len(flips))
-    events = journal.read(tmp_path / "disturbed" / "events.jsonl").events
+    events = event_log.read(tmp_path / "disturbed" / "events.jsonl").events
     found = [e.data for e in events if e.kind == "corrupted"]
     assert len(found) == len(flips)
     for data, (_, rank, step) in zip(found, flips, strict=True):
@@ -77,7 +77,7 @@ def test_a_wrong_copy_is_not_given_away(
     verdict = drill.disturbed("disturbed", faults)
     show(verdict)
     assert verdict.identical and not verdict.missed and verdict.code == 0, verdict
-    events = journal.read(tmp_path / "disturbed" / "events.jsonl").events
+    events = event_log.read(tmp_path / "disturbed" / "events.jsonl").events
     chosen = [e.data["action"] for e in events if e.kind == "verdict"]
     found = [e.data for e in events if e.kind == "corrupted"]
     assert [data["ranks"] for data in found] == [[2]] and found[0]["certain"]

@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.ids import Generation, MemberId
-from holdfast.core.page import Word
-from holdfast.drill.excerpt import launcher_log
-from holdfast.drill.grammar import Fault
+from holdfast.core.protocol.status_page import Word
+from holdfast.drill.failure_excerpt import launcher_log
+from holdfast.drill.fault_spec import Fault
 from holdfast.drill.runner import Runner, end, plan_path
-from holdfast.runtime.page import Page
-from holdfast.runtime.rundir import write_private
+from holdfast.runtime.node.rundir import write_private
+from holdfast.runtime.node.status_page import Page
 from tests.runtime.runs import LOOP, Run, until, without_torch
 
 pytestmark = pytest.mark.processes

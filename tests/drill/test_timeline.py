@@ -12,7 +12,7 @@ from holdfast.drill.inject import Injected, read_injected
 from holdfast.drill.timeline import decisions, fault_reports
 from holdfast.drill.trace import Trace, read_trace
 from holdfast.errors import UserError
-from holdfast.journal import Event
+from holdfast.event_log import Event
 
 PHASES = ("detected", "fenced", "quiesced", "planned", "restored", "resumed")
 

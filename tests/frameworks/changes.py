@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.session import saving
+from holdfast.session.checkpoints import checkpointer
 
 EPOCHS, EPOCH_STEPS = 3, 3
 LONG_S = 1.5
@@ -56,7 +56,9 @@ class Changes:
         self.state = {
             "history": self.history, "fields": self.fields, "counted": self.counted, "holder": holder,
         }  # fmt: skip
-        saving.SCRIPT_TIMEOUT_S = 0.3 if self.way == "between" and self._kill else saving.SCRIPT_TIMEOUT_S
+        checkpointer.SCRIPT_TIMEOUT_S = (
+            0.3 if self.way == "between" and self._kill else checkpointer.SCRIPT_TIMEOUT_S
+        )
 
     def made(self, step: int) -> None:
         """The change of plain values."""

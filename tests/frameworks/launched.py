@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from holdfast import journal
-from holdfast.journal import Event
+from holdfast import event_log
+from holdfast.event_log import Event
 
 BOUND_S = 100.0
 
@@ -109,7 +109,7 @@ class Launched:
 
     def events(self, kind: str) -> list[Event]:
         """Events of one kind so far."""
-        return [e for e in journal.read(self.run / "events.jsonl").events if e.kind == kind]
+        return [e for e in event_log.read(self.run / "events.jsonl").events if e.kind == kind]
 
     def pid(self, rank: int) -> int:
         """The newest process of a rank."""

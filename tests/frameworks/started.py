@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from holdfast import journal
+from holdfast import event_log
 from tests.frameworks.launched import quiet_port, until
 
 BIN = Path(sys.executable).parent
@@ -76,7 +76,7 @@ def log_of(run: Path, rank: int, attempt: int = 0) -> Path:
 
 def kill_rank(run: Path, rank: int) -> None:
     """SIGKILL to the newest process of a rank of a ``holdfast run``."""
-    started = [e.data for e in journal.read(run / "events.jsonl").events if e.kind == "member_started"]
+    started = [e.data for e in event_log.read(run / "events.jsonl").events if e.kind == "member_started"]
     os.kill(next(int(each["pid"]) for each in reversed(started) if each["rank"] == rank), signal.SIGKILL)
 
 

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from holdfast.adapters.base import Hooks
-from holdfast.adapters.torch.adapter import TorchAdapter
-from holdfast.adapters.torch.boxes import byte_view
-from holdfast.adapters.torch.fabric import fabric
-from holdfast.adapters.torch.rng import reseed
-from holdfast.adapters.torch.state import Collected
 from holdfast.core.ids import Generation
-from holdfast.store.copies import Extent
+from holdfast.frameworks.common.adapter import Hooks
+from holdfast.frameworks.torch.adapter import TorchAdapter
+from holdfast.frameworks.torch.comm.comm_state import fabric
+from holdfast.frameworks.torch.state.boxes import byte_view
+from holdfast.frameworks.torch.state.rng import reseed
+from holdfast.frameworks.torch.state.state import Collected
+from holdfast.store.layouts.replica_digests import Extent
 from tests.adapters.worlds import Line
 
 DEVICE = torch.device("cuda", 0)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from holdfast import journal
+from holdfast import event_log
 from tests.runtime.runs import until
 from tests.session.launch import run_job
 
@@ -45,7 +45,7 @@ class Done:
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Data of all lines of a kind in the event log."""
         logs = list(self.where.glob("runs/*/events.jsonl"))
-        return [e.data for e in journal.read(logs[0]).events if e.kind == kind] if logs else []
+        return [e.data for e in event_log.read(logs[0]).events if e.kind == kind] if logs else []
 
     def digests(self) -> list[str]:
         """By rank."""

@@ -23,14 +23,14 @@ import xxhash
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from holdfast.adapters.numpy import NumpyState
 from holdfast.errors import CheckpointInvalid, CheckpointMismatch
-from holdfast.store.layout import flat_range_boxes
-from holdfast.store.manifest import unwrap, wrap
-from holdfast.store.reader import load_into, load_locals, load_values
-from holdfast.store.repair import repair
-from holdfast.store.tools import holdings
-from holdfast.store.validity import inspect
+from holdfast.frameworks.common.numpy_state import NumpyState
+from holdfast.store.format.manifest import unwrap, wrap
+from holdfast.store.layouts.layout import flat_range_boxes
+from holdfast.store.manage.checkpoint_tools import holdings
+from holdfast.store.manage.repair import repair
+from holdfast.store.read.load import load_into, load_locals, load_values
+from holdfast.store.read.validation import inspect
 from tests.store.worlds import World, grid, random_array, replicated, save, save_id
 
 MEMORY_SIZE_BYTES = 192 * 2**20

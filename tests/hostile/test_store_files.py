@@ -18,12 +18,12 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.adapters.numpy import NumpyState
 from holdfast.errors import CheckpointInvalid
-from holdfast.store.codec import decode_header, header_size_bytes
-from holdfast.store.manifest import decode_catalogue, decode_manifest, unwrap, wrap
-from holdfast.store.reader import load_into
-from holdfast.store.validity import inspect
+from holdfast.frameworks.common.numpy_state import NumpyState
+from holdfast.store.format.manifest import decode_catalogue, decode_manifest, unwrap, wrap
+from holdfast.store.format.safetensors_codec import decode_header, header_size_bytes
+from holdfast.store.read.load import load_into
+from holdfast.store.read.validation import inspect
 from tests.store.worlds import replicated, save, save_id
 
 ARRAYS = {"w": np.arange(60.0).reshape(6, 10)}

@@ -8,12 +8,12 @@ import signal
 import subprocess
 from pathlib import Path
 
-from holdfast import journal
-from holdfast.journal import Event
-from holdfast.runtime.agentd import committed_step
-from holdfast.runtime.procs import sweep
-from holdfast.runtime.ranktable import make
-from holdfast.runtime.rundir import RunDir
+from holdfast import event_log
+from holdfast.event_log import Event
+from holdfast.runtime.agent.agentd import committed_step
+from holdfast.runtime.agent.worker_processes import sweep
+from holdfast.runtime.node.rundir import RunDir
+from holdfast.runtime.rank_table.table import make
 from tests.cli.command import HOLDFAST, clean_environment
 from tests.nodes.cables import Network
 from tests.runtime.runs import LOOP, exists, until, without_torch
@@ -120,7 +120,7 @@ class Hosts:
 
     def events(self, index: int, kind: str = "") -> list[Event]:
         """The event log of a host."""
-        return [e for e in journal.read(self.run(index).journal).events if kind in ("", e.kind)]
+        return [e for e in event_log.read(self.run(index).journal).events if kind in ("", e.kind)]
 
     def wait_event(self, index: int, kind: str, count: int = 1, bound_s: float = BOUND_S) -> Event:
         """The ``count``-th event of a kind on a host."""

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.exits import Exit
-from holdfast.runtime.pids import alive
+from holdfast.exit_codes import Exit
+from holdfast.runtime.node.process_info import alive
 from tests.nodes.cables import Network, why_not
 from tests.nodes.jobs import TRAIN, Hosts
 from tests.runtime.runs import until

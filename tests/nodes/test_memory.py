@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.store.memory import kept_steps
+from holdfast.store.shared_memory.memory_slots import kept_steps
 from tests.cli.command import HOLDFAST, clean_environment
 from tests.nodes.cables import Network, why_not
 from tests.nodes.jobs import TRAIN, Hosts

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.exits import Exit
+from holdfast.exit_codes import Exit
 from tests.cli.command import HOLDFAST, clean_environment
 from tests.nodes.cables import Network, why_not
 from tests.nodes.jobs import TRAIN, Hosts
@@ -33,7 +33,7 @@ def net() -> Iterator[Network]:
 LATE = """
 import sys, time
 from pathlib import Path
-from holdfast.runtime.client import Client
+from holdfast.runtime.worker.worker_client import Client
 client, go = Client.current(), Path(sys.argv[0]).with_name("enough")
 if client.rank == 0:
     client.kv("set", ("result",), b"42")

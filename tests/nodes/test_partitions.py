@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.exits import Exit
-from holdfast.store.root import Root
+from holdfast.exit_codes import Exit
+from holdfast.store.manage.checkpoint_root import Root
 from tests.nodes.cables import Network, why_not
 from tests.nodes.jobs import TRAIN, Hosts
 from tests.nodes.test_nodes import alone

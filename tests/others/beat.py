@@ -17,7 +17,7 @@ import torch.distributed as dist
 import xxhash
 from torch import nn
 
-from holdfast.adapters.torch.boxes import local_of
+from holdfast.frameworks.torch.state.boxes import local_of
 from tests.session.once import first
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.exits import Exit
+from holdfast.exit_codes import Exit
 from tests.session.launch import ROOT, run_job, run_torchrun
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]

@@ -14,14 +14,14 @@ from typing import Any
 
 import msgspec
 
-from holdfast import journal
-from holdfast.core.messages import StopRun
+from holdfast import event_log
+from holdfast.core.protocol.messages import StopRun
 from holdfast.errors import FaultError
-from holdfast.journal import Event
-from holdfast.runtime.launch import AgentLink, start_agent
-from holdfast.runtime.procs import sweep
-from holdfast.runtime.rundir import RunDir
-from holdfast.runtime.settings import RunSettings
+from holdfast.event_log import Event
+from holdfast.runtime.agent.worker_processes import sweep
+from holdfast.runtime.node.agent_client import AgentLink, start_agent
+from holdfast.runtime.node.run_settings import RunSettings
+from holdfast.runtime.node.rundir import RunDir
 
 BOUND_S = 60.0
 SOURCE = Path(__file__).parents[2] / "src"
@@ -30,8 +30,8 @@ SOURCE = Path(__file__).parents[2] / "src"
 LOOP = """
 import sys, time
 from pathlib import Path
-from holdfast.core.page import Phase
-from holdfast.runtime.client import Client
+from holdfast.core.protocol.status_page import Phase
+from holdfast.runtime.worker.worker_client import Client
 client = Client.current()
 enough = Path(sys.argv[0]).with_name("enough")
 print("rank", client.rank, "member", client.member_id, flush=True)
@@ -138,7 +138,7 @@ class Run:
 
     def events(self, kind: str = "") -> list[Event]:
         """The event log so far."""
-        return [e for e in journal.read(self.dir.journal).events if kind in ("", e.kind)]
+        return [e for e in event_log.read(self.dir.journal).events if kind in ("", e.kind)]
 
     def wait_event(self, kind: str, count: int = 1) -> Event:
         """The ``count``-th event of a kind."""

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.runtime import interfaces
-from holdfast.runtime.addresses import endpoint, is_loopback, read_endpoint, read_host, split_endpoint
-from holdfast.runtime.interfaces import interface_of, with_interfaces
-from holdfast.runtime.settings import RunSettings
+from holdfast.runtime.net.addresses import endpoint, is_loopback, read_endpoint, read_host, split_endpoint
+from holdfast.runtime.node import interfaces
+from holdfast.runtime.node.interfaces import interface_of, with_interfaces
+from holdfast.runtime.node.run_settings import RunSettings
 from tests.session.test_listening import can
 
 FLAG = "--rdzv-endpoint"
@@ -86,7 +86,7 @@ def test_the_interface_of_a_second_ipv4_address_and_of_one_with_a_label() -> Non
     """Only the first address of each interface was found; gloo then listened where the host's name led."""
     adds = "ip addr add 10.66.0.2/24 dev lo && ip addr add 10.67.0.2/24 dev lo label lo:x"
     code = (
-        "from holdfast.runtime.interfaces import interface_of as of;"
+        "from holdfast.runtime.node.interfaces import interface_of as of;"
         "print([of(text) for text in ('10.66.0.2', '10.67.0.2', '10.68.0.2')])"
     )
     words = ["unshare", "--net", "sh", "-c", f'{adds} && exec "$@"', "sh", sys.executable, "-c", code]

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from holdfast.core.ids import Generation, MemberId
-from holdfast.core.messages import (
+from holdfast.core.protocol.messages import (
     Ack,
     ExitRun,
     Fence,
@@ -33,14 +33,14 @@ from holdfast.core.messages import (
     WorkerFailed,
     WorkerHello,
 )
-from holdfast.core.page import Word
+from holdfast.core.protocol.status_page import Word
 from holdfast.errors import AuthError, FaultError, InternalError
-from holdfast.runtime.channel import BlockingChannel, Channel, Hub
-from holdfast.runtime.client import Client
-from holdfast.runtime.launch import AgentLink
-from holdfast.runtime.page import Page
-from holdfast.runtime.rundir import RunDir, try_lock
-from holdfast.runtime.services import agent_of
+from holdfast.runtime.net.channel import BlockingChannel, Channel, Hub
+from holdfast.runtime.net.service_names import agent_of
+from holdfast.runtime.node.agent_client import AgentLink
+from holdfast.runtime.node.rundir import RunDir, try_lock
+from holdfast.runtime.node.status_page import Page
+from holdfast.runtime.worker.worker_client import Client
 from holdfast.wire import MESSAGES, WireMessage
 from tests.runtime.runs import until
 
@@ -323,8 +323,8 @@ CHILD = """
 import sys, time
 from pathlib import Path
 from holdfast.core.ids import Generation, MemberId
-from holdfast.runtime.client import Client
-from holdfast.runtime.page import Page
+from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.node.status_page import Page
 page = Page.open(sys.argv[2])
 client = Client(member_id=MemberId(1), generation=Generation(1, 1), rank=0, local_rank=0, world_size=1,
                 local_world_size=1, page=page,

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import journal
-from holdfast.core.history import SNAPSHOT, Past
-from holdfast.core.messages import Field, Mirror
-from holdfast.journal import Event, Journal, Said
-from holdfast.runtime import controllerd
-from holdfast.runtime.controllerd import ControllerDaemon, ControllerLog, in_time_of
-from holdfast.runtime.council import last_line
-from holdfast.runtime.settings import RunSettings
+from holdfast import event_log
+from holdfast.core.job.log_replay import SNAPSHOT, Past
+from holdfast.core.protocol.messages import Field, Mirror
+from holdfast.event_log import Event, Journal, Said
+from holdfast.runtime.agent.leader_election import last_line
+from holdfast.runtime.controller import controllerd
+from holdfast.runtime.controller.controllerd import ControllerDaemon, ControllerLog, in_time_of
+from holdfast.runtime.node.run_settings import RunSettings
 from tests.runtime.runs import Run
 
 VERDICT: dict[str, Field] = {
@@ -27,19 +27,19 @@ VERDICT: dict[str, Field] = {
 def test_a_log_is_read_from_its_newest_sound_snapshot_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    monkeypatch.setattr(journal, "_BLOCK_SIZE_BYTES", block)
+    monkeypatch.setattr(event_log, "_BLOCK_SIZE_BYTES", block)
     path = tmp_path / "events.jsonl"
-    assert list(journal.read_since(path, "mark")) == []
+    assert list(event_log.read_since(path, "mark")) == []
     log = Journal.open(path, "a")
     for number in range(40):
         log.append("mark" if number in (7, 20, 33) else "tick", {"number": number, "text": '"kind":"mark"'})
     log.close()
-    assert [e.data["number"] for e in journal.read_since(path, "mark")] == list(range(33, 40))
-    assert [e.data["number"] for e in journal.read_since(path, "none")] == list(range(40))
+    assert [e.data["number"] for e in event_log.read_since(path, "mark")] == list(range(33, 40))
+    assert [e.data["number"] for e in event_log.read_since(path, "none")] == list(range(40))
     data = path.read_bytes()
     at = data.rindex(b'"kind":"mark"')
     path.write_bytes(data[: at + 9] + b"q" + data[at + 10 :])
-    assert next(iter(journal.read_since(path, "mark"))).data["number"] == 20, "that one is damaged"
+    assert next(iter(event_log.read_since(path, "mark"))).data["number"] == 20, "that one is damaged"
 
 
 def test_a_successor_reads_from_the_newest_snapshot_on(
@@ -56,7 +56,7 @@ def test_a_successor_reads_from_the_newest_snapshot_on(
     for number in range(24):
         log.append("planned", {"step": number})
     log.close()
-    events = journal.read(run.journal).events
+    events = event_log.read(run.journal).events
     assert [e.kind for e in events].count(SNAPSHOT) == 2 and len(events) == len(shown) == 27
     assert last_line(run) == (1, 27)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import journal
+from holdfast import event_log
 from holdfast.core.ids import NodeId
-from holdfast.core.messages import (
+from holdfast.core.protocol.messages import (
     AgentBeat,
     CancelTimer,
     Command,
@@ -23,8 +23,8 @@ from holdfast.core.messages import (
     Tick,
 )
 from holdfast.errors import InternalError
-from holdfast.journal import Journal
-from holdfast.runtime.driver import Driver, watched
+from holdfast.event_log import Journal
+from holdfast.runtime.net.driver import Driver, watched
 
 BEAT = AgentBeat(node_id=NodeId("n"))
 
@@ -80,7 +80,7 @@ def test_records_are_in_the_log_before_any_effect(tmp_path: Path) -> None:
         path,
         machine,
         Driver.start,
-        lambda command: seen.append([event.kind for event in journal.read(path).events]),
+        lambda command: seen.append([event.kind for event in event_log.read(path).events]),
     )
     assert failure is None and seen == [["late", "later"]]
 
@@ -109,14 +109,14 @@ def test_a_slow_disk_holds_effects_and_events_back_and_not_the_loop(tmp_path: Pa
         driver.post(BEAT)
         driver.post(BEAT)
         await asyncio.sleep(0)
-        assert [event.kind for event in journal.read(path).events] == ["one"] and not done
+        assert [event.kind for event in event_log.read(path).events] == ["one"] and not done
         synced.set()
         await all_done.wait()
         driver.close()
         log.close()
 
     asyncio.run(asyncio.wait_for(main(), 10))
-    assert [event.kind for event in journal.read(path).events] == ["one", "two"] and machine.events == [
+    assert [event.kind for event in event_log.read(path).events] == ["one", "two"] and machine.events == [
         BEAT,
         BEAT,
     ]

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.core.messages import ExitRun, StopRun
-from holdfast.exits import Exit
-from holdfast.runtime.launch import AgentLink
+from holdfast.core.protocol.messages import ExitRun, StopRun
+from holdfast.exit_codes import Exit
+from holdfast.runtime.node.agent_client import AgentLink
 from tests.runtime.runs import BOUND_S, LOOP, Run, exists, until
 
 pytestmark = pytest.mark.processes
@@ -103,7 +103,7 @@ def test_workers_that_cannot_be_started_after_a_writer_has_ended_end_the_agent(t
         pids = run.pids()
         run.wait_log("rank 2", rank=2)
         env = {**os.environ, "HOLDFAST_RUN_DIR": str(run.dir.path)}
-        words = [sys.executable, "-c", WRITER, "holdfast.store.writerd"]
+        words = [sys.executable, "-c", WRITER, "holdfast.store.write.writer_process"]
         with subprocess.Popen(words, env=env, stdin=subprocess.PIPE) as writer:
             in_the_way = run.dir.path / "attempt-001"
             in_the_way.touch()
@@ -244,7 +244,7 @@ def test_a_worker_whose_zygote_died_before_it_said_so_is_not_a_second_one(tmp_pa
 LAUNCHER = """
 import sys, time
 from pathlib import Path
-from holdfast.runtime.launch import start_agent
+from holdfast.runtime.node.agent_client import start_agent
 start_agent(Path(sys.argv[1]))
 time.sleep(600)
 """

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.exits import Exit
+from holdfast.exit_codes import Exit
 from tests.runtime.runs import Run, until
 
 pytestmark = pytest.mark.processes

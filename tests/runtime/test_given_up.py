@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.ids import Generation, MemberId, NodeId
-from holdfast.core.messages import KillMember, MemberExited
-from holdfast.core.page import Phase
-from holdfast.runtime.agentd import AgentDaemon
-from holdfast.runtime.page import Page
+from holdfast.core.protocol.messages import KillMember, MemberExited
+from holdfast.core.protocol.status_page import Phase
+from holdfast.runtime.agent.agentd import AgentDaemon
+from holdfast.runtime.node.status_page import Page
 from tests.runtime.runs import Run
 
 MEMBER = MemberId(3)

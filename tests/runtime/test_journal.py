@@ -15,20 +15,20 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import journal
+from holdfast import event_log
 from holdfast.errors import ProtocolError
-from holdfast.journal import ROOM_KEPT_BYTES, Journal
+from holdfast.event_log import ROOM_KEPT_BYTES, Journal
 
 
 def test_append_read_and_numbers(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    assert journal.read(path).events == []
+    assert event_log.read(path).events == []
     log = Journal.open(path, "controller")
     log.append("run", {"nproc": 4, "name": "a\nb", "ok": True, "ranks": [1, 2]})
     log.append("fence", {"n": 2}, durable=True)
     log.close()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
-    reading = journal.read(path)
+    reading = event_log.read(path)
     assert [(event.seq, event.kind, event.who) for event in reading.events] == [
         (1, "run", "controller"),
         (2, "fence", "controller"),
@@ -46,12 +46,12 @@ def test_a_torn_tail_is_told_and_cut_by_the_next_writer(tmp_path: Path, cut: int
     log.close()
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - cut)
-    reading = journal.read(path)
+    reading = event_log.read(path)
     assert not reading.damaged and [event.seq for event in reading.events] == [1, 2]
     successor = Journal.open(path, "b")
     successor.append("tick", {"number": 9})
     successor.close()
-    reading = journal.read(path)
+    reading = event_log.read(path)
     assert not reading.damaged, "what was torn has been cut off"
     assert [(event.seq, event.who) for event in reading.events] == [(1, "a"), (2, "a"), (3, "b")]
 
@@ -65,22 +65,22 @@ def test_a_flipped_bit_hides_only_its_own_line(tmp_path: Path) -> None:
     data[data.index(b'"number":1')] ^= 1
     path.write_bytes(data)
     log.close()
-    reading = journal.read(path)
+    reading = event_log.read(path)
     assert [event.seq for event in reading.events] == [1, 3] and reading.damaged == [2]
 
 
 def test_a_foreign_schema_or_a_changed_line_is_refused() -> None:
-    event = journal.Event(99, 1, 0.0, 0.0, "a", "k", {})
+    event = event_log.Event(99, 1, 0.0, 0.0, "a", "k", {})
     with pytest.raises(ProtocolError, match="version 99"):
-        journal.decode_line(journal.encode_line(event).rstrip())
+        event_log.decode_line(event_log.encode_line(event).rstrip())
     with pytest.raises(ProtocolError, match="checksum"):
-        journal.decode_line(b"{}")
+        event_log.decode_line(b"{}")
 
 
 WRITER = """
 import sys
 from pathlib import Path
-from holdfast.journal import Journal
+from holdfast.event_log import Journal
 log = Journal.open(Path(sys.argv[1]), sys.argv[2])
 for number in range(int(sys.argv[3])):
     log.append("tick", {"number": number, "text": "x" * 200})
@@ -94,7 +94,7 @@ def test_writers_side_by_side_share_one_numbering(tmp_path: Path) -> None:
         subprocess.Popen([sys.executable, "-c", WRITER, str(path), name, "200"]) for name in ("a", "b", "c")
     ]
     assert [writer.wait(30) for writer in writers] == [0, 0, 0]
-    events = journal.read(path).events
+    events = event_log.read(path).events
     assert [event.seq for event in events] == list(range(1, 601))
     assert [e.data["number"] for e in events if e.who == "b"] == list(range(200))
 
@@ -110,7 +110,7 @@ def test_a_killed_writer_leaves_a_readable_log(tmp_path: Path) -> None:
     log = Journal.open(path, "b")
     last = log.append("end", {}).seq
     log.close()
-    reading = journal.read(path)
+    reading = event_log.read(path)
     assert not reading.damaged and path.read_bytes().count(b"\n") == last
     assert [event.seq for event in reading.events] == list(range(1, last + 1))
 
@@ -132,15 +132,15 @@ def test_a_full_disk_raises_and_leaves_no_half_line(tmp_path: Path) -> None:
     assert path.stat().st_size == size_bytes
     assert log.append("tick", {}).seq == 2
     with pytest.raises(ProtocolError, match="too long"):
-        log.append("tick", {"text": "x" * journal.LINE_SIZE_BYTES_MAX})
+        log.append("tick", {"text": "x" * event_log.LINE_SIZE_BYTES_MAX})
     log.close()
-    assert [event.seq for event in journal.read(path).events] == [1, 2]
+    assert [event.seq for event in event_log.read(path).events] == [1, 2]
 
 
 @pytest.mark.processes
 def test_a_follower_sees_what_another_process_appends_once(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    follower, seen = journal.Follower(path), list[int]()
+    follower, seen = event_log.Follower(path), list[int]()
     with subprocess.Popen([sys.executable, "-c", WRITER, str(path), "a", "50"]) as writer:
         while writer.poll() is None:
             seen += [event.seq for event in follower.poll()]
@@ -151,11 +151,11 @@ def test_a_follower_sees_what_another_process_appends_once(tmp_path: Path) -> No
 def test_a_long_log_is_read_in_little_memory(tmp_path: Path) -> None:
     """20 MB of events, and of something that never was one."""
     path = tmp_path / "events.jsonl"
-    line = journal.encode_line(journal.Event(1, 7, 0.0, 0.0, "a", "tick", {"text": "x" * 20_000}))
+    line = event_log.encode_line(event_log.Event(1, 7, 0.0, 0.0, "a", "tick", {"text": "x" * 20_000}))
     path.write_bytes(
-        line * 1000 + b"y" * (40 * journal.LINE_SIZE_BYTES_MAX) + line + line + b"z" * 20_000_000
+        line * 1000 + b"y" * (40 * event_log.LINE_SIZE_BYTES_MAX) + line + line + b"z" * 20_000_000
     )
-    follower = journal.Follower(path)
+    follower = event_log.Follower(path)
     tracemalloc.start()
     try:
         assert sum(event.seq for event in follower.poll()) == 7007
@@ -185,7 +185,7 @@ def test_a_daemon_waits_for_room(tiny_disk: Path) -> None:
     ballast.unlink()
     waiting.join()
     log.close()
-    assert journal.read(tiny_disk / "events.jsonl").events[-1].kind == "after"
+    assert event_log.read(tiny_disk / "events.jsonl").events[-1].kind == "after"
 
 
 def test_a_full_disk_has_room_for_the_lines_of_a_daemon(tiny_disk: Path) -> None:
@@ -198,5 +198,5 @@ def test_a_full_disk_has_room_for_the_lines_of_a_daemon(tiny_disk: Path) -> None
         log.append("line", {"number": number, "text": "x" * 1000})
     log.give_back_room()
     log.close()
-    assert len(journal.read(tiny_disk / "events.jsonl").events) == 100
+    assert len(event_log.read(tiny_disk / "events.jsonl").events) == 100
     (tiny_disk / "more").write_bytes(bytes(ROOM_KEPT_BYTES // 2))

@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import journal
-from holdfast.core.seat import Seat
+from holdfast import event_log
+from holdfast.core.launch_environment import Seat
 from holdfast.errors import UnsupportedError
-from holdfast.runtime.library_nodes import agree, own_address, towards
+from holdfast.runtime.worker.library_nodes import agree, own_address, towards
 from tests.runtime.runs import exists, until
 
 RANK = """
 import json, os, pathlib, sys, time
-from holdfast.core.seat import Seat
-from holdfast.runtime.library import join_or_start_agent
+from holdfast.core.launch_environment import Seat
+from holdfast.runtime.worker.library_mode import join_or_start_agent
 rank, here = int(os.environ["RANK"]), pathlib.Path("sums")
 
 def exchange(vector):
@@ -80,7 +80,7 @@ def run_dirs(ranks: list[subprocess.Popen[str]]) -> list[Path]:
 
 def agents(dirs: list[Path]) -> list[int]:
     """Process ids of the agents of these runs."""
-    events = [e for each in sorted(set(dirs)) for e in journal.read(each / "events.jsonl").events]
+    events = [e for each in sorted(set(dirs)) for e in event_log.read(each / "events.jsonl").events]
     return [int(e.data["pid"]) for e in events if e.kind == "agent_started"]
 
 

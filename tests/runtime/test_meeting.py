@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.messages import ExitRun
-from holdfast.exits import Exit
-from holdfast.runtime.launch import AgentLink
-from holdfast.runtime.rundir import write_private
-from holdfast.runtime.spawn import free_port
+from holdfast.core.protocol.messages import ExitRun
+from holdfast.exit_codes import Exit
+from holdfast.runtime.node.agent_client import AgentLink
+from holdfast.runtime.node.rundir import write_private
+from holdfast.runtime.node.spawn import free_port
 from tests.runtime.runs import BOUND_S, Run, until
 
 pytestmark = pytest.mark.processes

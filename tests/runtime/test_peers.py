@@ -6,15 +6,15 @@ import asyncio
 from contextlib import closing
 from pathlib import Path
 
-from holdfast.core.council import Peer, PeerHello, PeerMessage, PeerRefused
 from holdfast.core.ids import NodeId
-from holdfast.journal import Journal
-from holdfast.release import VERSION
-from holdfast.runtime.channel import BlockingChannel
-from holdfast.runtime.peers import PEER_MESSAGES, Peers
-from holdfast.runtime.rundir import RunDir
-from holdfast.runtime.services import PEERS
-from holdfast.runtime.settings import RunSettings
+from holdfast.core.protocol.peer_messages import Peer, PeerHello, PeerMessage, PeerRefused
+from holdfast.event_log import Journal
+from holdfast.runtime.agent.peers import PEER_MESSAGES, Peers
+from holdfast.runtime.net.channel import BlockingChannel
+from holdfast.runtime.net.service_names import PEERS
+from holdfast.runtime.node.run_settings import RunSettings
+from holdfast.runtime.node.rundir import RunDir
+from holdfast.version import VERSION
 from tests.runtime.runs import BOUND_S
 
 

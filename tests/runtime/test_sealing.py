@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.core.ids import MemberId, NodeId
-from holdfast.core.messages import AgentHello, StopRun
+from holdfast.core.protocol.messages import AgentHello, StopRun
 from holdfast.errors import ProtocolError
-from holdfast.runtime.channel import BlockingChannel, Channel, Hub
-from holdfast.runtime.services import agent_of, controller_of, zygote_of
-from holdfast.runtime.spawn import ZYGOTE_MESSAGES, Exited, Spawn, ZygoteMessage
+from holdfast.runtime.net.channel import BlockingChannel, Channel, Hub
+from holdfast.runtime.net.service_names import agent_of, controller_of, zygote_of
+from holdfast.runtime.node.spawn import ZYGOTE_MESSAGES, Exited, Spawn, ZygoteMessage
 from holdfast.sealing import derive
 from holdfast.wire import MESSAGES, Link, WireMessage, frame
 from tests.runtime.runs import BOUND_S

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import journal
+from holdfast import event_log
 from holdfast.errors import FrameworkError
-from holdfast.runtime import torch_build as builds
-from holdfast.runtime.torch_build import TESTED_MOST, TorchBuild, Verdict, torch_build, try_out
+from holdfast.runtime.node import torch_build as builds
+from holdfast.runtime.node.torch_build import TESTED_MOST, TorchBuild, Verdict, torch_build, try_out
 from tests.cli.command import HOLDFAST
 
 NO_LIBRARY = "libcudnn.so.9: cannot open shared object file: No such file or directory"
@@ -114,7 +114,7 @@ def test_a_verdict_is_kept_for_one_build(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 UNTESTED = """
-import holdfast.runtime.torch_build as builds
+import holdfast.runtime.node.torch_build as builds
 builds.TESTED_MOST = (2, 11)
 """
 OTHER_HELPER = """
@@ -168,7 +168,7 @@ def _ends(where: Path) -> list[str]:
 
 def _actions(where: Path) -> list[str]:
     (log,) = where.glob("runs/*/events.jsonl")
-    return [str(e.data["action"]) for e in journal.read(log).events if e.kind == "verdict"]
+    return [str(e.data["action"]) for e in event_log.read(log).events if e.kind == "verdict"]
 
 
 @pytest.mark.torch

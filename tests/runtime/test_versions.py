@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.cli.view import Watch
-from holdfast.core.council import Peer, PeerHello, PeerMessage
+from holdfast.cli.screen.run_view import Watch
 from holdfast.core.ids import NodeId
+from holdfast.core.protocol.peer_messages import Peer, PeerHello, PeerMessage
 from holdfast.errors import ProtocolError
-from holdfast.exits import Exit
-from holdfast.release import VERSION
-from holdfast.runtime.peers import PEER_MESSAGES
+from holdfast.exit_codes import Exit
+from holdfast.runtime.agent.peers import PEER_MESSAGES
+from holdfast.version import VERSION
 from tests.runtime.runs import SOURCE, until
 from tests.runtime.test_meeting import Nodes, address
 
@@ -63,7 +63,7 @@ def test_another_protocol_is_refused_and_not_taken_for_another_token(
 ) -> None:
     nodes = Nodes(tmp_path, 2)
     other = other_source(
-        tmp_path / "other", "core/messages.py", "PROTOCOL_VERSION = 2\n", "PROTOCOL_VERSION = 3\n"
+        tmp_path / "other", "core/protocol/messages.py", "PROTOCOL_VERSION = 2\n", "PROTOCOL_VERSION = 3\n"
     )
     with nodes.node(0) as first, nodes.node(1) as second:
         first.start()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.core.ids import Generation, MemberId
-from holdfast.core.messages import FRAME_SIZE_BYTES_MAX, Ack, Fence
+from holdfast.core.protocol.messages import FRAME_SIZE_BYTES_MAX, Ack, Fence
 from holdfast.errors import AuthError, ProtocolError
 from holdfast.sealing import TAG_SIZE_BYTES
 from holdfast.wire import GREETING_SIZE_BYTES_MAX, MESSAGES, FrameReader, Link, WireMessage, frame

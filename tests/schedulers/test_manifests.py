@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
-from holdfast.exits import Exit
-from holdfast.schedulers.emit import documents
+from holdfast.exit_codes import Exit
 from holdfast.schedulers.manifests import AGAIN, ENDS, KINDS, Kind, Object, Pods, literal, objects, secret
+from holdfast.schedulers.yaml_output import documents
 from tests.schedulers.tools import submitted
 
 GOLDEN = Path(__file__).parent / "golden"

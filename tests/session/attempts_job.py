@@ -12,7 +12,7 @@ import time
 import torch
 import torch.distributed as dist
 
-import holdfast.adapters.torch.groups as groups
+import holdfast.frameworks.torch.comm.backend as groups
 
 LATE_S = 1.0
 

@@ -36,7 +36,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
 
 SLOW_DISK = """
 import os, sys, time
-if "holdfast.store.writerd" in sys.orig_argv:
+if "holdfast.store.write.writer_process" in sys.orig_argv:
     fsync = os.fsync
     def slow(fd):
         time.sleep({delay_s})

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from holdfast.adapters.torch import boxes
+from holdfast.frameworks.torch.state import boxes
 
 STEPS = 8
 KILLED_AT = 4

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from holdfast.core.messages import Settle
-from holdfast.session.handover import Giver
+from holdfast.core.protocol.messages import Settle
+from holdfast.session.checkpoints.state_transfer import Giver
 
 STEPS = 12
 KILLED_AT = 5

@@ -29,9 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import holdfast
-from holdfast.adapters.torch.fabric import fabric
-from holdfast.adapters.torch.rng import reseed, sample_seed, seed_all
-from holdfast.store import memory
+from holdfast.frameworks.torch.comm.comm_state import fabric
+from holdfast.frameworks.torch.state.rng import reseed, sample_seed, seed_all
+from holdfast.store.shared_memory import memory_slots
 
 SEED = 7
 WIDTH = 24
@@ -201,14 +201,14 @@ class Faults:
 
     def _die_copying(self) -> None:
         """In the middle of the next state that is kept in memory."""
-        copy, boxes = memory.copy_hashed, iter(range(3))
+        copy, boxes = memory_slots.copy_hashed, iter(range(3))
 
         def copy_or_die(data: memoryview, goal: memoryview) -> int:
             if next(boxes, None) is None:
                 os.kill(os.getpid(), 9)
             return copy(data, goal)
 
-        memory.copy_hashed = copy_or_die
+        memory_slots.copy_hashed = copy_or_die
 
     def _flip_bits(self, kind: str, at: int) -> None:
         """One in each state, or in the log, of this rank that is kept in memory."""

@@ -16,15 +16,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from holdfast.session import saving
-from holdfast.session.rank import Rank
+from holdfast.session.checkpoints import checkpointer
+from holdfast.session.steps.participant import Rank
 from tests.session.once import first
 
 STEPS = 12
 KILLED_AT = 5
 JOINED = Path("joined")
 VICTIM = Path("victim")
-saving.SCRIPT_TIMEOUT_S = 3600.0  # who waits for a script that waits itself does so for ever
+checkpointer.SCRIPT_TIMEOUT_S = 3600.0  # who waits for a script that waits itself does so for ever
 
 
 def kill_between_two_joins(rank: int) -> None:

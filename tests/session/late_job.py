@@ -29,9 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import holdfast
-from holdfast.core.messages import Fence
-from holdfast.session import saving
-from holdfast.session.rank import Rank
+from holdfast.core.protocol.messages import Fence
+from holdfast.session.checkpoints import checkpointer
+from holdfast.session.steps.participant import Rank
 from tests.session.once import first
 
 EPOCHS = 4
@@ -124,7 +124,7 @@ def main() -> None:
     leaves = several or given.way in ("stop", "exit")
     loops = EPOCHS if several else 1
     if given.way == "pause":
-        saving.SCRIPT_TIMEOUT_S = PAUSE_S / 5
+        checkpointer.SCRIPT_TIMEOUT_S = PAUSE_S / 5
     with holdfast.session(
         model=job.model, optimizer=job.optimizer, scheduler=job.schedule, checkpoint="ckpt", memory=job.memory
     ) as s:

@@ -13,10 +13,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from holdfast import journal
-from holdfast.drill.excerpt import Excerpt, text
-from holdfast.drill.watch import broken
-from holdfast.runtime.rundir import RunDir
+from holdfast import event_log
+from holdfast.drill.failure_excerpt import Excerpt, text
+from holdfast.drill.observer import broken
+from holdfast.runtime.node.rundir import RunDir
 from tests.cli.command import HOLDFAST, working_in
 
 ROOT = Path(__file__).resolve().parents[2]  # jobs share helpers
@@ -66,7 +66,7 @@ def _run(where: Path, *command: str) -> subprocess.CompletedProcess[str]:
             job.wait()
             raise
         for log in where.glob("runs/*/events.jsonl"):
-            assert not broken(journal.read(log).events), "a successor hides it from the job"
+            assert not broken(event_log.read(log).events), "a successor hides it from the job"
         return subprocess.CompletedProcess(command, code, _said(output))
 
 
@@ -79,7 +79,7 @@ def _events(where: Path) -> list[str]:
     """The last events of each run in ``where``, a line each."""
     lines = []
     for log in sorted(where.glob("runs/*/events.jsonl")):
-        events = journal.read(log).events
+        events = event_log.read(log).events
         lines.append(f"{log}, {len(events)} events:")
         for event in events[-EVENTS_MAX:]:
             line = f"{event.t_mono - events[0].t_mono:8.3f} {event.who} {event.kind} {json.dumps(event.data)}"

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import holdfast
-from holdfast.runtime.client import Client
+from holdfast.runtime.worker.worker_client import Client
 
 STEPS = 12
 SEALED_S_MAX = 2.0

@@ -32,7 +32,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import holdfast
-from holdfast.runtime.client import Client
+from holdfast.runtime.worker.worker_client import Client
 from tests.session.once import first
 
 STEPS = 14

@@ -19,12 +19,14 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 import holdfast
-from holdfast.runtime import handover
+from holdfast.runtime.worker import state_transfer
 from tests.session.job import BATCH, EPOCH_STEPS, SEED, Noisy, build, digest, gradients
 
 
-def _refuse(self: handover.StateServer, message: handover.Talk) -> tuple[handover.Talk, Sequence[memoryview]]:
-    return handover.Refusal("damaged"), ()
+def _refuse(
+    self: state_transfer.StateServer, message: state_transfer.Talk
+) -> tuple[state_transfer.Talk, Sequence[memoryview]]:
+    return state_transfer.Refusal("damaged"), ()
 
 
 def main() -> None:
@@ -39,7 +41,7 @@ def main() -> None:
     parser.add_argument("--refuse", action="store_true", help="give no newcomer a state")
     arguments = parser.parse_args()
     if arguments.refuse:
-        handover.StateServer._answer = _refuse  # type: ignore[method-assign]
+        state_transfer.StateServer._answer = _refuse  # type: ignore[method-assign]
     gates = {int(gate) for gate in arguments.gates.split(",") if gate}
     world = int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast.adapters.torch.accumulating import MODULE, Accumulating
 from holdfast.errors import StepError, UsageError
+from holdfast.frameworks.torch.steps.accelerate_accumulation import MODULE, Accumulating
 
 pytestmark = pytest.mark.torch
 

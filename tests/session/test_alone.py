@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.exits import Exit
+from holdfast.exit_codes import Exit
 from tests.session.launch import run_job
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]

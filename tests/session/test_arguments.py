@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast import journal
+from holdfast import event_log
 from holdfast.errors import UsageError
 from tests.session.launch import run_job
 
@@ -87,6 +87,6 @@ def test_a_typing_error_ends_the_run_at_once(tmp_path: Path, words: str) -> None
     )
     assert frames == [str(tmp_path / "train.py"), ""] * (len(frames) // 2) and frames, done.stdout
     assert not re.search(r"\[rank 1\] \[rank1\]", done.stdout), done.stdout
-    events = journal.read(tmp_path / "runs/it/events.jsonl").events
+    events = event_log.read(tmp_path / "runs/it/events.jsonl").events
     kinds = [e.kind for e in events]
     assert kinds.count("verdict") == 1 and kinds.count("member_started") == 2

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from holdfast.adapters.torch.rendezvous import agree_on_start
+from holdfast.frameworks.torch.comm.control_store import agree_on_start
 from tests.session.launch import run_torchrun
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from holdfast.adapters.torch.marks import duplicate, mark, share_memory
 from holdfast.errors import UnsupportedError
-from holdfast.session.batches import Batches
+from holdfast.frameworks.torch.data.tensor_marks import duplicate, mark, share_memory
+from holdfast.session.steps.batches import Batches
 
 pytestmark = pytest.mark.torch
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.exits import Exit
-from holdfast.session.bound import Before, Bound, bound_of, counted_anew
+from holdfast.exit_codes import Exit
+from holdfast.session.loops.loop_bounds import Before, Bound, bound_of, counted_anew
 from tests.session.curriculum_job import PHASE_STEPS, PHASES
 from tests.session.launch import run_job
 

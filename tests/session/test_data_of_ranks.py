@@ -9,11 +9,11 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast.adapters.base import DataIdentity
-from holdfast.core.messages import KvReply
+from holdfast.core.protocol.messages import KvReply
 from holdfast.errors import UsageError
-from holdfast.runtime.client import Client
-from holdfast.session.data import compare_with_ranks
+from holdfast.frameworks.common.adapter import DataIdentity
+from holdfast.runtime.worker.worker_client import Client
+from holdfast.session.loops.dataset_check import compare_with_ranks
 from tests.session.launch import run_job
 
 

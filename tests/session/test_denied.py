@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import StoreDenied
-from holdfast.store.root import Root
+from holdfast.store.manage.checkpoint_root import Root
 from tests.session.test_solo import Job, bare, same
 from tests.store.rights import of_the_modes
 

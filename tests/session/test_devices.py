@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import journal
-from holdfast.exits import Exit
+from holdfast import event_log
+from holdfast.exit_codes import Exit
 from tests.session.launch import run_job
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
@@ -20,7 +20,7 @@ def test_a_device_that_fails_again_costs_no_step_and_no_script_is_blamed(tmp_pat
     done = run_job(tmp_path, 2, "--run-id", "it", JOB, "always")
     assert done.returncode == Exit.REQUEUE, done.stdout
     assert "left out after 2 failures: device 1 of" in done.stdout, done.stdout
-    events = journal.read(tmp_path / "runs/it/events.jsonl").events
+    events = event_log.read(tmp_path / "runs/it/events.jsonl").events
     failed = [e.data for e in events if e.kind == "device_failed"]
     assert [(d["local_rank"], d["step"], d["certain"], d["failures"]) for d in failed] == [
         (1, 4, True, 1),

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.exits import Exit
-from holdfast.store.root import Root
+from holdfast.exit_codes import Exit
+from holdfast.store.manage.checkpoint_root import Root
 from tests.session.test_solo import Job, leaving
 
 

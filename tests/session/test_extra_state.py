@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import holdfast
-from holdfast.adapters import weights
-from holdfast.adapters.torch.exports import Form, export_checkpoint
-from holdfast.adapters.torch.imports import import_checkpoint
-from holdfast.adapters.torch.snapshot import Snapshot
-from holdfast.adapters.torch.state import TorchState
 from holdfast.errors import CheckpointMismatch, StateError
-from holdfast.store.place import place_of
+from holdfast.frameworks.common import weight_selection
+from holdfast.frameworks.torch.files.exports import Form, export_checkpoint
+from holdfast.frameworks.torch.files.imports import import_checkpoint
+from holdfast.frameworks.torch.state.snapshot import Snapshot
+from holdfast.frameworks.torch.state.state import TorchState
+from holdfast.store.backends.location import place_of
 from tests.adapters.test_state import copy_over
 
 pytestmark = [
@@ -179,11 +179,14 @@ def test_other_programs_give_and_take_it(tmp_path: Path, form: Form) -> None:
 def test_stages_of_a_pipeline_bring_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     common: dict[str, Any] = {"aliases": {}, "optimizers": {}, "schedulers": {}, "state": {}}
     stages = [{**common, "modules": {f"{n}._extra_state": n}} for n in range(2)]
-    monkeypatch.setattr(weights, "load_values_of_all", lambda path, names, rank: stages)
-    assert weights.extra_states(weights.joined_values(place_of("x"))) == {"0._extra_state", "1._extra_state"}
+    monkeypatch.setattr(weight_selection, "load_values_of_all", lambda path, names, rank: stages)
+    assert weight_selection.extra_states(weight_selection.joined_values(place_of("x"))) == {
+        "0._extra_state",
+        "1._extra_state",
+    }
     # A rank that asked one stage alone: the tensors of the others are known by their names.
     names = ["0.weight", "1._extra_state.history.0", "1.weight"]
-    assert weights.beside_the_model(names, stages[0]) == {"1._extra_state.history.0"}
+    assert weight_selection.beside_the_model(names, stages[0]) == {"1._extra_state.history.0"}
 
 
 def test_what_cannot_be_kept_is_refused_by_name() -> None:

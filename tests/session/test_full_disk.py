@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import StoreWriteError
-from holdfast.exits import Exit
-from holdfast.store.root import Root
+from holdfast.exit_codes import Exit
+from holdfast.store.manage.checkpoint_root import Root
 from tests.runtime.runs import until
 from tests.session.launch import run_job
 from tests.session.room_job import STEPS

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from holdfast.core.ids import Generation, MemberId
-from holdfast.core.messages import Settle, StateOffered, StateRefused
+from holdfast.core.protocol.messages import Settle, StateOffered, StateRefused
 from holdfast.errors import StateError
-from holdfast.runtime.handover import fetch
-from holdfast.session.handover import Giver
-from holdfast.store.values import decode_mapping
+from holdfast.runtime.worker.state_transfer import fetch
+from holdfast.session.checkpoints.state_transfer import Giver
+from holdfast.store.format.json_values import decode_mapping
 from tests.runtime.runs import Run
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import journal
+from holdfast import event_log
 from tests.session.launch import run_job
 from tests.session.left_job import LEFT_AT
 from tests.session.left_job import STEPS as LEFT_STEPS
@@ -30,7 +30,7 @@ FLOOR_S = 0.7
 def test_a_section_is_run_again_and_a_loop_is_named_and_replaced(tmp_path: Path) -> None:
     done = run_job(tmp_path, 3, "--run-id", "it", "--hang-floor", str(FLOOR_S), JOB, str(tmp_path))
     assert done.returncode == 0, done.stdout
-    events = journal.read(tmp_path / "runs/it/events.jsonl").events
+    events = event_log.read(tmp_path / "runs/it/events.jsonl").events
     detected = [e.data for e in events if e.kind == "detected" and e.data["kind"] != "exception"]
     assert [(d["rank"], d["kind"]) for d in detected] == [(1, "signal"), (2, "hang")], done.stdout
     assert all(e.data["steps_lost"] == 0 for e in events if e.kind == "recovered")
@@ -50,7 +50,7 @@ def test_who_alone_has_left_the_loop_is_named_and_replaced(tmp_path: Path) -> No
     done = run_job(tmp_path, 3, "--run-id", "it", "--hang-floor", "0.3", LEFT)
     assert done.returncode == 0, done.stdout
     (detected,) = [
-        e.data for e in journal.read(tmp_path / "runs/it/events.jsonl").events if e.kind == "detected"
+        e.data for e in event_log.read(tmp_path / "runs/it/events.jsonl").events if e.kind == "detected"
     ]
     assert (detected["rank"], detected["kind"], detected["step"]) == (1, "hang", LEFT_AT + 1), done.stdout
     assert f"(step {LEFT_STEPS}, 1 fault, 0 steps lost" in done.stdout
@@ -87,7 +87,7 @@ def test_a_process_that_hangs_before_its_first_step_is_replaced(
         tmp_path, RANKS, "--run-id", "it", "--hang-floor", str(FLOOR_S), START, str(tmp_path), kind
     )
     assert done.returncode == 0, done.stdout
-    events = journal.read(tmp_path / "runs/it/events.jsonl").events
+    events = event_log.read(tmp_path / "runs/it/events.jsonl").events
     detected = [e.data for e in events if e.kind == "detected"]
     assert [(d["rank"], d["kind"], d["member_id"]) for d in detected] == faults
     (hang,) = [e.data for e in events if e.kind == "hang"]
@@ -102,7 +102,7 @@ def test_who_does_not_answer_is_looked_at_before_its_kill(tmp_path: Path) -> Non
     done = run_job(tmp_path, 3, "--run-id", "it", SILENT, str(tmp_path))
     assert done.returncode == 0, done.stdout
     run = tmp_path / "runs/it"
-    events = journal.read(run / "events.jsonl").events
+    events = event_log.read(run / "events.jsonl").events
     detected = [e.data for e in events if e.kind == "detected"]
     assert [(d["rank"], d["kind"]) for d in detected] == [(1, "signal"), (0, "silent")], done.stdout
     (hang,) = [e.data for e in events if e.kind == "hang"]
@@ -127,7 +127,7 @@ def test_a_section_that_is_not_run_again_is_told_once(tmp_path: Path) -> None:
 def test_a_worker_that_stops_before_any_agent_has_seen_a_step_is_found(tmp_path: Path) -> None:
     done = run_job(tmp_path, 3, "--run-id", "it", UNSEEN, str(tmp_path))
     assert done.returncode == 0, done.stdout
-    events = journal.read(tmp_path / "runs/it/events.jsonl").events
+    events = event_log.read(tmp_path / "runs/it/events.jsonl").events
     assert sum(e.kind == "agent_started" for e in events) == 2
     assert [(e.data["rank"], e.data["kind"]) for e in events if e.kind == "detected"] == [(1, "hang")]
     assert [e.data["steps_lost"] for e in events if e.kind == "recovered"] == [0]

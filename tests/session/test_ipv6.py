@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import journal
-from holdfast.runtime.spawn import free_port
+from holdfast import event_log
+from holdfast.runtime.node.spawn import free_port
 from tests.session.launch import run_job
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
@@ -47,5 +47,5 @@ def test_nodes_meet_and_replace_by_ipv6(tmp_path: Path) -> None:
         node.join()
     assert [ended[node][0] for node in range(2)] == [0, 0], ended
     assert ", 1 fault, 0 steps lost" in ended[0][1]
-    events = journal.read(tmp_path / "runs/it-node0/events.jsonl").events
+    events = event_log.read(tmp_path / "runs/it-node0/events.jsonl").events
     assert [e.data["action"] for e in events if e.kind == "verdict"] == ["replace"]

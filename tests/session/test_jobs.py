@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.exits import Exit
-from holdfast.store.root import Root
+from holdfast.exit_codes import Exit
+from holdfast.store.manage.checkpoint_root import Root
 from tests.session.launch import run_job, run_torchrun
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]

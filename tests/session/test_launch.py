@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.node.rundir import RunDir
 from tests.cli.command import working_in
 from tests.runtime.runs import until, without_torch
 from tests.session import launch

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.store.root import Root
+from holdfast.store.manage.checkpoint_root import Root
 from tests.session.launch import run_job
 from tests.session.layout_job import STEPS
 from tests.session.test_jobs import events

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.exits import Exit
-from holdfast.store.lineage import lineage_of
-from holdfast.store.root import Root
+from holdfast.exit_codes import Exit
+from holdfast.store.manage.checkpoint_root import Root
+from holdfast.store.manage.lineage import lineage_of
 from tests.session.test_solo import Job, bare, same
 
 pytestmark = pytest.mark.torch

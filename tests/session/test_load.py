@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast.adapters.torch.imports import import_checkpoint
 from holdfast.errors import CheckpointMismatch, UsageError
-from holdfast.store.place import Place
+from holdfast.frameworks.torch.files.imports import import_checkpoint
+from holdfast.store.backends.location import Place
 from tests.store.test_damage import flip
 
 pytestmark = pytest.mark.torch

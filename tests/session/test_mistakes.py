@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import journal
-from holdfast.exits import Exit
+from holdfast import event_log
+from holdfast.exit_codes import Exit
 from tests.session.launch import run_job
 from tests.session.mistake_job import AT
 
@@ -32,6 +32,6 @@ def test_a_rank_that_leaves_the_others_alone_is_the_first_that_is_named(
     assert done.returncode == code, done.stdout
     assert told in " ".join(done.stdout.split("error: run it: ")[-1].split()), done.stdout
     assert "read the traceback" not in done.stdout, done.stdout  # there is none
-    events = journal.read(tmp_path / "runs/it/events.jsonl").events
+    events = event_log.read(tmp_path / "runs/it/events.jsonl").events
     assert next(e.data["rank"] for e in events if e.kind == "detected") == 1, done.stdout
     assert sum(e.kind == "verdict" for e in events) <= 2, done.stdout

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.adapters.torch.adapter import TorchAdapter
 from holdfast.errors import CheckpointMismatch, StateError
+from holdfast.frameworks.torch.adapter import TorchAdapter
 
 pytestmark = pytest.mark.torch
 

@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast.adapters.torch.imports import import_checkpoint
-from holdfast.adapters.torch.snapshot import Snapshot
-from holdfast.adapters.torch.state import TorchState, arrays_in
 from holdfast.errors import StateError
+from holdfast.frameworks.torch.files.imports import import_checkpoint
+from holdfast.frameworks.torch.state.snapshot import Snapshot
+from holdfast.frameworks.torch.state.state import TorchState, arrays_in
 
 pytestmark = pytest.mark.torch
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.drill.watch import Run
-from holdfast.runtime.rundir import RunDir
+from holdfast.drill.observer import Run
+from holdfast.runtime.node.rundir import RunDir
 from tests.runtime.runs import exists, until
 from tests.session.launch import end, start_job
 
@@ -21,7 +21,7 @@ SCRIPT = """\
 import pathlib, time
 import torch, torch.distributed as dist
 import holdfast
-from holdfast.runtime.client import Client
+from holdfast.runtime.worker.worker_client import Client
 ask = Client.kv
 def noted(self, op, keys=(), **more):
     if op == "wait" and keys[0].startswith("holdfast/resume"):

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from holdfast.adapters.torch.adapter import TorchAdapter
 from holdfast.drill.model import SIZES, Gpt, Stage
 from holdfast.errors import CheckpointMismatch
-from holdfast.session.resume import load_state
-from holdfast.store.root import Root
+from holdfast.frameworks.torch.adapter import TorchAdapter
+from holdfast.session.checkpoints.resume import load_state
+from holdfast.store.manage.checkpoint_root import Root
 from tests.session.launch import run_job
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]

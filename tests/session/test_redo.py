@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from holdfast.adapters.base import Adapter
 from holdfast.core.ids import Generation
 from holdfast.errors import StepError
-from holdfast.session.finite import Finite
-from holdfast.session.rank import Rank
-from holdfast.session.step import Blocks, Step, StepAborted
-from holdfast.session.votes import Votes
+from holdfast.frameworks.common.adapter import Adapter
+from holdfast.session.steps.nonfinite import Finite
+from holdfast.session.steps.participant import Rank
+from holdfast.session.steps.step import Blocks, Step, StepAborted
+from holdfast.session.steps.voting import Votes
 
 
 class GateAdapter:

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import NothingToResume
-from holdfast.exits import Exit
-from holdfast.runtime.owners import planted
-from holdfast.store.root import Root
+from holdfast.exit_codes import Exit
+from holdfast.runtime.node.file_owners import planted
+from holdfast.store.manage.checkpoint_root import Root
 from tests.session.launch import run_job
 from tests.session.test_solo import Job
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import holdfast
 from holdfast.errors import UsageError
-from holdfast.store.root import Root
+from holdfast.store.manage.checkpoint_root import Root
 from tests.session.test_solo import Job
 
 pytestmark = pytest.mark.torch

@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast.adapters.torch.rng import reseed
-from holdfast.adapters.torch.state import TorchState
-from holdfast.core.page import Flag
+from holdfast.core.protocol.status_page import Flag
 from holdfast.errors import (
     CheckpointInvalid,
     CheckpointMismatch,
@@ -30,11 +28,13 @@ from holdfast.errors import (
     StoreWriteError,
     UsageError,
 )
-from holdfast.exits import Exit
-from holdfast.session.rank import Rank
-from holdfast.store.layout import Box
-from holdfast.store.policy import Moment
-from holdfast.store.root import Root
+from holdfast.exit_codes import Exit
+from holdfast.frameworks.torch.state.rng import reseed
+from holdfast.frameworks.torch.state.state import TorchState
+from holdfast.session.steps.participant import Rank
+from holdfast.store.layouts.layout import Box
+from holdfast.store.manage.checkpoint_root import Root
+from holdfast.store.manage.retention import Moment
 from tests.runtime.runs import until
 
 pytestmark = pytest.mark.torch
@@ -487,7 +487,7 @@ def test_own_state_travels(tmp_path: Path) -> None:
     resumed = run(5)
     assert resumed["seen"] == {"steps": 5}
     generator = torch.Generator()
-    from holdfast.adapters.torch.rng import reseed_generators
+    from holdfast.frameworks.torch.state.rng import reseed_generators
 
     reseed_generators([("gen", generator)], 5, 0, 4)
     assert resumed["best"] == float(torch.rand((), generator=generator))

@@ -19,7 +19,7 @@ import torch
 import holdfast
 from holdfast.core.ids import Generation, MemberId
 from holdfast.errors import PeerLost
-from holdfast.runtime.client import Client
+from holdfast.runtime.worker.worker_client import Client
 from holdfast.session.session import Session
 from tests.runtime.runs import exists, until
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.runtime.spawn import free_port
-from holdfast.store.root import Root
+from holdfast.runtime.node.spawn import free_port
+from holdfast.store.manage.checkpoint_root import Root
 from tests.session.launch import BOUND_S, ROOT, TORCHRUN
 from tests.session.test_jobs import STEPS, Result
 

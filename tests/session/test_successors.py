@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.drill.watch import Run
-from holdfast.runtime.rundir import RunDir
+from holdfast.drill.observer import Run
+from holdfast.runtime.node.rundir import RunDir
 from tests.runtime.runs import until
 from tests.session.launch import start_job
 

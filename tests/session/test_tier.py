@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.adapters.torch.adapter import TorchAdapter
 from holdfast.errors import CheckpointInvalid, CheckpointMismatch, StateError
-from holdfast.session.memory import Tier, cost_of_a_loss
-from holdfast.session.rank import Rank
-from holdfast.session.updates import UpdateRecord
-from holdfast.store.updates import Gradient, Update, reachable
+from holdfast.frameworks.torch.adapter import TorchAdapter
+from holdfast.session.checkpoints.memory_tier import Tier, cost_of_a_loss
+from holdfast.session.steps.participant import Rank
+from holdfast.session.steps.update_log import UpdateRecord
+from holdfast.store.shared_memory.update_log import Gradient, Update, reachable
 
 
 def test_a_spare_asks_other_nodes_for_the_states_of_the_rank_that_it_became(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
 from holdfast.errors import StepError, UsageError
-from holdfast.exits import Exit
-from holdfast.session.script import enclosed, leaves
-from holdfast.session.walk import Walk
+from holdfast.exit_codes import Exit
+from holdfast.session.loops.script_source import enclosed, leaves
+from holdfast.session.loops.turn_position import Walk
 from tests.session.launch import run_job
 from tests.session.turns_job import RANKS
 

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import holdfast
-from holdfast.adapters.torch.snapshot import Snapshot
-from holdfast.adapters.torch.state import TorchState
 from holdfast.errors import CheckpointMismatch, StateError
+from holdfast.frameworks.torch.state.snapshot import Snapshot
+from holdfast.frameworks.torch.state.state import TorchState
 from tests.adapters.test_state import copy_over, same
 from tests.session.launch import run_job
 from tests.session.unfreeze_job import STEPS

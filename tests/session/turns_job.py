@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import holdfast
-from holdfast.session.loop import Loops
+from holdfast.session.loops.loop import Loops
 
 EPOCHS, EPOCH_STEPS, RANKS = 4, 3, 2
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 import holdfast
-from holdfast.runtime.rundir import RunDir
+from holdfast.runtime.node.rundir import RunDir
 
 STOP_STEP, STEPS = 6, 12
 

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from holdfast.sim.checks import Violation
 from holdfast.sim.faults import FaultKind, SimFault, random_faults
+from holdfast.sim.invariants import Violation
 from holdfast.sim.world import run_sim
 
 RUNS_PER_TASK = 200

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from holdfast.core.activity import SAY_S
-from holdfast.core.messages import KillMember, Send
-from holdfast.core.sightings import Active
-from holdfast.sim.checks import Violation
+from holdfast.core.protocol.health_messages import Active
+from holdfast.core.protocol.messages import KillMember, Send
+from holdfast.core.watch.activity import SAY_S
+from holdfast.sim.invariants import Violation
 from holdfast.sim.worker import SimWorker
 from holdfast.sim.world import SimAgent, World
 

@@ -7,8 +7,8 @@ from typing import ClassVar
 import pytest
 
 from holdfast.core.ids import Generation, NodeId
-from holdfast.core.messages import Assignment, StartMembers, WorkerFailed
-from holdfast.exits import Exit
+from holdfast.core.protocol.messages import Assignment, StartMembers, WorkerFailed
+from holdfast.exit_codes import Exit
 from holdfast.sim.faults import SimFault
 from holdfast.sim.worker import SimWorker, Surroundings
 from holdfast.sim.world import SimAgent, SimResult, World, run_sim

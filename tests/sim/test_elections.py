@@ -5,18 +5,18 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from holdfast.core.council import (
-    StartController,
-    VoteAsk,
-)
 from holdfast.core.election import Election
-from holdfast.core.messages import (
+from holdfast.core.protocol.messages import (
     Command,
     Message,
     Send,
 )
-from holdfast.sim.checks import Violation
+from holdfast.core.protocol.peer_messages import (
+    StartController,
+    VoteAsk,
+)
 from holdfast.sim.elections import ElectionSearch
+from holdfast.sim.invariants import Violation
 
 
 def test_three_agents_elect_once_and_hear_of_it() -> None:

@@ -10,25 +10,25 @@ import pytest
 
 import holdfast.core.agent as agent_module
 import holdfast.core.controller as controller_module
-import holdfast.core.recovery as recovery_module
+import holdfast.core.job.recovery as recovery_module
 from holdfast.core.agent import Agent
-from holdfast.core.decision import Decided, Report, decide
-from holdfast.core.fault import Fault
+from holdfast.core.decide.decision import Decided, Report, decide
+from holdfast.core.decide.stop_policy import Situation
 from holdfast.core.ids import NO_VERSION, Generation, MemberId, Version
-from holdfast.core.layouts import Layout, Layouts
-from holdfast.core.membership import Roster
-from holdfast.core.messages import Assignment, Command, Receive, Record, Settled
-from holdfast.core.policy import Situation
-from holdfast.core.recovery import Recovery
-from holdfast.core.sightings import CopyDigest
-from holdfast.core.spares import Spares
-from holdfast.core.survey import Survey
-from holdfast.core.told import Telling, Told
-from holdfast.core.vote import Ballot, Tally
-from holdfast.sim.checks import Violation
+from holdfast.core.job.fault import Fault
+from holdfast.core.job.membership import Roster
+from holdfast.core.job.recovery import Recovery
+from holdfast.core.job.situation import Survey
+from holdfast.core.job.spares import Spares
+from holdfast.core.protocol.health_messages import CopyDigest
+from holdfast.core.protocol.layout_messages import Layout, Layouts
+from holdfast.core.protocol.messages import Assignment, Command, Receive, Record, Settled
+from holdfast.core.worker.layout_agreement import Telling, Told
+from holdfast.core.worker.vote import Ballot, Tally
 from holdfast.sim.faults import SimFault, random_faults
-from holdfast.sim.holding import Holding
-from holdfast.sim.plant import Save, Store
+from holdfast.sim.invariants import Violation
+from holdfast.sim.sim_layouts import Holding
+from holdfast.sim.sim_store import Save, Store
 from holdfast.sim.worker import SimWorker
 from holdfast.sim.world import World, run_sim
 

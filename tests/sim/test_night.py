@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.sim.checks import Violation
 from holdfast.sim.faults import SimFault
+from holdfast.sim.invariants import Violation
 from tests.sim import night
 
 

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 import pytest
 
 from holdfast.core.controller import Controller
-from holdfast.core.messages import Command, Message
-from holdfast.core.sightings import Evidence, Moved, Pace, Paced, RankEvidence, Stalled
-from holdfast.exits import Exit
+from holdfast.core.protocol.health_messages import Evidence, Moved, Pace, Paced, RankEvidence, Stalled
+from holdfast.core.protocol.messages import Command, Message
+from holdfast.exit_codes import Exit
 from holdfast.sim.faults import SimFault
 from holdfast.sim.world import World
 

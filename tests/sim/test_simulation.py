@@ -10,10 +10,10 @@ import sys
 import msgspec
 import pytest
 
-from holdfast.core.history import SNAPSHOT, Past
-from holdfast.core.messages import JoinAsked, Joined, Message, Record, StateOffered
-from holdfast.core.sightings import Vouched
-from holdfast.exits import Exit
+from holdfast.core.job.log_replay import SNAPSHOT, Past
+from holdfast.core.protocol.health_messages import Vouched
+from holdfast.core.protocol.messages import JoinAsked, Joined, Message, Record, StateOffered
+from holdfast.exit_codes import Exit
 from holdfast.sim.faults import SimFault, random_faults
 from holdfast.sim.worker import SimWorker
 from holdfast.sim.world import SimResult, World, run_sim

@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from holdfast.core.bounds import Bounds
-from holdfast.exits import Exit
-from holdfast.sim.checks import Violation
+from holdfast.core.job.wait_bounds import Bounds
+from holdfast.exit_codes import Exit
 from holdfast.sim.faults import SimFault, random_faults
+from holdfast.sim.invariants import Violation
 from holdfast.sim.world import SimResult, run_sim
 from tests.sim.sizes import world_of
 

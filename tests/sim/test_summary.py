@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from holdfast.cli.main import answer
-from holdfast.exits import Exit
+from holdfast.exit_codes import Exit
 from holdfast.sim.summary import Summary, summarize
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from holdfast.store.place import Url
+from holdfast.store.backends.location import Url
 from tests.store import s3server
 
 

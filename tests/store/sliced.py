@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdfast.store.protobuf import counted, tagged
-from holdfast.store.slice_file import TYPES
+from holdfast.store.mindspore.protobuf import counted, tagged
+from holdfast.store.mindspore.slice_file import TYPES
 
 Array = NDArray[Any]
 _TYPE_OF = {"bool": "Bool", "int32": "Int32", "int64": "Int64", "float32": "Float32", "uint16": "UInt16"}

@@ -33,12 +33,12 @@ from typing import NoReturn
 
 from holdfast.core.ids import Generation, SaveId
 from holdfast.errors import HoldfastError
-from holdfast.store.background import BackgroundSaver
-from holdfast.store.place import Place, Url
-from holdfast.store.plan import plan
-from holdfast.store.reader import load_into
-from holdfast.store.root import Root
-from holdfast.store.writer import Written
+from holdfast.store.backends.location import Place, Url
+from holdfast.store.layouts.save_plan import plan
+from holdfast.store.manage.checkpoint_root import Root
+from holdfast.store.read.load import load_into
+from holdfast.store.write.async_save import BackgroundSaver
+from holdfast.store.write.writer import Written
 from tests.store import s3server
 from tests.store.worlds import World, random_array, replicated
 

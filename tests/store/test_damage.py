@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.adapters.numpy import NumpyState
 from holdfast.errors import CheckpointInvalid, StoreWriteError
-from holdfast.store.manifest import SEAL_NAME
-from holdfast.store.place import Place
-from holdfast.store.reader import load_into, opened
-from holdfast.store.validity import inspect
+from holdfast.frameworks.common.numpy_state import NumpyState
+from holdfast.store.backends.location import Place
+from holdfast.store.format.manifest import SEAL_NAME
+from holdfast.store.read.load import load_into, opened
+from holdfast.store.read.validation import inspect
 from tests.store.worlds import World, pipeline, random_array, replicated, save, save_id
 
 

@@ -13,10 +13,10 @@ import pytest
 
 from holdfast.cli.main import answer
 from holdfast.errors import StoreDenied, StoreUnreachable
-from holdfast.store.reader import load_values
-from holdfast.store.repair import repair
-from holdfast.store.root import Root, find
-from holdfast.store.validity import inspect
+from holdfast.store.manage.checkpoint_root import Root, find
+from holdfast.store.manage.repair import repair
+from holdfast.store.read.load import load_values
+from holdfast.store.read.validation import inspect
 from tests.store.rights import of_the_modes
 from tests.store.test_repair import contents
 from tests.store.worlds import random_array, replicated, save, save_id

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from holdfast.errors import StoreWriteError
-from holdfast.store.reader import load_into
-from holdfast.store.root import Root
-from holdfast.store.validity import inspect
+from holdfast.store.manage.checkpoint_root import Root
+from holdfast.store.read.load import load_into
+from holdfast.store.read.validation import inspect
 from tests.store.worlds import pipeline, random_array, replicated, save, save_id
 
 pytestmark = pytest.mark.processes
@@ -139,8 +139,8 @@ def test_a_file_in_place_of_the_root_is_a_typed_error(tmp_path: Path) -> None:
 CONCURRENT = """
 import sys
 from pathlib import Path
-from holdfast.store.plan import plan
-from holdfast.store.writer import write_share
+from holdfast.store.layouts.save_plan import plan
+from holdfast.store.write.writer import write_share
 from tests.store.worlds import pipeline, save_id
 
 root, rank = Path(sys.argv[1]), int(sys.argv[2])

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from holdfast.store import manifest as form
-from holdfast.store.layout import DTYPE_SIZE_BYTES, FQN_LENGTH_MAX
-from holdfast.store.values import VALUES_SIZE_BYTES_MAX
+from holdfast.store.format import manifest as form
+from holdfast.store.format.json_values import VALUES_SIZE_BYTES_MAX
+from holdfast.store.layouts.layout import DTYPE_SIZE_BYTES, FQN_LENGTH_MAX
 from tests.store.worlds import World, grid, random_array, save, save_id
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from holdfast.cli.main import answer
 from holdfast.errors import CheckpointInvalid, UsageError
-from holdfast.store.group_info import (
+from holdfast.store.manage.checkpoint_tools import holdings
+from holdfast.store.mindspore.group_info import (
     FILE_SIZE_BYTES_MAX,
     RANKS_TOLD_MAX,
     GroupInfo,
@@ -21,7 +22,6 @@ from holdfast.store.group_info import (
     encode_group_info,
     read_group_info,
 )
-from holdfast.store.tools import holdings
 from tests.store.worlds import pipeline, save, save_id
 
 REAL = Path(__file__).parent / "data" / "group_info.pb"  # written by MindSpore 2.10's own message class

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from holdfast.store.codec import decode_header, encode_header
-from holdfast.store.validity import inspect
+from holdfast.store.format.safetensors_codec import decode_header, encode_header
+from holdfast.store.read.validation import inspect
 from tests.store.worlds import World, grid, random_array, save, save_id
 
 torch = pytest.importorskip("torch")

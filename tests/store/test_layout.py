@@ -11,10 +11,9 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.core.layouts import Layout
+from holdfast.core.protocol.layout_messages import Layout
 from holdfast.errors import StateError
-from holdfast.store.grid import Cuts, check_cuts
-from holdfast.store.layout import (
+from holdfast.store.layouts.layout import (
     Box,
     Catalogue,
     RankLayout,
@@ -23,6 +22,7 @@ from holdfast.store.layout import (
     flat_range_boxes,
     subtract,
 )
+from holdfast.store.layouts.shardings import Cuts, check_cuts
 from tests.store.worlds import World, cut, replicated, worlds
 
 SHAPES = st.lists(st.integers(1, 6), max_size=4).map(tuple)

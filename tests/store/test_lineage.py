@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import CheckpointInvalid
-from holdfast.store.lineage import ANCESTORS_MAX, Lineage, lineage_of
-from holdfast.store.root import Root
-from tests.store.test_root import WORLD, wreck
+from holdfast.store.manage.checkpoint_root import Root
+from holdfast.store.manage.lineage import ANCESTORS_MAX, Lineage, lineage_of
+from tests.store.test_checkpoint_root import WORLD, wreck
 from tests.store.worlds import save, save_id
 
 

@@ -11,12 +11,12 @@ import pytest
 
 from holdfast.cli.main import answer
 from holdfast.errors import CheckpointInvalid
-from holdfast.store import writer
-from holdfast.store.bucket import Bucket
-from holdfast.store.place import Url
-from holdfast.store.reader import load_locals, load_values
-from holdfast.store.repair import repair
-from holdfast.store.validity import inspect
+from holdfast.store.backends.location import Url
+from holdfast.store.backends.s3_client import Bucket
+from holdfast.store.manage.repair import repair
+from holdfast.store.read.load import load_locals, load_values
+from holdfast.store.read.validation import inspect
+from holdfast.store.write import writer
 from tests.store.limits import halting
 from tests.store.test_damage import flip, load
 from tests.store.worlds import World, random_array, replicated, save, save_id
@@ -97,7 +97,7 @@ def test_any_one_damaged_file_is_made_up_for_and_rebuilt(
 
 REPAIR = """
 from pathlib import Path
-from holdfast.store.repair import repair
+from holdfast.store.manage.repair import repair
 repair(Path(sys.argv[1]))
 """
 

@@ -12,15 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.adapters.numpy import NumpyState, Shard
 from holdfast.errors import CheckpointMismatch, StateError, StoreWriteError
-from holdfast.store import plan as planner
-from holdfast.store import reader, writer
-from holdfast.store.layout import Box
-from holdfast.store.plan import plan
-from holdfast.store.reader import Target, load_catalogue, load_into, load_locals, load_values
-from holdfast.store.validity import inspect
-from holdfast.store.writer import write_share
+from holdfast.frameworks.common.numpy_state import NumpyState, Shard
+from holdfast.store.layouts import save_plan as planner
+from holdfast.store.layouts.layout import Box
+from holdfast.store.layouts.save_plan import plan
+from holdfast.store.read import load
+from holdfast.store.read.load import Target, load_catalogue, load_into, load_locals, load_values
+from holdfast.store.read.validation import inspect
+from holdfast.store.write import writer
+from holdfast.store.write.writer import write_share
 from tests.store.worlds import World, pipeline, random_array, replicated, save, save_id, worlds
 
 
@@ -30,7 +31,7 @@ def small_units() -> Iterator[None]:
     with (
         mock.patch.object(planner, "PART_SIZE_BYTES_MIN", 64),
         mock.patch.object(writer, "EXTENT_SIZE_BYTES", 4096),
-        mock.patch.object(reader, "BATCH_SIZE_BYTES", 10_000),
+        mock.patch.object(load, "BATCH_SIZE_BYTES", 10_000),
     ):
         yield
 

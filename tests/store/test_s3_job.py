@@ -17,9 +17,9 @@ import pytest
 from click.testing import CliRunner
 
 from holdfast.cli.main import cli
-from holdfast.store.bucket import Bucket
-from holdfast.store.place import Url
-from holdfast.store.root import Root
+from holdfast.store.backends.location import Url
+from holdfast.store.backends.s3_client import Bucket
+from holdfast.store.manage.checkpoint_root import Root
 from tests.cli.command import HOLDFAST
 from tests.ranks import statuses
 from tests.store.s3server import ACCESS, SECRET, Proxy, long

@@ -17,12 +17,12 @@ import pytest
 
 from holdfast.core.ids import SaveId
 from holdfast.errors import HoldfastError, StoreWriteError
-from holdfast.store.background import BackgroundSaver
-from holdfast.store.plan import plan
-from holdfast.store.reader import load_into
-from holdfast.store.root import Root
-from holdfast.store.validity import inspect
-from holdfast.store.writer import Written
+from holdfast.store.layouts.save_plan import plan
+from holdfast.store.manage.checkpoint_root import Root
+from holdfast.store.read.load import load_into
+from holdfast.store.read.validation import inspect
+from holdfast.store.write.async_save import BackgroundSaver
+from holdfast.store.write.writer import Written
 from tests.store.worlds import newest_of, random_array, replicated, save, save_id, world_at
 
 REPOSITORY = Path(__file__).parents[2]
@@ -155,7 +155,7 @@ def test_power_lost_at_every_moment_leaves_one_exact_state(
 
 KILLED = """
 import os, signal, sys
-if "holdfast.store.writerd" in sys.orig_argv and not os.path.exists({marker!r}):
+if "holdfast.store.write.writer_process" in sys.orig_argv and not os.path.exists({marker!r}):
     real, calls = os.{call}, 0
     def counted(*args, **more):
         global calls
@@ -199,7 +199,7 @@ import sys
 from pathlib import Path
 import numpy as np
 from holdfast.errors import StoreWriteError
-from holdfast.store.root import Root
+from holdfast.store.manage.checkpoint_root import Root
 from tests.store.worlds import random_array, replicated, save, save_id
 
 root, run, seed = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])

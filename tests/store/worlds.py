@@ -10,15 +10,23 @@ from math import prod
 import numpy as np
 from hypothesis import strategies as st
 
-from holdfast.adapters.numpy import DTYPE_NAMES, Array, NumpyState, Shard
 from holdfast.core.ids import Generation, SaveId
-from holdfast.store.grid import Cuts
-from holdfast.store.layout import Box, Catalogue, RankLayout, Shape, TensorMeta, cut_box, flat_range_boxes
-from holdfast.store.place import Place
-from holdfast.store.plan import plan
-from holdfast.store.reader import load_into
-from holdfast.store.root import Root
-from holdfast.store.writer import Written, write_share
+from holdfast.frameworks.common.numpy_state import DTYPE_NAMES, Array, NumpyState, Shard
+from holdfast.store.backends.location import Place
+from holdfast.store.layouts.layout import (
+    Box,
+    Catalogue,
+    RankLayout,
+    Shape,
+    TensorMeta,
+    cut_box,
+    flat_range_boxes,
+)
+from holdfast.store.layouts.save_plan import plan
+from holdfast.store.layouts.shardings import Cuts
+from holdfast.store.manage.checkpoint_root import Root
+from holdfast.store.read.load import load_into
+from holdfast.store.write.writer import Written, write_share
 
 DTYPES = ("bool", "uint8", "int16", "float32", "float64", "complex64")
 

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 
 import click
 
-from holdfast.cli.errors import (
+from holdfast.cli.screen.checked_output import OutputLost, flush, watch
+from holdfast.cli.screen.error_output import (
     no_colour,
     of_the_machine,
     show,
@@ -19,39 +20,38 @@ from holdfast.cli.errors import (
     translate,
     working_directory,
 )
-from holdfast.cli.escaping import echo
-from holdfast.cli.output import OutputLost, flush, watch
+from holdfast.cli.screen.escaping import echo
 from holdfast.errors import HoldfastError
-from holdfast.exits import Exit
-from holdfast.wording import closest
+from holdfast.exit_codes import Exit
+from holdfast.text import closest
 
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Train": {
-        "run": ("holdfast.cli.run:run", "Start a training script on one host or more, and keep it alive."),
-        "submit": ("holdfast.cli.submit:submit", "Start a script on a cluster: Slurm, Kubernetes."),
-        "drill": ("holdfast.cli.drill:drill", "Train, inject faults, compare with the undisturbed run bit for bit."),
-        "exit": ("holdfast.cli.exit:exit_run", "Ask a run to save at the next step and leave."),
+        "run": ("holdfast.cli.commands.run:run", "Start a training script on one host or more, and keep it alive."),
+        "submit": ("holdfast.cli.commands.submit:submit", "Start a script on a cluster: Slurm, Kubernetes."),
+        "drill": ("holdfast.cli.commands.drill:drill", "Train, inject faults, compare with the undisturbed run bit for bit."),
+        "exit": ("holdfast.cli.commands.exit:exit_run", "Ask a run to save at the next step and leave."),
     },
     "Look": {
-        "ls": ("holdfast.cli.listing:list_runs", "The runs of a directory, newest first."),
-        "status": ("holdfast.cli.status:status", "What a run does now: ranks, phases, steps, faults."),
-        "logs": ("holdfast.cli.logs:logs", "What the ranks of a run printed."),
-        "report": ("holdfast.cli.report:report", "What happened: each fault with its evidence, cost and next step."),
-        "stacks": ("holdfast.cli.stacks:stacks", "Where every rank of a run is now."),
+        "ls": ("holdfast.cli.commands.ls:list_runs", "The runs of a directory, newest first."),
+        "status": ("holdfast.cli.commands.status:status", "What a run does now: ranks, phases, steps, faults."),
+        "logs": ("holdfast.cli.commands.logs:logs", "What the ranks of a run printed."),
+        "report": ("holdfast.cli.commands.report:report", "What happened: each fault with its evidence, cost and next step."),
+        "stacks": ("holdfast.cli.commands.stacks:stacks", "Where every rank of a run is now."),
     },
     "Keep": {
-        "ckpt": ("holdfast.cli.ckpt:ckpt", "List, verify, repair, merge, convert and prune checkpoints."),
-        "gc": ("holdfast.cli.gc:gc", "Remove the directories of ended runs that hold no checkpoints."),
+        "ckpt": ("holdfast.cli.commands.ckpt:ckpt", "List, verify, repair, merge, convert and prune checkpoints."),
+        "gc": ("holdfast.cli.commands.gc:gc", "Remove the directories of ended runs that hold no checkpoints."),
     },
     "Prepare": {
-        "doctor": ("holdfast.cli.doctor:doctor", "Is this machine fit for a run, and what would a loss cost."),
-        "ranktable": ("holdfast.cli.ranktable:ranktable", "Check a rank table, or write one."),
-        "compat": ("holdfast.cli.compat:compat", "The packages mindio_ttp and taskd over Holdfast."),
-        "sim": ("holdfast.cli.sim:sim", "The recovery protocol against random faults, simulated and checked."),
+        "doctor": ("holdfast.cli.commands.doctor:doctor", "Is this machine fit for a run, and what would a loss cost."),
+        "ranktable": ("holdfast.cli.commands.ranktable:ranktable", "Check a rank table, or write one."),
+        "compat": ("holdfast.cli.commands.compat:compat", "The packages mindio_ttp and taskd over Holdfast."),
+        "sim": ("holdfast.cli.commands.sim:sim", "The recovery protocol against random faults, simulated and checked."),
     },
     "Shell": {
-        "help": ("holdfast.cli.helping:help_on", "The help of a command."),
-        "completion": ("holdfast.cli.completion:completion", "What a shell reads to complete commands and flags."),
+        "help": ("holdfast.cli.start.help_pages:help_on", "The help of a command."),
+        "completion": ("holdfast.cli.commands.completion:completion", "What a shell reads to complete commands and flags."),
     },
 }  # fmt: skip
 COMMANDS: dict[str, tuple[str, str]] = {

@@ -6,13 +6,24 @@ import asyncio
 import sys
 from pathlib import Path
 
-from holdfast.compat.dump import After, Controller, Event, FromRank, Here, Log, Lost, Over, Send, Timer
-from holdfast.compat.line import LINES, Message, drop_token
-from holdfast.journal import Journal
-from holdfast.runtime.channel import Channel, Hub
-from holdfast.runtime.guard import raise_limit
-from holdfast.runtime.rundir import read_token
-from holdfast.runtime.services import TTP
+from holdfast.compat.dying_checkpoint import (
+    After,
+    Controller,
+    Event,
+    FromRank,
+    Here,
+    Log,
+    Lost,
+    Over,
+    Send,
+    Timer,
+)
+from holdfast.compat.endpoint import LINES, Message, drop_token
+from holdfast.event_log import Journal
+from holdfast.runtime.net.channel import Channel, Hub
+from holdfast.runtime.net.connection_limits import raise_limit
+from holdfast.runtime.net.service_names import TTP
+from holdfast.runtime.node.rundir import read_token
 
 EMPTY_S = 300.0  # nobody came within this
 BIND_S = 10.0  # the controller of the job before may still hold the port

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from holdfast.compat.dump import Group, Rename, Save, replicas
-from holdfast.compat.line import Message
-from holdfast.compat.processor import Processor, start_controller
-from holdfast.compat.standing import Standing
+from holdfast.compat.dying_checkpoint import Group, Rename, Save, replicas
+from holdfast.compat.endpoint import Message
+from holdfast.compat.rank_processor import Processor, start_controller
+from holdfast.compat.step_state import Standing
 from holdfast.errors import UnsupportedError, UsageError
-from holdfast.runtime.addresses import read_host
+from holdfast.runtime.net.addresses import read_host
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -12,7 +12,7 @@ import os
 import sys
 from types import ModuleType
 
-from holdfast.compat.hook import VARIABLES, watch
+from holdfast.compat.import_hook import VARIABLES, watch
 from holdfast.compat.packages import ALIASES, PACKAGES, is_ours
 
 log = logging.getLogger("holdfast")

@@ -13,21 +13,21 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from holdfast.compat.framework_ttp import checked_by, sharers
-from holdfast.compat.replicated import ReplicatedOptimizer
+from holdfast.compat.replicated_optimizer import ReplicatedOptimizer
 from holdfast.core.ids import Generation, SaveId
 from holdfast.errors import CheckpointInvalid, CheckpointMismatch, UnsupportedError
-from holdfast.store.layout import Catalogue
-from holdfast.store.place import ROOT_VARIABLE, Place, absolute
-from holdfast.store.plan import plan as plan_of
-from holdfast.store.reader import Target, load_catalogue, load_into, load_values
-from holdfast.store.root import Root
-from holdfast.store.validity import inspect
-from holdfast.store.writer import write_share
+from holdfast.store.backends.location import ROOT_VARIABLE, Place, absolute
+from holdfast.store.layouts.layout import Catalogue
+from holdfast.store.layouts.save_plan import plan as plan_of
+from holdfast.store.manage.checkpoint_root import Root
+from holdfast.store.read.load import Target, load_catalogue, load_into, load_values
+from holdfast.store.read.validation import inspect
+from holdfast.store.write.writer import write_share
 
 __all__ = ["ReplicatedOptimizer", "load_checkpoint", "rename_save_result", "ttp_save_checkpoint"]
 
 if TYPE_CHECKING:
-    from holdfast.adapters.torch.state import TorchState
+    from holdfast.frameworks.torch.state.state import TorchState
 
 Arguments = tuple[int, Any, Any, Any]
 """What ``ttp_set_ckpt_args`` gets: iterations done, model (or a list of one), optimizer, its scheduler or None."""
@@ -143,7 +143,7 @@ def _whole(model: Any, optimizer: Any) -> bool:
 
 def _state(model: Any, optimizer: Any, scheduler: Any) -> TorchState:
     """Megatron hands over a list of one model, and optimizers that hold torch's own as ``.optimizer``."""
-    from holdfast.adapters.torch.state import TorchState  # loads torch
+    from holdfast.frameworks.torch.state.state import TorchState  # loads torch
 
     (module,) = model if isinstance(model, list | tuple) else [model]
     inner = getattr(optimizer, "optimizer", optimizer)

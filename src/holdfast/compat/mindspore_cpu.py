@@ -33,7 +33,7 @@ from mindspore.common import jit_class
 from mindspore.communication.management import get_group_size
 
 from holdfast.compat import framework_ttp as ttp
-from holdfast.compat.hook import TFT_VARIABLE
+from holdfast.compat.import_hook import TFT_VARIABLE
 from holdfast.errors import UnsupportedError
 
 VERSION = "2.10."

@@ -7,7 +7,7 @@ import sysconfig
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
-from holdfast.compat.hook import VARIABLES
+from holdfast.compat.import_hook import VARIABLES
 from holdfast.errors import UsageError
 
 PACKAGES = ("mindio_ttp", "taskd")
@@ -25,7 +25,7 @@ MARK = "# Written by `holdfast compat install`; `holdfast compat remove` takes i
 HOOK_FILE = "holdfast-compat.pth"
 HOOK = (
     f"import os; any(name in os.environ for name in {VARIABLES!r}) "
-    "and __import__('holdfast.compat.hook', fromlist=['watch']).watch()\n"
+    "and __import__('holdfast.compat.import_hook', fromlist=['watch']).watch()\n"
 )
 """One line, read at every start of Python: it imports nothing unless what it serves is switched on."""
 

@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from holdfast.compat.hook import TFT_VARIABLE
+from holdfast.compat.import_hook import TFT_VARIABLE
 from holdfast.errors import UsageError
 from holdfast.session.api import configure_logging
-from holdfast.wording import plural
+from holdfast.text import plural
 
 log = logging.getLogger("holdfast")
 

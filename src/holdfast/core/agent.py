@@ -23,10 +23,21 @@ from collections import deque
 import msgspec
 
 from holdfast.core.config import AgentConfig
-from holdfast.core.council import JobFormed
 from holdfast.core.ids import EVERYBODY, NO_GENERATION, Generation, MemberId, NodeId
-from holdfast.core.membership import is_stale
-from holdfast.core.messages import (
+from holdfast.core.job.membership import is_stale
+from holdfast.core.job.spares import SPARE_TIMER, CallSpare, Spares, is_spare
+from holdfast.core.protocol.health_messages import (
+    Active,
+    CopiesDiffer,
+    Evidence,
+    Gather,
+    Late,
+    Moved,
+    Paced,
+    Stalled,
+    Vouched,
+)
+from holdfast.core.protocol.messages import (
     Ack,
     AgentBeat,
     AgentHello,
@@ -72,20 +83,9 @@ from holdfast.core.messages import (
     WorkerFailed,
     WorkerHello,
 )
-from holdfast.core.sightings import (
-    Active,
-    CopiesDiffer,
-    Evidence,
-    Gather,
-    Late,
-    Moved,
-    Paced,
-    Stalled,
-    Vouched,
-)
-from holdfast.core.spares import SPARE_TIMER, CallSpare, Spares, is_spare
-from holdfast.exits import Exit
-from holdfast.wording import plural
+from holdfast.core.protocol.peer_messages import JobFormed
+from holdfast.exit_codes import Exit
+from holdfast.text import plural
 
 REMEMBERED = (
     WorkerHello,

@@ -19,18 +19,29 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.core.config import Config
-from holdfast.core.corruption import Corruption
-from holdfast.core.departure import Departures
-from holdfast.core.devices import certainty
-from holdfast.core.ending import Ending
-from holdfast.core.fault import FaultKind
-from holdfast.core.fleet import Fleet
-from holdfast.core.hang import Hangs
-from holdfast.core.history import Past
+from holdfast.core.decide.stop_policy import Failure
 from holdfast.core.ids import EVERYBODY
-from holdfast.core.job import Job, Uncovered
-from holdfast.core.membership import Member, is_stale, node_order
-from holdfast.core.messages import (
+from holdfast.core.job.departure import Departures
+from holdfast.core.job.failed_devices import certainty
+from holdfast.core.job.fault import FaultKind
+from holdfast.core.job.job_state import Job, Uncovered
+from holdfast.core.job.log_replay import Past
+from holdfast.core.job.made_once import Once
+from holdfast.core.job.membership import Member, is_stale, node_order
+from holdfast.core.job.node_tracker import Fleet
+from holdfast.core.job.recovery import Recovery
+from holdfast.core.job.shutdown import Ending
+from holdfast.core.protocol.health_messages import (
+    Active,
+    CopiesDiffer,
+    Evidence,
+    Late,
+    Moved,
+    Paced,
+    Stalled,
+    Vouched,
+)
+from holdfast.core.protocol.messages import (
     AgentBeat,
     AgentGone,
     AgentHello,
@@ -61,11 +72,9 @@ from holdfast.core.messages import (
     WorkerFailed,
     WorkerHello,
 )
-from holdfast.core.once import Once
-from holdfast.core.policy import Failure
-from holdfast.core.recovery import Recovery
-from holdfast.core.sightings import Active, CopiesDiffer, Evidence, Late, Moved, Paced, Stalled, Vouched
-from holdfast.core.stragglers import Stragglers
+from holdfast.core.watch.corruption import Corruption
+from holdfast.core.watch.hang_detection import Hangs
+from holdfast.core.watch.stragglers import Stragglers
 
 PROTOCOL = (Settled, FaultSeen, StepReached, StateOffered, StateRefused, JoinAsked, Joined)
 """What counts in the newest generation only."""

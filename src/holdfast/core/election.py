@@ -27,7 +27,17 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.core.council import (
+from holdfast.core.ids import NodeId
+from holdfast.core.protocol.messages import (
+    CancelTimer,
+    Command,
+    Message,
+    Rolled,
+    Send,
+    SetTimer,
+    Tick,
+)
+from holdfast.core.protocol.peer_messages import (
     Amended,
     AmendSaid,
     Claim,
@@ -45,16 +55,6 @@ from holdfast.core.council import (
     VoteAsk,
     VoteSaid,
     WitnessSaid,
-)
-from holdfast.core.ids import NodeId
-from holdfast.core.messages import (
-    CancelTimer,
-    Command,
-    Message,
-    Rolled,
-    Send,
-    SetTimer,
-    Tick,
 )
 
 Role = Literal["follower", "trying", "candidate", "leader", "alone"]

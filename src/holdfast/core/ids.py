@@ -2,7 +2,7 @@
 
 Theory. Three kinds of number must never be mixed: a *member id* names one process life and is never reused; a *rank* is
 a position inside one generation; a *generation* is one membership of the job. They are separate types here, and only
-``core/membership.py`` relates them.
+``core/job/membership.py`` relates them.
 
 Invariants:
 1. Generations are totally ordered by (term, n); a message of a lower generation than the receiver's is refused.

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from holdfast.adapters.torch.rng import reseed, sample_seed, seed_all
-from holdfast.drill.parts import (
+from holdfast.drill.trace import Trace
+from holdfast.drill.training import (
     Pair,
     Parts,
     accumulate,
@@ -28,7 +28,7 @@ from holdfast.drill.parts import (
     workers,
     write_result,
 )
-from holdfast.drill.trace import Trace
+from holdfast.frameworks.torch.state.rng import reseed, sample_seed, seed_all
 
 
 class Seeded(Dataset[Pair]):

@@ -26,16 +26,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from holdfast import journal
+from holdfast import event_log
 from holdfast.drill.digest import STATE, digest_of_checkpoint, digest_of_results
-from holdfast.drill.proof import LAYOUTS as ALL_LAYOUTS
-from holdfast.drill.proof import Exercise, require_torch, small
+from holdfast.drill.exercise import LAYOUTS as ALL_LAYOUTS
+from holdfast.drill.exercise import Exercise, require_torch, small
+from holdfast.drill.observer import Run, Seen
 from holdfast.drill.runner import end, launch
-from holdfast.drill.watch import Run, Seen
-from holdfast.exits import Exit
-from holdfast.runtime.pids import alive, kill_if, stopped
-from holdfast.runtime.rundir import RunDir, open_log
-from holdfast.wording import plural
+from holdfast.exit_codes import Exit
+from holdfast.runtime.node.process_info import alive, kill_if, stopped
+from holdfast.runtime.node.rundir import RunDir, open_log
+from holdfast.text import plural
 
 SAVE_EVERY = 50
 POLL_S = 0.01
@@ -256,7 +256,7 @@ class Chaos:
 
 def journal_has(directory: Path, kind: str) -> bool:
     """True when the event log of a run has an event of this kind."""
-    return any(event.kind == kind for event in journal.read(directory / "events.jsonl").events)
+    return any(event.kind == kind for event in event_log.read(directory / "events.jsonl").events)
 
 
 def chaos(base: Path, faults: int, seed: int, exercises: Mapping[str, Exercise]) -> Tally:

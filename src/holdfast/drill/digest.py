@@ -12,9 +12,9 @@ from pathlib import Path
 
 import xxhash
 
-from holdfast.store.layout import Box
-from holdfast.store.reader import Target, load_catalogue, load_into
-from holdfast.store.root import Root
+from holdfast.store.layouts.layout import Box
+from holdfast.store.manage.checkpoint_root import Root
+from holdfast.store.read.load import Target, load_catalogue, load_into
 
 COMPARED = ("rank", "world_size", "steps", "parameters", "optimizer", "buffers", "scheduler", "loss")
 

@@ -22,12 +22,12 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.core.page import Phase, TrapAction, Word, pack_trap
-from holdfast.drill.grammar import DOUBT, FLIPS, FROM_OUTSIDE, HANGS, MOMENT, Fault, Kind
-from holdfast.drill.watch import GONE, Run, Seen
-from holdfast.runtime.page import Page
-from holdfast.runtime.pids import alive
-from holdfast.runtime.rundir import open_log
+from holdfast.core.protocol.status_page import Phase, TrapAction, Word, pack_trap
+from holdfast.drill.fault_spec import DOUBT, FLIPS, FROM_OUTSIDE, HANGS, MOMENT, Fault, Kind
+from holdfast.drill.observer import GONE, Run, Seen
+from holdfast.runtime.node.process_info import alive
+from holdfast.runtime.node.rundir import open_log
+from holdfast.runtime.node.status_page import Page
 
 POLL_S = 0.0005
 HELD_S_MAX = 0.01

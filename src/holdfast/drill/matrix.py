@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
-from holdfast.drill.grammar import DEATHS, DOUBT, MOMENT, PHASES, Fault, Kind
-from holdfast.drill.proof import LAYOUTS as ALL_LAYOUTS
-from holdfast.drill.proof import Drill, Verdict, require_torch, small
-from holdfast.wording import plural
+from holdfast.drill.exercise import LAYOUTS as ALL_LAYOUTS
+from holdfast.drill.exercise import Drill, Verdict, require_torch, small
+from holdfast.drill.fault_spec import DEATHS, DOUBT, MOMENT, PHASES, Fault, Kind
+from holdfast.text import plural
 
 NPROC = 4
 PAIRED = ("ddp", "hsdp")

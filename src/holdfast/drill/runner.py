@@ -14,17 +14,17 @@ from typing import IO
 
 import msgspec
 
-from holdfast import journal
-from holdfast.drill.excerpt import last_words, launcher_log, text
-from holdfast.drill.grammar import Fault
+from holdfast import event_log
+from holdfast.drill.failure_excerpt import last_words, launcher_log, text
+from holdfast.drill.fault_spec import Fault
 from holdfast.drill.inject import Injected, Plan, read_injected
-from holdfast.drill.watch import Run
+from holdfast.drill.observer import Run
 from holdfast.errors import ScriptError
-from holdfast.runtime.pids import kill_if
-from holdfast.runtime.procs import sweep
-from holdfast.runtime.rundir import RunDir, open_log, write_private
-from holdfast.runtime.settings import SETTINGS_FILE
-from holdfast.store.place import ROOT_VARIABLE
+from holdfast.runtime.agent.worker_processes import sweep
+from holdfast.runtime.node.process_info import kill_if
+from holdfast.runtime.node.run_settings import SETTINGS_FILE
+from holdfast.runtime.node.rundir import RunDir, open_log, write_private
+from holdfast.store.backends.location import ROOT_VARIABLE
 
 POLL_S = 0.05
 STALL_S = 120.0  # a run without any progress for so long is ended
@@ -43,7 +43,7 @@ class Outcome:
     step: int
     duration_s: float
     injected: list[Injected]
-    events: list[journal.Event]
+    events: list[event_log.Event]
     root: str
     stalled: bool
 
@@ -137,7 +137,7 @@ class Runner:
         return True
 
     def _outcome(self, directory: Path, code: int, duration_s: float, stalled: bool) -> Outcome:
-        events = journal.read(directory / "events.jsonl").events
+        events = event_log.read(directory / "events.jsonl").events
         ended = [event for event in events if event.kind == "run_ended"]
         opened = [event for event in events if event.kind == "session_opened"]
         return Outcome(

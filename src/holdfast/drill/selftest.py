@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 import holdfast
-from holdfast import journal
-from holdfast.adapters.torch import private
+from holdfast import event_log
+from holdfast.frameworks.torch import private_api
 
 RANKS, STEPS, KILLED_AT, BATCH = 2, 5, 2, 4
 RUN = "selftest"
@@ -99,7 +99,7 @@ def job() -> int:
 def main() -> int:
     """Start the job and look at what it did. Prints the reason of a failure."""
     if reason := _failure():
-        _, failed = private.probed()
+        _, failed = private_api.probed()
         print(f"{reason} ({failed[0][0]})" if failed else reason)
         return 1
     return 0
@@ -111,7 +111,7 @@ def _failure() -> str:
         [*command, "--run-id", RUN, "-m", "holdfast.drill.selftest", "rank"],
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
     )  # fmt: skip
-    events = journal.read(Path("runs", RUN, "events.jsonl")).events
+    events = event_log.read(Path("runs", RUN, "events.jsonl")).events
     verdicts = [str(event.data["action"]) for event in events if event.kind == "verdict"]
     if done.returncode == DIFFERENT:
         return "after a fault the weights are not those of an undisturbed run"

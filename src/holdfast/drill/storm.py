@@ -23,9 +23,9 @@ from pathlib import Path
 
 from holdfast.drill.chaos import POLL_S, Chaos, Tally
 from holdfast.drill.digest import STATE, digest_of_results
-from holdfast.drill.proof import Exercise, require_torch
-from holdfast.runtime.pids import alive
-from holdfast.wording import plural
+from holdfast.drill.exercise import Exercise, require_torch
+from holdfast.runtime.node.process_info import alive
+from holdfast.text import plural
 
 PHASES = ("fenced", "quiesced", "verdict", "members_replaced", "joined", "generation_started", "resumed")
 """Events of the log that stand for the phases of a recovery."""

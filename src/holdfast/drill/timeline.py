@@ -10,10 +10,10 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from holdfast.core.fault import SEEN
-from holdfast.drill.grammar import FLIPS
+from holdfast.core.job.fault import SEEN
+from holdfast.drill.fault_spec import FLIPS
 from holdfast.drill.inject import Injected
-from holdfast.journal import Event
+from holdfast.event_log import Event
 
 _FIRST_COUNTS = SEEN[:2]
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 import torch.distributed as dist
 
 import holdfast
-from holdfast.drill.parts import (
+from holdfast.drill.trace import Trace
+from holdfast.drill.training import (
     accumulate,
     average_statistics,
     build,
@@ -19,7 +20,6 @@ from holdfast.drill.parts import (
     workers,
     write_result,
 )
-from holdfast.drill.trace import Trace
 
 
 def main() -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from holdfast.adapters.torch.boxes import declare as declare_region
 from holdfast.errors import UnsupportedError
+from holdfast.frameworks.torch.state.boxes import declare as declare_region
 
 
 def declare(model: nn.Module, rank: int | None = None, world_size: int | None = None) -> None:

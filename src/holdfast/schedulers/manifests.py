@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from holdfast.errors import UsageError
-from holdfast.exits import Exit
-from holdfast.schedulers.pods import MARK, MARKED
+from holdfast.exit_codes import Exit
+from holdfast.schedulers.kubernetes_pod import MARK, MARKED
 
 Kind = Literal["job", "jobset", "trainjob"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

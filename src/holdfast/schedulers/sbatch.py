@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from holdfast.errors import UsageError
-from holdfast.exits import Exit
+from holdfast.exit_codes import Exit
 
 OPTIONS = frozenset(
     """account array bb bbf begin chdir cluster-constraint clusters comment constraint container container-id

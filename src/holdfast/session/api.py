@@ -13,12 +13,12 @@ from holdfast.errors import CheckpointInvalid, UsageError, hinted
 from holdfast.session.arguments import checked
 
 if TYPE_CHECKING:
-    from holdfast.adapters.base import Adapter
-    from holdfast.session.finite import NonFinite
+    from holdfast.frameworks.common.adapter import Adapter
     from holdfast.session.session import Session
-    from holdfast.store.place import Place
-    from holdfast.store.policy import Kept, SaveWhen
-    from holdfast.store.reader import LoadReport
+    from holdfast.session.steps.nonfinite import NonFinite
+    from holdfast.store.backends.location import Place
+    from holdfast.store.manage.retention import Kept, SaveWhen
+    from holdfast.store.read.load import LoadReport
 
 
 log = logging.getLogger("holdfast")
@@ -59,10 +59,12 @@ def open_session(
         resume: ``auto`` (the newest valid checkpoint, else fresh), ``never`` (fresh), a checkpoint, a directory of
             them (or a URL), or ``DIRECTORY@STEP``. seed: of all random numbers of the steps.
         save: when to save beside training: a number of steps, a ``timedelta``, ``"auto"`` (as often as costs the
-            least), ``EverySteps``, ``EverySeconds``, ``BestInterval``, a function of a ``store.policy.Moment``,
-            or a list. None: at ``session.save()``. save_every_steps, save_every_s: the first two in other words.
+            least), ``EverySteps``, ``EverySeconds``, ``BestInterval``, a function of a
+            ``store.manage.retention.Moment``, or a list. None: at ``session.save()``. save_every_steps, save_every_s:
+            the first two in other words.
         keep: valid checkpoints of this run, and those it came from, that stay: so many, those of a ``timedelta``,
-            ``KeepEvery(steps)``, a policy (``store.policy``) or a list. copies: with 2, any one file may be lost.
+            ``KeepEvery(steps)``, a policy (``store.manage.retention``) or a list. copies: with 2, any one file may be
+            lost.
         memory: steps between two states of each rank in shared memory that outlives it; None: ``--memory-every``.
         state: further objects with ``state_dict``/``load_state_dict``, generators or plain values, by name. Tensors,
             arrays and containers are filled in place; a number or text comes back in ``s.state["name"]`` alone.
@@ -81,7 +83,8 @@ def open_session(
     Raises (an argument that cannot work: in this call; the rest when the session is entered):
         UsageError, StateError: an argument that cannot work; something in the state that cannot be saved, by key path.
         UnsupportedError: an optimizer, wrapper, hook or process group that is refused. NonFiniteError: ``nonfinite``.
-        NothingToResume, CheckpointMismatch: see :mod:`holdfast.session.resume`. StoreWriteError: no place to write.
+        NothingToResume, CheckpointMismatch: see :mod:`holdfast.session.checkpoints.resume`. StoreWriteError: no place
+        to write.
     """
     from holdfast.session.session import Session
     from holdfast.session.settings import Settings, extras_of
@@ -126,12 +129,12 @@ def load(
         CheckpointInvalid: what the model needs of it is damaged, without a copy; the model is unchanged.
         CheckpointMismatch: another model; the first differences are listed and the model is unchanged.
     """
-    from holdfast.adapters.torch.state import TorchState
-    from holdfast.adapters.weights import beside_the_model, extra_states, joined_values
-    from holdfast.store.local import threads_of_rank
-    from holdfast.store.reader import Target, load_catalogue, load_into, opened
-    from holdfast.store.root import find, repair_command
-    from holdfast.store.validity import check_contents
+    from holdfast.frameworks.common.weight_selection import beside_the_model, extra_states, joined_values
+    from holdfast.frameworks.torch.state.state import TorchState
+    from holdfast.store.backends.local_store import threads_of_rank
+    from holdfast.store.manage.checkpoint_root import find, repair_command
+    from holdfast.store.read.load import Target, load_catalogue, load_into, opened
+    from holdfast.store.read.validation import check_contents
 
     patterns = _names("load(optional", optional, "head.*")
     configure_logging()
@@ -187,9 +190,9 @@ def _torch_adapter(
     seed: int,
     override: Sequence[str],
 ) -> Adapter:
-    from holdfast.adapters.torch.adapter import TorchAdapter
-    from holdfast.adapters.torch.groups import untouched
-    from holdfast.adapters.torch.plain import PlainTorchAdapter
+    from holdfast.frameworks.torch.adapter import TorchAdapter
+    from holdfast.frameworks.torch.comm.backend import untouched
+    from holdfast.frameworks.torch.plain_adapter import PlainTorchAdapter
 
     kind = PlainTorchAdapter if untouched() else TorchAdapter
     adapter = kind(model, optimizer, scheduler, scaler, extras, seed)

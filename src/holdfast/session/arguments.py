@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
 from holdfast.errors import UsageError
-from holdfast.wording import closest
+from holdfast.text import closest
 
 P = ParamSpec("P")
 R = TypeVar("R")

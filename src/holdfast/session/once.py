@@ -9,10 +9,10 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from holdfast.core.messages import OnceAsked, OnceTold
-from holdfast.core.once import NAME_LENGTH_MAX, NAMES_MAX, VALUE_LENGTH_MAX
+from holdfast.core.job.made_once import NAME_LENGTH_MAX, NAMES_MAX, VALUE_LENGTH_MAX
+from holdfast.core.protocol.messages import OnceAsked, OnceTold
 from holdfast.errors import UsageError
-from holdfast.runtime.client import Client
+from holdfast.runtime.worker.worker_client import Client
 
 ASK_AGAIN_S = 1.0  # a controller may have died over the question
 

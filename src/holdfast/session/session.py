@@ -14,11 +14,9 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from holdfast.adapters.base import Adapter, BeginsEqual, Collected, HasGroups, StandsIn, TakesParts
-from holdfast.adapters.values import Plain
-from holdfast.core.messages import Leave, SessionOpened
-from holdfast.core.page import Flag, Phase
-from holdfast.core.vote import Ballot, Tally
+from holdfast.core.protocol.messages import Leave, SessionOpened
+from holdfast.core.protocol.status_page import Flag, Phase
+from holdfast.core.worker.vote import Ballot, Tally
 from holdfast.errors import (
     HoldfastError,
     PeerLost,
@@ -27,39 +25,48 @@ from holdfast.errors import (
     UnsupportedError,
     UsageError,
 )
-from holdfast.exits import Exit
-from holdfast.runtime.client import Client, leave_process
-from holdfast.runtime.disabled import refuse_session
-from holdfast.runtime.failing import show, tell, tell_exit
-from holdfast.runtime.library import agree_on_root, join_or_start_agent
-from holdfast.runtime.seats import seat_here
-from holdfast.runtime.standin import StandIn
-from holdfast.session.behind import Behind
-from holdfast.session.between import Between
-from holdfast.session.bound import before_of
-from holdfast.session.calls import Calls
-from holdfast.session.common import Common
-from holdfast.session.finite import Finite
-from holdfast.session.handover import take_over
-from holdfast.session.loop import Loops
-from holdfast.session.memory import Tier
-from holdfast.session.pace import Pace
-from holdfast.session.rank import Rank
-from holdfast.session.repeating import Repeating
-from holdfast.session.resume import Candidates, Resume, Resumed, candidates
-from holdfast.session.run import run_of
-from holdfast.session.saving import Saver
-from holdfast.session.section import Sections
+from holdfast.exit_codes import Exit
+from holdfast.frameworks.common.adapter import (
+    Adapter,
+    BeginsEqual,
+    Collected,
+    HasGroups,
+    StandsIn,
+    TakesParts,
+)
+from holdfast.frameworks.common.state_tree import Plain
+from holdfast.runtime.node.deferred_rank import StandIn
+from holdfast.runtime.node.disabled import refuse_session
+from holdfast.runtime.worker.library_mode import agree_on_root, join_or_start_agent
+from holdfast.runtime.worker.process_place import seat_here
+from holdfast.runtime.worker.user_exception import show, tell, tell_exit
+from holdfast.runtime.worker.worker_client import Client, leave_process
+from holdfast.session.checkpoints.after_block import Behind
+from holdfast.session.checkpoints.checkpointer import Saver
+from holdfast.session.checkpoints.memory_tier import Tier
+from holdfast.session.checkpoints.resume import Candidates, Resume, Resumed, candidates
+from holdfast.session.checkpoints.save_schedule import Pace
+from holdfast.session.checkpoints.state_transfer import take_over
+from holdfast.session.exit_requests import ExitWatch, known_of
+from holdfast.session.loops.iterators import Repeating
+from holdfast.session.loops.loop import Loops
+from holdfast.session.loops.loop_bounds import before_of
+from holdfast.session.loops.replica_state_check import Common
+from holdfast.session.loops.turns import Turns
+from holdfast.session.run_context import run_of
 from holdfast.session.settings import Settings
-from holdfast.session.signals import ExitWatch, known_of
-from holdfast.session.step import Blocks, Step
-from holdfast.session.turns import Turns
-from holdfast.session.verify import Verifier
-from holdfast.session.votes import Votes
-from holdfast.store.lineage import Lineage
-from holdfast.store.opening import open_store
-from holdfast.store.place import ROOT_VARIABLE, absolute
-from holdfast.wording import plural
+from holdfast.session.steps.nonfinite import Finite
+from holdfast.session.steps.out_of_step_collectives import Between
+from holdfast.session.steps.participant import Rank
+from holdfast.session.steps.participant_calls import Calls
+from holdfast.session.steps.replica_check import Verifier
+from holdfast.session.steps.section import Sections
+from holdfast.session.steps.step import Blocks, Step
+from holdfast.session.steps.voting import Votes
+from holdfast.store.backends.location import ROOT_VARIABLE, absolute
+from holdfast.store.backends.registry import open_store
+from holdfast.store.manage.lineage import Lineage
+from holdfast.text import plural
 
 log = logging.getLogger("holdfast")
 

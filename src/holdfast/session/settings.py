@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any, SupportsIndex
 
 from holdfast.errors import UsageError
-from holdfast.session.finite import checked_mode
-from holdfast.store.place import Place, Url, absolute
-from holdfast.store.policy import KeepPolicy, Kept, retention, save_policies
+from holdfast.session.steps.nonfinite import checked_mode
+from holdfast.store.backends.location import Place, Url, absolute
+from holdfast.store.manage.retention import KeepPolicy, Kept, retention, save_policies
 
 _TEXTS = {
     "checkpoint": "checkpoint='ckpts/', or None",

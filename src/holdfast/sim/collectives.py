@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from holdfast.core.ids import Generation, MemberId
-from holdfast.core.step import StepMachine
-from holdfast.core.vote import Ballot, Tally
+from holdfast.core.worker.step import StepMachine
+from holdfast.core.worker.vote import Ballot, Tally
 
 FEW_RANKS = 64
 COLLECTIVE_TIMEOUT_S = 30.0

@@ -10,7 +10,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from holdfast.core.council import (
+from holdfast.core.election import Election, ElectionConfig, Kept
+from holdfast.core.ids import NodeId
+from holdfast.core.protocol.messages import (
+    Command,
+    Message,
+    Send,
+    Tick,
+)
+from holdfast.core.protocol.peer_messages import (
     ControllerUp,
     Electorate,
     Keep,
@@ -19,15 +27,7 @@ from holdfast.core.council import (
     VoteAsk,
     VoteSaid,
 )
-from holdfast.core.election import Election, ElectionConfig, Kept
-from holdfast.core.ids import NodeId
-from holdfast.core.messages import (
-    Command,
-    Message,
-    Send,
-    Tick,
-)
-from holdfast.sim.checks import Violation
+from holdfast.sim.invariants import Violation
 
 STATES_MAX = 2_000_000
 

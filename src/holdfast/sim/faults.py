@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.core.messages import RankState
+from holdfast.core.protocol.messages import RankState
 
 FaultKind = Literal[
     "kill",  # SIGKILL

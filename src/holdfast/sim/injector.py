@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
 
-from holdfast.core.activity import SAY_S
 from holdfast.core.ids import Generation, NodeId
-from holdfast.core.messages import Message, RankState
-from holdfast.core.sightings import Active
+from holdfast.core.protocol.health_messages import Active
+from holdfast.core.protocol.messages import Message, RankState
+from holdfast.core.watch.activity import SAY_S
 from holdfast.sim.collectives import COLLECTIVE_TIMEOUT_S, Collectives
 from holdfast.sim.faults import SimFault
 from holdfast.sim.spares import Spares

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from holdfast.core.ids import MemberId, NodeId
-from holdfast.core.messages import (
+from holdfast.core.job.spares import BuildSpare, CallSpare, SpareWaits, is_spare
+from holdfast.core.protocol.messages import (
     KillMember,
     MemberExited,
     MemberStarted,
@@ -16,8 +17,7 @@ from holdfast.core.messages import (
     StartMembers,
     StepReached,
 )
-from holdfast.core.spares import BuildSpare, CallSpare, SpareWaits, is_spare
-from holdfast.sim.checks import Violation
+from holdfast.sim.invariants import Violation
 
 BUILT_S = (0.05, 0.3)
 
@@ -44,7 +44,7 @@ class Spare:
 
 
 class Spares:
-    """The shells' side of ``core/spares.py``, for all nodes."""
+    """The shells' side of ``core/job/spares.py``, for all nodes."""
 
     def __init__(self, world: Home) -> None:
         self.world = world

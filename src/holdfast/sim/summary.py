@@ -6,10 +6,10 @@ import random
 
 import msgspec
 
-from holdfast.sim.checks import Violation
 from holdfast.sim.elections import ElectionSearch
 from holdfast.sim.faults import SimFault, random_faults
-from holdfast.sim.search import search
+from holdfast.sim.invariants import Violation
+from holdfast.sim.model_checker import search
 from holdfast.sim.world import run_sim
 
 HORIZON_S = 2.0

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from holdfast.core.decision import Report
+from holdfast.core.decide.decision import Report
 from holdfast.core.ids import MEMORY, Generation, MemberId, NodeId, SaveId, Version
-from holdfast.core.messages import (
+from holdfast.core.protocol.health_messages import CopiesDiffer, Vouched
+from holdfast.core.protocol.messages import (
     Assignment,
     Catalogued,
     ExitAgreed,
@@ -35,14 +36,13 @@ from holdfast.core.messages import (
     WorkerFailed,
     WorkerHello,
 )
-from holdfast.core.sightings import CopiesDiffer, Vouched
-from holdfast.core.step import StepMachine
-from holdfast.core.vote import Ballot, Tally
-from holdfast.exits import Exit
+from holdfast.core.worker.step import StepMachine
+from holdfast.core.worker.vote import Ballot, Tally
+from holdfast.exit_codes import Exit
 from holdfast.sim.collectives import Collectives
-from holdfast.sim.holding import CATALOGUE_TIMEOUT_S, Holding, Scene
-from holdfast.sim.memory import Memory
-from holdfast.sim.plant import Share
+from holdfast.sim.sim_layouts import CATALOGUE_TIMEOUT_S, Holding, Scene
+from holdfast.sim.sim_memory_tier import Memory
+from holdfast.sim.sim_store import Share
 
 COMPUTE_S = 0.1
 UPDATE_S = 0.01

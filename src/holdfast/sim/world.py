@@ -20,11 +20,10 @@ import msgspec
 from holdfast.core.agent import REPEATED, Agent
 from holdfast.core.config import AgentConfig, Config
 from holdfast.core.controller import Controller
-from holdfast.core.council import JobFormed
-from holdfast.core.history import Past
 from holdfast.core.ids import MemberId, NodeId, SaveId, Version
-from holdfast.core.layouts import Layouts
-from holdfast.core.messages import (
+from holdfast.core.job.log_replay import Past
+from holdfast.core.protocol.layout_messages import Layouts
+from holdfast.core.protocol.messages import (
     AgentGone,
     CancelTimer,
     Command,
@@ -46,13 +45,14 @@ from holdfast.core.messages import (
     StartMembers,
     Tick,
 )
+from holdfast.core.protocol.peer_messages import JobFormed
 from holdfast.errors import InternalError
-from holdfast.sim.checks import Checks, Violation
 from holdfast.sim.collectives import FEW_RANKS, Collectives
 from holdfast.sim.faults import SimFault
 from holdfast.sim.injector import Injector
-from holdfast.sim.memory import Memory
-from holdfast.sim.plant import Store
+from holdfast.sim.invariants import Checks, Violation
+from holdfast.sim.sim_memory_tier import Memory
+from holdfast.sim.sim_store import Store
 from holdfast.sim.spares import Spares
 from holdfast.sim.worker import SimWorker
 

@@ -7,8 +7,8 @@ from itertools import pairwise
 import msgspec
 
 from holdfast.errors import StateError
-from holdfast.store.box import Shape
-from holdfast.store.grid import Region
+from holdfast.store.layouts.box import Shape
+from holdfast.store.layouts.shardings import Region
 
 VERSION = 1
 

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader, TensorDataset
 
-from holdfast.adapters.torch.data import Feed, make_source
+from holdfast.frameworks.torch.data.position import Feed, make_source
 
 SAMPLES = 46
 

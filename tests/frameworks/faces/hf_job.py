@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-from holdfast.adapters.torch.fabric import fabric
-from holdfast.integrations.hf import protect
+from holdfast.frameworks.torch.comm.comm_state import fabric
+from holdfast.integrations.huggingface import protect
 
 EPOCH_STEPS = 4
 ACCUMULATED = 2

@@ -24,7 +24,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from holdfast.adapters.torch.fabric import fabric
+from holdfast.frameworks.torch.comm.comm_state import fabric
 from holdfast.integrations.lightning import Holdfast
 
 EPOCHS = 3

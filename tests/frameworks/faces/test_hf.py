@@ -11,9 +11,9 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from holdfast.errors import UnsupportedError, UsageError
-from holdfast.exits import Exit
-from holdfast.integrations.hf import protect
-from holdfast.store.root import Root
+from holdfast.exit_codes import Exit
+from holdfast.integrations.huggingface import protect
+from holdfast.store.manage.checkpoint_root import Root
 from tests.frameworks.faces.running import BOUND_S, EXAMPLES, drill, run
 
 pytestmark = pytest.mark.timeout(4 * BOUND_S)  # each run is bounded alone

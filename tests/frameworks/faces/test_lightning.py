@@ -16,9 +16,9 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from holdfast.errors import UnsupportedError, UsageError
-from holdfast.exits import Exit
+from holdfast.exit_codes import Exit
 from holdfast.integrations.lightning import Holdfast
-from holdfast.store.root import Root
+from holdfast.store.manage.checkpoint_root import Root
 from tests.frameworks.faces.running import BOUND_S, EXAMPLES, drill, run
 
 pytestmark = pytest.mark.timeout(4 * BOUND_S)  # each run is bounded alone

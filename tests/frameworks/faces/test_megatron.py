@@ -10,9 +10,9 @@ from torch import nn
 
 from holdfast.errors import UnsupportedError
 from holdfast.integrations.megatron import declare
-from holdfast.store.layout import Box
-from holdfast.store.reader import load_catalogue
-from holdfast.store.root import Root
+from holdfast.store.layouts.layout import Box
+from holdfast.store.manage.checkpoint_root import Root
+from holdfast.store.read.load import load_catalogue
 from tests.frameworks.faces.running import EXAMPLES, RANKS, drill
 
 JOB = Path(__file__).with_name("megatron_job.py")

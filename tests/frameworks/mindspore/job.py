@@ -20,7 +20,7 @@ import numpy as np
 from mindspore import nn, ops
 
 import holdfast.mindspore
-from holdfast.adapters.mesh import Mesh
+from holdfast.frameworks.common.tcp_group import Mesh
 
 EPOCHS = 5
 OPTIONS = frozenset(sys.argv[1:])

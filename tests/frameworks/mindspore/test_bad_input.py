@@ -11,8 +11,8 @@ import pytest
 from mindspore import nn
 
 import holdfast.mindspore
-from holdfast.adapters.mindspore import adapter
 from holdfast.errors import CheckpointMismatch, StateError, StepError, UnsupportedError, UsageError
+from holdfast.frameworks.mindspore import adapter
 from holdfast.mindspore import Slice
 
 
@@ -112,8 +112,8 @@ def test_an_update_without_a_vote(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_framework(tmp_path: Path) -> None:
-    from holdfast.adapters.mindspore.state import MindSporeState
-    from holdfast.store.layout import Catalogue
+    from holdfast.frameworks.mindspore.state import MindSporeState
+    from holdfast.store.layouts.layout import Catalogue
 
     trained = cell()
     state = MindSporeState(trained, trained.optimizer, {}, {}, copy_all=False)

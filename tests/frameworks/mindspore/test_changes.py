@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from mindspore import nn
 
-from holdfast.adapters.mindspore.state import MindSporeState, assign
 from holdfast.errors import StateError
+from holdfast.frameworks.mindspore.state import MindSporeState, assign
 from tests.frameworks.ends import Ends
 from tests.frameworks.launched import BOUND_S
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import journal
+from holdfast import event_log
 from tests.frameworks.launched import quiet_port, until
 from tests.frameworks.started import BIN, BOUND_S, sweep
 
@@ -42,10 +42,10 @@ def msrun(folder: Path, flags: str, *options: str, die: str = "") -> str:
     return out.read_text()
 
 
-def log(folder: Path) -> list[journal.Event]:
+def log(folder: Path) -> list[event_log.Event]:
     """The controllers' log."""
     path = folder / "ttp_controller.jsonl"
-    return list(journal.read(path).events) if path.exists() else []
+    return list(event_log.read(path).events) if path.exists() else []
 
 
 def final(folder: Path) -> set[bytes]:

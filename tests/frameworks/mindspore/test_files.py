@@ -14,14 +14,14 @@ from mindspore.train.node_strategy_pb2 import ParallelStrategyMap
 from numpy.typing import NDArray
 
 import holdfast.mindspore
-from holdfast.adapters.mindspore.files import describe
-from holdfast.adapters.numpy import NumpyState, Shard
 from holdfast.core.ids import Generation, SaveId
 from holdfast.errors import CheckpointInvalid, StateError, UsageError
-from holdfast.store.layout import Box, Catalogue, TensorEntry
-from holdfast.store.plan import plan
-from holdfast.store.root import Root
-from holdfast.store.writer import write_share
+from holdfast.frameworks.common.numpy_state import NumpyState, Shard
+from holdfast.frameworks.mindspore.checkpoint_files import describe
+from holdfast.store.layouts.layout import Box, Catalogue, TensorEntry
+from holdfast.store.layouts.save_plan import plan
+from holdfast.store.manage.checkpoint_root import Root
+from holdfast.store.write.writer import write_share
 
 FULL: dict[str, NDArray[Any]] = {
     "w1": np.arange(256, dtype=np.float32).reshape(8, 32),

@@ -131,7 +131,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
 
 def test_msrun_seals_before_its_own_kill(tmp_path: Path) -> None:
     """msrun ends all workers within a second of the first death; the checkpoint is there by then."""
-    from holdfast.store.root import Root
+    from holdfast.store.manage.checkpoint_root import Root
 
     bin_dir = Path(sys.executable).parent
     env = {

@@ -14,8 +14,8 @@ from mindspore.train.node_strategy_pb2 import ParallelStrategyMap
 from numpy.typing import NDArray
 
 import holdfast.mindspore
-from holdfast.adapters.sliced import import_slices, read_slices
 from holdfast.errors import CheckpointInvalid
+from holdfast.frameworks.mindspore.sliced_checkpoints import import_slices, read_slices
 from tests.frameworks.mindspore.test_files import cell, values
 from tests.store.sliced import Told
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.store.root import Root
+from holdfast.store.manage.checkpoint_root import Root
 from tests.frameworks.launched import BOUND_S, quiet_port
 
 JOB = str(Path(__file__).with_name("job.py"))

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 import holdfast.tensorflow
-from holdfast.adapters.tensorflow.adapter import place
+from holdfast.frameworks.tensorflow.adapter import place
 from tests.frameworks.changes import EPOCH_STEPS, Changes
 
 BATCH = 16
@@ -73,7 +73,7 @@ class Job:
 
     def digest(self) -> str:
         """Of all variables."""
-        from holdfast.adapters.tensorflow.state import TensorFlowState
+        from holdfast.frameworks.tensorflow.state import TensorFlowState
 
         state = TensorFlowState(self.model, self.model.optimizer, {})
         state.take()

@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 
 import holdfast.tensorflow
-from holdfast.adapters.tensorflow.state import _components, assign
+from holdfast.frameworks.tensorflow.state import _components, assign
 
 EPOCH_STEPS = 8
 EPOCHS = 4
@@ -109,7 +109,7 @@ def main() -> None:
             fit_options={"verbose": 0},
             **options,
         )
-    from holdfast.adapters.tensorflow.state import TensorFlowState
+    from holdfast.frameworks.tensorflow.state import TensorFlowState
 
     state = TensorFlowState(model, model.optimizer, {})
     whole = b"".join(array.tobytes() for _, array in sorted(state.copies.items()))

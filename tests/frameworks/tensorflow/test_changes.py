@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from holdfast.adapters.tensorflow.state import TensorFlowState, assign
 from holdfast.errors import StateError
+from holdfast.frameworks.tensorflow.state import TensorFlowState, assign
 from tests.frameworks.ends import Ends
 from tests.frameworks.launched import BOUND_S
 

@@ -11,8 +11,8 @@ os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import tensorflow as tf
 
-from holdfast.adapters.tensorflow.data import DatasetFeed, Source
 from holdfast.errors import UnsupportedError
+from holdfast.frameworks.tensorflow.data_position import DatasetFeed, Source
 
 NUMBERS = tf.data.Dataset.range(20)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.store.root import Root
+from holdfast.store.manage.checkpoint_root import Root
 from tests.frameworks.launched import Launched, until
 
 JOB = str(Path(__file__).with_name("job.py"))

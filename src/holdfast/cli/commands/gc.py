@@ -1,0 +1,212 @@
+"""``holdfast gc``: remove the directories of ended runs.
+
+Rules:
+1. A run is removed when its end is on record, nothing of it lives, and every limit that was given lets it go.
+2. A checkpoint is never removed, nor a file that Holdfast did not make, unless its run was named for that.
+3. A directory that another user could have made is not touched.
+4. ``run.json`` goes last: what was cut off in the middle is still a run, and the next ``gc`` goes on with it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import click
+import msgspec
+
+from holdfast.cli.commands.ls import Listed, looked_at
+from holdfast.cli.screen.escaping import echo, echo_json
+from holdfast.cli.screen.fault_report import REPORTS
+from holdfast.cli.screen.run_lookup import run_dir_option
+from holdfast.cli.screen.run_view import RunView
+from holdfast.cli.start.finite_number import Finite
+from holdfast.errors import UsageError
+from holdfast.runtime.agent.worker_processes import processes
+from holdfast.runtime.node.file_owners import doubt
+from holdfast.runtime.node.run_settings import ARGUMENTS_FILE, SETTINGS_FILE
+from holdfast.runtime.node.rundir import ATTEMPT, RunDir, is_free, try_lock
+from holdfast.text import closest, plural
+
+DAY_S = 86400.0
+NAMED_MAX = 3
+_OWN = frozenset({
+    SETTINGS_FILE, ARGUMENTS_FILE, REPORTS, "events.jsonl", "token", "pages", "ballot.json", "peers.json", "agent.lock",
+    "launcher.lock", "agent.json", "controller.json", "zygote.json", "agent.log", "controller.log", "zygote.log",
+    "spares", "room", "kv.log",
+})  # fmt: skip
+_OWN_BEGINS = re.compile(rf"{ATTEMPT}\d+$|\.[a-z.]+\.\d+\.[0-9a-f]{{8}}$")
+"""Logs of an attempt, and what a write that was cut off has left."""
+
+
+class Collected(msgspec.Struct):
+    """What was removed, or would be; and why the others stay, by name. ``size_bytes``: of the removed ones."""
+
+    removed: list[str]
+    spared: dict[str, str]
+    size_bytes: int
+    dry_run: bool
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@run_dir_option
+@click.option("--days", type=Finite(min=0), metavar="N", help="Remove runs that ended more than N days ago.")
+@click.option("--keep", type=click.IntRange(min=0), metavar="N", help="Remove runs beyond the newest N.")
+@click.option("--checkpoints-of", "whole", multiple=True, metavar="RUN",
+              help="Remove with RUN what it saved in its directory and your own files there; repeatable.")  # fmt: skip
+@click.option("--lost", is_flag=True, help="Also runs whose end is not on record and of which no process is left here: "
+              "only where no other host uses DIR.")  # fmt: skip
+@click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
+@click.option("--json", "as_json", is_flag=True, help="What was removed and what stays, as one JSON object.")
+def gc(
+    run_dir: str,
+    days: float | None,
+    keep: int | None,
+    whole: tuple[str, ...],
+    lost: bool,
+    dry_run: bool,
+    as_json: bool,
+) -> int:
+    """Remove the directories (logs, events, reports) of runs that have ended. With --days and --keep both must hold.
+
+    A run that lives stays, and so does one that holds checkpoints, until it is named with --checkpoints-of.
+    """
+    if days is None and keep is None:
+        raise UsageError(
+            "name what may go: --days N, --keep N, or both", hint="holdfast gc --days 30 --dry-run"
+        )
+    base = Path(run_dir)
+    runs = list(looked_at(base))
+    _check_named(whole, [one.name for one, _ in runs])
+    done = Collected([], {}, 0, dry_run)
+    for number, (one, view) in enumerate(runs):
+        if (keep is not None and number < keep) or (days is not None and _ended_s(one) <= days * DAY_S):
+            continue
+        path = base / one.name
+        why = _stays(path, one, view, lost) or _in_use(path, runs)
+        if not why and one.name not in whole:
+            why = _holds(path)
+        size_bytes = 0 if why else _size_bytes(path)
+        if not why and not dry_run:
+            why = _remove(path)
+        if why:
+            done.spared[one.name] = why
+        else:
+            done.removed.append(one.name)
+            done.size_bytes += size_bytes
+    if as_json:
+        echo_json(msgspec.json.encode(done))
+    else:
+        _say(done, base)
+    return 0
+
+
+def _check_named(whole: Sequence[str], names: list[str]) -> None:
+    """A typing error shall not look like a run that was removed before. Raises: UsageError."""
+    for name in whole:
+        if name not in names:
+            close = closest(name, names)
+            raise UsageError(
+                f"--checkpoints-of {name}: there is no such run",
+                hint=f"did you mean {close}?" if close else "holdfast ls",
+            )
+
+
+def _ended_s(one: Listed) -> float:
+    """How long ago it ended; where no end is on record, when it began."""
+    return one.age_s if one.ended_s is None else one.ended_s
+
+
+def _stays(path: Path, one: Listed, view: RunView, lost: bool) -> str:
+    """Why a run may not go, whatever it holds; empty: it may."""
+    if why := doubt(path):
+        return why
+    run = RunDir(path)
+    if view.state not in ("ended", "lost") or any(rank.alive for rank in view.ranks):
+        return f"it is {one.state}"
+    if not is_free(run.launcher_lock) or not is_free(run.agent_lock) or any(processes(run)):
+        return "it has living processes"
+    if view.state == "lost" and not lost:
+        return "its end is not on record; it may run on another host (else: --lost)"
+    return ""
+
+
+def _in_use(path: Path, runs: Iterable[tuple[Listed, RunView]]) -> str:
+    """Another run that lives saves there."""
+    own = path.resolve()
+    for one, view in runs:
+        if (
+            view.state != "ended"
+            and one.name != path.name
+            and view.root
+            and Path(view.root).resolve().is_relative_to(own)
+        ):
+            return f"{one.name} saves its checkpoints there"
+    return ""
+
+
+def _holds(path: Path) -> str:
+    """What Holdfast cannot make again is in it; empty: nothing."""
+    checkpoints = RunDir(path).checkpoints
+    if checkpoints.is_dir() and not checkpoints.is_symlink() and any(checkpoints.iterdir()):
+        return f"it holds checkpoints (to remove them, too: --checkpoints-of {path.name})"
+    others = sorted(
+        name
+        for name in os.listdir(path)
+        if name not in _OWN and name != checkpoints.name and not _OWN_BEGINS.match(name)
+    )
+    if not others:
+        return ""
+    more = f" and {len(others) - NAMED_MAX} more" if len(others) > NAMED_MAX else ""
+    named = ", ".join(others[:NAMED_MAX])
+    return f"it holds files that are not Holdfast's: {named}{more} (to remove them, too: --checkpoints-of {path.name})"
+
+
+def _size_bytes(path: Path) -> int:
+    return sum(
+        os.lstat(os.path.join(place, name)).st_blocks * 512
+        for place, _, names in os.walk(path)
+        for name in names
+    )
+
+
+def _remove(path: Path) -> str:
+    """Remove a run under its launcher's lock, so that another start of it waits; returns why it stays, if it does."""
+    with ExitStack() as held:
+        try:
+            # By its descriptor: a start of the same run may give its name to another directory meanwhile.
+            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            held.callback(os.close, fd)
+            lock = try_lock(Path(f"/proc/self/fd/{fd}") / RunDir(path).launcher_lock.name)
+            if lock is None:
+                return "it has just been started again"
+            held.callback(os.close, lock)
+            RunDir(path).remove_pages()
+            with os.scandir(fd) as entries:
+                rest = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+            for name, is_directory in rest:
+                if is_directory:
+                    shutil.rmtree(name, dir_fd=fd)
+                elif name != SETTINGS_FILE:
+                    os.unlink(name, dir_fd=fd)
+            os.unlink(SETTINGS_FILE, dir_fd=fd)
+            path.rmdir()
+        except OSError as error:
+            return f"it cannot be removed: {error.strerror}: {error.filename}"
+    return ""
+
+
+def _say(done: Collected, base: Path) -> None:
+    for name, why in done.spared.items():
+        echo(f"stays {name}: {why}")
+    for name in done.removed:
+        echo(f"{'would remove' if done.dry_run else 'removed'} {name}")
+    if not done.removed:
+        echo(f"nothing to remove below {base.absolute()}")
+        return
+    doing = "would be freed" if done.dry_run else "freed"
+    echo(f"{plural(len(done.removed), 'run')}, {done.size_bytes / 1e6:,.1f} MB {doing}")

@@ -1,0 +1,97 @@
+"""What the terminal is told of faults. A mistake of the script is made by all ranks, and again after a restart: once.
+
+Invariants:
+1. Each fault that is told is named by its number and its rank.
+2. The log of an exception is shown once: the same words, but for numbers, come from the same place most often.
+3. Who has left because of another one's fault shows nothing: what it printed is about that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import groupby, takewhile
+
+from holdfast.cli.commands.status import fault_what
+from holdfast.cli.screen.console import Screen
+from holdfast.cli.screen.run_view import FaultView, Watch, log_of
+from holdfast.core.job.fault import LEFT_FOR_RESTART
+from holdfast.runtime.node.rundir import last_lines
+from holdfast.runtime.worker.user_exception import NUMBER
+from holdfast.text import noun_of, plural, ranges
+
+
+class Telling:
+    """Says each fault, and each recovery, as it comes.
+
+    Args:
+        watch: of the run.
+        shown: whether the log of this attempt and rank is on the screen anyway.
+    """
+
+    def __init__(self, watch: Watch, shown: Callable[[int, int], bool]) -> None:
+        self._watch = watch
+        self._shown = shown
+        self._faults = 0  # told so far
+        self._recoveries = 0
+        self._raised: set[str] = set()  # exceptions whose log was shown
+
+    def faults(self, screen: Screen) -> None:
+        """What is new, with the last lines of ranks that are not on the screen."""
+        faults = self._watch.story.faults
+        for group in _gathered(faults[self._faults :], _words):
+            screen.say(_text(group))
+            for fault in sorted(group, key=lambda f: not self._shown(f.attempt, f.rank)):
+                self._show_last_lines(screen, fault)
+        self._faults = len(faults)
+
+    def recoveries(self, screen: Screen, before: Callable[[], object]) -> None:
+        """Those that have come to their end, after ``before()``."""
+        faults = self._watch.story.faults[self._recoveries :]
+        if not (over := list(takewhile(lambda fault: fault.recovered_s is not None, faults))):
+            return
+        self._recoveries += len(over)
+        before()
+        for group in _gathered(over, lambda fault: (_words(fault), fault.action, fault.steps_lost)):
+            screen.say(f"{_names(group)}: {_answered(group[0], self._watch.story.session)}")
+
+    def _show_last_lines(self, screen: Screen, fault: FaultView) -> None:
+        if fault.kind in ("exception", "device"):
+            if _words(fault) in self._raised:
+                return
+            self._raised.add(_words(fault))
+        if fault.what == LEFT_FOR_RESTART or self._shown(fault.attempt, fault.rank):
+            return
+        log = log_of(fault, self._watch.directory, self._watch.settings)
+        end = self._watch.story.log_ends.get(fault.member_id)
+        for line in last_lines(log, end=end) if log else ():
+            screen.rank(fault.rank, line, always_marked=True)
+
+
+def _text(faults: Sequence[FaultView]) -> str:
+    """One line about faults that are alike: ``F001 to F003: ranks 0-2: ...``."""
+    ranks = sorted({fault.rank for fault in faults})
+    return f"{_names(faults)}: {noun_of(len(ranks), 'rank')} {ranges(ranks)}: {fault_what(faults[0])}"
+
+
+def _answered(fault: FaultView, session: bool) -> str:
+    """What was done about a fault; whether a script without a session trains, nobody can know."""
+    if not session:
+        return f"all workers were started again after {fault.recovered_s:.2f} s"
+    lost = f"{plural(fault.steps_lost, 'step')} lost, " if fault.steps_lost else ""
+    return f"{fault.action.replace('_', ' ')}, {lost}training goes on after {fault.recovered_s:.2f} s"
+
+
+def _words(fault: FaultView) -> str:
+    """What makes a fault the same as another one: a rank, a step or a loss does not."""
+    return NUMBER.sub("", fault_what(fault))
+
+
+def _gathered(
+    faults: Sequence[FaultView], alike: Callable[[FaultView], str | tuple[str, str, int]]
+) -> list[list[FaultView]]:
+    """The faults in their order; those that follow one another and are alike in one list."""
+    return [list(group) for _, group in groupby(faults, alike)]
+
+
+def _names(faults: Sequence[FaultView]) -> str:
+    return faults[0].name if len(faults) == 1 else f"{faults[0].name} to {faults[-1].name}"

@@ -1,0 +1,122 @@
+"""Following the logs of ranks: plain files that grow, one per rank and attempt."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from holdfast.runtime.node.rundir import log_path
+
+READ_SIZE_BYTES_MAX = 1 << 20
+LINE_SIZE_BYTES_MAX = 64 * 1024
+UPDATED_PERIOD_S = 30.0
+_ATTEMPT = re.compile(r"attempt-(\d{3,})")
+_RANK = re.compile(r"rank-(\d{5,})\.log")
+
+
+def attempts(log_dir: Path) -> list[int]:
+    """Numbers of the attempts that have logs, ascending."""
+    found = [_ATTEMPT.fullmatch(p.name) for p in log_dir.iterdir()] if log_dir.is_dir() else []
+    return sorted(int(match[1]) for match in found if match)
+
+
+def ranks_of(log_dir: Path, attempt: int) -> list[int]:
+    """Ranks that have a log in an attempt, ascending."""
+    directory = log_path(log_dir, attempt, 0).parent
+    found = [_RANK.fullmatch(p.name) for p in directory.iterdir()] if directory.is_dir() else []
+    return sorted(int(match[1]) for match in found if match)
+
+
+class FileTail:
+    """Lines of one growing file. What follows ``\\r`` replaces its line, as on a terminal: a progress bar is one line.
+
+    A line that is being replaced is shown as it is now once in ``UPDATED_PERIOD_S``, and when it is complete.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
+        self.path = path
+        self._clock = clock
+        self._offset = 0
+        self._rest = b""
+        self._updated_s: float | None = None  # when the line without an end was first replaced and not shown
+
+    def poll(self) -> list[str]:
+        """Lines that were completed since the last call; at most ``READ_SIZE_BYTES_MAX`` are read at once."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read(READ_SIZE_BYTES_MAX)
+        except FileNotFoundError:
+            return []
+        self._offset += len(data)
+        return self.feed(data)
+
+    def feed(self, data: bytes) -> list[str]:
+        """Lines that ``data``, the next piece of the file, completes; an updated one that is due as well."""
+        *lines, rest = re.split(rb"\r?\n", self._rest + data)
+        if lines:
+            self._updated_s = None
+        if self._updated_s is None and b"\r" in data.rpartition(b"\n")[2]:
+            self._updated_s = self._clock()
+        self._rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]  # a \r at the end may be the half of \r\n
+        if self._updated_s is not None and self._clock() - self._updated_s >= UPDATED_PERIOD_S:
+            self._updated_s = None
+            lines.append(self._rest)
+        elif len(self._rest) > LINE_SIZE_BYTES_MAX:
+            lines.append(self._rest)
+            self._rest = b""
+        return [_last_state(line) for line in lines]
+
+    def drain(self) -> Iterator[str]:
+        """All that is left, the line without an end included. For a file that nobody writes any more."""
+        before = -1
+        while self._offset != before:
+            before = self._offset
+            yield from self.poll()
+        if self._rest:
+            yield _last_state(self._rest)
+            self._rest, self._updated_s = b"", None
+
+
+def _last_state(line: bytes) -> str:
+    return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
+
+
+class LogTail:
+    """Lines of some ranks over all attempts, in the order of attempts."""
+
+    def __init__(self, log_dir: Path, shown: Callable[[int, int], bool]) -> None:
+        """Args:
+        log_dir: where ``attempt-NNN/`` are.
+        shown: whether to follow the log of this attempt and rank; asked again until it says so.
+        """
+        self._log_dir = log_dir
+        self._shown = shown
+        self._attempt = -1
+        self._tails: dict[int, FileTail] = {}
+
+    def poll(self) -> Iterator[tuple[int, str]]:
+        """(rank, line) of everything new. A new attempt ends the files of the one before it."""
+        for attempt in attempts(self._log_dir):
+            if attempt > self._attempt:
+                self._open()  # it may have been over before anybody looked
+                yield from self.drain()
+                self._attempt, self._tails = attempt, {}
+            if attempt == self._attempt:
+                self._open()
+        for rank, tail in sorted(self._tails.items()):
+            for line in tail.poll():
+                yield rank, line
+
+    def _open(self) -> None:
+        for rank in ranks_of(self._log_dir, self._attempt):
+            if rank not in self._tails and self._shown(self._attempt, rank):
+                self._tails[rank] = FileTail(log_path(self._log_dir, self._attempt, rank))
+
+    def drain(self) -> Iterator[tuple[int, str]]:
+        """The rest of the present attempt's files."""
+        for rank, tail in sorted(self._tails.items()):
+            for line in tail.drain():
+                yield rank, line

@@ -1,0 +1,102 @@
+"""Where the time of a run went that was no training, from its event log.
+
+Theory. What is left of the time of a run, when each of these is taken off, is goodput: its **start** (until all
+sessions are open), times in which it **stands still** (until a hang is found), **recoveries** (from a fault to the next
+committed step), steps that are **redone**, the time that steps wait for a **save**, what **slow** ranks cost beyond the
+time of the others, and its **end** (from the last step until all processes are gone). Steps that are redone take their
+share of what is left: all steps are taken to be equally long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from holdfast.event_log import Event
+
+START, STILL, RECOVERY, REDONE, SAVING, SLOW, END = (
+    "start", "standing still", "recovery", "steps redone", "saving", "slow ranks", "end",
+)  # fmt: skip
+Times = tuple[float, float]  # from, to; Unix time
+
+
+class Losses:
+    """Folds the event log."""
+
+    def __init__(self) -> None:
+        self._opened_at = 0.0
+        self._finished_at = 0.0
+        self._still_from = 0.0
+        self._still: list[Times] = []
+        self._saves: dict[tuple[int, str], float] = {}  # step, kind -> the longest wait of a rank
+        self._slow: dict[int, tuple[float, float]] = {}  # rank -> since when, share of the time that it costs
+        self._slow_s = 0.0
+
+    def take(self, event: Event) -> None:
+        """One event of any kind."""
+        data = event.data
+        match event.kind:
+            case "session_opened":
+                self._opened_at = self._opened_at or event.t_wall
+            case "finished":
+                self._finished_at = event.t_wall
+            case "stalled":
+                self._still_from = event.t_wall - float(data["idle_s"])
+            case "moved" | "detected":
+                if self._still_from:
+                    self._still.append((self._still_from, event.t_wall))
+                self._still_from = 0.0
+            case "saved":
+                waits = "stall_s" if data["save_kind"] == "periodic" else "duration_s"
+                waited_s = float(data.get(waits, 0.0))  # older versions have said less
+                save = int(data["step"]), str(data["save_kind"])
+                self._saves[save] = max(waited_s, self._saves.get(save, 0.0))
+            case "straggler":
+                self._slow.setdefault(int(data["rank"]), (event.t_wall, 1.0 - 1.0 / float(data["ratio"])))
+            case "straggler_gone":
+                self._end_slow(event.t_wall, [int(data["rank"])])
+            case "members_replaced":
+                self._end_slow(event.t_wall, list(data["ranks"]))
+            case "generation_started" if not data.get("in_place"):
+                self._end_slow(event.t_wall, list(self._slow))
+
+    def _end_slow(self, at: float, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            since, share = self._slow.pop(rank, (at, 0.0))
+            self._slow_s += share * max(0.0, at - since)
+
+    def seconds(
+        self, begun: float, now: float, recoveries: Sequence[Times], still_s: float, steps: tuple[int, int]
+    ) -> dict[str, float]:
+        """Seconds by cause, those without any left out.
+
+        Args:
+            begun, now: of the run; Unix time.
+            recoveries: of each fault.
+            still_s: since when no rank moves now.
+            steps: that count, and that were done again.
+        """
+        opened = self._opened_at or now
+        still = [*self._still, (now - still_s, now)]
+        recovering_s = _covered(recoveries, opened, now)
+        slow_s = self._slow_s + sum(share * max(0.0, now - since) for since, share in self._slow.values())
+        found = {
+            START: max(0.0, min(opened, now) - begun),
+            STILL: _covered([*still, *recoveries], opened, now) - recovering_s,
+            RECOVERY: recovering_s,
+            SAVING: sum(self._saves.values()),
+            SLOW: slow_s,
+            END: max(0.0, now - self._finished_at) if self._finished_at else 0.0,
+        }
+        left_s = max(0.0, now - begun - sum(found.values()))
+        count, again = steps
+        found[REDONE] = left_s * again / max(count + again, 1)
+        return {cause: round(lost_s, 3) for cause, lost_s in found.items() if round(lost_s, 3) > 0}
+
+
+def _covered(times: Iterable[Times], first: float, last: float) -> float:
+    """Seconds between ``first`` and ``last`` that lie in one of these or more."""
+    covered_s, until = 0.0, first
+    for begin, end in sorted(times):
+        covered_s += max(0.0, min(end, last) - max(begin, until))
+        until = max(until, min(end, last))
+    return covered_s

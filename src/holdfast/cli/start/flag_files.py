@@ -1,0 +1,166 @@
+"""Flags of ``holdfast run`` from files: ``holdfast.toml``, and ``[tool.holdfast]`` of ``pyproject.toml``.
+
+Rules:
+1. Command line beats variable beats ``holdfast.toml`` beats ``pyproject.toml`` beats default. Of two flags that say the
+   same thing in two ways (``RIVALS``), the one from the better place counts alone.
+2. The files of the working directory are read, and no others.
+3. A key that is no flag, or a value of another type, is an error: a setting is never left out without a word.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from holdfast.cli.start.flags import BY_KEY, FLAGS, Flag
+from holdfast.errors import UsageError
+from holdfast.text import closest
+
+FILES = ("holdfast.toml", "pyproject.toml")
+COMMAND_LINE, DEFAULT = "command line", "default"
+NEVER = frozenset({"explain", "print_completion"})
+"""They are about one call of the command."""
+RIVALS = (
+    frozenset({"grace_s", "shutdown_timeout"}),
+    frozenset({"rdzv_endpoint", "master_addr"}),
+    frozenset({"rdzv_endpoint", "master_port"}),
+)
+_IN_WORDS = {"text": "a text", "whole": "a whole number", "number": "a number", "switch": "true or false"}
+
+
+@dataclass
+class Settings:
+    """Values of all flags by key. ``sources``: where each comes from; ``over``: what else has named it, and lost."""
+
+    values: dict[str, Any]
+    sources: dict[str, str]
+    over: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def given(self) -> frozenset[str]:
+        """Keys that the user has set anywhere."""
+        return frozenset(key for key, source in self.sources.items() if source != DEFAULT)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """One line for each file that counts."""
+        found = []
+        for name in FILES:
+            used = ", ".join(flag.name for flag in FLAGS if self.sources.get(flag.key) == name)
+            if used:
+                found.append(f"{name} sets {used}")
+        return tuple(found)
+
+
+def settle(ctx: click.Context, values: Mapping[str, Any], directory: Path) -> Settings:
+    """The values that count, from all places.
+
+    Args:
+        values: as click has parsed command line and environment.
+        directory: whose files are read.
+
+    Raises:
+        UsageError: a file that cannot be read, an unknown key, or a value that the flag does not take.
+    """
+    sources = {key: _source(ctx, key) for key in values}
+    settled = Settings(dict(values), sources)
+    for name in FILES:
+        found = _read(directory / name)
+        better = {key for key, source in settled.sources.items() if source != DEFAULT}
+        for key, value in found.items():
+            if key in better or any(key in rivals and rivals & better for rivals in RIVALS):
+                settled.over.setdefault(key, []).append(name)
+            else:
+                settled.values[key], settled.sources[key] = value, name
+    return settled
+
+
+def explanation(settled: Settings) -> list[tuple[str, str, str]]:
+    """Flag, value and source of each flag that has an effect; those that somebody has set come first."""
+    flags = [flag for flag in FLAGS if flag.use == "used" and flag.key not in NEVER]
+    rows = []
+    for flag in sorted(flags, key=lambda flag: settled.sources[flag.key] == DEFAULT):
+        over = "".join(f", over {name}" for name in settled.over.get(flag.key, ()))
+        value = settled.values[flag.key]
+        shown = "" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+        rows.append((flag.name, shown, settled.sources[flag.key] + over))
+    return rows
+
+
+def _source(ctx: click.Context, key: str) -> str:
+    source = ctx.get_parameter_source(key)
+    if source is ParameterSource.COMMANDLINE:
+        return COMMAND_LINE
+    return str(BY_KEY[key].variable) if source is ParameterSource.ENVIRONMENT else DEFAULT
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            document = tomllib.load(file)
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}", hint=f"chmod u+r {path}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise UsageError(f"{path} is no TOML: {error}", hint="correct that line") from error
+    if path.name == "pyproject.toml":
+        tools = document.get("tool", {})
+        document = tools.get("holdfast", {}) if isinstance(tools, dict) else {}
+        if not isinstance(document, dict):
+            raise UsageError(
+                f"{path}: tool.holdfast is no table", hint="write [tool.holdfast], and flags below it"
+            )
+    return {flag.key: _checked(path, flag, value) for flag, value in _flags(path, document.items())}
+
+
+def _flags(path: Path, items: Iterable[tuple[str, Any]]) -> list[tuple[Flag, Any]]:
+    found: dict[str, tuple[Flag, Any]] = {}
+    for name, value in items:
+        flag = BY_KEY.get(name.replace("-", "_"))
+        if flag is None or flag.key in NEVER:
+            names = [flag.name[2:] for flag in FLAGS if flag.key not in NEVER]
+            close = closest(name.replace("_", "-"), names)
+            raise UsageError(
+                f"{path}: {name} is no flag that a file can set"
+                + (f"; did you mean {close}?" if close else ""),
+                hint="holdfast run --help  (keys are the flags without their two dashes)",
+            )
+        if flag.key in found:
+            raise UsageError(
+                f"{path}: {flag.name[2:]} stands there in both spellings", hint="leave one of them out"
+            )
+        found[flag.key] = flag, value
+    return list(found.values())
+
+
+def _checked(path: Path, flag: Flag, value: Any) -> Any:
+    """The value as the flag takes it. Raises: UsageError."""
+    is_whole = isinstance(value, int) and not isinstance(value, bool)
+    if flag.kind == "text" and (isinstance(value, str) or is_whole):
+        return str(value)
+    if flag.kind == "switch" and isinstance(value, bool):
+        return value
+    if flag.kind == "whole" and is_whole:
+        return value
+    if flag.kind == "number" and (is_whole or (isinstance(value, float) and math.isfinite(value))):
+        return float(value)
+    raise UsageError(
+        f"{path}: {flag.name[2:]} = {value!r} is not {_IN_WORDS[flag.kind]}",
+        hint=f"for example {flag.name[2:]} = {_example(flag)}",
+    )
+
+
+def _example(flag: Flag) -> str:
+    if flag.kind == "switch":
+        return "true"
+    if flag.kind == "text":
+        return f'"{flag.default or "..."}"'
+    return str(flag.default or 1)

@@ -1,0 +1,41 @@
+"""Flags of ours that stand behind the script: they are its arguments, and were perhaps not meant so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from holdfast.cli.start.flags import FLAGS
+
+SOURCE_SIZE_BYTES_MAX = 1 << 20
+LAUNCHING = frozenset({
+    "nproc_per_node", "nnodes", "node_rank", "max_restarts", "rdzv_endpoint", "rdzv_backend", "rdzv_id", "master_addr",
+    "master_port", "memory_every", "shrink_to", "hang_factor",
+})  # fmt: skip
+"""Keys of flags that few scripts have."""
+
+
+def misplaced(script: str, args: Sequence[str]) -> str:
+    """One note about flags of the launcher among the arguments of a script that does not speak of them; else empty.
+
+    Args:
+        script: file, module or program, as found.
+        args: of the script.
+    """
+    names = {spelling: flag.name for flag in FLAGS if flag.key in LAUNCHING for spelling in flag.spellings}
+    words = [word.partition("=")[0] for word in (args[: args.index("--")] if "--" in args else args)]
+    found = list(dict.fromkeys(names[word] for word in words if word in names))
+    own = _source(script) if found else ""
+    strange = [name for name in found if name[2:].replace("-", "_") not in own.replace("-", "_")]
+    if not strange:
+        return ""
+    verb = "stands" if len(strange) == 1 else "stand"
+    return f"{', '.join(strange)} {verb} behind the script, so the script gets it: flags of holdfast run come before it"
+
+
+def _source(script: str) -> str:
+    try:
+        with Path(script).open(encoding="utf-8", errors="replace") as file:
+            return file.read(SOURCE_SIZE_BYTES_MAX)
+    except OSError:  # a module or a program
+        return ""

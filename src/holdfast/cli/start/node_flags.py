@@ -1,0 +1,284 @@
+"""The nodes of a job as the command line names them: how many, which one this is, and where it looks for the others."""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from holdfast.cli.screen.error_output import say
+from holdfast.errors import NotMet, UnsupportedError, UsageError
+from holdfast.runtime.agent.peers import address_towards
+from holdfast.runtime.net.addresses import endpoint, family_of, is_loopback, read_endpoint, read_host
+from holdfast.runtime.node.interfaces import GLOO, NCCL, interface_of
+from holdfast.runtime.node.run_settings import JOIN_S, RunSettings, shape
+from holdfast.runtime.node.rundir import read_token
+from holdfast.text import plural
+
+DEFAULT_PORT = 29500
+NPROC_MAX = 4096
+LOOK_S = 1.0
+ANSWER_S = 2.0  # a host that is up answers a dial within this, be it by a refusal
+RUN_HELP = "holdfast run --help"
+
+
+class Nodes(NamedTuple):
+    """What the command line says about the nodes of the job."""
+
+    least: int
+    most: int
+    number: int  # of this node; -1: it has a name instead
+    node: str
+    contacts: tuple[str, ...]
+    first_contacts: int  # so many of them are addresses of the first one
+    bind: str
+    join_s: float
+
+    @property
+    def several(self) -> bool:
+        """More than one node may take part."""
+        return self.most > 1
+
+
+class Contact(NamedTuple):
+    """Where agents look for others first: one name, and what it means here."""
+
+    name: str
+    addresses: tuple[str, ...]
+    port: int
+
+    @property
+    def means_here(self) -> bool:
+        """A host's own name that it takes for loopback, as on Debian: the others know it by another address."""
+        return all(map(is_loopback, self.addresses)) and self.name not in (*self.addresses, "localhost")
+
+    def reached(self, bind: str) -> tuple[str, ...]:
+        """Address and port of all it has."""
+        hosts = (bind,) if self.means_here else self.addresses
+        return tuple(endpoint(host, self.port) for host in hosts)
+
+
+def read_nodes(values: Mapping[str, Any], given: frozenset[str]) -> Nodes:
+    """The nodes that the flags ask for.
+
+    Raises:
+        UsageError: a value that cannot work.
+        NotMet: a host whose name stays unknown.
+    """
+    text = str(values["nnodes"])
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if match is None:
+        raise UsageError(f"--nnodes {text} is neither a number nor MIN:MAX", hint=RUN_HELP)
+    least, most = int(match[1]), int(match[2] or match[1])
+    if not 1 <= least <= most:
+        raise UsageError(f"--nnodes {text}: 1 <= MIN <= MAX is needed", hint=RUN_HELP)
+    number = int(values["node_rank"])
+    if not 0 <= number < most:
+        raise UsageError(
+            f"--node-rank {number} with --nnodes {text}: the numbers are 0 to {most - 1}",
+            hint="leave --node-rank out for one node",
+        )
+    join_s = join_s_of(str(values["rdzv_conf"] or ""))
+    if most == 1:
+        return Nodes(1, 1, 0, "node0", (), 1, "127.0.0.1", join_s)
+    node = f"node{number}"
+    if "node_rank" not in given and "rdzv_endpoint" in given:
+        host = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")[:24] or "host"
+        number, node = -1, f"{host}-{secrets.token_hex(2)}"
+    contacts = [_contact(*place, join_s) for place in _first_places(values, given)]
+    if contacts[0].means_here and not values["bind"]:
+        raise UsageError(
+            f"the host {contacts[0].name} is {contacts[0].addresses[0]} here, an address that no other host reaches",
+            hint="--bind ADDRESS: one of this host that the other hosts reach, and which the name means there",
+        )
+    bind = _bind(values["bind"], contacts[0], join_s)
+    reached = [contact.reached(bind) for contact in contacts]
+    return Nodes(least, most, number, node, sum(reached, ()), len(reached[0]), bind, join_s)
+
+
+def join_s_of(conf: str) -> float:
+    """Seconds within which the nodes meet, by the keys that torchrun's own rendezvous read. Raises: UsageError."""
+    pairs = dict(part.strip().partition("=")[::2] for part in conf.split(",") if part.strip())
+    text = pairs.get("join_timeout", pairs.get("timeout", str(JOIN_S)))
+    try:
+        join_s = float(text)
+    except ValueError:
+        join_s = 0.0
+    if not 0.0 < join_s < float("inf"):
+        raise UsageError(f"--rdzv-conf {conf}: {text!r} is no number of seconds", hint="join_timeout=600")
+    return join_s
+
+
+def _first_places(values: Mapping[str, Any], given: frozenset[str]) -> list[tuple[str, int]]:
+    """Host and port of each contact. Raises: UsageError."""
+    asked = str(values["rdzv_endpoint"] or "") if "rdzv_endpoint" in given else ""
+    items = [item.strip() for item in asked.split(",") if item.strip()]
+    if items:
+        return [read_endpoint(item, "--rdzv-endpoint", DEFAULT_PORT) for item in items]
+    port = int(values["master_port"] or DEFAULT_PORT)
+    if not 0 < port <= 65535:
+        raise UsageError(f"--master-port {port} is no port number", hint=f"--master-port {DEFAULT_PORT}")
+    return [(read_host(str(values["master_addr"]).strip(), "--master-addr"), port)]
+
+
+def _contact(host: str, port: int, wait_s: float) -> Contact:
+    return Contact(host, _addresses(host, "--master-addr or --rdzv-endpoint", wait_s), port)
+
+
+def _addresses(host: str, flag: str, wait_s: float) -> tuple[str, ...]:
+    """All addresses of a host, those that others reach before loopback; of a name that has some, those of IPv4.
+
+    Link-local addresses of IPv6 are left out: another host reaches them through an interface of its own.
+    A name may be known later than its user runs: that of a pod which is not up yet. It is asked for again.
+    """
+    deadline_s, waiting = time.monotonic() + wait_s, False
+    while True:
+        try:
+            found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            break
+        except OSError as error:
+            why = error.strerror or str(error)
+            if time.monotonic() > deadline_s:
+                raise NotMet(f"the host {host} is unknown after {wait_s:g} s: {why}",
+                             hint=f"check {flag}; the same command tries again") from error  # fmt: skip
+        if not waiting:
+            waiting = True
+            say(
+                f"note: the host {host} ({flag}) is unknown so far ({why}): asking again, at most {wait_s:g} s"
+            )
+        time.sleep(LOOK_S)
+    by_family: dict[int, dict[str, None]] = {socket.AF_INET: {}, socket.AF_INET6: {}}
+    for family, *_, where in found:
+        if "%" not in str(where[0]) and not str(where[0]).startswith("fe80:"):
+            by_family.setdefault(family, {})[str(where[0])] = None
+    addresses = by_family[socket.AF_INET] or by_family[socket.AF_INET6]
+    if not addresses:
+        raise UsageError(
+            f"{host} ({flag}) has link-local addresses only: each host reaches them in its own way",
+            hint="an address that all hosts reach: ip -6 addr show scope global",
+        )
+    return tuple(a for a in addresses if not is_loopback(a)) or tuple(addresses)
+
+
+def _bind(asked: str | None, contact: Contact, wait_s: float) -> str:
+    try:
+        if asked:
+            address = _addresses(read_host(asked, "--bind"), "--bind", wait_s)[0]
+        else:
+            address = _here_towards(contact)
+        with socket.socket(family_of(address)) as probe:
+            probe.bind((address, 0))
+    except OSError as error:
+        raise UsageError(
+            f"{asked or contact.name} ({'--bind' if asked else 'the first contact'}): {error.strerror or error}",
+            hint="--bind ADDRESS: one of this host that the other hosts reach",
+        ) from error
+    if not interface_of(address) and not {GLOO, NCCL} <= os.environ.keys():
+        raise UsageError(
+            f"no network interface of this host has the address {address}: gloo and NCCL would choose one",
+            hint=f"--bind with the address of an interface (ip address), or export {GLOO} and {NCCL}",
+        )
+    return address
+
+
+def _here_towards(contact: Contact) -> str:
+    """The address of this host that reaches the contact; where its addresses need several of ours: one that answers.
+
+    Raises:
+        OSError: no route to any of them.
+    """
+    here: dict[str, str] = {}
+    for address in contact.addresses:
+        try:
+            here[address] = address_towards(address, contact.port)
+        except OSError as error:
+            unreached = error
+    if not here:
+        raise unreached
+    if len(set(here.values())) > 1:
+        here = {address: here[address] for address in _that_answer(here, contact.port)} or here
+    return next(iter(here.values()))
+
+
+def _that_answer(addresses: Iterable[str], port: int) -> Iterable[str]:
+    """The addresses at which a host is up, whatever listens there."""
+    for address in addresses:
+        try:
+            socket.create_connection((address, port), ANSWER_S).close()
+        except ConnectionRefusedError:
+            yield address
+        except OSError:
+            continue
+        else:
+            yield address
+
+
+def read_counts(asked: str) -> tuple[int, ...]:
+    """The numbers of ``--nproc-per-node``: ``8``, or ``8,4`` for nodes of two sizes. Raises: UsageError."""
+    words = [word.strip() for word in asked.split(",")]
+    if not all(word.isdecimal() and 1 <= int(word) <= NPROC_MAX for word in words):
+        raise UsageError(
+            f"--nproc-per-node {asked} is neither a number from 1 to {NPROC_MAX} (8,4: nodes of two sizes) nor auto, "
+            "cpu, gpu or xpu",
+            hint=RUN_HELP,
+        )
+    return tuple(map(int, words))
+
+
+def shrink_to(values: Mapping[str, Any], nodes: Nodes, counts: Sequence[int]) -> int:
+    """Fewest nodes to go on with. Raises: UsageError, UnsupportedError."""
+    least = int(values["shrink_to"])
+    if least == 0:
+        return 0
+    if not 0 < least < nodes.least:
+        raise UsageError(
+            f"--shrink-to {least} with {plural(nodes.least, 'node')} for ranks: 1 to {nodes.least - 1} can be meant",
+            hint="leave --shrink-to out to wait for a node instead",
+        )
+    if len(counts) > 1:
+        raise UnsupportedError(
+            f"--shrink-to with {shape(nodes.least, counts)}: steps are run in equal parts, by nodes of one size only",
+            hint="leave --shrink-to out to wait for a node instead",
+        )
+    if values["framework"] != "torch":
+        raise UnsupportedError(
+            f"--shrink-to with --framework {values['framework']}: steps are run in parts by PyTorch's session only",
+            hint="leave --shrink-to out to wait for a node instead",
+        )
+    return least
+
+
+def read_secret(path: str | None, nodes: Nodes) -> bytes:
+    """The secret of the job; empty: one node makes its own. Raises: UsageError."""
+    if path is None:
+        if nodes.several:
+            raise UsageError(
+                "several nodes need a common secret: --token-file is missing",
+                hint="umask 077; openssl rand -hex 32 > token; copy it to every host; --token-file token",
+            )
+        return b""
+    return read_token(Path(path))
+
+
+def node_notes(nodes: Nodes, settings: RunSettings) -> tuple[str, ...]:
+    """What the user reads first about several nodes."""
+    if not nodes.several:
+        return ()
+    where = f"{nodes.node} at {nodes.bind}, first contact {nodes.contacts[0]}"
+    spares = f", {nodes.most - nodes.least} spare" if nodes.most > nodes.least else ""
+    notes = [f"{where}; {shape(settings.nnodes, settings.counts)}{spares}"]
+    if is_loopback(nodes.bind):
+        notes.append(
+            f"{nodes.bind} is this machine only: hosts of their own need --master-addr (or --bind ADDRESS)"
+        )
+    if nodes.most == 2 and not settings.witness:
+        notes.append(
+            "two nodes are no majority of each other: when one is lost, the other one saves a checkpoint and "
+            "asks to be started again (--witness DIR lets it go on)"
+        )
+    return tuple(notes)

@@ -1,0 +1,97 @@
+"""What no start can succeed without, looked at before the first worker: else each restart fails in the same way.
+
+Only what is certain is refused: less than the least that a run takes, before the script has begun anything.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+from pathlib import Path
+
+from holdfast.core.protocol.status_page import FILE_SIZE_BYTES
+from holdfast.errors import UsageError
+from holdfast.runtime.node.run_settings import RunSettings
+from holdfast.runtime.node.rundir import SHARED_MEMORY
+
+OWN_THREADS = 8  # of agent, controller and zygote
+WORKER_THREADS = 2  # its main thread and its client's
+INTERPRETER_TIMEOUT_S = 60.0
+
+
+def require_start(settings: RunSettings) -> None:
+    """The workers of this node can be started at all.
+
+    Raises:
+        UsageError: there is no room for their status pages, no process left for them, or their interpreter is none.
+    """
+    if why := no_room_for_pages(settings.nproc):
+        raise UsageError(
+            why, hint=f"df -h {SHARED_MEMORY}; in a container: --shm-size; or fewer --nproc-per-node"
+        )
+    per_worker = 1 if settings.kind == "executable" else WORKER_THREADS
+    if why := no_processes_for(settings.nproc, per_worker):
+        raise UsageError(why, hint="ulimit -u (a container: --pids-limit), or fewer --nproc-per-node")
+    if settings.python and settings.kind != "executable":
+        _require_interpreter(settings)
+
+
+def no_room_for_pages(nproc: int, where: Path = SHARED_MEMORY) -> str:
+    """Why the status pages of so many workers cannot be made; empty: they can, there or in the run directory."""
+    if not os.access(where, os.W_OK | os.X_OK):
+        return ""
+    need, free = nproc * FILE_SIZE_BYTES, shutil.disk_usage(where).free
+    if free >= need:
+        return ""
+    return f"no room for status pages in {where}: {free >> 10} KiB free, {nproc} x {FILE_SIZE_BYTES >> 10} KiB needed"
+
+
+def no_processes_for(nproc: int, per_worker: int = WORKER_THREADS) -> str:
+    """Why this user can have no processes for so many workers; empty: there is no limit here, or room below it."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if limit == resource.RLIM_INFINITY or os.geteuid() == 0:  # root is not limited
+        return ""
+    used, need = threads_of(os.getuid()), OWN_THREADS + nproc * per_worker
+    if used + need <= limit:
+        return ""
+    return f"this user may have {limit} processes and threads, has {used}, and the run takes {need} more at least"
+
+
+def threads_of(user: int) -> int:
+    """Threads of a user, as far as they are seen from here."""
+    count = 0
+    for status in Path("/proc").glob("[0-9]*/status"):
+        try:
+            fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+        except OSError:  # it has ended
+            continue
+        if int(fields["Uid"].split()[0]) == user:
+            count += int(fields.get("Threads", "0"))
+    return count
+
+
+def _require_interpreter(settings: RunSettings) -> None:
+    """It runs Holdfast's worker. Raises: UsageError."""
+    words = [settings.python, "-c", "import holdfast.runtime.worker.entry"]
+    named = f"PYTHON_EXEC={settings.python}"
+    hint = "name an interpreter that has Holdfast installed, or leave PYTHON_EXEC out"
+    try:
+        done = subprocess.run(
+            words,
+            cwd=settings.cwd or None,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=INTERPRETER_TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return  # slow is not wrong
+    except OSError as error:
+        raise UsageError(f"{named} cannot be started: {error.strerror}", hint=hint) from error
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        why = said[-1] if said else f"it ends with code {done.returncode}"
+        raise UsageError(f"{named} cannot run a worker: {why}", hint=hint)

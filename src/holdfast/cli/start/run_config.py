@@ -1,0 +1,480 @@
+"""From flag values to the settings of a run; everything that can be wrong is said here, before anything starts."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict, TypeVar
+
+from holdfast.cli.start.flags import BY_KEY, FLAGS
+from holdfast.cli.start.misplaced_flags import misplaced
+from holdfast.cli.start.node_flags import (
+    RUN_HELP,
+    Nodes,
+    node_notes,
+    read_counts,
+    read_nodes,
+    read_secret,
+    shrink_to,
+)
+from holdfast.cli.start.rank_table_flags import place
+from holdfast.cli.start.untested_torch import heed_torch
+from holdfast.core.decide.ladder import Ladder
+from holdfast.core.ids import is_run_id
+from holdfast.core.worker.vote import WORLD_SIZE_MAX
+from holdfast.errors import ScriptError, UnsupportedError, UsageError
+from holdfast.runtime.net.addresses import read_host
+from holdfast.runtime.node.framework_registry import FRAMEWORKS, FrameworkName
+from holdfast.runtime.node.run_settings import RunSettings, TargetKind, new_launch
+from holdfast.store.backends.location import ROOT_VARIABLE, absolute
+from holdfast.text import closest
+
+SCHEDULER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)  # before a job's time is over: Slurm's --signal=USR1@60
+_COUNT_DEVICES = {
+    "auto": "torch.accelerator.device_count() if torch.accelerator.is_available() else -1",
+    "gpu": "torch.cuda.device_count() if torch.cuda.is_available() else 0",
+    "xpu": "torch.xpu.device_count() if torch.xpu.is_available() else 0",
+}
+_COUNT_TIMEOUT_S = 120
+LINE_PREFIX_VARIABLE = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"  # beside PET_*, as torchrun reads it
+
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the command line asked for, checked."""
+
+    settings: RunSettings
+    run_dir: Path
+    shown_local_ranks: frozenset[int]
+    signals: tuple[signal.Signals, ...]
+    notes: tuple[str, ...]
+    token: bytes = b""  # of the job; empty: a new one is made
+    line_prefix: str = ""  # before each console line of a rank: a template, see --log-line-prefix-template
+
+
+def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args: tuple[str, ...]) -> Request:
+    """Check every flag and the script.
+
+    Args:
+        values: by :attr:`Flag.key`.
+        given: keys that the user set, on the command line or by a variable.
+        script: path, module or program.
+        args: arguments of the script, untouched.
+
+    Raises:
+        UsageError: a value that cannot work.
+        UnsupportedError: a flag that is refused by name.
+        ScriptError: no such script, module or program.
+    """
+    notes = _refuse_and_note(values, given)
+    values, given, rank_table, device_ids, told = place(values, given)
+    nodes = read_nodes(values, given)
+    kind = kind_of(values)
+    _refuse_other_bytes((os.getcwd(), script, *args, *(str(value) for value in values.values())))
+    target = find_target(kind, script)
+    counts = worker_counts(str(values["nproc_per_node"]), nodes)
+    nproc = workers_of(nodes, counts)
+    run_id = _run_id(values["run_id"], script) + (f"-{nodes.node}" if nodes.several else "")
+    run_dir = Path(values["run_dir"]).absolute() / run_id
+    settings = RunSettings(
+        run_id=run_id,
+        launch=new_launch() if values["run_id"] or nodes.several else "",
+        kind=kind,
+        target=target,
+        typed=script,
+        args=args,
+        command=("holdfast", *sys.argv[1:]),
+        created_at=time.time(),
+        nproc=nproc,
+        nprocs=counts if len(counts) > 1 else (),
+        nnodes=nodes.least,
+        nnodes_max=nodes.most,
+        nnodes_min=shrink_to(values, nodes, counts),
+        node=nodes.node,
+        contacts=nodes.contacts,
+        first_contacts=nodes.first_contacts,
+        join_s=nodes.join_s,
+        bind=nodes.bind,
+        witness=str(absolute(values["witness"])) if values["witness"] is not None else "",
+        master_addr=read_host(str(values["master_addr"]).strip(), "--master-addr"),
+        master_port=0 if nodes.several else int(values["master_port"] or 0),
+        role=str(values["role"]),
+        rank_table=rank_table,
+        device_ids=device_ids,
+        **_answers(values),
+        monitor_interval_s=_at_least(values, "monitor_interval", 0.001),
+        grace_s=_grace_s(values, given),
+        framework=_framework(str(values["framework"])),
+        preload=_preload(str(values["preload"])),
+        cwd=os.getcwd(),
+        python=os.environ.get("PYTHON_EXEC", ""),
+        env={ROOT_VARIABLE: str(absolute(values["root"]))} if values["root"] is not None else {},
+        log_dir=str(Path(values["log_dir"]).absolute() / run_id) if values["log_dir"] else "",
+        redirects=str(values["redirects"]),
+        tee=str(values["tee"]),
+    )
+    if not nodes.several:
+        _check_address(settings, given)
+    notes += told + node_notes(nodes, settings) + tuple(filter(None, [misplaced(target, args)]))
+    token = read_secret(values["token_file"], nodes)
+    shown = shown_local_ranks(nproc, settings.tee, settings.redirects, str(values["local_ranks_filter"]))
+    signals = _signals(str(values["signals_to_handle"]))
+    prefix = values["log_line_prefix_template"] or os.environ.get(LINE_PREFIX_VARIABLE, "")
+    settings, untested = heed_torch(settings)
+    return Request(settings, run_dir, shown, signals, notes + untested, token, prefix)
+
+
+def _refuse_and_note(values: Mapping[str, Any], given: frozenset[str]) -> tuple[str, ...]:
+    notes = []
+    for flag in FLAGS:
+        if flag.key not in given or values[flag.key] in (None, False):
+            continue
+        if flag.use == "refused":
+            raise UnsupportedError(
+                f"{flag.name} is not supported: {flag.about}", hint=f"leave {flag.name} out"
+            )
+        if flag.use == "no effect":
+            notes.append(f"{flag.name} has no effect: {flag.about}")
+    backend = str(values["rdzv_backend"])
+    if backend not in ("static", "c10d"):
+        raise UnsupportedError(
+            f"--rdzv-backend {backend} is not supported: workers meet through the agent, no other service is needed",
+            hint="leave --rdzv-backend out",
+        )
+    if "rdzv_backend" in given:
+        notes.append(f"--rdzv-backend has no effect: {BY_KEY['local_addr'].about}")
+    if "rdzv_endpoint" in given and str(values["nnodes"]) in ("1", "1:1"):
+        notes.append("--rdzv-endpoint has no effect: one node meets nobody")
+    return tuple(notes)
+
+
+def _refuse_other_bytes(words: Iterable[str]) -> None:
+    """Settings and event log are UTF-8. Raises: UsageError."""
+    for word in words:
+        try:
+            word.encode()
+        except UnicodeEncodeError:
+            raise UsageError(
+                f"{word!a} is not UTF-8", hint="rename it, or link to it by another name"
+            ) from None
+
+
+def kind_of(values: Mapping[str, Any]) -> TargetKind:
+    """What the flags say that the script is. Raises: UsageError."""
+    if values["module"] and values["no_python"]:
+        raise UsageError("--module and --no-python exclude each other", hint="leave one of them out")
+    if values["run_path"]:
+        return "script"
+    return "module" if values["module"] else "executable" if values["no_python"] else "script"
+
+
+def _framework(asked: str) -> FrameworkName:
+    name = next((each for each in FRAMEWORKS if each == asked), None)
+    if name is None:
+        raise UsageError(f"--framework {asked}: supported are {', '.join(FRAMEWORKS)}", hint=RUN_HELP)
+    known = FRAMEWORKS[name]
+    # Another interpreter has its own packages: its workers will say what is missing.
+    if (
+        name != "torch"
+        and "PYTHON_EXEC" not in os.environ
+        and importlib.util.find_spec(known.package) is None
+    ):
+        raise UsageError(f"--framework {name}: {known.package} is not installed for {sys.executable}",
+                         hint=f"pip install {known.requirement}")  # fmt: skip
+    return name
+
+
+def _preload(names: str) -> tuple[str, ...]:
+    modules = tuple(name for name in names.replace(" ", "").split(",") if name)
+    for name in modules:
+        package = name.partition(".")[0]
+        if "PYTHON_EXEC" not in os.environ and (not package or importlib.util.find_spec(package) is None):
+            raise UsageError(f"--preload {name}: {package or 'that'} is not installed for {sys.executable}",
+                             hint="name modules as the script imports them, with commas")  # fmt: skip
+    return modules
+
+
+def find_target(kind: TargetKind, script: str) -> str:
+    """What is to be started: a path, or the name of a module. Raises: ScriptError."""
+    if kind == "executable":
+        program = shutil.which(script)
+        if program is None:
+            raise ScriptError(f"the program {script} does not exist or is not executable (--no-python)",
+                              hint="give its path, or leave --no-python out for a Python script")  # fmt: skip
+        return os.path.abspath(program)
+    if kind == "module":
+        _check_module(script)
+        return script
+    path = Path(script).absolute()
+    if not path.exists():
+        raise ScriptError(f"the training script {script} does not exist (looked for {path})",
+                          hint=_script_hint(path))  # fmt: skip
+    if path.is_dir() and not (path / "__main__.py").is_file():
+        raise ScriptError(f"the training script {path} is a directory without __main__.py",
+                          hint="name the .py file")  # fmt: skip
+    if not os.access(path, os.R_OK):
+        raise ScriptError(f"the training script {path} cannot be read", hint=f"chmod u+r {path}")
+    return str(path)
+
+
+def _script_hint(path: Path) -> str:
+
+    siblings = [p.name for p in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    close = closest(path.name, siblings)
+    return f"did you mean {close}?" if close else "check the path; for a module use -m"
+
+
+def _check_module(name: str) -> None:
+    path = Path(name)
+    if path.suffix == ".py" and path.is_file():  # to look for a module "py" in it, python runs it
+        raise ScriptError(
+            f"-m {name}: {path.name} is a file, and -m takes the name of a module",
+            hint=f"leave -m out, or write -m {name.removesuffix('.py').replace('/', '.')}",
+        )
+    top = name.partition(".")[0]
+    before = list(sys.path)
+    sys.path.insert(0, os.getcwd())
+    try:
+        found = bool(top) and importlib.util.find_spec(top) is not None
+    except (ImportError, ValueError):
+        found = False
+    finally:
+        sys.path[:] = before
+    # Another interpreter has its own packages: it will say itself what is missing.
+    if not found and "PYTHON_EXEC" not in os.environ:
+        raise ScriptError(f"no module named {name} (looked in {os.getcwd()} and the installed packages)",
+                          hint="check the name; for a file leave -m out")  # fmt: skip
+
+
+def worker_counts(asked: str, nodes: Nodes) -> tuple[int, ...]:
+    """``--nproc-per-node``: one number for all nodes, or one for each by ``--node-rank``, where they differ.
+
+    Raises:
+        UsageError: no numbers, not so many as nodes, no such device, or too many ranks in all.
+    """
+    counts = (_of_devices(asked),) if asked in ("cpu", *_COUNT_DEVICES) else read_counts(asked)
+    if len(counts) not in (1, nodes.least):
+        raise UsageError(
+            f"--nproc-per-node {asked} is for {len(counts)} nodes, and ranks are on {nodes.least}",
+            hint="a number for each node of --nnodes (of MIN in MIN:MAX), or one for all",
+        )
+    if len(counts) > 1 and nodes.number < 0:
+        raise UsageError(
+            f"--nproc-per-node {asked}: which of these is this host's?",
+            hint="--node-rank K on each host, from 0",
+        )
+    if (sum(counts) if len(counts) > 1 else nodes.least * counts[0]) > WORLD_SIZE_MAX:
+        raise UsageError(
+            f"--nnodes {nodes.least} with --nproc-per-node {asked}: a job has at most {WORLD_SIZE_MAX} ranks",
+            hint="start fewer nodes, or fewer workers on each",
+        )
+    return counts if len(set(counts)) > 1 else counts[:1]
+
+
+def workers_of(nodes: Nodes, counts: Sequence[int]) -> int:
+    """Those of this node; a spare one can take the place of any."""
+    if len(counts) == 1:
+        return counts[0]
+    return counts[nodes.number] if nodes.number < nodes.least else max(counts)
+
+
+def _of_devices(asked: str) -> int:
+    """As torchrun counts. Raises: UsageError."""
+    count = _count_devices(asked) if asked in _COUNT_DEVICES else 0
+    if count > 0:
+        return count
+    if asked in ("auto", "cpu"):
+        return len(os.sched_getaffinity(0))
+    raise UsageError(
+        f"--nproc-per-node {asked}: torch sees no such device here", hint="use auto, cpu or a number"
+    )
+
+
+def _count_devices(kind: str) -> int:
+    # In a process of its own: the launcher stays small, and a device is never initialised in it.
+    code = f"import torch; print({_COUNT_DEVICES[kind]})"
+    python = os.environ.get("PYTHON_EXEC", sys.executable)
+    try:
+        result = subprocess.run(
+            [python, "-c", code], capture_output=True, text=True, timeout=_COUNT_TIMEOUT_S, check=False
+        )
+        return int(result.stdout) if result.returncode == 0 else 0
+    except (OSError, subprocess.TimeoutExpired, ValueError) as error:
+        raise UsageError(f"--nproc-per-node {kind}: {python} could not count devices: {error}",
+                         hint="give a number") from error  # fmt: skip
+
+
+def _run_id(asked: str | None, script: str) -> str:
+    if asked is None:
+        slug = re.sub(r"[^a-z0-9]+", "-", Path(script).stem.lower()).strip("-")[:24] or "run"
+        return f"{time.strftime('%Y%m%d-%H%M%S')}-{slug}-{secrets.token_hex(2)}"
+    if not is_run_id(asked):
+        raise UsageError(
+            f"--run-id {asked!r} is no name of a run: letters, digits, _ and -, at most 64, not first a _ or -",
+            hint="for example --run-id bert-large-2",
+        )
+    return asked
+
+
+def _at_least(values: Mapping[str, Any], key: str, least: Number) -> Number:
+    value: Number = values[key]
+    if not value >= least:
+        raise UsageError(f"{BY_KEY[key].name} {value} is less than {least}", hint=RUN_HELP)
+    return value
+
+
+class Answers(TypedDict):
+    """The settings that say what is a fault, and what is done about it."""
+
+    max_restarts: int
+    restart_window_s: float
+    on_fault: str
+    spares: int
+    hang_factor: float
+    hang_floor_s: float
+    hang_start_s: float
+    verify_every: int
+    replace_slower_than: float
+    memory_every: int
+
+
+def _answers(values: Mapping[str, Any]) -> Answers:
+    return {
+        "max_restarts": _at_least(values, "max_restarts", 0),
+        "restart_window_s": _at_least(values, "restart_window", 1.0),
+        "on_fault": _on_fault(values),
+        "spares": _spares(values),
+        "hang_factor": _at_least(values, "hang_factor", 0.0),
+        "hang_floor_s": _at_least(values, "hang_floor", 0.1),
+        "hang_start_s": _at_least(values, "hang_start", 1.0),
+        "verify_every": _at_least(values, "verify_every", 0),
+        "replace_slower_than": _at_least(values, "replace_slower_than", 0.0),
+        "memory_every": _memory_every(str(values["memory_every"])),
+    }
+
+
+def _spares(values: Mapping[str, Any]) -> int:
+    count = _at_least(values, "spares", 0)
+    if count and (values["framework"] != "torch" or values["no_python"]):
+        raise UsageError(
+            f"--spares {count}: only a torch script can be built beforehand",
+            hint="leave --spares out: a lost worker is forked from the zygote",
+        )
+    if count and not Ladder.parse(str(values["on_fault"])).tries("replace", "memory"):
+        raise UsageError(
+            f"--spares {count} with --on-fault {values['on_fault']}: no spare would ever be used",
+            hint="leave --spares out, or name the answer that uses them: --on-fault replace",
+        )
+    return count
+
+
+def _memory_every(text: str) -> int:
+    if text == "auto":
+        return -1
+    if not text.isdecimal():
+        raise UsageError(f"--memory-every {text} is neither auto nor a number of steps", hint=RUN_HELP)
+    return int(text)
+
+
+def _on_fault(values: Mapping[str, Any]) -> str:
+    """Raises: UsageError, by ``Ladder.parse``."""
+    spec = str(values["on_fault"])
+    Ladder.parse(spec)
+    return spec
+
+
+def _grace_s(values: Mapping[str, Any], given: frozenset[str]) -> float:
+    same = "shutdown_timeout" in given and "grace_s" not in given
+    grace_s = float(values["shutdown_timeout" if same else "grace_s"])
+    if not grace_s > 0:
+        raise UsageError(f"--grace-s {grace_s} is not positive", hint=RUN_HELP)
+    return grace_s
+
+
+def _check_address(settings: RunSettings, given: frozenset[str]) -> None:
+    port = settings.master_port
+    if not 0 <= port <= 65535:
+        raise UsageError(f"--master-port {port} is no port number", hint="leave it out: a free one is chosen")
+    if not given & {"master_port", "master_addr"}:
+        return
+    host = settings.master_addr
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise UsageError(
+                f"port {port} (--master-port) is in use by another process",
+                hint=f"leave --master-port out (a free port is chosen), or see who has it: ss -ltnp sport = :{port}",
+            ) from error
+        if error.errno == errno.EACCES:
+            raise UsageError(f"port {port} (--master-port) needs privileges: {error.strerror}",
+                             hint="leave --master-port out") from error  # fmt: skip
+        raise UsageError(
+            f"--master-addr {host} is no address of this machine: {error.strerror or error}",
+            hint="leave --master-addr out: one node needs none",
+        ) from error
+
+
+def _signals(names: str) -> tuple[signal.Signals, ...]:
+    found = []
+    for name in filter(None, (n.strip() for n in names.split(","))):
+        try:
+            number = signal.Signals[name]
+        except KeyError:
+            raise UsageError(
+                f"--signals-to-handle: {name} is no signal", hint="for example SIGTERM,SIGUSR1"
+            ) from None
+        if number in (signal.SIGKILL, signal.SIGSTOP):
+            raise UsageError(f"--signals-to-handle: {name} cannot be handled by any process",
+                             hint="for example SIGTERM,SIGUSR1")  # fmt: skip
+        found.append(number)
+    return tuple(dict.fromkeys((*found, *SCHEDULER_SIGNALS)))
+
+
+def shown_local_ranks(nproc: int, tee: str, redirects: str, only: str) -> frozenset[int]:
+    """Local ranks, as torchrun counts here, whose output goes to this node's console (always also to their log).
+
+    Args:
+        nproc: number of workers of this node.
+        tee: torchrun's ``-t``; ``0`` shows local rank 0.
+        redirects: torchrun's ``-r``; a rank that is redirected and not teed is silent.
+        only: torchrun's ``--local-ranks-filter``, empty for none.
+
+    Raises:
+        UsageError: not of the documented form.
+    """
+    teed = _streams("--tee", tee, nproc)
+    silent = _streams("--redirects", redirects, nproc) - teed
+    if only:
+        if re.fullmatch(r"\d+(,\d+)*", only) is None:
+            raise UsageError(f"--local-ranks-filter {only} is not of the form 0,1,2", hint=RUN_HELP)
+        base = {int(rank) for rank in only.split(",")}
+    else:
+        base = teed or {0}
+    return frozenset(rank for rank in base - silent if rank < nproc)
+
+
+def _streams(name: str, value: str, nproc: int) -> set[int]:
+    if re.fullmatch(r"[0-3]", value):
+        return set(range(nproc)) if value != "0" else set()
+    if re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", value):
+        pairs = (item.split(":") for item in value.split(","))
+        return {int(rank) for rank, streams in pairs if streams != "0"}
+    raise UsageError(f"{name} {value} is neither 0 to 3 nor of the form 0:3,1:1", hint=RUN_HELP)

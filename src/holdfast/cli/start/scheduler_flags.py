@@ -1,0 +1,124 @@
+"""Flags of ``holdfast run`` from the scheduler that has started it: a Slurm step, or an index of a Kubernetes Job."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from holdfast.cli.start.flag_files import Settings
+from holdfast.cli.start.node_flags import join_s_of
+from holdfast.errors import UsageError
+from holdfast.schedulers.job_secret import job_token
+from holdfast.schedulers.kubernetes_pod import INDEX, node_rank
+from holdfast.schedulers.slurm_step import SlurmStep, read_step
+
+SLURM, POD = "the Slurm step", f"{INDEX} of the pod"
+ASK_S = 10.0
+ALL_SAID = ({"nnodes", "node_rank", "master_addr"}, {"nnodes", "node_rank", "rdzv_endpoint"})
+
+
+def scheduled(settled: Settings, env: Mapping[str, str]) -> Settings:
+    """The values with those that the scheduler's environment gives; flags that are given win.
+
+    Raises:
+        UsageError: flags that contradict the environment, or an environment that is incomplete.
+    """
+    told, source = _of_step(settled, env), SLURM
+    if not told and "node_rank" not in settled.given and (number := node_rank(env)) is not None:
+        told, source = {"node_rank": number}, POD
+    new = {key: value for key, value in told.items() if key not in settled.given}
+    return Settings(
+        {**settled.values, **new}, {**settled.sources, **dict.fromkeys(new, source)}, settled.over
+    )
+
+
+def _of_step(settled: Settings, env: Mapping[str, str]) -> dict[str, Any]:
+    values, given = settled.values, settled.given
+    alone = values["standalone"] or ("nnodes" in given and str(values["nnodes"]) in ("1", "1:1"))
+    if alone or values["rank_table"]:
+        return {}
+    said = any(keys <= given for keys in ALL_SAID)
+    step = None if said and given >= {"token_file", "run_id"} else read_step(env)
+    if step is None:
+        return {}
+    if step.tasks_per_node > 1:
+        raise UsageError(
+            f"this Slurm step has {step.tasks_per_node} tasks on a host: each of them would start a job of its own",
+            hint="srun --ntasks-per-node=1 (Holdfast starts the workers: --nproc-per-node); --nnodes 1 where each "
+            "task is a job of its own",
+        )
+    if step.nodes == 1:
+        return {}
+    if not said:
+        _agree(settled, step)
+    told: dict[str, Any] = {
+        "nnodes": str(step.nodes),
+        "node_rank": step.node,
+        "run_id": step.name,
+        "token_file": str(token_path(values, step)),
+    }
+    if "rdzv_endpoint" not in given:
+        told |= {"master_port": step.port}
+        if "master_addr" not in given:
+            told["master_addr"] = _address(step.first_host)
+    return told
+
+
+def token_path(values: Mapping[str, Any], step: SlurmStep) -> Path:
+    """Where the nodes of a step find their secret."""
+    return Path(values["run_dir"]).absolute() / f"{step.name}.token"
+
+
+def share_token(settled: Settings) -> None:
+    """Make the secret of a step's nodes, or wait for it. Nothing to do where ``--token-file`` is given.
+
+    Raises:
+        UsageError: it cannot be made.
+        AuthError: it is of another user.
+        NotMet: node 0 has not made it in time.
+    """
+    if settled.sources["token_file"] != SLURM:
+        return
+    job_token(
+        Path(settled.values["token_file"]),
+        makes=settled.values["node_rank"] == 0,
+        wait_s=join_s_of(str(settled.values["rdzv_conf"] or "")),
+    )
+
+
+def _agree(settled: Settings, step: SlurmStep) -> None:
+    """Raises: UsageError."""
+    values, given = settled.values, settled.given
+    text = str(values["nnodes"])
+    if "nnodes" in given and text.rpartition(":")[2] != str(step.nodes):
+        raise UsageError(
+            f"--nnodes {text}, but this Slurm step has {step.nodes} nodes",
+            hint=f"leave --nnodes out, or --nnodes MIN:{step.nodes} (those beyond MIN wait as spares), or "
+            "srun --nodes",
+        )
+    if "node_rank" in given and values["node_rank"] != step.node:
+        raise UsageError(
+            f"--node-rank {values['node_rank']}, but this is node {step.node} of the Slurm step",
+            hint="leave --node-rank out",
+        )
+
+
+def _address(host: str) -> str:
+    """The host itself where its name is known here; else the address that Slurm's configuration has for it."""
+    try:
+        socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        return host
+    except OSError:
+        pass
+    try:
+        asked = subprocess.run(
+            ["scontrol", "show", "node", "--oneliner", host],
+            capture_output=True, text=True, timeout=ASK_S, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired):
+        return host  # the name is asked for again, as that of a host that is not up yet
+    found = [word.partition("=")[2] for word in asked.stdout.split() if word.startswith("NodeAddr=")]
+    return found[0] if found and found[0] else host

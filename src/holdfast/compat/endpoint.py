@@ -1,0 +1,94 @@
+"""Where the controller of ``mindio_ttp`` is found, and the secret that both sides know."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import secrets
+import socket
+import stat
+from pathlib import Path
+
+from holdfast.compat.dying_checkpoint import (
+    Done,
+    Exit,
+    Faulted,
+    Here,
+    Rename,
+    Renamed,
+    Replicas,
+    Save,
+    Saved,
+    Stood,
+    Stop,
+)
+from holdfast.errors import UsageError
+from holdfast.runtime.node.rundir import SHARED_MEMORY, TOKEN_SIZE_BYTES, read_token, write_private
+from holdfast.wire import Codec
+
+TOKEN_VARIABLE = "HOLDFAST_TTP_TOKEN_FILE"
+LOG_VARIABLE = "HOLDFAST_TTP_LOG"
+LOG_NAME = "ttp_controller.jsonl"
+ROLE = "worker"
+
+Message = Here | Replicas | Faulted | Stood | Saved | Renamed | Done | Stop | Save | Rename | Exit
+LINES: Codec[Message] = Codec(Message)  # type: ignore[arg-type]  # a union is no type[M]
+
+
+def token_path(host: str, port: int) -> Path:
+    """The file of the secret: the user's, or a private one of this machine for a loopback address.
+
+    Raises:
+        UsageError: the host is unknown, or is seen by other machines and the user named no file.
+    """
+    named = os.environ.get(TOKEN_VARIABLE, "")
+    if named:
+        return Path(named)
+    if not all(ipaddress.ip_address(address).is_loopback for address in _addresses(host)):
+        raise UsageError(
+            f"the TTP controller would listen at {host}, where other machines reach it, without a secret",
+            hint=f"umask 077; openssl rand -hex 32 > token; export {TOKEN_VARIABLE}=token on every host",
+        )
+    home = SHARED_MEMORY / f"holdfast-ttp-{os.getuid()}"
+    with contextlib.suppress(FileExistsError):  # what is there may be anything
+        home.mkdir(mode=0o700)
+    about = home.lstat()
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
+        raise UsageError(
+            f"{home} is not a private directory of this user", hint=f"remove it, or set {TOKEN_VARIABLE}"
+        )
+    return home / f"{port}.token"
+
+
+def _addresses(host: str) -> set[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        raise UsageError(
+            f"the host {host!r} of the TTP controller is unknown: {error}",
+            hint="give an address of this machine, or a name that it knows: getent hosts NAME",
+        ) from error
+    return {str(address[0]).partition("%")[0] for *_, address in found}
+
+
+def make_token(host: str, port: int) -> Path:
+    """A new secret in the private file; the user's file is left as it is."""
+    path = token_path(host, port)
+    if TOKEN_VARIABLE not in os.environ:
+        write_private(path, secrets.token_hex(TOKEN_SIZE_BYTES).encode())
+    return path
+
+
+def drop_token(path: Path, secret: bytes) -> None:
+    """Remove the private file of a controller that ends; the user's own, or a successor's, stays."""
+    if TOKEN_VARIABLE in os.environ:
+        return
+    with contextlib.suppress(FileNotFoundError):
+        if path.read_bytes().strip() == secret:
+            path.unlink()
+
+
+def token(host: str, port: int) -> bytes:
+    """The secret. Raises: AuthError: missing, readable by others, or too short."""
+    return read_token(token_path(host, port))

@@ -1,0 +1,324 @@
+"""One rank's side of ``mindio_ttp``: a thread that hears the controller while the training hangs, and calls handlers.
+
+Theory. The training thread passes a gate before each update and reports when it is done. Once the controller says stop,
+the gate stays shut, so what the handlers save from this thread cannot change under them: the thread first waits until
+an update that has begun is complete.
+
+Invariants:
+1. After :class:`Stood` was sent no update begins, except up to a step that the controller names.
+2. The save handler runs only while no update is under way and none can begin, with the step that was told and the
+   arguments that belong to it (:mod:`holdfast.compat.step_state`).
+3. A stopped process ends: by the controller's order, or because the controller is lost.
+4. SIGTERM, where the script has no handler of its own for it, is a fault like any other, and ends the process after the
+   dying checkpoint: torchrun sends it to the living as soon as one worker has died, which is while they write.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from holdfast.compat.dying_checkpoint import (
+    REACH_S,
+    SAVE_S,
+    STAND_S,
+    TEXT_SIZE_MAX,
+    Done,
+    Exit,
+    Faulted,
+    Group,
+    Here,
+    Rename,
+    Renamed,
+    Replicas,
+    Save,
+    Saved,
+    Stood,
+    Stop,
+)
+from holdfast.compat.endpoint import LINES, LOG_NAME, LOG_VARIABLE, ROLE, Message, make_token, token
+from holdfast.compat.step_state import Standing
+from holdfast.errors import AuthError, GroupError, ProtocolError, UsageError
+from holdfast.runtime.net.channel import BlockingChannel
+from holdfast.runtime.net.service_names import TTP
+from holdfast.runtime.node.rundir import open_log
+from holdfast.session.exit_requests import ExitWatch
+
+log = logging.getLogger("holdfast")
+
+CONNECT_S = 60.0
+UPDATE_S = STAND_S - 1  # for the update that is under way: the controller waits a little longer
+RETRY_S = 0.05
+
+
+def start_controller(host: str, port: int, world_size: int) -> int:
+    """Start the controller's process, which outlives this one; returns its pid.
+
+    Raises:
+        UsageError: the address is seen by other machines and there is no secret, or the log cannot be written.
+    """
+    logged = os.environ.get(LOG_VARIABLE, LOG_NAME)
+    try:
+        os.close(open_log(Path(logged)))
+    except OSError as error:
+        raise UsageError(f"cannot write the log of the TTP controller, {logged}: {error.strerror}",
+                         hint=f"{LOG_VARIABLE}=FILE names another one") from error  # fmt: skip
+    secret = make_token(host, port)
+    words = [
+        sys.executable,
+        "-m",
+        "holdfast.compat.controllerd",
+        host,
+        str(port),
+        str(world_size),
+        str(secret),
+        logged,
+    ]
+    # No Popen: nobody waits for this process, which ends after all ranks.
+    null = os.open(os.devnull, os.O_RDWR)
+    try:
+        return os.posix_spawn(
+            sys.executable, words, {**os.environ, "MS_ENABLE_TFT": ""}, setsid=True,
+            file_actions=[(os.POSIX_SPAWN_DUP2, null, fd) for fd in (0, 1, 2)],
+        )  # fmt: skip
+    finally:
+        os.close(null)
+
+
+def end_by_sigterm() -> None:
+    """End as SIGTERM ends a process that has no handler for it; from any thread, where Python changes none."""
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(int(signal.SIG_DFL)))
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Processor:
+    """See the module.
+
+    Args:
+        rank, world_size: place of this process.
+        call: calls the registered handler of a name with what belongs to the order.
+        standing: which step this rank's state is of.
+    """
+
+    def __init__(
+        self, rank: int, world_size: int, call: Callable[[str, Message], None], standing: Standing
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._standing = standing
+        self._call = call
+        self._changed = threading.Condition()
+        self._torn = False  # a state that is not whole was left by an exception
+        self._limit: int | None = None  # None: no limit; no update beyond this step begins
+        self._reported = False
+        self._left = False
+        self._deaf = False  # the controller is lost, and no fault had stopped the job
+        self._ending = False  # SIGTERM has come
+        self._channel: BlockingChannel[Message] | None = None
+        # As long as the controller waits for a save. A launcher that waits less (torchrun: 30 s) sends SIGKILL.
+        self._watch = ExitWatch(self._asked, None, SAVE_S, end_by_sigterm, signals=(signal.SIGTERM,))
+        self._handler: object = signal.SIG_DFL
+        self._thread: threading.Thread | None = None
+
+    # ------------------------------------------------------------------ life
+
+    def start(self, host: str, port: int) -> None:
+        """Connect, and listen in a thread.
+
+        Raises:
+            GroupError: no controller within ``CONNECT_S``.
+        """
+        deadline_s = time.monotonic() + CONNECT_S
+        while True:
+            try:
+                self._channel = BlockingChannel.connect(LINES, host, port, token(host, port), TTP, ROLE)
+                break
+            except (OSError, AuthError, ProtocolError) as error:
+                # The one of the job before may still be there, with another secret.
+                if time.monotonic() > deadline_s:
+                    raise GroupError(f"no TTP controller at {host}:{port} within {CONNECT_S:g} s: {error}",
+                                     hint="rank 0 starts it: tft_start_controller(...)") from error  # fmt: skip
+            time.sleep(RETRY_S)
+        self._channel.send(Here(rank=self.rank, world_size=self.world_size, pid=os.getpid()))
+        self._thread = threading.Thread(target=self._listen, name="holdfast-ttp", daemon=True)
+        self._thread.start()
+        if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._watch.start()
+            self._handler = signal.getsignal(signal.SIGTERM)
+
+    def close(self) -> None:
+        """The training is over. Does not return while a dying checkpoint is made: this rank may be writing it."""
+        with self._changed:
+            if self._left:
+                return
+            self._left = self._limit is None and not self._ending
+        if not self._left and threading.current_thread() is not self._thread:
+            self.wait_end()
+        self._watch.stop()
+        self._tell(Done(rank=self.rank))
+        if self._channel is not None:
+            self._channel.close()
+
+    # ------------------------------------------------------------------ the training thread
+
+    def hold(self, groups: tuple[Group, ...]) -> None:
+        """Who holds what this rank holds."""
+        self._tell(Replicas(rank=self.rank, groups=groups))
+
+    def begin_update(self) -> None:
+        """Before weights change; once the job is being stopped it does not return."""
+        with self._changed:
+            while self._limit is not None and (self._standing.open or self._standing.step >= self._limit):
+                self._changed.wait()
+            forgotten = self._standing.begin()
+        if forgotten:
+            log.error(
+                "holdfast: an update begins, and ttp_set_ckpt_args was not called since the one before: "
+                "no dying checkpoint can be made of a step without it"
+            )
+
+    def end_update(self, step: int) -> None:
+        """Weights are those of ``step``."""
+        with self._changed:
+            self._standing.end(step)
+            self._changed.notify_all()
+
+    def give(self, arguments: Any) -> None:
+        """Arguments of the save handler; once the job is being stopped those of a whole state stay as they are."""
+        with self._changed:
+            while (
+                self._limit is not None
+                and self._standing.moves(arguments)
+                and self._standing.step >= self._limit
+            ):
+                self._changed.wait()
+            self._standing.give(arguments)
+            self._changed.notify_all()
+
+    def fault(self, what: str) -> None:
+        """The training thread fell over an exception."""
+        with self._changed:
+            if self._reported or self._left:
+                return
+            self._reported = True
+            self._torn = self._standing.updating or self._standing.open
+        self._tell(Faulted(rank=self.rank, what=what[:TEXT_SIZE_MAX]))
+
+    def wait_end(self) -> None:
+        """Wait until the exit handler ends the process; returns when there is nobody to decide."""
+        while self._thread is not None and self._thread.is_alive():
+            self._thread.join(RETRY_S)
+
+    # ------------------------------------------------------------------ the thread that sees signals
+
+    def _asked(self, source: str) -> None:
+        if signal.getsignal(signal.SIGTERM) != self._handler:
+            return  # the script has set its own meanwhile
+        with self._changed:
+            self._ending = held = not self._left and not self._deaf
+        if held:
+            log.warning("holdfast: %s: rank %d leaves after the dying checkpoint", source, self.rank)
+            self._tell(Faulted(rank=self.rank, what=f"it was asked to leave: {source}"))
+            with self._changed:
+                self._changed.wait_for(lambda: self._deaf or self._limit is not None, STAND_S)
+                held = self._limit is not None
+        if not held:
+            end_by_sigterm()
+
+    # ------------------------------------------------------------------ the listening thread
+
+    def _listen(self) -> None:
+        assert self._channel is not None
+        while True:
+            try:
+                message = self._channel.receive()
+            except (OSError, ProtocolError) as error:
+                if self._left:
+                    return
+                if self._limit is not None:  # a fault has stopped the job, and nobody is left to decide
+                    self._exit(
+                        Exit(
+                            step=self._standing.step,
+                            saved=False,
+                            reason=f"the TTP controller is lost: {error}",
+                        )
+                    )
+                log.error("holdfast: the TTP controller is lost (%s): no dying checkpoint from now on", error)
+                with self._changed:
+                    self._deaf = True
+                    self._changed.notify_all()
+                return
+            match message:
+                case Stop():
+                    self._stop(message)
+                case Save():
+                    self._save(message)
+                case Rename():
+                    self._tell(Renamed(rank=self.rank, why=self._try("rename", message)))
+                case Exit():
+                    self._exit(message)
+                    return
+                case _:
+                    log.error("holdfast: the TTP controller sent a %s", type(message).__name__)
+
+    def _stop(self, order: Stop) -> None:
+        deadline_s = time.monotonic() + (UPDATE_S if order.step < 0 else REACH_S)
+        with self._changed:
+            self._limit = order.step
+            self._changed.notify_all()
+            while (
+                (self._standing.updating or self._standing.open or self._standing.step < order.step)
+                and time.monotonic() < deadline_s
+                and not self._torn
+            ):
+                self._changed.wait(RETRY_S)
+            why = self._standing.why
+        why = why or self._try("stop", order)
+        self._tell(Stood(rank=self.rank, step=self._standing.step, why=why))
+
+    def _save(self, order: Save) -> None:
+        with self._changed:
+            moved = not self._standing.whole or self._standing.step != order.step
+            if not moved:
+                self._limit = order.step  # it may have been told to come up to a later one
+        why = f"it stands at step {self._standing.step}" if moved else self._try("save", order)
+        self._tell(Saved(rank=self.rank, step=order.step, why=why))
+
+    def _exit(self, order: Exit) -> None:
+        saved = (
+            f"a checkpoint of step {order.step} is saved"
+            if order.saved
+            else f"nothing is saved: {order.reason}"
+        )
+        log.error("holdfast: the training ends: %s", saved)
+        self._try("exit", order)
+        if self._ending:
+            end_by_sigterm()
+        os._exit(1)
+
+    def _try(self, name: str, order: Message) -> str:
+        """Call a handler; what it raised, as text."""
+        try:
+            self._call(name, order)
+        except Exception as error:
+            log.exception("holdfast: the %s handler failed", name)
+            return f"{type(error).__name__}: {error}"[:TEXT_SIZE_MAX]
+        return ""
+
+    def _tell(self, message: Message) -> None:
+        if self._channel is None:
+            raise UsageError(
+                "the TTP processor was not started", hint="tft_start_processor, ttp_start_processor"
+            )
+        try:
+            self._channel.send(message)
+        except OSError as error:
+            log.error("holdfast: the TTP controller is lost (%s): no dying checkpoint from now on", error)

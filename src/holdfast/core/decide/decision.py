@@ -1,0 +1,110 @@
+"""The decision rule: where does the job stand, given where each rank of the old generation stands?
+
+Theory. An update is applied only after every rank has voted for it. So if anybody shows UPDATING(s) or later,
+every rank has complete gradients for s, and those in doubt can follow; if nobody does, nobody has changed a
+parameter, and all can discard s. The maximum over what the reports prove is therefore the one step at which
+all survivors can meet.
+
+Invariants:
+1. The decided step is never below a step that a report proves to be committed, nor above one that somebody
+   entered UPDATING for.
+2. Only living ranks that stand at the decided step, or can be brought there, are sources.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from holdfast.core.protocol.messages import RankState
+
+STANDS: dict[RankState, str] = {
+    "starting": "is on its way to step",
+    "ready": "stands before step",
+    "compute": "was in step",
+    "voting": "was in the vote of step",
+    "updating": "was in the update of step",
+    "in_doubt": "has not heard the vote of step",
+    "aborted": "has left, undone, step",
+    "torn": "was cut off in the update of step",
+    "finished": "has finished at step",
+}
+
+
+class Report(NamedTuple):
+    """Where one rank of the old generation stands: its answer to the fence, or what its page shows after its
+    death."""
+
+    rank: int
+    state: RankState
+    step: int
+    alive: bool
+
+    def __str__(self) -> str:
+        life = "" if self.alive else "dead "
+        return f"{life}rank {self.rank} {STANDS[self.state]} {self.step}"
+
+
+class Decided(msgspec.Struct, frozen=True, kw_only=True):
+    """Where the job stands. ``step`` is None when no rank has a session."""
+
+    step: int | None
+    direction: Literal["forward", "back", "none"]
+    in_doubt: int
+    sources: tuple[int, ...]
+    sound: bool  # every living rank stands there or can be brought there
+    evidence: tuple[str, ...]
+
+
+def stands_in(ranks: tuple[int, ...], rank: int) -> bool:
+    """True when ``rank`` is one of ``ranks``, which are sorted: a job may have many."""
+    place = bisect_left(ranks, rank)
+    return place < len(ranks) and ranks[place] == rank
+
+
+def committed_floor(report: Report) -> int | None:
+    """The number of updates that ``report`` proves to be done, or to be owed; None when it proves nothing."""
+    if report.state == "starting":
+        return None
+    return report.step + (1 if report.state in ("updating", "torn") else 0)
+
+
+def decide(reports: Sequence[Report], sealed_step: int = -1) -> Decided:
+    """The decision rule.
+
+    Args:
+        reports: one per rank of the old generation, dead ones from their pages; ranks without a page are left out.
+        sealed_step: newest step of which the generation of these ranks has sealed a checkpoint, -1 for none.
+    """
+    floors = [floor for floor in map(committed_floor, reports) if floor is not None]
+    in_doubt = [r for r in reports if r.alive and r.state == "in_doubt"]
+    if not floors:
+        return Decided(step=None, direction="none", in_doubt=0, sources=(), sound=False, evidence=())
+    step = max(floors)
+    sealed_ahead = bool(in_doubt) and sealed_step == step + 1 and all(r.step == step for r in in_doubt)
+    if sealed_ahead and not any(r.alive and r.state in ("ready", "aborted", "finished") for r in reports):
+        step = sealed_step
+    here = [
+        r
+        for r in reports
+        if r.alive
+        and (
+            (r.state in ("ready", "aborted", "finished") and r.step == step)
+            or (r.state == "in_doubt" and r.step in (step, step - 1))
+        )
+    ]
+    forward = any(r.step == step - 1 for r in in_doubt)
+    proofs = [str(r) for r in reports if committed_floor(r) == step and r.state != "in_doubt"]
+    if sealed_step == step:
+        proofs.append(f"a checkpoint of step {step} is saved")
+    return Decided(
+        step=step,
+        direction="forward" if forward else "back" if in_doubt else "none",
+        in_doubt=len(in_doubt),
+        sources=tuple(sorted(r.rank for r in here)),
+        sound=len(here) == sum(r.alive for r in reports),
+        evidence=tuple(proofs[:8] if in_doubt or not here else proofs[:1]),
+    )

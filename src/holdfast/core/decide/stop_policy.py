@@ -1,0 +1,227 @@
+"""What is known about a fault, what was decided, and when a run has to stop whatever could answer it.
+
+Theory. A decision is a pure function of the situation after quiescence, the history of this run and the budget: the
+stops here come first, then the rungs of ``core/decide/ladder.py``. It never remembers anything, and names its
+evidence, so that a report can be checked by hand.
+
+Invariants:
+1. A stop verdict comes only from evidence in the situation or the history, never from a guess.
+2. Committed work is never thrown away silently: when steps are lost, the reason names why no last-gasp was
+   possible.
+3. Fresh weights only when nothing was committed yet, or when the script has no session (then nothing is
+   known).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal
+
+import msgspec
+
+from holdfast.core.config import Config
+from holdfast.exit_codes import Exit
+
+Action = Literal[
+    "retry_in_place",
+    "replace",
+    "replace_from_memory",
+    "restart_last_gasp",
+    "restart_from_memory",
+    "restart_checkpoint",
+    "restart_fresh",
+    "requeue",
+    "stop_user_bug",
+    "stop_bad_input",
+    "stop_budget",
+]
+
+STOP_CODE: dict[str, Exit] = {
+    "stop_user_bug": Exit.FAILED,
+    "stop_bad_input": Exit.BAD_INPUT,
+    "stop_budget": Exit.BUDGET,
+}
+
+DETERMINISTIC_KINDS = frozenset(
+    {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError", "NameError"}
+)
+"""Exceptions that happen again at the next start: before any session they end the run at once."""
+
+
+SAME_IN_A_ROW = 3
+STEPS_APART = 2
+
+HANG = "Hang"
+"""``Failure.kind`` of a process that was killed because its own code did not go on."""
+
+
+CORRUPTION = "CopiesDiffer"
+"""``Failure.kind`` of a rank whose copy of the state differs from those of others."""
+
+
+DEATH = "Death"
+"""``Failure.kind`` of a process that ended without a word: a signal, or an exit code."""
+
+
+_WHAT = {DEATH: "death", HANG: "hang", CORRUPTION: "difference between copies of the state"}
+
+
+class Failure(msgspec.Struct, frozen=True, kw_only=True):
+    """An exception of user code, or a hang in it, that caused a fault (not one that a lost peer caused)."""
+
+    rank: int
+    step: int
+    kind: str
+    what: str
+    digest: str
+    occurrence: int = 0  # the generation that failed, packed: a successor hears of it again
+    user_error: bool = False
+    between: bool = False  # of two steps
+    by_device: bool = False  # of a device, for certain, or there is another one to try: no bug of the script
+    times_max: int = 2  # the run ends when it happens for so many times at the same step
+
+    @property
+    def mark(self) -> tuple[str, int, int]:
+        """What the history keeps of it."""
+        return self.digest, self.step, self.occurrence
+
+
+class Answered(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault that was answered by a restart or a retry."""
+
+    at_s: float
+    action: str
+    step: int
+    failures: tuple[tuple[str, int, int], ...] = ()  # ``Failure.mark`` of each
+
+
+class Situation(msgspec.Struct, frozen=True, kw_only=True):
+    """What is known once the old generation has come to rest."""
+
+    step: int | None  # where the job stands; None: no session has reported any
+    base_step: int  # where this generation started
+    session: bool  # a session has been opened in this run
+    all_alive: bool  # every member lives
+    all_sound: bool  # and stands at ``step`` or can be brought there, none finished before the others
+    unreplaceable: str  # why the lost ranks cannot be replaced beside the living; empty: they can
+    uncovered: str  # why a last-gasp cannot be complete; empty: it can
+    checkpoint_known: bool  # a sealed checkpoint exists to this run's knowledge, or one is being written
+    left: bool = False  # all ranks have agreed to leave at ``step``, and it is saved
+    unequal: str = ""  # why no state of the living is trusted; empty: it is
+    memory_here: int = -1  # lost ranks can be replaced, beside the living, from states in memory of this step
+    memory_step: int = -1  # all ranks can start again from states in memory of this step
+    replayed: bool = (
+        False  # lost ranks can be replaced beside the living, by updates made again from a log in memory
+    )
+    failures: tuple[Failure, ...] = ()
+    room: str = ""  # more ranks can run than do
+    fewer: str = ""  # the nodes that are left have room for fewer ranks only, and that is allowed
+    lost_nodes: tuple[str, ...] = ()  # nodes of lost ranks that are gone
+    causes: tuple[str, ...] = ()  # of the faults of this recovery, see ``ladder.CAUSES``
+    again: bool = False  # all of them were answered already: that save has failed
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """The rung and its reason. ``save``: write a last-gasp checkpoint first."""
+
+    action: Action
+    reason: str
+    evidence: tuple[str, ...] = ()
+    save: bool = False
+    memory_step: int = -1  # the step of the states in memory that are used
+    replays: bool = False  # that step is reached by updates made again, and the living stay
+    rung: str = ""  # of the ladder; empty: the run stops
+    counts: bool = True  # against the budget: it answers a fault
+    refused: tuple[str, ...] = ()  # why the rungs before it were not taken
+
+    @property
+    def stops(self) -> bool:
+        """True when the run ends with this."""
+        return self.action in STOP_CODE
+
+
+def stop_for(now: float, situation: Situation, history: Sequence[Answered], config: Config) -> Verdict | None:
+    """Why the run ends with this fault, whatever rung could answer it; None: it goes on."""
+    return _stop_for_failures(situation, history) or _stop_for_budget(now, history, config)
+
+
+def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Verdict | None:
+    for failure in situation.failures:
+        error = failure.what if failure.kind == DEATH else f"{failure.kind}: {failure.what}"
+        where = f"rank {failure.rank} at step {failure.step}: {error}"
+        what = _WHAT.get(failure.kind, "exception")
+        if failure.user_error:
+            return Verdict(action="stop_bad_input", reason=error, evidence=(where,))
+        if not situation.session and failure.kind in DETERMINISTIC_KINDS:
+            return Verdict(action="stop_user_bug", reason=f"{error} (before any session)", evidence=(where,))
+        if failure.by_device:
+            continue
+        before = {
+            occurrence
+            for answered in history
+            for digest, step, occurrence in answered.failures
+            if (digest, step) == (failure.digest, failure.step) and occurrence != failure.occurrence
+        }
+        if len(before) + 1 >= failure.times_max:
+            times = "twice" if len(before) == 1 else f"{len(before) + 1} times"
+            return Verdict(
+                action="stop_user_bug",
+                reason=f"the same {what} at step {failure.step} {times}: {error}",
+                evidence=(where, f"digest {failure.digest}"),
+            )
+        if failure.kind == DEATH:
+            continue
+        if steps := _at_the_next_step(failure, history) or _again_and_again(failure, history):
+            return Verdict(
+                action="stop_user_bug",
+                reason=f"the same {what} at steps {', '.join(map(str, steps))}: {error}",
+                evidence=(where, f"digest {failure.digest}"),
+            )
+    return None
+
+
+def _at_the_next_step(failure: Failure, history: Sequence[Answered]) -> list[int]:
+    """Steps of an exception that was answered where the job stood last, and that is back at the first chance it had.
+
+    A restart does not run code between two steps again at the same step: what was wrong there comes back after one.
+    """
+    if not failure.between or not history or failure.step > history[-1].step + 1:
+        return []
+    before = [
+        step
+        for answered in history
+        for digest, step, occurrence in answered.failures
+        if answered.step == history[-1].step and digest == failure.digest and occurrence != failure.occurrence
+    ]
+    return [max(before), failure.step] if before else []
+
+
+def _again_and_again(failure: Failure, history: Sequence[Answered]) -> list[int]:
+    """Steps of an exception that came in every one of the last recoveries, a step or two apart."""
+    steps, told = [failure.step], {failure.occurrence}
+    for answered in reversed(history):
+        found = [
+            (step, occurrence) for digest, step, occurrence in answered.failures if digest == failure.digest
+        ]
+        if found and told.issuperset(occurrence for _, occurrence in found):
+            continue  # the same one: a successor has heard of it again
+        if not found or len(steps) == SAME_IN_A_ROW:
+            break
+        told.update(occurrence for _, occurrence in found)
+        steps.insert(0, max(found)[0])
+    if len(steps) < SAME_IN_A_ROW:
+        return []
+    near = all(0 <= later - earlier <= STEPS_APART for earlier, later in pairwise(steps))
+    return steps if near else []
+
+
+def _stop_for_budget(now: float, history: Sequence[Answered], config: Config) -> Verdict | None:
+    recent = [a for a in history if now - a.at_s < config.restart_window_s]
+    if len(recent) < config.max_restarts:
+        return None
+    return Verdict(
+        action="stop_budget",
+        reason=f"{len(recent)} recoveries within {config.restart_window_s:g} s, {config.max_restarts} are allowed",
+        evidence=tuple(f"{now - a.at_s:.1f} s ago: {a.action} at step {a.step}" for a in recent[-5:]),
+    )

@@ -1,0 +1,89 @@
+"""Of which members a recovery waits for what, phase by phase; ``wait_bounds.py`` says for how long.
+
+Invariants:
+1. Whoever waits for others is not late: a newcomer while the state is not offered, a source while it is compared.
+2. A stopped process is not waited for where the phase needs what it has yet to do.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from holdfast.core.decide.recovery_phases import Phase
+from holdfast.core.job.job_state import Job
+from holdfast.core.job.last_gasp import Gasp
+from holdfast.core.job.membership import Member
+from holdfast.core.job.replacement import Replacement
+from holdfast.core.job.wait_bounds import WAITS, Bounds
+from holdfast.core.protocol.health_messages import Active
+from holdfast.core.protocol.messages import Settled
+
+ALL_NEEDED: tuple[Phase, ...] = ("retrying", "replacing")
+"""In these every living member has something to do: a source serves its state until all have joined."""
+
+
+class Standing(Protocol):
+    """What is asked of a recovery."""
+
+    phase: Phase
+    bounds: Bounds
+    replacement: Replacement
+    gasp: Gasp
+    reports: dict[int, Settled]
+    is_vouched: bool
+    unvouched: set[int]
+
+    def is_there(self, member: Member) -> bool:
+        """It stands at the step of the decision, or can go back to it."""
+
+
+class Awaited:
+    """Part of :class:`~holdfast.core.job.recovery.Recovery`; ``job`` is shared with it."""
+
+    def __init__(self, job: Job, recovery: Standing) -> None:
+        self.job = job
+        self.recovery = recovery
+
+    def tick(self, wait: str) -> None:
+        """A bound is over."""
+        awaited = [m for m in self.job.roster.living if self.is_awaited(wait, m)]
+        held_up = {m.member_id for m in awaited if self._is_held_up(wait, m)}
+        self.recovery.bounds.over(wait, awaited, held_up)
+
+    def active(self, now: float, event: Active) -> None:
+        """What an agent sees of the processes of its node."""
+        recovery = self.recovery
+        recovery.bounds.heard(event)
+        waits = WAITS.get(recovery.phase, ())
+        if event.stopped and waits:
+            everyone, living = recovery.phase in ALL_NEEDED, self.job.roster.living
+            recovery.bounds.halt(
+                now, [m for m in living if everyone or any(self.is_awaited(wait, m) for wait in waits)]
+            )
+
+    def is_awaited(self, wait: str, member: Member) -> bool:
+        """The phase waits for this member, in the bound of this name."""
+        recovery = self.recovery
+        if wait not in WAITS.get(recovery.phase, ()):
+            return False
+        match wait:
+            case "quiesce":
+                return member.rank not in recovery.reports
+            case "retry":
+                return not recovery.is_there(member)
+            case "vouch":
+                return not recovery.is_vouched and member.rank in recovery.unvouched
+            case "offer":
+                return not member.joining and recovery.replacement.awaits(member)
+            case "join":
+                return member.joining or not recovery.is_there(member)
+            case "gasp":
+                return recovery.is_vouched and member.rank in recovery.gasp.writing
+        return True
+
+    def _is_held_up(self, wait: str, member: Member) -> bool:
+        """It cannot do what is waited for before others have done their part, or before it has done another one."""
+        recovery = self.recovery
+        if wait == "join" and member.joining:
+            return member.asked and not (recovery.is_vouched and recovery.replacement.is_offered)
+        return wait == "offer" and not recovery.is_vouched and member.rank in recovery.unvouched

@@ -1,0 +1,469 @@
+"""What the sub-machines of the controller share: the facts of one run, and the commands of the event at hand.
+
+Theory. One event is handled by several small machines in turn; they read and write one set of facts and
+append commands to one list, in order. Records come before the messages that act on them: the driver journals
+a record before it executes what follows.
+
+Invariants:
+1. Generations and member ids are issued here only, each once.
+2. After ``finish`` no command is issued any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from holdfast.core.config import Config
+from holdfast.core.decide.stop_policy import Failure
+from holdfast.core.ids import Generation, MemberId, NodeId, SaveId
+from holdfast.core.job.failed_devices import FAILURES_MAX, DeviceFailure, Devices
+from holdfast.core.job.liveness import Liveness
+from holdfast.core.job.log_replay import Past
+from holdfast.core.job.membership import Member, Roster, assign, node_order
+from holdfast.core.protocol.layout_messages import Layouts
+from holdfast.core.protocol.messages import (
+    Assignment,
+    CancelTimer,
+    Command,
+    EndRun,
+    Field,
+    Finish,
+    KillMember,
+    Message,
+    Record,
+    Release,
+    Send,
+    SetTimer,
+    StartMembers,
+)
+from holdfast.core.protocol.peer_messages import StandDown
+from holdfast.exit_codes import Exit
+
+WHAT_LENGTH_MAX = 500
+MEMBERS_PER_TERM = 1_000_000
+STEPS_TO_SETTLE = 2.0
+STARTS_TO_JOIN = 2.0
+
+Uncovered = Callable[[Layouts, tuple[int, ...]], str]
+"""(layouts of all ranks, ranks that can write) -> why they do not cover every box, or an empty string."""
+
+
+class Job:
+    """Facts of one run."""
+
+    def __init__(self, config: Config, past: Past, uncovered: Uncovered) -> None:
+        self.config = config
+        self.uncovered = uncovered
+        self.roster = Roster()
+        self.liveness = Liveness(config)
+        self.world_size = config.world_size  # of the newest start
+        if past.seats and not config.library:
+            self.world_size = len(past.seats)
+        self.slots: dict[NodeId, int] = {}
+        self.leaving: set[NodeId] = set()  # nothing new is started there
+        self.devices = Devices(past.device_failures)
+        self.step_s: dict[NodeId, float] = {}  # what the last step took there
+        self.held: dict[NodeId, dict[int, frozenset[int]]] = {}  # states in memory of other nodes' ranks
+        self.hosts: dict[NodeId, tuple[str, int]] = {}  # address and a free port there
+        self.generation = past.generation
+        apart = config.alone * MEMBERS_PER_TERM
+        if past.generation.n < apart:
+            # The majority issues generations too: what is saved here must not carry one of theirs. The successor of a
+            # controller that was alone goes on with its numbers: added twice they could be those of another agent.
+            self.generation = Generation(past.generation.term, past.generation.n + apart)
+        # A line of the log may have been lost with its node: a later term never repeats an id.
+        taken = (config.term - 1) * MEMBERS_PER_TERM if len(config.voters) > 1 else 0
+        self.last_member = max(past.last_member, taken)
+        self.attempts = past.attempts
+        self.answered = list(past.answered)
+        self.session = past.session
+        self.base_step = past.base_step
+        self.step = past.step  # newest decision
+        self.sealed_step = past.sealed_step
+        self._sealed_last = past.sealed_last
+        self.sealed_directory = ""  # the last one that was reported
+        self.root = past.root
+        self.begun_s = 0.0  # from the start of a process to its first step: the longest so far
+        self.state_size_bytes = 0  # the largest that a rank has told to this controller
+        self.exit_source = past.exit_source
+        self.agreed_step = past.agreed_step  # all ranks save it and leave; None: they have not agreed to
+        self.unequal = past.unequal  # why no state of the living is trusted; empty: it is
+        self.released = past.released
+        self.ends = past.ends  # the run ends with this; its save may need another attempt
+        self.ended = False
+        self._resume = ""
+        self._out: list[Command] = []
+        self._placed: tuple[object, tuple[tuple[NodeId, str], ...]] | None = None
+
+    def held_elsewhere(self) -> dict[int, frozenset[int]]:
+        """Steps by rank of the states that living nodes keep for others."""
+        found: dict[int, frozenset[int]] = {}
+        for node_id, ranks in sorted(self.held.items()):
+            for rank, steps in ranks.items() if self.liveness.is_up(node_id) else ():
+                found[rank] = found.get(rank, frozenset()) | steps
+        return found
+
+    def forget_held(self, rank: int) -> None:
+        """What is kept for this rank is refused."""
+        for ranks in self.held.values():
+            ranks.pop(rank, None)
+
+    def seal(self, save_id: SaveId) -> None:
+        """A checkpoint is complete."""
+        self.sealed_step = max(self.sealed_step, save_id.step)
+        self._sealed_last = max(self._sealed_last, (save_id.generation, save_id.step))
+
+    @property
+    def sealed_here(self) -> int:
+        """Newest step that this roster, or a save of its recovery, has sealed; -1: none. What is sealed late for an
+        older one is no evidence: all may have gone back since, and that step may be half done again."""
+        generation, step = self._sealed_last
+        return min(step, self.sealed_step) if generation >= self.roster.generation else -1
+
+    def take(self) -> list[Command]:
+        """The commands since the last call."""
+        out, self._out = self._out, []
+        return out
+
+    def record(self, kind: str, /, **data: Field) -> None:
+        """One line of the event log."""
+        if not self.ended:
+            self._out.append(Record(kind=kind, data=data))
+
+    def send(self, member: Member, message: Message) -> None:
+        """To a worker."""
+        if member.alive:
+            self.send_process(member.member_id, message)
+
+    @property
+    def repeats(self) -> bool:
+        """What follows the training can be run again: all of it is saved, and this run may start its workers."""
+        saved = 0 <= self.step <= self.sealed_step
+        return self.released and saved and not self.exit_source and not self.config.library
+
+    def reopen(self, reason: str) -> None:
+        """A fault after the training: those that do what follows leave it, and start again with the others."""
+        if not self.released:
+            return
+        self.released = False
+        for member in self.roster.living:
+            if member.failed is None:
+                member.is_excused = True
+                self.kill(member, reason, self.config.term_grace_s)
+
+    def let_go(self, member: Member) -> None:
+        """Its user code raised, and nobody needs what it holds: it may end, and has to."""
+        member.may_end = True
+        self.send(member, Release(member_id=member.member_id, generation=self.generation))
+        self.timer(f"failing:{member.member_id}", self.config.failing_s)
+
+    def time_out(self, member: Member, reason: str) -> None:
+        """Kill one that has not answered in time; its agent looks at where it stands before."""
+        self.kill(member, reason, silent=True)
+
+    def send_node(self, node_id: NodeId, message: Message) -> None:
+        """To an agent."""
+        if not self.ended:
+            self._out.append(Send(to=f"agent:{node_id}", message=message))
+
+    def send_process(self, member_id: MemberId, message: Message) -> None:
+        """To a process, seated or not."""
+        if not self.ended:
+            self._out.append(Send(to=f"member:{member_id}", message=message))
+
+    def timer(self, name: str, delay_s: float) -> None:
+        """Post ``Tick(name)`` after ``delay_s``."""
+        if not self.ended:
+            self._out.append(SetTimer(name=name, delay_s=delay_s))
+
+    def cancel(self, name: str) -> None:
+        """Forget a timer."""
+        if not self.ended:
+            self._out.append(CancelTimer(name=name))
+
+    def next_generation(self) -> Generation:
+        """Issue a generation; the caller records it before anyone is told."""
+        self.generation = Generation(self.config.term, self.generation.n + 1)
+        return self.generation
+
+    def kill(self, member: Member, reason: str, grace_s: float = 0.0, *, silent: bool = False) -> None:
+        """SIGKILL; repeated orders are harmless. ``silent``: with a last look at it, for the report."""
+        if not member.alive:
+            return
+        member.kill_reason = member.kill_reason or reason
+        who, node = member.member_id, member.node_id
+        order = KillMember(member_id=who, node_id=node, reason=reason, grace_s=grace_s, silent=silent)
+        self.send_node(member.node_id, order)
+        self.timer(f"kill:{member.member_id}", grace_s + self.config.kill_s)
+
+    def start_members(self, resume: str) -> bool:
+        """Seat a fresh roster in the newest generation and start it. False when the nodes are not there."""
+        before = {m.rank: m.node_id for m in self.roster.members}
+        world_size = self.room()
+        seats = assign(self._up(), world_size, self.last_member + 1, before)
+        if not seats:
+            return False
+        if world_size != self.world_size:
+            self.record("resized", ranks_before=self.world_size, ranks=world_size)
+            self.world_size = world_size
+            self.roster.forget_layouts()
+        members = [
+            Member(member_id=a.member_id, rank=a.rank, local_rank=local_rank, node_id=node)
+            for node, here in seats.items()
+            for a, local_rank in zip(here, self._seats_of(node, len(here)), strict=True)
+        ]
+        members.sort(key=lambda m: m.rank)
+        self.last_member = max(m.member_id for m in members)
+        self.roster.seat(self.generation, members)
+        attempt, self.attempts = self.attempts, self.attempts + 1
+        self.record(
+            "generation_started",
+            generation=str(self.generation),
+            attempt=attempt,
+            in_place=False,
+            resume=resume,
+            members=[int(m.member_id) for m in members],
+            nodes=[str(m.node_id) for m in members],
+            local_ranks=[m.local_rank for m in members],
+        )
+        self._resume = resume
+        self.start_again(members)
+        self.timer("startup", self.config.startup_s)
+        return True
+
+    @property
+    def is_assembled(self) -> bool:
+        """Every node that was there when the job began has come to this controller."""
+        return len(self.slots) >= self.config.nnodes and set(self.config.voters) <= set(self.slots)
+
+    @property
+    def settle_s(self) -> float:
+        """Who is in its update answers a fence when that is over, and no update takes longer than a whole step."""
+        step_s = max((s for node, s in self.step_s.items() if node in self.roster.nodes), default=0.0)
+        return max(self.config.quiesce_s, STEPS_TO_SETTLE * step_s)
+
+    @property
+    def gasp_s(self) -> float:
+        """Who is in doubt makes its update before it does anything else that is asked."""
+        return max(self.config.gasp_s, self.settle_s)
+
+    @property
+    def join_s(self) -> float:
+        """A newcomer does what others did before their first step, and none of that need show: imports, a model that is
+        built or compiled."""
+        return max(self.config.startup_s, STARTS_TO_JOIN * self.begun_s)
+
+    @property
+    def fits(self) -> bool:
+        """The nodes that are heard can hold all ranks to start."""
+        return sum(slots for _, slots in self._up()) >= self.room()
+
+    def room(self) -> int:
+        """Ranks to start now: all, or as many as the nodes that are left can hold where fewer are allowed.
+
+        Nodes are left out until their number divides the full one, so that each step can be made of a whole number of
+        parts: its batches, and their number, stay what they are.
+        """
+        config = self.config
+        up = self._up()
+        if not config.nodes_min or sum(slots for _, slots in up) >= config.world_size:
+            return config.world_size
+        per_node = config.world_size // config.nnodes
+        usable = sum(slots >= per_node for _, slots in up)
+        nodes = next(
+            (n for n in range(usable, config.nodes_min - 1, -1) if config.nnodes % n == 0), config.nnodes
+        )
+        return nodes * per_node
+
+    def _up(self) -> list[tuple[NodeId, int]]:
+        """The nodes that are heard and stay, with the number of slots that can be used, in their order."""
+        here = self.slots.keys() - self.leaving
+        up = [n for n in sorted(here, key=node_order) if self.liveness.is_up(n)]
+        return [(n, len(self.devices.usable(n, self.slots[n]))) for n in up]
+
+    def _seats_of(self, node_id: NodeId, count: int) -> list[int]:
+        """Local ranks for so many members of a node that holds no other: of trusted devices first."""
+        slots = self.slots[node_id]
+        trusted = self.devices.trusted(node_id, slots)
+        rest = [n for n in self.devices.usable(node_id, slots) if n not in trusted]
+        return sorted([*trusted, *rest][:count])
+
+    def heard(self) -> set[str]:
+        """Names of the nodes that are there."""
+        return {str(node) for node, _ in self._up()}
+
+    def places(self, dead: Sequence[Member]) -> dict[int, tuple[NodeId, int]]:
+        """Node and local rank for a newcomer in place of each dead member, by rank; some are missing for want of room.
+
+        Its own place where that is there and its device is trusted, else the first trusted one that is free, else its
+        own where that can be used.
+        """
+        up = [node for node, _ in self._up()]
+        trusted = {node: self.devices.trusted(node, self.slots[node]) for node in up}
+        taken = {(node, m.local_rank) for node in up for m in self.roster.on_node(node)}
+        found: dict[int, tuple[NodeId, int]] = {}
+        for member in dead:
+            if member.local_rank in trusted.get(member.node_id, ()):
+                found[member.rank] = (member.node_id, member.local_rank)
+        taken.update(found.values())
+        free = [(node, n) for node in up for n in trusted[node] if (node, n) not in taken]
+        for member in dead:
+            if member.rank in found:
+                continue
+            if free:
+                found[member.rank] = free.pop(0)
+            elif self._is_usable(member):
+                found[member.rank] = (member.node_id, member.local_rank)
+        return found
+
+    def _is_usable(self, member: Member) -> bool:
+        node = member.node_id
+        return self.liveness.is_up(node) and member.local_rank in self.devices.usable(
+            node, self.slots.get(node, 0)
+        )
+
+    def device_failed(self, member: Member, failure: Failure, *, certain: bool) -> bool:
+        """An error that a device may have caused was seen on the slot of this member.
+
+        Returns: True when it is not to be held against the script: a device has certainly failed, or may have, and
+        there is another one to try.
+        """
+        node, slot = member.node_id, member.local_rank
+        noted = DeviceFailure(
+            node_id=node,
+            local_rank=slot,
+            step=failure.step,
+            digest=failure.digest,
+            certain=certain,
+            occurrence=failure.occurrence,
+        )
+        if self.devices.note(noted):
+            self.record(
+                "device_failed",
+                node=str(node),
+                local_rank=slot,
+                rank=member.rank,
+                step=failure.step,
+                certain=certain,
+                what=failure.what[:WHAT_LENGTH_MAX],
+                digest=failure.digest,
+                occurrence=failure.occurrence,
+                failures=self.devices.count(node, slot),
+                left_out=self.devices.count(node, slot, certain=certain) >= FAILURES_MAX,
+            )
+        return certain or (not self.devices.is_of_script(noted) and self._has_another(member))
+
+    def _has_another(self, member: Member) -> bool:
+        """A trusted device is free beside that of this member."""
+        taken = {(m.node_id, m.local_rank) for m in self.roster.living} | {
+            (member.node_id, member.local_rank)
+        }
+        return any(
+            (node, n) not in taken
+            for node, _ in self._up()
+            for n in self.devices.trusted(node, self.slots[node])
+        )
+
+    @property
+    def left_out(self) -> str:
+        """The devices that are broken, as the end of a sentence; empty when there are none."""
+        broken = [
+            f"device {n} of {node}"
+            for node, slots in sorted(self.slots.items())
+            for n in sorted(set(range(slots)) - set(self.devices.usable(node, slots)))
+        ]
+        return f"; left out after {FAILURES_MAX} failures: {', '.join(broken)}" if broken else ""
+
+    def replace_members(self, dead: Sequence[Member]) -> None:
+        """Seat a newcomer in place of each dead member, in the newest generation; there must be room for all."""
+        places = self.places(dead)
+        newcomers = [
+            Member(
+                member_id=MemberId(self.last_member + 1 + i),
+                rank=old.rank,
+                local_rank=places[old.rank][1],
+                node_id=places[old.rank][0],
+                joining=True,
+            )
+            for i, old in enumerate(dead)
+        ]
+        self.last_member = newcomers[-1].member_id
+        self.record(
+            "members_replaced",
+            generation=str(self.generation),
+            ranks=[m.rank for m in newcomers],
+            members=[int(m.member_id) for m in newcomers],
+            nodes=[str(m.node_id) for m in newcomers],
+            local_ranks=[m.local_rank for m in newcomers],
+        )
+        for member in newcomers:
+            self.roster.reseat(member)
+        self.start_again(newcomers)
+
+    def start_again(self, members: Sequence[Member]) -> None:
+        """Tell the agents to start these seated members; an order for one that exists is ignored there."""
+        joining = [m for m in members if m.joining]
+        self._start(joining, self.generation, "", join=True)
+        seated = [m for m in members if not m.joining]
+        self._start(seated, self.roster.generation, self._resume, join=False)
+
+    def _start(self, members: Sequence[Member], generation: Generation, resume: str, *, join: bool) -> None:
+        host, port = self.hosts.get(self.roster.members[0].node_id, ("", 0))
+        places = self._places
+        seats: dict[NodeId, list[Assignment]] = {}
+        for member in members:
+            seat = Assignment(member.member_id, member.rank, member.local_rank)
+            seats.setdefault(member.node_id, []).append(seat)
+        for node in sorted(seats, key=node_order):
+            order = StartMembers(
+                node_id=node,
+                generation=generation,
+                world_size=self.world_size,
+                attempt=self.attempts - 1,
+                members=tuple(seats[node]),
+                resume=resume,
+                restart_count=self.attempts - 1,
+                kv_node=self.kv_node,
+                master_host=host,
+                master_port=port,
+                join=join,
+                places=places,
+            )
+            self.send_node(node, order)
+
+    @property
+    def _places(self) -> tuple[tuple[NodeId, str], ...]:
+        # A look at all members, once for each seating: the order of each node has the same places.
+        key = (self.generation, self.last_member, tuple(self.hosts.values()))
+        if self._placed is None or self._placed[0] != key:
+            nodes = dict.fromkeys(member.node_id for member in self.roster.members)  # members lie by rank
+            found = tuple((node_id, self.hosts[node_id][0]) for node_id in nodes if node_id in self.hosts)
+            self._placed = (key, found)
+        return self._placed[1]
+
+    def stand_down(self, reason: str) -> None:
+        """Decide nothing any more: another controller may be elected. Nothing is issued after this."""
+        if self.ended:
+            return
+        self.record("stood_down", reason=reason, term=self.config.term)
+        self._out.append(StandDown(reason=reason))
+        self.ended = True
+
+    @property
+    def kv_node(self) -> str:
+        """Whose agent owns the key space of the generation: that of rank 0; empty on one node."""
+        first = self.roster.members[0].node_id
+        return first if first in self.hosts else ""
+
+    def finish(self, code: Exit, reason: str) -> None:
+        """End the run: nothing is issued after this."""
+        if self.ended:
+            return
+        if self.config.alone and code is not Exit.OK:
+            code = Exit.REQUEUE if 0 <= self.step <= self.sealed_step else Exit.UNSAVED
+            reason = f"no majority of the agents can be reached: {reason}"
+        self.record("run_ended", code=int(code), cause=code.name, reason=reason, step=self.step)
+        for node_id in sorted(self.slots):
+            self.send_node(node_id, EndRun(code=int(code), reason=reason))
+        self._out.append(Finish(code=int(code), reason=reason))
+        self.ended = True

@@ -1,0 +1,89 @@
+"""The last-gasp checkpoint of one recovery: who writes it, what came of it, and who is not asked again.
+
+Theory. Every source writes its share of one plan, and whoever finds all shares on disk seals. A source that could
+not write is left out of the next attempt; what it holds alone is then uncovered, and the ladder goes on without a
+save.
+
+Invariants:
+1. Attempts are numbered within a recovery, so no directory is written twice.
+2. A rank whose write failed is no source of a later attempt of the same recovery.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from holdfast.core.decide.decision import Decided
+from holdfast.core.ids import SaveId
+from holdfast.core.job.job_state import Job
+from holdfast.core.protocol.messages import SaveOrder, SaveReported
+
+Outcome = Literal["other", "writing", "sealed", "failed"]
+
+
+class Gasp:
+    """Part of :class:`~holdfast.core.job.recovery.Recovery`; ``job`` is shared with it."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.order: SaveOrder | None = None  # the attempt under way
+        self.writing: set[int] = set()  # sources that have not reported
+        self.error = ""  # of the last attempt that failed
+        self.failures = 0
+        self._attempts = 0
+        self._excluded: set[int] = set()
+
+    def sources(self, decided: Decided) -> tuple[int, ...]:
+        """Ranks that can write the decided state."""
+        return tuple(r for r in decided.sources if r not in self._excluded)
+
+    def begin(self, sources: tuple[int, ...], dead_locals: dict[str, bytes]) -> None:
+        """Order one attempt from ``sources``, with the rank-local values of the dead by rank (text)."""
+        job = self.job
+        self._attempts += 1
+        self.writing = set(sources)
+        self.order = SaveOrder(
+            save_id=SaveId(
+                run=job.config.run_id,
+                generation=job.generation,
+                step=job.step,
+                attempt=self._attempts,
+                kind="last-gasp",
+            ),
+            root=job.root,
+            sources=sources,
+            layouts=job.roster.all_layouts(),
+            dead_locals=dead_locals,
+        )
+
+    def plan(self) -> None:
+        """Every source has told what it holds now: all plan with the same layouts."""
+        if self.order is not None:
+            self.order = msgspec.structs.replace(self.order, layouts=self.job.roster.all_layouts())
+
+    def reported(self, rank: int, report: SaveReported) -> Outcome:
+        """A source has written its share, or could not; ``other``: not of this attempt."""
+        if self.order is None or report.save_id != self.order.save_id:
+            return "other"
+        if report.error:
+            self._excluded.add(rank)
+            return self._failed(f"rank {rank}: {report.error}")
+        self.writing.discard(rank)
+        if report.sealed:
+            return "sealed"
+        if self.writing:
+            return "writing"
+        return self._failed("all shares are written, but no rank could mark the checkpoint as whole")
+
+    def _failed(self, why: str) -> Outcome:
+        self.failures += 1
+        self.error = why
+        return "failed"
+
+    def clear(self) -> None:
+        """The job has resumed."""
+        self._excluded = set()
+        self._attempts = self.failures = 0
+        self.error = ""

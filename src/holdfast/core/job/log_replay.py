@@ -1,0 +1,236 @@
+"""What a restarted controller has to know of the past, read back from the records of the event log.
+
+Theory. A new controller re-derives what is going on from the agents' reports; what no agent knows, it reads
+from the log that was written before each command went out: the newest generation and member id ever issued,
+who was seated, how many faults the budget has seen, and where the job was decided to stand.
+
+Invariants:
+1. ``Past.read`` of no records is the past of a new run.
+2. Generation, member id and attempt never go backwards, so nothing that was issued once is issued again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import cast
+
+import msgspec
+
+from holdfast.core.decide.stop_policy import STOP_CODE, Action, Answered, Verdict
+from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
+from holdfast.core.job.failed_devices import DeviceFailure
+from holdfast.core.protocol.messages import Field, Record
+
+SNAPSHOT = "snapshot"
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """A member of the newest generation that was started."""
+
+    member_id: MemberId
+    rank: int
+    local_rank: int
+    node_id: NodeId
+
+
+class Past(msgspec.Struct, frozen=True, kw_only=True):
+    """Facts of earlier controllers of this run."""
+
+    generation: Generation = NO_GENERATION  # the newest that was issued, by a start or a fence
+    seated: Generation = NO_GENERATION  # the one that ``seats`` belong to
+    seats: tuple[Seat, ...] = ()
+    newcomers: tuple[Seat, ...] = ()  # in the seats of the dead since that start, not resumed; oldest first
+    last_member: int = 0
+    attempts: int = 0
+    step: int = 0  # where the job was last decided to stand
+    base_step: int = 0
+    sealed_step: int = -1  # newest sealed checkpoint, -1: none
+    sealed_last: tuple[Generation, int] = (
+        NO_GENERATION,
+        -1,
+    )  # the newest generation that sealed one, and its newest
+    session: bool = False  # a session was opened in this run
+    in_place: bool = False  # the newest start was of processes that lived on, and newcomers beside them
+    opened: bool = False  # all sessions of the seated members were opened
+    root: str = ""  # where the sessions save
+    exit_source: str = ""
+    agreed_step: int | None = None
+    released: bool = False
+    unequal: str = ""  # copies of the state differed, and no session of newer workers has opened
+    answered: tuple[Answered, ...] = ()
+    device_failures: tuple[DeviceFailure, ...] = ()
+    ends: Verdict | None = None  # it was decided that the run ends
+    once: tuple[tuple[int, str, str], ...] = ()  # rank, name and value (JSON) of what scripts have made once
+
+    @staticmethod
+    def read(records: Iterable[Record]) -> Past:
+        """Fold the records of a run, oldest first."""
+        past = Past()
+        for record in records:
+            past = past.after(record)
+        return past
+
+    def after(self, record: Record) -> Past:
+        """With one record more."""
+        fold = _FOLDS.get(record.kind)
+        return self if fold is None else msgspec.structs.replace(self, **fold(self, record.data))
+
+    def snapshot(self, now: float) -> Record:
+        """All of it as one record, with which a reader may begin. ``now`` is on the clock of ``Answered.at_s``."""
+        return Record(kind=SNAPSHOT, data={"past": msgspec.json.encode(self).decode(), "at_s": now})
+
+
+Data = dict[str, Field]
+Changes = dict[str, object]
+
+
+def _int(data: Data, key: str) -> int:
+    value = data[key]
+    assert isinstance(value, int), (key, value)
+    return value
+
+
+def _list(data: Data, key: str) -> list[str]:
+    value = data[key]
+    assert isinstance(value, list), (key, value)
+    return [str(item) for item in value]
+
+
+def _generation(data: Data) -> Generation:
+    return Generation.parse(str(data["generation"]))
+
+
+def _started(past: Past, data: Data) -> Changes:
+    generation = _generation(data)
+    columns = (_list(data, "members"), _list(data, "nodes"), _list(data, "local_ranks"))
+    seats = tuple(
+        Seat(MemberId(int(member)), rank, int(local_rank), NodeId(node))
+        for rank, (member, node, local_rank) in enumerate(zip(*columns, strict=True))
+    )
+    seated: Changes = {
+        "generation": generation,
+        "seated": generation,
+        "seats": seats,
+        "newcomers": (),
+        "in_place": bool(data["in_place"]),
+        "last_member": max([past.last_member, *(s.member_id for s in seats)]),
+    }
+    if data["in_place"]:
+        return seated
+    return seated | {
+        "attempts": _int(data, "attempt") + 1,
+        "opened": False,
+        "released": False,
+    }
+
+
+def _replaced(past: Past, data: Data) -> Changes:
+    columns = (_list(data, key) for key in ("members", "ranks", "local_ranks", "nodes"))
+    seats = tuple(
+        Seat(MemberId(int(member)), int(rank), int(local_rank), NodeId(node))
+        for member, rank, local_rank, node in zip(*columns, strict=True)
+    )
+    return {
+        "last_member": max([past.last_member, *(s.member_id for s in seats)]),
+        "newcomers": (*past.newcomers, *seats),
+    }
+
+
+def _fenced(past: Past, data: Data) -> Changes:
+    return {"generation": _generation(data), "released": False}
+
+
+def _planned(past: Past, data: Data) -> Changes:
+    return {"step": _int(data, "step")}
+
+
+def _verdict(past: Past, data: Data) -> Changes:
+    return _decided(past, data) | (_answered(past, data) if data.get("counts", True) else {})
+
+
+def _decided(past: Past, data: Data) -> Changes:
+    """What holds for a successor that finds it not carried out."""
+    if data["action"] in STOP_CODE:
+        action, reason = cast(Action, data["action"]), str(data["reason"])
+        evidence = tuple(_list(data, "evidence"))
+        return {
+            "ends": Verdict(action=action, reason=reason, evidence=evidence, save=past.step > past.base_step)
+        }
+    if data["action"] == "replace_from_memory":  # all go back to it, where it is older
+        step = _int(data, "memory_step")
+        return {"step": step, "base_step": min(past.base_step, step)}
+    return {}
+
+
+def _answered(past: Past, data: Data) -> Changes:
+    at_s = data["at_s"]
+    assert isinstance(at_s, int | float), data
+    columns = (_list(data, "digests"), _list(data, "failed_steps"), _list(data, "occurrences"))
+    failures = tuple(
+        (digest, int(step), int(occurrence)) for digest, step, occurrence in zip(*columns, strict=True)
+    )
+    answered = Answered(at_s=at_s, action=str(data["action"]), step=_int(data, "step"), failures=failures)
+    return {"answered": (*past.answered, answered)}
+
+
+def _opened(past: Past, data: Data) -> Changes:
+    step = _int(data, "step")
+    return {
+        "session": True,
+        "opened": True,
+        "unequal": "",
+        "base_step": step,
+        "step": step,
+        "sealed_step": min(past.sealed_step, step),
+        "root": str(data["root"]),
+    }
+
+
+def _sealed(past: Past, data: Data) -> Changes:
+    step = _int(data, "step")
+    last = max(past.sealed_last, (_generation(data), step))
+    return {"sealed_step": max(past.sealed_step, step), "sealed_last": last}
+
+
+def _snapshot(past: Past, data: Data) -> Changes:
+    """Times are those of the clock on which it was written at ``at_s``, and is read at ``read_s``."""
+    whole = msgspec.json.decode(str(data["past"]), type=Past)
+    at_s, read_s = data["at_s"], data.get("read_s", data["at_s"])
+    assert isinstance(at_s, int | float) and isinstance(read_s, int | float), data
+    answered = tuple(msgspec.structs.replace(each, at_s=each.at_s + read_s - at_s) for each in whole.answered)
+    return {name: getattr(whole, name) for name in Past.__struct_fields__} | {"answered": answered}
+
+
+def _device_failed(past: Past, data: Data) -> Changes:
+    failure = DeviceFailure(
+        node_id=NodeId(str(data["node"])),
+        local_rank=_int(data, "local_rank"),
+        step=_int(data, "step"),
+        digest=str(data["digest"]),
+        certain=bool(data["certain"]),
+        occurrence=_int(data, "occurrence"),
+    )
+    return {"device_failures": (*past.device_failures, failure)}
+
+
+def _made_once(past: Past, data: Data) -> Changes:
+    return {"once": (*past.once, (_int(data, "rank"), str(data["name"]), str(data["value"])))}
+
+
+_FOLDS: dict[str, Callable[[Past, Data], Changes]] = {
+    "generation_started": _started,
+    "fenced": _fenced,
+    "members_replaced": _replaced,
+    "planned": _planned,
+    "verdict": _verdict,
+    "session_opened": _opened,
+    "sealed": _sealed,
+    "device_failed": _device_failed,
+    "made_once": _made_once,
+    SNAPSHOT: _snapshot,
+    "copies_differ": lambda past, data: {"unequal": str(data["reason"])},
+    "exit_requested": lambda past, data: {"exit_source": str(data["source"])},
+    "exit_agreed": lambda past, data: {"agreed_step": _int(data, "step")},
+    "exit_cancelled": lambda past, data: {"exit_source": ""} if data["done"] else {},
+    "finished": lambda past, data: {"released": True, "step": _int(data, "step")},
+}

@@ -1,0 +1,45 @@
+"""What a script makes once for each rank and run (``holdfast.once``): names of directories, identifiers, times of day.
+
+Theory. A replacement runs the script from its top and would answer such questions in its own way. So the first answer
+of a rank is written to the event log, and every later process of that rank is told it. The log is on all nodes and
+outlives controllers; nothing else has to be kept.
+
+Invariants:
+1. The first value that was told under a name of a rank is its value to the end of the run.
+2. A value is in the log before a process hears of it.
+3. A process may ask and tell as often as it likes: the answer is the same.
+"""
+
+from __future__ import annotations
+
+from holdfast.core.job.job_state import Job
+from holdfast.core.job.log_replay import Past
+from holdfast.core.job.membership import Member
+from holdfast.core.protocol.messages import OnceAsked, OnceTold
+
+NAME_LENGTH_MAX = 100
+VALUE_LENGTH_MAX = 1000
+NAMES_MAX = 100  # of one rank
+
+
+class Once:
+    """The values of all ranks."""
+
+    def __init__(self, job: Job, past: Past) -> None:
+        self._job = job
+        self._kept = {(rank, name): value for rank, name, value in past.once}
+
+    def asked(self, member: Member, event: OnceAsked) -> None:
+        """A rank asks for its value under a name, or tells the one that it has made."""
+        place = member.rank, event.name
+        full = False
+        if event.value and place not in self._kept:
+            full = sum(1 for rank, _ in self._kept if rank == member.rank) >= NAMES_MAX
+            full = full or len(event.value) > VALUE_LENGTH_MAX or len(event.name) > NAME_LENGTH_MAX
+            if not full:
+                self._kept[place] = event.value
+                self._job.record("made_once", rank=member.rank, name=event.name, value=event.value)
+        told = OnceTold(
+            member_id=member.member_id, name=event.name, value=self._kept.get(place, ""), full=full
+        )
+        self._job.send(member, told)

@@ -1,0 +1,450 @@
+"""Nodes and processes: who runs where, who came back, who is gone.
+
+Theory. An agent tells the truth about the processes of its node: when it joins it lists those that live, then
+repeats what it knows (exits, layouts, last words of each worker), then beats. So the first beat after a hello
+closes the list: whoever is neither in it nor was reported dead is gone without a page. A controller of a
+later term seats the members of the log, waits for these lists, and then either disturbs nobody or starts a
+recovery.
+
+Invariants:
+1. A member is declared dead once: by its agent, by absence from a closed list, with its node, or unkillable.
+2. A process that is not seated is ordered to leave, whatever it says.
+3. An agent that returns within the adoption bound with all its members causes no fault.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.core.decide.recovery_phases import NO_PAGE
+from holdfast.core.decide.stop_policy import HANG, Failure
+from holdfast.core.ids import MemberId, NodeId
+from holdfast.core.job.fault import LEFT_FOR_RESTART, Fault, FaultKind, death_of
+from holdfast.core.job.job_state import Job
+from holdfast.core.job.log_replay import Past
+from holdfast.core.job.membership import Member
+from holdfast.core.job.recovery import Recovery
+from holdfast.core.job.shutdown import Ending
+from holdfast.core.protocol.messages import (
+    AgentHello,
+    KillMember,
+    Leave,
+    MemberExited,
+    MemberStarted,
+    Rolled,
+    WorkerHello,
+)
+from holdfast.exit_codes import Exit
+
+
+class Fleet:
+    """Sub-machine of the controller. ``job`` is shared with it."""
+
+    def __init__(self, job: Job, recovery: Recovery, ending: Ending, past: Past) -> None:
+        self.job = job
+        self.recovery = recovery
+        self.ending = ending
+        self._past = past
+        self._returning: dict[NodeId, frozenset[MemberId]] = {}  # said hello, its list is not closed yet
+        self.adopting = bool(past.seats) and (job.config.term > 1 or job.config.alone)
+        self.voters = tuple(NodeId(v) for v in job.config.voters)
+        self._rolled: tuple[NodeId, ...] = ()  # the nodes that the agents were last told of
+        self._may_roll = False
+
+    def start(self) -> None:
+        """Arm the timers; seat who was seated when an earlier controller wrote its last line."""
+        job = self.job
+        job.timer("beat", job.config.beat_s)
+        job.timer("startup", job.config.startup_s)
+        job.timer("roll", job.config.rejoin_s)
+        if job.config.alone:
+            job.exit_source = "the loss of the majority of the agents"
+        if self.adopting:
+            # With one voter, the survivor of two hosts that a witness chose, members may still sit on several nodes.
+            if self.voters or job.config.alone or len({s.node_id for s in self._past.seats}) > 1:
+                job.timer("rejoin", job.config.rejoin_s)
+            # The dead of the log whose seats were given away are no members; what they left is evidence.
+            newest = {s.rank: s for s in (*self._past.seats, *self._past.newcomers)}
+            joining = {s.member_id for s in self._past.newcomers}
+            members = [
+                Member(member_id=s.member_id, rank=s.rank, local_rank=s.local_rank, node_id=s.node_id,
+                       joining=s.member_id in joining,
+                       said_hello=self._past.opened and s.member_id not in joining)  # to the one before
+                for s in newest.values()
+            ]  # fmt: skip
+            job.roster.seat(self._past.seated, members)
+            seated = {m.member_id for m in members}
+            former = (*self._past.seats, *self._past.newcomers)
+            self.recovery.replacement.adopt(
+                {s.member_id: s.rank for s in former if s.member_id not in seated}
+            )
+            self.recovery.seated(self._past.opened, self._past.in_place)
+
+    # ---------------------------------------------------------------- agents
+
+    def agent_hello(self, now: float, event: AgentHello) -> None:
+        """A node joins, or rejoins with what it holds."""
+        job = self.job
+        job.slots[event.node_id] = event.slots
+        if event.host:
+            job.hosts[event.node_id] = (event.host, event.port)
+        job.liveness.hello(event.node_id, now)
+        job.record("agent_joined", node=str(event.node_id), pid=event.pid, slots=event.slots)
+        self._rolled = ()  # this one may be the successor of an agent that knew
+        self._roll()
+        seen = {m.member_id: m for m in event.members}
+        for member in job.roster.on_node(event.node_id):
+            if member.member_id in seen:
+                here = seen[member.member_id]
+                member.started, member.pid = True, here.pid
+                if here.state != "starting":
+                    member.said_hello, member.state, member.step = True, here.state, here.step
+                if member.kill_reason:  # the order may have gone with the agent before this one
+                    job.kill(member, member.kill_reason, 0.0 if job.session else job.config.term_grace_s)
+        for member_id in sorted(seen):
+            if job.roster.get(member_id) is None and not job.config.library:
+                reason = "a process from before a recovery"
+                kill = KillMember(member_id=member_id, node_id=event.node_id, reason=reason)
+                job.send_node(event.node_id, kill)
+        if job.roster.members:
+            self._returning[event.node_id] = frozenset(seen)
+        elif self.ending.stopping is not None:
+            if job.is_assembled:
+                self.ending.exited()
+        elif not job.config.library and set(self.voters) <= set(job.slots):
+            self._launch(now)
+        else:
+            # The nodes in their order, if they are all about to come.
+            job.timer("assemble", job.config.rejoin_s)
+        self._launch_waiting(now)
+
+    def _roll(self) -> None:
+        """Tell the agents who is there: the electorate follows, one change at a time.
+
+        Not before every voter has come, or had the time to: the first list would cost living ones their vote.
+        """
+        job, present = self.job, self.job.liveness.present
+        self._may_roll = self._may_roll or set(self.voters) <= set(present)
+        if job.hosts and self._may_roll and present != self._rolled:
+            self._rolled = present
+            for node_id in present:
+                job.send_node(node_id, Rolled(up=present))
+
+    def _launch(self, now: float) -> None:
+        """Start the ranks for the first time, if the nodes suffice."""
+        job = self.job
+        idle = not job.roster.members and self.ending.stopping is None
+        if idle and not job.config.library and len(job.slots) >= job.config.nnodes:
+            self.recovery.launch(now)
+
+    def _launch_waiting(self, now: float) -> None:
+        """Start the ranks that wait for nodes. One that was only silent for a while does not say hello again."""
+        if self.recovery.phase == "waiting" and self.job.fits:
+            self.recovery.launch(now)
+
+    def agent_beat(self, now: float, node_id: NodeId) -> None:
+        """A heartbeat. The first one after a hello closes that node's list of members."""
+        self.job.liveness.beat(node_id, now)
+        self._launch_waiting(now)
+        seen = self._returning.pop(node_id, None)
+        if seen is None:
+            return
+        gone = [m for m in self.job.roster.on_node(node_id) if m.member_id not in seen]
+        # An order to start may have gone with the agent before this one; who was to die meanwhile is not there, either.
+        unstarted = [m for m in gone if not (m.started or m.kill_reason or self.adopting)]
+        self.job.start_again(unstarted)
+        for member in gone:
+            if member not in unstarted:
+                self._lose(now, member, "is not there any more")
+        if self._adopt_if_closed(now):
+            return
+        for member in self.job.roster.on_node(node_id):
+            self.recovery.remind(member)
+            self.ending.remind(member)
+
+    def agent_gone(self, now: float, node_id: NodeId) -> None:
+        """The connection of an agent closed; it, or its successor, may come back."""
+        event = self.job.liveness.gone(node_id, now)
+        if event is not None:
+            self.job.record("node_suspected", node=str(node_id), reason=event.reason)
+
+    def node_lost(self, now: float, node_id: NodeId, reason: str) -> None:
+        """A node is lost, if a majority of the agents is still heard; else this controller has no say any more."""
+        job = self.job
+        job.slots.pop(node_id, None)
+        self._returning.pop(node_id, None)
+        heard = sum(job.liveness.is_up(voter) for voter in self.voters)
+        if self.voters and heard * 2 <= len(self.voters) and not job.config.alone:
+            job.stand_down(
+                f"{node_id} is lost ({reason}), only {heard} of {len(self.voters)} agents are heard"
+            )
+            return
+        self._roll()
+        for member in job.roster.members:
+            if member.node_id == node_id and member.exited is not None:
+                member.exited = msgspec.structs.replace(member.exited, kept=())  # that memory is gone too
+        for member in job.roster.on_node(node_id):
+            self._lose(now, member, f"went with its node: {reason}")
+
+    def _rejoin(self, now: float) -> None:
+        """Whoever has not come to this controller of a later term by now is lost."""
+        job = self.job
+        if not self.adopting:
+            return
+        for node_id in sorted(job.roster.nodes - job.slots.keys()):
+            reason = f"its agent did not come within {job.config.rejoin_s:g} s of the controller's start"
+            job.record("node_lost", node=str(node_id), reason=reason)
+            self.node_lost(now, node_id, reason)
+        self._adopt_if_closed(now)
+
+    def _lose(self, now: float, member: Member, what: str) -> None:
+        exited = MemberExited(
+            member_id=member.member_id,
+            node_id=member.node_id,
+            generation=self.job.roster.generation,
+            code=None,
+            signal=None,
+            state=member.state,
+            step=member.step,
+            detail=NO_PAGE,
+        )
+        member.kill_reason = member.kill_reason or what
+        self.job.record("member_lost", member_id=int(member.member_id), rank=member.rank, what=what)
+        self.member_exited(now, exited)
+
+    def _adopt_if_closed(self, now: float) -> bool:
+        """The nodes that are not lost have all come, and told whom they hold."""
+        job = self.job
+        if not self.adopting or self._returning or job.ended or not job.roster.nodes <= job.slots.keys():
+            return False
+        self._adopt(now)
+        return True
+
+    def _adopt(self, now: float) -> None:
+        """All lists are closed: go on as if nothing had happened, if nothing has."""
+        job, roster = self.job, self.job.roster
+        self.adopting = False
+        dead = [m for m in roster.members if not m.alive]
+        fenced = job.generation > roster.generation
+        fencing = self.recovery.phase == "fencing"  # for what was told before all lists were closed
+        job.record(
+            "adopted", members=[m.rank for m in roster.living], dead=[m.rank for m in dead], fenced=fenced
+        )
+        self.recovery.adopt(now)
+        faults = [
+            self._fault_of(now, m, m.exited)
+            for m in dead
+            if m.exited and m.failed is None and not self.ending.is_expected(m, m.exited)
+        ]
+        if not roster.living and (job.released or all(m.finished for m in roster.members)):
+            job.released = True
+            self.ending.exited()
+        elif faults:
+            self.recovery.fault(now, *faults)  # at once: with nobody alive the first one starts all again
+        elif fenced and not fencing:
+            what = "the controller was replaced during a recovery"
+            self.recovery.member_fault(now, roster.members[0], "controller", what)
+        elif dead:
+            self.ending.exited()
+        if fencing or not (faults or fenced):
+            for member in roster.living:  # those who came last have heard nothing yet
+                self.recovery.remind(member)
+                self.ending.remind(member)
+        if not job.ended:
+            self.recovery.progress(now)  # a fault that was told meanwhile waited for these lists
+
+    # ---------------------------------------------------------------- processes
+
+    def worker_hello(self, now: float, event: WorkerHello) -> None:
+        """A worker's client is connected, for the first time or again."""
+        job = self.job
+        member = job.roster.get(event.member_id)
+        if member is None and job.config.library:
+            member = self._join_library(event)
+        if member is None or not member.alive:
+            job.send_process(
+                event.member_id,
+                Leave(
+                    member_id=event.member_id,
+                    generation=max(event.generation, job.generation),
+                    code=int(Exit.RESTART),
+                    reason="a process from before a recovery",
+                ),
+            )
+            return
+        member.started = member.said_hello = True
+        member.pid, member.state, member.step = event.pid, event.state, event.step
+        if not self.adopting:
+            self.recovery.remind(member)
+            self.ending.remind(member)
+            self.recovery.progress(now)
+
+    def _join_library(self, event: WorkerHello) -> Member | None:
+        """In library mode the workers come by themselves and bring their ids; their ranks lie in blocks by node."""
+        job = self.job
+        per_node = job.config.world_size // job.config.nnodes
+        node_id = (
+            NodeId(f"node{event.rank // per_node}") if job.config.nnodes > 1 else min(job.slots, default=None)
+        )
+        if job.roster.at(event.rank) is not None or node_id is None or node_id not in job.slots:
+            return None
+        if not job.roster.members:
+            job.generation = job.roster.generation = event.generation
+            self.recovery.join_started()
+        member = Member(
+            member_id=event.member_id,
+            rank=event.rank,
+            local_rank=event.rank % per_node,
+            node_id=node_id,
+        )
+        job.roster.add(member)
+        return member
+
+    def member_started(self, now: float, event: MemberStarted) -> None:
+        """A worker process exists."""
+        member = self.job.roster.get(event.member_id)
+        if member is not None and not member.started:
+            member.started, member.started_s, member.pid = True, now, event.pid
+            self.job.record("member_started", member_id=int(event.member_id), rank=member.rank, pid=event.pid)
+            self.recovery.progress(now)
+
+    def member_exited(self, now: float, event: MemberExited) -> None:
+        """A worker process is gone."""
+        job = self.job
+        member = job.roster.get(event.member_id)
+        if member is None:
+            self.recovery.replacement.replaced_exited(event)
+            return
+        if not member.alive:
+            return
+        job.roster.bury(member, event)
+        for name in ("kill", "failing"):
+            job.cancel(f"{name}:{member.member_id}")
+        job.record(
+            "member_exited",
+            member_id=int(event.member_id),
+            rank=member.rank,
+            code=event.code,
+            signal=event.signal,
+            state=event.state,
+            step=event.step,
+            phase=event.detail,
+            log_size_bytes=event.log_size_bytes,
+        )
+        if self.adopting:
+            return
+        if self.ending.is_expected(member, event):
+            if not member.is_excused or self.ending.stopping is not None:
+                self.ending.exited()
+        elif member.failed is None and not member.is_excused and not self._follows(event):
+            self.recovery.fault(now, self._fault_of(now, member, event))
+        if not job.ended:
+            self.recovery.exited(now, member)
+
+    def _follows(self, event: MemberExited) -> bool:
+        """It left because of a fault that is known, and that is being recovered from: it is none of its own."""
+        known = self.recovery.phase == "fencing" and bool(self.recovery.faults.all)
+        return known and event.code == Exit.RESTART
+
+    def _fault_of(self, now: float, member: Member, event: MemberExited) -> Fault:
+        if event.signal:
+            kind: FaultKind = "signal"
+            how = f"was killed by signal {event.signal}"
+        elif event.code == Exit.RESTART:
+            kind, how = "exit", LEFT_FOR_RESTART
+        elif event.code is not None:
+            kind, how = "exit", f"ended with code {event.code}"
+        else:
+            kind, how = "exit", "is gone"
+        if member.kill_reason:
+            kind, how = "hang" if member.hung_at_s else "silent", member.kill_reason
+        job = self.job
+        if event.oom_kills and not member.kill_reason:
+            how += f", out of memory: oom_kill of its cgroup rose by {event.oom_kills}"
+        failure = death_of(
+            now, member, event, how, job.generation if member.joining else job.roster.generation
+        )
+        if member.hung_in:
+            failure = Failure(
+                rank=member.rank,
+                step=event.step,
+                kind=HANG,
+                what=how,
+                digest=f"hang in {member.hung_in}"[:200],
+                occurrence=(job.generation if member.joining else job.roster.generation).pack(),
+            )
+        return Fault.of(member, kind, how, now, failure)
+
+    # ---------------------------------------------------------------- time
+
+    def tick(self, now: float, name: str) -> bool:
+        """One of this machine's timers; False when the name is not one of them."""
+        kind, _, number = name.partition(":")
+        if kind == "beat":
+            self._beat(now)
+        elif kind == "startup":
+            self._startup(now)
+        elif kind == "assemble":
+            self._launch(now)
+        elif kind == "rejoin":
+            self._rejoin(now)
+        elif kind == "roll":
+            self._may_roll = True
+            self._roll()
+        elif kind in ("kill", "failing"):
+            member = self.job.roster.get(MemberId(int(number)))
+            if member is not None and member.alive and kind == "failing":
+                self.job.time_out(member, "did not exit after its exception")
+            elif member is not None and member.alive:
+                self._give_up(now, member)
+        else:
+            return False
+        return True
+
+    def _give_up(self, now: float, member: Member) -> None:
+        """It was killed, and is still there. Its page lies in memory, and never changes again: its agent reads it."""
+        if member.given_up:  # its agent does not answer either
+            self._lose(now, member, "does not die; it is given up")
+            return
+        member.given_up = True
+        reason = "does not die; it is given up"
+        order = KillMember(member_id=member.member_id, node_id=member.node_id, reason=reason, given_up=True)
+        self.job.record("member_given_up", member_id=int(member.member_id), rank=member.rank)
+        self.job.send_node(member.node_id, order)
+        self.job.timer(f"kill:{member.member_id}", self.job.config.leave_s)
+
+    def _beat(self, now: float) -> None:
+        job = self.job
+        job.timer("beat", job.config.beat_s)
+        for event in job.liveness.tick(now):
+            job.record(f"node_{event.kind}", node=str(event.node_id), reason=event.reason)
+            if event.kind == "lost":
+                self.node_lost(now, event.node_id, event.reason)
+        self._adopt_if_closed(now)
+        self.recovery.grow(now)
+
+    def _startup(self, now: float) -> None:
+        """Whoever has not reported by now is named, and removed."""
+        job = self.job
+        bound = f"within {job.config.startup_s:g} s"
+        if not job.roster.members or self.recovery.phase == "waiting":
+            why = (
+                f"{len(job.slots)} of {job.config.nnodes} agents joined {bound}: nowhere to run{job.left_out}"
+            )
+            known = job.sealed_step >= 0 or job.base_step > 0
+            job.finish(Exit.REQUEUE if known else Exit.UNSAVED if job.roster.members else Exit.FAILED, why)
+            return
+        if self.adopting:
+            self.adopting = False
+            job.finish(Exit.INTERNAL, f"no agent reported its workers {bound}")
+            return
+        python = any(m.said_hello for m in job.roster.members)
+        late = [m for m in job.roster.living if not m.started or (python and not m.said_hello)]
+        if not late or job.config.library:
+            return
+        job.record("startup_late", ranks=[m.rank for m in late])
+        for member in late:
+            if member.started:
+                job.time_out(member, f"did not connect {bound}")
+            else:
+                self._lose(now, member, f"was not started {bound}")

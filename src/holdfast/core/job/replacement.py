@@ -1,0 +1,239 @@
+"""Newcomers in the seats of the dead, while the others keep process, weights and connections.
+
+Theory. A newcomer builds its model without peers, asks for its state, takes it from the survivors that serve theirs,
+and joins. Both sides work at the same time; the first fetch waits until all sources have opened, so that the load is
+spread over all of them. Until it has joined, a newcomer is nobody: what the one before it left on its status page is
+still the seat's evidence in a decision.
+
+Invariants:
+1. A newcomer is told to receive only when every source of the decision has offered the state of the decided step.
+2. The page of a replaced member counts until the job has resumed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from holdfast.core.decide.decision import Decided, Report
+from holdfast.core.decide.ladder import Ladder
+from holdfast.core.decide.recovery_phases import NO_PAGE
+from holdfast.core.ids import MemberId
+from holdfast.core.job.failed_devices import FAILURES_MAX
+from holdfast.core.job.job_state import Job
+from holdfast.core.job.membership import Member
+from holdfast.core.job.wait_bounds import Bounds
+from holdfast.core.protocol.messages import Joined, MemberExited, Receive, Settled, StateOffered
+from holdfast.text import plural
+
+
+class Replacement:
+    """Part of :class:`~holdfast.core.job.recovery.Recovery`; ``job`` is shared with it."""
+
+    def __init__(self, job: Job, bounds: Bounds) -> None:
+        self.job = job
+        self.bounds = bounds
+        self.lost = 0  # newcomers of this recovery that were lost before they joined
+        self.refusal = ""  # why one of them cannot join
+        self._awaited: set[int] = set()  # sources that have not offered
+        self._kept = False  # newcomers take what those before them left in memory
+        self.replays = False  # they make updates again of which those before them left a log
+        self._offers: dict[int, StateOffered] = {}
+        self._addresses: dict[str, tuple[str, int]] | None = None  # of the offers, made at need
+        self._pages: dict[int, MemberExited] = {}  # by rank: what the last full member of a seat left
+        self._former: dict[MemberId, int] = {}  # ranks of members that an earlier controller has replaced
+
+    def why_not(self, decided: Decided) -> str:
+        """Why the lost ranks cannot be replaced beside the living, whoever holds their boxes; empty when they can."""
+        job = self.job
+        living = job.roster.living
+        if reason := self._barred(living):
+            return reason
+        if not living or not decided.sound or any(m.finished for m in job.roster.members):
+            return "not every living rank stands at the step, inside its loop"
+        dead = [m for m in job.roster.members if not m.alive]
+        places = job.places(dead)
+        homeless = next((m for m in dead if m.rank not in places), None)
+        if homeless is not None:
+            gone = str(homeless.node_id) not in job.heard()
+            what = f"{homeless.node_id} of rank {homeless.rank} is gone" if gone else self._broken(homeless)
+            return f"{what}, and no other node has a free slot"
+        return ""
+
+    def _broken(self, member: Member) -> str:
+        return f"device {member.local_rank} of {member.node_id} has failed {FAILURES_MAX} times"
+
+    def _barred(self, living: Sequence[Member]) -> str:
+        """Why nobody can be replaced, whoever is lost."""
+        config = self.job.config
+        if config.library:
+            return "the workers belong to another launcher"
+        if config.alone:
+            return "a minority of the nodes only saves"
+        if not Ladder.parse(config.on_fault).tries("replace", "node", "memory"):
+            return "all workers are restarted on request"
+        if not all(m.live and m.opened_step is not None for m in living):
+            return "the groups of the living cannot be rebuilt in place"
+        if self.refusal:
+            return self.refusal
+        if self.lost >= config.replacements_max:
+            return (
+                f"{plural(self.lost, 'newcomer')} {'was' if self.lost == 1 else 'were'} lost before joining"
+            )
+        return ""
+
+    def remove(self, torn: Sequence[Member]) -> bool:
+        """Kill living ranks whose update broke: they hold nothing that counts, and newcomers take their seats.
+
+        Returns: False when there are none, or when they would not help: nobody is sound, or nobody can be replaced.
+        """
+        living = self.job.roster.living
+        if not torn or len(torn) == len(living) or self._barred(living):
+            return False
+        for member in torn:
+            member.is_excused = True
+            self.job.kill(member, "its update broke")
+        return True
+
+    def start(self, sources: Sequence[int], *, kept: bool, replays: bool = False) -> None:
+        """Seat and start a newcomer for each dead rank; ``kept``: with the state that is in memory; ``replays``: with
+        one that is made again from there."""
+        dead = [m for m in self.job.roster.members if not m.alive]
+        for member in dead:
+            if member.exited is not None and not member.joining:
+                self._pages[member.rank] = member.exited
+        self._awaited = set(sources)
+        self._kept, self.replays = kept, replays
+        self._offers, self._addresses = {}, None
+        self._seat(dead)
+        # What was kept is read first, which may take long.
+        config = self.job.config
+        offer_s = self.job.gasp_s if kept else config.offer_s + self.job.settle_s - config.quiesce_s
+        self.bounds.begin("offer", offer_s, reads=kept)
+
+    def adopt(self, former: Mapping[MemberId, int]) -> None:
+        """An earlier controller has replaced these members; their agents will say what they left."""
+        self._former = dict(former)
+
+    def replaced_exited(self, event: MemberExited) -> None:
+        """An agent repeats what a replaced member left: evidence of its seat. The last one that was a member counts."""
+        rank = self._former.get(event.member_id)
+        if rank is None or event.detail == NO_PAGE or event.state == "starting":
+            return
+        known = self._pages.get(rank)
+        if known is None or known.member_id < event.member_id:
+            self._pages[rank] = event
+
+    def awaits(self, survivor: Member) -> bool:
+        """It has yet to offer its state."""
+        return survivor.rank in self._awaited
+
+    @property
+    def is_offered(self) -> bool:
+        """All sources have: newcomers can take it."""
+        return not self._awaited
+
+    def again(self, newcomer: Member) -> bool:
+        """Start another one in the seat of a newcomer that died before it had joined, if there is room and hope."""
+        job = self.job
+        if newcomer.alive or self.lost >= job.config.replacements_max or not job.places([newcomer]):
+            return False
+        self._seat([newcomer])
+        return True
+
+    def _seat(self, dead: Sequence[Member]) -> None:
+        job = self.job
+        job.replace_members(dead)
+        job.timer("startup", job.config.startup_s)
+        self.bounds.begin("join", job.join_s, reads=True)
+
+    def offered(self, member: Member, offer: StateOffered) -> bool:
+        """A survivor serves its state; True when newcomers can be told, or are to be told anew."""
+        self._offers[member.rank] = offer
+        self._addresses = None
+        self._awaited.discard(member.rank)
+        return not self._awaited
+
+    def receive(self, member: Member, turns: int) -> Receive | None:
+        """The order that a newcomer waits for; None while a source is missing or it has not asked.
+
+        Args:
+            turns: of epochs and phases, that the whole job has done.
+        """
+        job = self.job
+        if not member.asked or self._awaited:
+            return None
+        if self._addresses is None:
+            self._addresses = {str(rank): (o.host, o.port) for rank, o in sorted(self._offers.items())}
+        return Receive(
+            member_id=member.member_id,
+            generation=job.generation,
+            step=job.step,
+            sources=self._addresses,
+            layouts=job.roster.all_layouts(),
+            version=job.roster.agreed(job.world_size),
+            local=self.local_of(member),
+            kept=self._kept,
+            replays=self.replays,
+            turns=turns,
+        )
+
+    def holds(self, member: Member) -> bool:
+        """True for a member that answers a fence. A newcomer with an open session holds its state, and is one now."""
+        step = member.opened_step
+        if not member.joining or step is None:
+            return not member.joining
+        member.joining = False
+        self.job.record(
+            "joined",
+            rank=member.rank,
+            member_id=int(member.member_id),
+            step=step,
+            generation=str(self.job.generation),
+        )
+        return True
+
+    def joined(self, member: Member, message: Joined) -> Settled:
+        """A newcomer holds its state: from now on a member, with this report."""
+        member.joining = False
+        self.job.record(
+            "joined",
+            rank=member.rank,
+            member_id=int(member.member_id),
+            step=message.step,
+            generation=str(self.job.generation),
+        )
+        return Settled(
+            member_id=member.member_id, generation=message.generation, state="ready", step=message.step
+        )
+
+    def local_of(self, member: Member) -> bytes:
+        """Rank-local values of a lost rank at the decided step: from its own page, or from that of the one it was to
+        replace. One that was lost in its update, and in doubt, had told those of the next step beside its own."""
+        left = (self._pages.get(member.rank), None if member.joining else member.exited)
+        known = {step: local for page in left if page is not None for step, local in page.locals.items()}
+        return known[max(steps)] if (steps := [step for step in known if step <= self.job.step]) else b""
+
+    def reports(self) -> list[Report]:
+        """What those that were replaced have left."""
+        return [Report(rank, page.state, page.step, False) for rank, page in sorted(self._pages.items())]
+
+    def went_back(self, step: int) -> None:
+        """All were told to go back to ``step``: a page proves no later one any more."""
+        self._pages = {
+            rank: msgspec.structs.replace(page, state="ready", step=min(page.step, step))
+            for rank, page in self._pages.items()
+        }
+
+    @property
+    def staged(self) -> bool:
+        """One of those that were replaced had handed a save to its writer process."""
+        return any(page.staged_step > 0 for page in self._pages.values())
+
+    def clear(self) -> None:
+        """The job has resumed, or starts anew."""
+        self.lost = 0
+        self.refusal = ""
+        self._pages, self._former = {}, {}
+        self._offers, self._addresses = {}, None

@@ -1,0 +1,181 @@
+"""How a run ends: asked to (graceful exit), told to (stop), or because all its ranks are done.
+
+Theory. A graceful exit is a flag that travels in the vote, so the request only has to reach one rank; the
+controller tells all of them, keeps the request across recoveries, and owns the deadline. The agent through which it
+came says it again to the next controller: this one may die before it has heard of it. A session that is done waits
+for its Release: as long as one rank still works, every other one may be needed to recover it. What the script
+does after the Release, a final evaluation or an export, is run again by all ranks when one of them fails in it: their
+sessions begin at the last step and have nothing left to do.
+
+Invariants:
+1. Release is sent only when every rank of the generation has finished.
+2. A run that was asked to exit ends with REQUEUE only when a checkpoint of its last step is sealed.
+3. A process that dies after the Release is a fault where a checkpoint of the end is sealed: all start again from it.
+4. Once ``stopping`` is set, every death is expected.
+"""
+
+from __future__ import annotations
+
+from holdfast.core.job.completion import Rollcall
+from holdfast.core.job.job_state import Job
+from holdfast.core.job.membership import Member, node_order
+from holdfast.core.job.situation import CONSEQUENCES
+from holdfast.core.protocol.messages import ExitCancelled, ExitOrder, Finished, MemberExited, Release
+from holdfast.core.protocol.status_page import Phase
+from holdfast.exit_codes import Exit
+
+EXPECTED_CODES = frozenset({0, int(Exit.REQUEUE), int(Exit.UNSAVED)})
+
+
+class Ending:
+    """Sub-machine of the controller. ``job`` is shared with it."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.stopping: tuple[Exit, str] | None = None
+        self._rollcall = Rollcall()
+
+    def start(self) -> None:
+        """A request that an earlier controller took has its deadline from this one, too.
+
+        Counted anew: how much of it was left died with that controller. The agent that passed the request on knows,
+        and tells it again.
+        """
+        if self.job.exit_source:
+            self.job.timer("exit", self.job.config.grace_s)
+
+    def request(self, source: str, grace_s: float) -> None:
+        """Exit gracefully within ``grace_s`` seconds. Asking again changes nothing but the deadline."""
+        job = self.job
+        if self.stopping is not None or job.released:
+            return
+        if not job.exit_source:
+            job.exit_source = source
+            job.record("exit_requested", source=source, grace_s=grace_s)
+        job.timer("exit", grace_s)
+        if not job.session:
+            self._stop(Exit.UNSAVED, self._asked(), min(grace_s, job.config.term_grace_s))
+            return
+        for member in job.roster.living:
+            self.remind(member)
+
+    def cancel(self, source: str) -> None:
+        """Take the request back, unless the ranks have agreed already."""
+        job = self.job
+        done = bool(job.exit_source) and job.agreed_step is None and self.stopping is None
+        job.record("exit_cancelled", source=source, done=done)
+        if done or not job.exit_source:
+            for node_id in sorted(job.slots, key=node_order):
+                job.send_node(node_id, ExitCancelled(source=source))
+        if not done:
+            return
+        job.exit_source = ""
+        job.cancel("exit")
+        for member in job.roster.living:
+            order = ExitOrder(
+                member_id=member.member_id, generation=job.generation, source=source, cancel=True
+            )
+            job.send(member, order)
+
+    def agreed(self, step: int) -> None:
+        """A vote carried the request: all ranks save ``step`` and leave."""
+        if self.job.agreed_step != step:  # a fault may have come between, and the ranks agree again
+            self.job.agreed_step = step
+            self.job.record("exit_agreed", step=step)
+        if not self.job.exit_source:  # what the rank said that was asked died with a controller
+            self.job.exit_source = "vote"
+            self.job.timer("exit", self.job.config.grace_s)
+
+    def stop(self, reason: str) -> None:
+        """End at once."""
+        self._stop(Exit.INTERRUPTED, reason, 0.0)
+
+    def deadline(self) -> None:
+        """The graceful exit took too long."""
+        if self._is_saved():
+            self._stop(Exit.REQUEUE, "the checkpoint is saved, but not every process left in time", 0.0)
+        else:
+            self._stop(Exit.UNSAVED, f"{self._asked()}: the deadline has passed", 0.0)
+
+    def finished(self, member: Member, message: Finished) -> None:
+        """The session of one rank is done."""
+        member.finished = message
+        if message.sealed:
+            self.job.sealed_step = max(self.job.sealed_step, message.step)
+
+    def release(self) -> None:
+        """Let everyone return, if all have finished."""
+        job, members = self.job, self.job.roster.members
+        if job.released or len(members) < job.world_size:
+            return
+        if not self._rollcall.all(members, lambda m: m.finished):
+            return
+        job.released = True
+        steps = [m.finished.step for m in members if m.finished]
+        job.step = max(steps)
+        job.record("finished", step=job.step, reason=str(members[0].finished and members[0].finished.reason))
+        for member in job.roster.living:
+            self.remind(member)
+
+    def remind(self, member: Member) -> None:
+        """Repeat the standing order to a member that reconnected or just opened its session."""
+        job, who = self.job, member.member_id
+        if job.released or member.may_end:
+            job.send(member, Release(member_id=who, generation=job.generation))
+        elif job.exit_source and job.session:
+            job.send(member, ExitOrder(member_id=who, generation=job.generation, source=job.exit_source))
+
+    def is_expected(self, member: Member, exited: MemberExited) -> bool:
+        """True when this exit is no fault."""
+        job, over = self.job, exited.detail == Phase.LEFT.name.lower()  # its script had come to its end
+        if self.stopping is not None or (job.released and (over or not job.repeats)):
+            return True
+        done = member.finished is not None or not self.job.session
+        return done and exited.code == 0 and exited.signal is None
+
+    def exited(self) -> None:
+        """A process is gone that was expected to go: is the run over?"""
+        job = self.job
+        if job.roster.living:
+            return
+        if self.stopping is not None:
+            job.finish(*self.stopping)
+        elif all(m.finished or job.released for m in job.roster.members):
+            job.finish(*self._outcome())
+        elif not job.session and all(m.exited and m.exited.code == 0 for m in job.roster.members):
+            job.finish(Exit.OK, "every process ended with code 0")
+
+    def _outcome(self) -> tuple[Exit, str]:
+        members = self.job.roster.members
+        for member in sorted(members, key=lambda m: m.failed is not None and m.failed.kind in CONSEQUENCES):
+            failed, exited = member.failed, member.exited
+            if failed is not None:
+                code = Exit.BAD_INPUT if failed.user_error else Exit.FAILED
+                return code, f"rank {member.rank} failed after training: {failed.kind}: {failed.what}"
+            if exited and (exited.signal or (exited.code or 0) not in EXPECTED_CODES):
+                how = f"signal {exited.signal}" if exited.signal else f"code {exited.code}"
+                return Exit.FAILED, f"rank {member.rank} ended with {how} after training"
+        if any(m.finished and m.finished.reason == "exit" for m in self.job.roster.members):
+            if self._is_saved():
+                return Exit.REQUEUE, f"{self._asked()}: step {self.job.step} is saved"
+            return Exit.UNSAVED, f"{self._asked()}: no checkpoint was saved"
+        return Exit.OK, f"training is done at step {self.job.step}"
+
+    def _asked(self) -> str:
+        return f"asked to exit ({self.job.exit_source or 'by a worker'})"
+
+    def _is_saved(self) -> bool:
+        step = self.job.step if self.job.agreed_step is None else self.job.agreed_step
+        return 0 <= step <= self.job.sealed_step
+
+    def _stop(self, code: Exit, reason: str, grace_s: float) -> None:
+        job = self.job
+        if self.stopping is None or code is Exit.INTERRUPTED:
+            self.stopping = (code, reason)
+        for member in job.roster.living:
+            job.kill(member, reason, grace_s)
+        if job.roster.members or job.is_assembled:
+            self.exited()
+        else:
+            # Nodes that are about to come would never hear that it is over.
+            job.timer("together", job.config.rejoin_s)

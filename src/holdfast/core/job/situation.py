@@ -1,0 +1,182 @@
+"""What is known once the old generation has come to rest: the situation that the ladder is asked about.
+
+Theory. Reports, the faults so far, layouts and the state of the nodes are gathered into one value, and with it why a
+rung cannot be taken. Nothing is decided here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from holdfast.core.decide.decision import Decided, Report, decide
+from holdfast.core.decide.recovery_phases import NO_PAGE
+from holdfast.core.decide.stop_policy import Failure, Situation
+from holdfast.core.ids import MemberId
+from holdfast.core.job.fault import Fault, FaultKind
+from holdfast.core.job.job_state import Job
+from holdfast.core.job.last_gasp import Gasp
+from holdfast.core.job.memory_tier import NONE, kept_by, newest_complete, replacement_step, replayed
+from holdfast.core.job.replacement import Replacement
+from holdfast.core.protocol.messages import Settled
+from holdfast.text import noun_of, plural
+
+CONSEQUENCES = frozenset({"PeerLost", "GroupError"})
+"""Exceptions that a lost peer causes: never themselves the reason of a fault."""
+
+
+OWN_DOING = frozenset({"exception", "hang", "silent", "corruption"})
+"""Kinds of faults that user code may be the reason of; silent is our own kill, it came after."""
+
+FAILURES_MAX = 16
+
+
+class Survey:
+    """Part of :class:`~holdfast.core.job.recovery.Recovery`, with which everything is shared."""
+
+    def __init__(self, job: Job, replacement: Replacement, gasp: Gasp) -> None:
+        self.job = job
+        self.replacement = replacement
+        self.gasp = gasp
+
+    def reports(self, answers: Mapping[int, Settled]) -> list[Report]:
+        """What is known of each rank of the old generation; ``answers`` to the newest fence by rank."""
+        found: list[Report] = []
+        for member in self.job.roster.members:
+            answer = answers.get(member.rank)
+            if member.alive and member.joining:
+                continue  # nobody until it has joined
+            if member.alive and answer is not None:
+                found.append(Report(member.rank, answer.state, answer.step, True))
+            elif member.exited is not None and member.exited.detail != NO_PAGE:
+                found.append(Report(member.rank, member.exited.state, member.exited.step, False))
+        return found + self.replacement.reports()
+
+    def situation(
+        self, decided: Decided, answers: Mapping[int, Settled], faults: Sequence[Fault]
+    ) -> Situation:
+        """All that the ladder may know."""
+        job = self.job
+        members, room = job.roster.members, job.room()
+        finished = [m for m in members if m.finished is not None]
+        no_holder = self._why_no_holder(decided.sources)
+        not_beside = self._why_not_beside(decided, answers)
+        return Situation(
+            step=job.step or None,
+            base_step=job.base_step,
+            session=job.session,
+            all_alive=all(m.alive for m in members),
+            all_sound=decided.step is not None
+            and decided.sound
+            and len(finished) in (0, len(members))
+            and not self._away(answers)
+            and not job.unequal,
+            uncovered=self._why_uncovered(decided, no_holder),
+            checkpoint_known=job.sealed_step >= 0
+            or job.base_step > 0
+            or any(m.exited is not None and m.exited.staged_step > 0 for m in members)
+            or self.replacement.staged,
+            left=job.agreed_step is not None and job.agreed_step == job.step <= job.sealed_step,
+            unreplaceable=not_beside or no_holder,
+            unequal=job.unequal,
+            memory_here=NONE if not_beside or self._unpublished() else self._memory_here(decided, answers),
+            memory_step=self._memory_step(decided, answers),
+            replayed=not (not_beside or self._unpublished())
+            and replayed(decided, members, answers, job.held_elsewhere()),
+            failures=_failures(faults),
+            fewer=f"there is room for {room} of {plural(job.world_size, 'rank')}"
+            if room < job.world_size
+            else "",
+            lost_nodes=tuple(sorted({str(m.node_id) for m in members if not m.alive} - job.heard())),
+            causes=tuple(sorted({self._cause_of(f) for f in faults})),
+            again=self.gasp.failures > 0 and all("planned" in f.passed for f in faults),
+            room=f"there is room for {plural(room, 'rank')}, {job.world_size} now"
+            if room > job.world_size
+            else "",
+        )
+
+    def _why_uncovered(self, decided: Decided, no_holder: str) -> str:
+        """Why no last-gasp can be complete; ``no_holder``: why the sources of the decision do not hold all."""
+        job, gasp = self.job, self.gasp
+        sources = gasp.sources(decided)
+        if job.unequal:
+            return job.unequal
+        if not job.root:
+            return "no session has told where to save"
+        if not sources:
+            return f"no living rank holds the state of step {job.step}"
+        if gasp.failures >= job.config.save_attempts_max:
+            return f"{plural(gasp.failures, 'attempt')} failed, the last one: {gasp.error}"
+        uncovered = no_holder if sources == decided.sources else self._why_no_holder(sources)
+        return f"{uncovered} (save failed before: {gasp.error})" if uncovered and gasp.error else uncovered
+
+    def _why_not_beside(self, decided: Decided, answers: Mapping[int, Settled]) -> str:
+        """Why nobody can be replaced beside the living, wherever the state comes from; empty when they can."""
+        if self.job.unequal:
+            return self.job.unequal
+        if away := self._away(answers):
+            return f"rank {min(away)} is not inside its loop"
+        return self.replacement.why_not(decided)
+
+    def _away(self, answers: Mapping[int, Settled]) -> list[int]:
+        """Living ranks that have left their loop; what a rank said before its end does not bind its replacement."""
+        of = {answer.member_id for answer in answers.values() if answer.away}
+        return [m.rank for m in self.job.roster.living if m.member_id in of]
+
+    def _memory_here(self, decided: Decided, answers: Mapping[int, Settled]) -> int:
+        job = self.job
+        return replacement_step(decided, job.roster.members, answers, job.held_elsewhere(), job.sealed_step)
+
+    def _memory_step(self, decided: Decided, answers: Mapping[int, Settled]) -> int:
+        job = self.job
+        if job.config.alone or job.unequal:
+            return NONE
+        # Without a decided step it was a fault before any session had opened again.
+        limit = job.step if decided.step is None else decided.step
+        step = newest_complete(kept_by(job.roster.members, answers, job.held_elsewhere()), limit)
+        return step if step >= job.sealed_step else NONE
+
+    def needs(self, ranks: set[int], answers: Mapping[int, Settled]) -> bool:
+        """The state that these answers prove is not whole without what ``ranks`` hold."""
+        decided = decide(self.reports(answers), self.job.sealed_here)
+        others = tuple(rank for rank in decided.sources if rank not in ranks)
+        return bool(decided.step) and (not others or bool(self._why_no_holder(others)))
+
+    def _why_no_holder(self, sources: tuple[int, ...]) -> str:
+        if missing := self._unpublished():
+            return f"{noun_of(len(missing), 'rank')} {', '.join(map(str, missing[:8]))} published no layout"
+        return self.job.uncovered(self.job.roster.all_layouts(), sources)
+
+    def _cause_of(self, fault: Fault) -> str:
+        member = self.job.roster.get(MemberId(fault.member_id))
+        gone = member is not None and member.exited is not None and member.exited.detail == NO_PAGE
+        return "node" if gone else CAUSE_OF.get(fault.kind, "other")
+
+    def _unpublished(self) -> list[int]:
+        """Ranks whose layout nobody knows, or knows any more: no newcomer can be told what to hold in their seats."""
+        return [rank for rank in range(self.job.world_size) if rank not in self.job.roster.layouts]
+
+
+CAUSE_OF: dict[FaultKind, str] = {
+    "signal": "crash",
+    "exit": "crash",
+    "exception": "crash",
+    "device": "device",
+    "startup": "crash",
+    "hang": "hang",
+    "silent": "hang",
+    "collective": "network",
+    "corruption": "corruption",
+}
+"""What ``--on-fault cause:rung`` calls each kind; the rest is ``other``."""
+
+
+def _failures(faults: Sequence[Fault]) -> tuple[Failure, ...]:
+    """The deaths that caused this; without any, the exceptions that are not what a lost peer causes; of several ranks
+    that raised the same, the first. Who left for the fence did not die."""
+    found = [f for f in faults if "planned" not in f.passed]
+    died = [f for f in found if f.kind not in OWN_DOING and not f.follows]
+    causes = [f.failure for f in died or found if f.failure and f.failure.kind not in CONSEQUENCES]
+    distinct: dict[tuple[str, int], Failure] = {}
+    for failure in causes:
+        distinct.setdefault((failure.digest, failure.step), failure)
+    return tuple(distinct.values())[:FAILURES_MAX]

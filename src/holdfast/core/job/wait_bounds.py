@@ -1,0 +1,120 @@
+"""For how long a recovery waits for a process that makes no progress.
+
+Theory. Each phase waits for members: for an answer to a fence, for digests, an offer of state, a join, a share of a
+save. What that takes grows with the state, which may be hundreds of gigabytes, and a wait that ends too early kills the
+only holder of it. So the first bound contains the time in which a slow node moves the state of one rank, and a member
+that has made progress meanwhile (it said something, or its agent saw bytes move: ``Active``) is given another bound.
+Only one that has made none within a whole bound is killed; a stopped process makes none, and is not waited for.
+
+Invariants: 1. A member that has made progress since its bound began is not killed for time. 2. While a phase waits for
+a member that is not about to be killed, its bound runs. 3. Stopped processes are killed as those of a job that trains
+(``core/watch/hang_attribution.py``): never more than half of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from holdfast.core.decide.recovery_phases import Phase
+from holdfast.core.ids import MemberId, NodeId
+from holdfast.core.job.job_state import Job
+from holdfast.core.job.membership import Member
+from holdfast.core.protocol.health_messages import Active
+
+RATE_BYTES_PER_S = 25_000_000
+"""What one rank of a slow node moves to a shared file system when all its ranks do."""
+
+WAITS: dict[Phase, tuple[str, ...]] = {
+    "fencing": ("quiesce",),
+    "retrying": ("retry",),
+    "replacing": ("vouch", "offer", "join"),
+    "saving": ("vouch", "gasp"),
+    "leaving": ("leave",),
+}
+"""What each phase waits for. The others have a timer of their own (``grace``, ``startup``), or the workers train, and
+``core/watch/hang_detection.py`` judges them."""
+
+FAILS_TO: dict[str, str] = {
+    "quiesce": "settle",
+    "retry": "come to the step",
+    "vouch": "tell what it holds",
+    "offer": "give its state",
+    "join": "join",
+    "gasp": "save",
+    "leave": "leave",
+}
+
+
+class Running(msgspec.Struct):
+    """A bound, and the members that have made progress since it began."""
+
+    bound_s: float
+    moved: set[MemberId]
+    again: bool = False  # it follows another one, for the sake of those that had made progress
+
+
+class Bounds:
+    """Part of :class:`~holdfast.core.job.recovery.Recovery`; ``job`` is shared with it."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._running: dict[str, Running] = {}
+        self._stopped: dict[NodeId, frozenset[MemberId]] = {}
+
+    def begin(self, wait: str, bound_s: float, *, reads: bool = False) -> None:
+        """Wait for ``bound_s`` seconds; ``reads``: and for as long as the state of one rank takes to be moved."""
+        if reads:
+            bound_s += self.job.state_size_bytes / RATE_BYTES_PER_S
+        self._begin(wait, Running(bound_s, set()))
+
+    def _begin(self, wait: str, running: Running) -> None:
+        self._running[wait] = running
+        self.job.timer(wait, running.bound_s)
+
+    def end(self, *waits: str) -> None:
+        """Nobody is waited for."""
+        for wait in waits:
+            self._running.pop(wait, None)
+            self.job.cancel(wait)
+
+    def moved(self, member_id: MemberId) -> None:
+        """This member has made progress."""
+        for running in self._running.values():
+            running.moved.add(member_id)
+
+    def heard(self, event: Active) -> None:
+        """An agent has seen progress, and stopped processes."""
+        for member_id in event.moving:
+            self.moved(member_id)
+        self._stopped[event.node_id] = frozenset(event.stopped)
+
+    def over(self, wait: str, awaited: Sequence[Member], held_up: Collection[MemberId]) -> None:
+        """A bound is over: kill those that made no progress in it, and wait on for the others.
+
+        Args:
+            awaited: what the phase waits for, in this bound.
+            held_up: those of them that wait for others themselves.
+        """
+        running = self._running.pop(wait, None)
+        waited = [m for m in awaited if not m.kill_reason]
+        if running is None or not waited:
+            return
+        late = [m for m in waited if m.member_id not in running.moved and m.member_id not in held_up]
+        how = "in another" if running.again else "within"
+        for member in late:
+            self.job.time_out(member, f"did not {FAILS_TO[wait]} {how} {running.bound_s:.3g} s")
+        if len(late) < len(waited):
+            self._begin(wait, Running(running.bound_s, set(), again=True))
+
+    def halt(self, now: float, awaited: Sequence[Member]) -> None:
+        """Kill those that are waited for and stopped, unless most processes are: then the whole job is suspended."""
+        stopped = frozenset().union(*self._stopped.values())
+        living = self.job.roster.living
+        if not stopped or 2 * sum(m.member_id in stopped for m in living) > max(len(living), 2):
+            return
+        for member in awaited:
+            if member.member_id in stopped and not member.kill_reason:
+                member.hung_at_s = now
+                self.job.time_out(member, "hangs: its process is stopped (state T)")

@@ -1,0 +1,125 @@
+"""Layout of the shared-memory status page (pure: names and bit packing; ``runtime/node/status_page.py`` maps it).
+
+Theory. Each worker owns one page, a file in shared memory that outlives the process. The worker writes single aligned
+64-bit words (one store each, so a reader never sees half a word); agent, status command and fault injector read them.
+Step and phase share one word, so that they can never be read from two different moments.
+
+Invariants:
+1. ``STATE`` shows UPDATE(s) before the first parameter of step s changes, and READY(s+1) only after the block ended.
+2. A reader trusts a page only when ``GENERATION`` equals the generation that it decides about.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum, IntFlag
+
+PAGE_MAGIC = 0x484F4C4446415354  # "HOLDFAST"
+PAGE_VERSION = 4
+PAGE_SIZE_BYTES = 4096
+SECTION_SIZE_BYTES = 64
+LOCK_AT = 512  # a pthread_mutex_t, see death_watch.py
+LOCK_SIZE_BYTES = 64
+LOCAL_SLOTS = 2
+LOCAL_SLOT_BYTES = 128 * 1024
+FLIGHT_SLOTS = 64  # the last collectives of the process
+FLIGHT_SLOT_BYTES = (
+    128  # number in its group, begun, ended (CLOCK_MONOTONIC; 0: not yet, below 0: broken), count, text
+)
+FLIGHT_AT = PAGE_SIZE_BYTES + LOCAL_SLOTS * LOCAL_SLOT_BYTES
+FILE_SIZE_BYTES = FLIGHT_AT + FLIGHT_SLOTS * FLIGHT_SLOT_BYTES
+
+
+class Word(IntEnum):
+    """Index of each 64-bit word."""
+
+    MAGIC = 0
+    VERSION = 1
+    GENERATION = 2
+    MEMBER = 3
+    RANK = 4
+    PID = 5
+    STATE = 6  # step << 8 | Phase
+    ENTERED_NS = 7  # CLOCK_MONOTONIC when STATE was written
+    COLLECTIVES = 8  # collectives started in this process
+    COMMITTED = 9  # steps committed
+    STEP_NS = 10  # duration of the last committed step
+    FREED_NS = 11  # CLOCK_MONOTONIC when the process was out of its collectives after a fence
+    TRAP = 12  # drill only: action << 56 | phase << 48 | step; 0 = none (see status_page.py)
+    FLAGS = 13  # bits of Flag
+    REPEATED = 14  # blocks that ran again after an abort
+    STAGED = 15  # newest step whose share lies with the writer process: it is saved even if this process ends; 0: none
+    WORK = 16  # bytes given, taken, compared or written in a recovery; only that it changes means something
+    FENCED = 17  # generation of the fence that holds this process; 0: none does
+    DUE = 18  # 1: told to go on in place, the main thread has not come to it
+    SEQUENCE = 24  # collectives started since the block of this step began
+    USUAL_SEQUENCE = 25  # the same at the vote of the last committed step
+    BUSY_NS = 26  # the last committed step from its begin to its vote, without waiting for peers
+    ARRIVED = 27  # digest of the state, kept in memory, that another node has too; 0: none
+    DONE = 28  # steps committed by this process
+    SECTION = 32  # name of the announced section: SECTION_SIZE_BYTES of UTF-8 from here, padded with zeros
+
+
+class Phase(IntEnum):
+    """Where a worker is: FORWARD, BACKWARD = COMPUTE; UPDATE, COMMIT = UPDATING; READY, SAVE = COMMITTED."""
+
+    STARTING = 0
+    READY = 1
+    FORWARD = 2
+    BACKWARD = 3
+    VOTE = 4
+    UPDATE = 5
+    COMMIT = 6
+    SAVE = 7
+    ABORTED = 8
+    IN_DOUBT = 9
+    TORN = 10
+    FINISHED = 11
+    LEFT = 12
+    LOADING = 20  # drawing a batch
+    SECTION = 21  # in a section that the script announced
+    SPARE = 22  # waits to be called
+    AFTER = 23  # its session is over, and so is the training of all ranks; the script has more to do
+
+
+class Flag(IntFlag):
+    """Bits of ``Word.FLAGS``."""
+
+    STACKS = 1  # STACKS_SIGNAL makes this process write its stacks
+    COMPILING = 2
+    MEETS = 4  # waits between two steps for a word of all ranks
+    LEFT = 8  # its script has left its loops: the session comes to its end
+
+
+class TrapAction(IntEnum):
+    """What a trapped worker does when it reaches the trap's phase and step."""
+
+    NONE = 0
+    HOLD = 1  # stop there until an injector kills the process
+    RAISE = 2  # raise an ordinary exception in the main thread
+    EXIT = 3  # os._exit(1)
+    LOOP = 4  # spin in Python for ever
+    GIL = 5  # block in C for ever, the GIL held
+    DEADLOCK = 6  # start a collective that no other rank starts
+    WAIT = 7  # block for ever in an ordinary wait (a stuck loader)
+    FLIP = 8  # flip one bit of a weight
+    FLIP_STATE = 9  # flip one bit of the optimizer's state
+
+
+def pack_state(step: int, phase: Phase) -> int:
+    """Step and phase as one word."""
+    return (step << 8) | int(phase)
+
+
+def unpack_state(word: int) -> tuple[int, Phase]:
+    """Inverse of :func:`pack_state`."""
+    return word >> 8, Phase(word & 0xFF)
+
+
+def pack_trap(action: TrapAction, phase: Phase, step: int) -> int:
+    """A trap as one word; the action and the phase must fit 7 and 8 bits, the step 48."""
+    return (int(action) << 56) | (int(phase) << 48) | step
+
+
+def unpack_trap(word: int) -> tuple[TrapAction, Phase, int]:
+    """Inverse of :func:`pack_trap`."""
+    return TrapAction(word >> 56), Phase((word >> 48) & 0xFF), word & 0xFFFFFFFFFFFF

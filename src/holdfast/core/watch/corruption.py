@@ -1,0 +1,176 @@
+"""Copies of the state that differ: the digests of all holders first, then a name where there is a majority.
+
+Theory. A vote says that copies differ, not whose. So every rank tells the digests of what it holds, cut the same way
+everywhere. Of three or more holders the one that differs from a majority is wrong; of two, either may be. Who is wrong
+matters for the report and for the kill only: what a wrong weight did to the gradients has reached all ranks alike, so
+nothing that lives is trusted any more. The job goes back to a state that was compared, and computes again.
+
+Invariants:
+1. From the first report on, no state of the living or in memory is used, until new workers all stand at one that
+   was compared.
+2. A rank is killed for it only when a majority of the holders of one place agrees against it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from holdfast.core.decide.stop_policy import CORRUPTION, Failure
+from holdfast.core.ids import NO_GENERATION, Generation
+from holdfast.core.job.completion import Rollcall
+from holdfast.core.job.fault import Fault
+from holdfast.core.job.job_state import Job
+from holdfast.core.job.membership import Member
+from holdfast.core.job.recovery import Recovery
+from holdfast.core.protocol.health_messages import CopiesDiffer, CopyDigest, Vouched, ranks_of
+from holdfast.text import noun_of, plural
+
+PLACES_MAX = 16
+
+
+class Suspects(msgspec.Struct, frozen=True, kw_only=True):
+    """Who holds a wrong copy. ``certain``: a majority of the holders says so; else any of ``ranks`` may."""
+
+    ranks: tuple[int, ...]
+    certain: bool
+    places: tuple[str, ...]  # what differs, one line each
+
+
+def suspects(told: Mapping[int, tuple[CopyDigest, ...]], asked: Collection[int]) -> Suspects:
+    """Compare what the ranks told, place by place; a majority is one of those holders that were ``asked``."""
+    places: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
+    for rank, copies in sorted(told.items()):
+        for copy in copies:
+            places[copy.holders, copy.what][rank] = copy.digest
+    members = frozenset(asked)
+    odd: set[int] = set()
+    either: set[int] = set()
+    lines = []
+    for (holders, what), digests in sorted(places.items()):
+        counts = Counter(digests.values())
+        if len(counts) < 2:
+            continue
+        digest, most = counts.most_common(1)[0]
+        wrong = {rank for rank, other in digests.items() if other != digest}
+        voters = sum(rank in members for rank in ranks_of(holders))
+        if 2 * most > voters:
+            odd |= wrong
+            lines.append(f"{what}: {_ranks(wrong)} against {most} of {plural(voters, 'rank')} that hold it")
+        else:
+            either |= set(digests)
+            lines.append(
+                f"{what}: {_ranks(set(digests))} differ, no majority of {plural(voters, 'rank')} that hold it"
+            )
+    ranks = odd or either
+    return Suspects(ranks=tuple(sorted(ranks)), certain=bool(odd), places=tuple(lines[:PLACES_MAX]))
+
+
+class Corruption:
+    """Sub-machine of the controller. ``job`` is shared with it."""
+
+    def __init__(self, job: Job, recovery: Recovery) -> None:
+        self.job = job
+        self.recovery = recovery
+        self._generation: Generation = NO_GENERATION
+        self._told: dict[int, CopiesDiffer] = {}
+        self._judged = False
+        self._rollcall = Rollcall()
+
+    def differ(self, now: float, member: Member, event: CopiesDiffer) -> None:
+        """A rank tells its digests, because a vote said that copies differ."""
+        job = self.job
+        if event.generation != job.roster.generation:
+            return
+        if event.generation != self._generation:
+            self._generation, self._told, self._judged = event.generation, {}, False
+            self._distrust(event.step, member.rank)
+            job.timer("copies", job.config.fault_grace_s)
+        self._told[member.rank] = event
+        if self._rollcall.all(job.roster.living, lambda m: m.rank in self._told):
+            self._judge(now)
+
+    def vouched(self, now: float, member: Member, event: Vouched) -> None:
+        """A source tells the digests of the state that it is about to save or to give."""
+        recovery = self.recovery
+        if event.generation != self.job.generation or not recovery.told(event, member.rank):
+            return
+        told = {rank: vouched.copies for rank, vouched in recovery.vouches.items()}
+        found = suspects(told, told)
+        if not found.ranks:
+            recovery.vouched()
+            return
+        self._distrust(event.step, found.ranks[0])
+        self._accuse(now, found, event.step)
+
+    def tick(self, now: float, name: str) -> bool:
+        """This machine's timer; False when the name is another one."""
+        if name != "copies":
+            return False
+        if self._generation == self.job.roster.generation:  # else it is about workers that are gone
+            self._judge(now)
+        return True
+
+    def _judge(self, now: float) -> None:
+        job = self.job
+        if self._judged:
+            return
+        self._judged = True
+        job.cancel("copies")
+        living = [m.rank for m in job.roster.living]
+        found = suspects({rank: event.copies for rank, event in self._told.items()}, living)
+        if not found.ranks:
+            found = msgspec.structs.replace(found, ranks=tuple(sorted(self._told)))
+        self._accuse(now, found, min(event.step for event in self._told.values()))
+
+    def _distrust(self, step: int, rank: int) -> None:
+        self.job.unequal = f"copies of the state of step {step} differ between ranks"
+        self.job.record("copies_differ", step=step, rank=rank, reason=self.job.unequal)
+
+    def _accuse(self, now: float, found: Suspects, step: int) -> None:
+        job = self.job
+        members = {m.rank: m for m in job.roster.members}
+        ranks = found.ranks
+        job.record(
+            "corrupted",
+            ranks=list(ranks),
+            nodes=[str(members[rank].node_id) for rank in ranks],
+            certain=found.certain,
+            step=step,
+            sealed_step=job.sealed_step,
+            evidence=list(found.places),
+        )
+        named = ranks if found.certain else ranks[:1]
+        for rank in named:
+            member = members[rank]
+            self.recovery.fault(now, _fault(now, member, found, ranks, step, job.roster.generation.pack()))
+            if found.certain:
+                member.is_excused = True
+                job.kill(member, "holds a wrong copy of the state")
+
+
+def _fault(
+    now: float, member: Member, found: Suspects, ranks: tuple[int, ...], step: int, occurrence: int
+) -> Fault:
+    place = found.places[0] if found.places else "which copies differ was not told"
+    who = "" if found.certain else f"or another of ranks {_text(set(ranks))} "
+    what = f"{who}holds a wrong copy of the state: {place}"
+    if place.startswith("optimizer."):
+        what += "; state that an optimizer cuts for each rank must be declared: holdfast.torch.declare()"
+    digest = f"copies differ {'.'.join(map(str, ranks))}"
+    failure = Failure(
+        rank=member.rank, step=step, kind=CORRUPTION, what=what, digest=digest, occurrence=occurrence
+    )
+    fault = Fault.of(member, "corruption", what, now, failure)
+    fault.step = step
+    return fault
+
+
+def _ranks(ranks: set[int]) -> str:
+    return f"{noun_of(len(ranks), 'rank')} {_text(ranks)}"
+
+
+def _text(ranks: set[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))

@@ -1,0 +1,128 @@
+"""The vote: what every rank says before an update, and how the sum is read.
+
+Theory. One int64 SUM all-reduce carries everything that the job must agree on. A SUM cannot compare values,
+so the step number travels as (s, s^2): by Cauchy-Schwarz ``n * sum(s^2) == (sum s)^2`` holds exactly when all
+n values are equal. All who see the reduction complete see the same sum, so they read the same tally.
+
+Copies of the state are compared by one more word, whatever their number: each holder of a copy adds the digest of it
+with a factor, and the factors of all holders of one copy add up to zero (``store/layouts/replica_digests.py``). So the
+word is zero modulo 2**64 when all copies are equal, and with a probability of 2**-64 otherwise. It counts only when
+all ranks compare by the same plan.
+
+Invariants:
+1. ``passed`` implies that every rank of the group contributed once, said its collectives were sound, and was
+   at the same step.
+2. No sum that is compared can overflow: steps are compared modulo 2**20, so up to 2**22 ranks fit into 63 bits.
+   The word of the digests wraps on purpose.
+3. A vote that saw copies differ has not passed.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.errors import InternalError
+from holdfast.text import plural
+
+STEP_MODULUS = 1 << 20
+WORLD_SIZE_MAX = 1 << 22
+DIGEST_MODULUS = 1 << 64
+FIELDS = (
+    *("count", "unsound", "exit", "save", "due", "busy", "nonfinite", "keep", "moved"),
+    *("step", "step_squared", "plan", "plan_squared", "digest"),
+)
+VECTOR_LENGTH = len(FIELDS)
+
+
+class Ballot(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank says about step ``step``."""
+
+    step: int
+    unsound: bool = False  # a collective of this rank broke: its gradients are worth nothing
+    exit: bool = False  # asked to leave after this step
+    save: bool = False  # asks for a checkpoint after this step; between two: could not do its part of one
+    due: bool = False  # its policy says that a periodic one is due after this step
+    busy: bool = False  # its save before is still being written: another one now would hold up the step
+    nonfinite: bool = False  # its gradients hold inf or nan
+    keep: bool = False  # it can afford to keep its state in memory after this step
+    moved: bool = False  # what it told under a vote's name is not its layout, or not all were told
+    plan: int = 0  # names what ``digest`` is taken of, below STEP_MODULUS; 0: nothing is compared
+    digest: int = 0  # of its copies times its factors, any integer
+    between: bool = False  # no vote of a step, but one between the last and ``step``
+
+    def encode(self) -> list[int]:
+        """As the vector that is summed over all ranks; int64, shape [VECTOR_LENGTH]."""
+        residue = (2 * self.step + self.between) % STEP_MODULUS
+        flags = (
+            *(self.unsound, self.exit, self.save, self.due, self.busy),
+            *(self.nonfinite, self.keep, self.moved),
+        )
+        digest = (self.digest + DIGEST_MODULUS // 2) % DIGEST_MODULUS - DIGEST_MODULUS // 2
+        return [
+            *(1, *(int(flag) for flag in flags), residue, residue * residue),
+            *(self.plan, self.plan * self.plan, digest),
+        ]
+
+
+def all_equal(count: int, total: int, squares: int) -> bool:
+    """Every one of ``count`` summed numbers was the same (Cauchy-Schwarz, with equality for equal numbers alone).
+
+    Args:
+        count: how many numbers.
+        total, squares: their sum, and the sum of their squares.
+
+    Example:
+        ``all_equal(2, 3 + 3, 9 + 9)`` is True.
+    """
+    return count * squares == total * total
+
+
+class Tally(msgspec.Struct, frozen=True, kw_only=True):
+    """What the job says: each flag is set when any rank set it, and counts only when ``passed``; ``reason`` says why
+    not."""
+
+    passed: bool
+    exit: bool = False
+    save: bool = False
+    due: bool = False
+    busy: bool = False
+    nonfinite: bool = False
+    keep: bool = False  # all ranks do
+    moved: bool = False  # all tell their layouts under the name of this vote (``layout_agreement.py``)
+    compared: bool = False  # all ranks have compared their copies, and all are equal
+    differ: bool = False  # copies of the state differ
+    reason: str = ""
+
+    @staticmethod
+    def read(vector: list[int], world_size: int) -> Tally:
+        """Read the summed ``vector`` of a group of ``world_size`` ranks.
+
+        Raises:
+            InternalError: the vector has a wrong length.
+        """
+        if len(vector) != VECTOR_LENGTH:
+            raise InternalError(f"a vote of {len(vector)} words, expected {VECTOR_LENGTH}")
+        count, unsound, leave, save, due, busy, nonfinite, keep, moved = vector[:9]
+        total, squares, plan, plans_squared, digest = vector[9:]
+        if count != world_size:
+            return Tally(passed=False, reason=f"{count} of {plural(world_size, 'rank')} voted")
+        if unsound != 0:
+            return Tally(
+                passed=False, reason=f"{unsound} of {plural(world_size, 'rank')} saw a collective break"
+            )
+        if not all_equal(world_size, total, squares):
+            return Tally(passed=False, reason="the ranks are at different steps")
+        compared = plan > 0 and all_equal(world_size, plan, plans_squared)
+        if compared and digest % DIGEST_MODULUS != 0:
+            return Tally(passed=False, differ=True, reason="copies of the state differ between ranks")
+        return Tally(
+            passed=True,
+            exit=leave > 0,
+            save=save > 0,
+            due=due > 0,
+            busy=busy > 0,
+            nonfinite=nonfinite > 0,
+            keep=keep == world_size,
+            moved=moved > 0,
+            compared=compared,
+        )

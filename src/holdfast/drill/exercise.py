@@ -1,0 +1,211 @@
+"""The drill itself: a training job once undisturbed and once with faults, compared bit for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from holdfast.drill.digest import COMPARED, comparable, digest_of_checkpoint, digest_of_results
+from holdfast.drill.failure_excerpt import Excerpt, last_words
+from holdfast.drill.fault_spec import Fault, FaultSpec, expand, parse_fault
+from holdfast.drill.observer import broken
+from holdfast.drill.runner import Outcome, Progress, Runner, failed
+from holdfast.drill.timeline import FaultReport, decisions, fault_reports
+from holdfast.errors import UnsupportedError, UsageError, UserError
+from holdfast.exit_codes import Exit
+from holdfast.runtime.node.run_settings import RunSettings
+
+MODULE = "holdfast.drill.train"
+LAYOUTS = ("ddp", "hsdp", "fsdp", "tp", "pp", "pp-tp")
+NPROC_STEP = {"hsdp": 2, "tp": 2, "pp": 2, "pp-tp": 4}
+"""The number of workers is a multiple of it."""
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """What to train. ``results``: the script takes ``--result DIR`` and writes one digest file per rank there."""
+
+    command: tuple[str, ...]
+    nproc: int
+    results: bool
+
+    @staticmethod
+    def builtin(
+        *, nproc: int, size: str, layout: str, steps: int, save_every: int = 0, flags: Sequence[str] = ()
+    ) -> Exercise:
+        """The drill's own script; ``flags`` of ``holdfast run``."""
+        step = NPROC_STEP.get(layout, 1)
+        least = 2 * step if layout == "hsdp" else step
+        if nproc % step or nproc < least:
+            raise UserError(
+                f"--layout {layout} needs {least} workers, {least + step} or {least + 2 * step}, not {nproc}",
+                hint=f"--nproc {least}",
+            )
+        arguments = ["--size", size, "--layout", layout, "--steps", str(steps)]
+        if save_every:
+            arguments += ["--save-every", str(save_every)]
+        return Exercise((*flags, "-m", MODULE, *arguments), nproc, results=True)
+
+
+def small(layout: str, steps: int, save_every: int, nproc: int, flags: Sequence[str] = ()) -> Exercise:
+    """The tiny model on ``nproc`` workers, or as many as the layout needs to have copies.
+
+    A lost shard of a layout without copies is kept in memory, with the gradients since.
+    """
+    memory = ("--memory-every", "5") if layout == "fsdp" else ()
+    nproc = max(nproc, 2 * NPROC_STEP.get(layout, 1))
+    return Exercise.builtin(
+        nproc=nproc, size="tiny", layout=layout, steps=steps, save_every=save_every, flags=(*memory, *flags)
+    )
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """What a drill found. ``digest`` is the undisturbed run's; ``missed`` are faults that were never injected;
+    ``last_words``: of a run that did not end well."""
+
+    identical: bool
+    steps_lost: int
+    steps_redone: int  # after a flipped bit, or from the memory tier: computed again to the same bits
+    digest: str
+    digest_disturbed: str
+    steps: int
+    seed: int
+    code: int
+    undisturbed_s: float
+    disturbed_s: float
+    decisions_forward: int
+    decisions_back: int
+    faults: list[FaultReport]
+    missed: list[str]
+    directory: str
+    reason: str = ""
+    last_words: list[Excerpt] = []
+
+    @property
+    def passed(self) -> bool:
+        """Nothing was lost, nothing of ours was broken, and every fault was really injected."""
+        right = self.identical and self.steps_lost == 0 and self.code == Exit.OK
+        return right and not self.missed and not self.reason
+
+
+def require_torch() -> None:
+    """Raises:
+    UnsupportedError: torch is not installed.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise UnsupportedError(
+            "torch is not installed; the drill trains a real model", hint="pip install 'holdfast[torch]'"
+        )
+
+
+class Drill:
+    """Runs below one directory, which is made.
+
+    Args:
+        base: the directory.
+        exercise: what to train.
+        seed: of everything random about the faults.
+        progress: see :data:`runner.Progress`.
+    """
+
+    def __init__(self, base: Path, exercise: Exercise, seed: int, progress: Progress) -> None:
+        self.base = base
+        self.exercise = exercise
+        self.seed = seed
+        self._runner = Runner(base, exercise.nproc, exercise.command, progress)
+        self._reference: Outcome | None = None
+        self._digest = ""
+
+    def undisturbed(self) -> Outcome:
+        """The run without faults, made once.
+
+        Raises:
+            ScriptError: it did not end well: a drill would prove nothing.
+            UsageError: the directory cannot be made.
+        """
+        if self._reference is None:
+            self._make()
+            outcome = self._run("undisturbed", ())
+            if outcome.code != Exit.OK or outcome.stalled:
+                raise failed(outcome.directory, outcome.code)
+            self._digest = self._digest_of(outcome)
+            self._reference = outcome
+        return self._reference
+
+    def _make(self) -> None:
+        try:
+            self.base.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(
+                f"cannot make the drill's directory {self.base}: {error.strerror}",
+                hint="choose a writable place with --run-dir",
+            ) from error
+
+    def plan(self, specs: Sequence[FaultSpec]) -> list[Fault]:
+        """The faults to inject; without any ``--fault``, the kill of a random rank at a random step."""
+        steps = self.undisturbed().step
+        if not specs:
+            step = random.Random(self.seed).randrange(steps // 4, max(steps // 4 + 1, steps * 3 // 4))
+            specs = [parse_fault(f"kill:rank=random@step={step}")]
+        return expand(specs, world_size=self.exercise.nproc, steps=steps, seed=self.seed)
+
+    def disturbed(self, name: str, faults: Sequence[Fault]) -> Verdict:
+        """A run with ``faults``, compared with the undisturbed one."""
+        reference = self.undisturbed()
+        outcome = self._run(name, faults)
+        reason = "; ".join(broken(outcome.events))
+        if outcome.stalled:
+            reason = "nothing moved any more: the run was ended"
+        wanted, digest = self._digest, ""
+        if outcome.code == Exit.OK:
+            wanted, digest = self._digests(reference, outcome)
+        reports = fault_reports(outcome.injected, outcome.events)
+        counts = decisions(outcome.events)
+        return Verdict(
+            identical=bool(digest) and digest == wanted,
+            steps_lost=sum(r.steps_lost for r in reports if not r.redone),
+            steps_redone=sum(r.steps_lost for r in reports if r.redone),
+            digest=wanted,
+            digest_disturbed=digest,
+            steps=outcome.step,
+            seed=self.seed,
+            code=outcome.code,
+            undisturbed_s=round(reference.duration_s, 3),
+            disturbed_s=round(outcome.duration_s, 3),
+            decisions_forward=counts["forward"],
+            decisions_back=counts["back"],
+            faults=reports,
+            missed=[str(fault) for fault in faults[len(reports) :]],
+            directory=str(outcome.directory),
+            reason=reason,
+            last_words=last_words(outcome.directory) if outcome.code != Exit.OK or outcome.stalled else [],
+        )
+
+    def _run(self, name: str, faults: Sequence[Fault]) -> Outcome:
+        extra = ("--result", str(self._results(name))) if self.exercise.results else ()
+        return self._runner.run(name, extra, faults, self.seed)
+
+    def _results(self, name: str) -> Path:
+        return (self.base / f"{name}.results").absolute()
+
+    def _digests(self, reference: Outcome, outcome: Outcome) -> tuple[str, str]:
+        if not self.exercise.results:
+            return self._digest, self._digest_of(outcome)
+        compared = comparable(self._results(outcome.directory.name), self.exercise.nproc)
+        return self._digest_of(reference, compared), self._digest_of(outcome, compared)
+
+    def _digest_of(self, outcome: Outcome, compared: Sequence[str] = COMPARED) -> str:
+        if self.exercise.results:
+            return digest_of_results(self._results(outcome.directory.name), self.exercise.nproc, compared)
+        if not outcome.root:
+            raise UserError(
+                "the script has no holdfast.session with a checkpoint directory: there is nothing to compare",
+                hint="wrap its model and optimizer in holdfast.session(...), see README.md",
+            )
+        run = RunSettings.load(outcome.directory).saves_as
+        return digest_of_checkpoint(Path(outcome.root), run, outcome.step)

@@ -1,0 +1,75 @@
+"""A failed run in its own words: whoever reads the verdict elsewhere, in CI, does not have the files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from holdfast import event_log
+from holdfast.runtime.node.run_settings import SETTINGS_FILE, RunSettings
+from holdfast.runtime.node.rundir import RunDir, last_lines, log_path
+from holdfast.runtime.node.spawn import log_root
+
+LINES_MAX = 20
+LINES_READ_MAX = 400
+LINE_LENGTH_MAX = 200
+TRACEBACK = "Traceback (most recent call last):"
+OWN_DOING = ("exception", "exit")
+"""Kinds of faults of which the log of the rank says why, the most telling one first."""
+
+
+class Excerpt(msgspec.Struct, frozen=True):
+    """The end of one file, at most ``LINES_MAX`` lines: from its last traceback on, else its last lines."""
+
+    path: str
+    lines: list[str]
+
+    @staticmethod
+    def of(path: Path) -> Excerpt:
+        """Of a log; without lines when there is none."""
+        found = [line[:LINE_LENGTH_MAX] for line in last_lines(path, LINES_READ_MAX)]
+        begin = max(
+            (at for at, line in enumerate(found) if TRACEBACK in line), default=len(found) - LINES_MAX
+        )
+        found = found[max(0, begin) :]
+        if len(found) > LINES_MAX:
+            found = [found[0], "...", *found[2 - LINES_MAX :]]
+        return Excerpt(str(path), found)
+
+
+def launcher_log(directory: Path) -> Path:
+    """What the launcher of the run in ``directory`` printed."""
+    return directory.with_suffix(".log")
+
+
+def last_words(directory: Path) -> list[Excerpt]:
+    """The end of what the launcher printed, and of the log of the rank that failed first, where one did by itself."""
+    logs = [launcher_log(directory)]
+    if (directory / SETTINGS_FILE).exists():
+        run = RunDir(directory)
+        first = failed_first(event_log.read(run.journal).events)
+        if first is not None:
+            logs.append(log_path(log_root(run, RunSettings.load(directory)), *first))
+    return [excerpt for excerpt in map(Excerpt.of, logs) if excerpt.lines]
+
+
+def failed_first(events: Iterable[event_log.Event]) -> tuple[int, int] | None:
+    """Attempt and rank of the first fault after the last recovery that its rank is the reason of."""
+    attempt, faults = 0, list[tuple[str, int, int]]()
+    for event in events:
+        if event.kind == "generation_started" and not event.data["in_place"]:
+            attempt = int(event.data["attempt"])
+        elif event.kind == "detected":
+            faults.append((str(event.data["kind"]), attempt, int(event.data["rank"])))
+        elif event.kind == "recovered":
+            faults.clear()
+    return next(((at, rank) for kind in OWN_DOING for own, at, rank in faults if own == kind), None)
+
+
+def text(excerpts: Sequence[Excerpt]) -> str:
+    """Indented, each with the name of its file."""
+    return "\n".join(
+        line for each in excerpts for line in (f"  {each.path}:", *(f"    {line}" for line in each.lines))
+    )

@@ -1,0 +1,75 @@
+"""A run seen from outside: its status pages and its event log, nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from holdfast import event_log
+from holdfast.core.protocol.status_page import Phase, Word
+from holdfast.runtime.node.process_info import alive
+from holdfast.runtime.node.rundir import PAGE
+from holdfast.runtime.node.status_page import each_page
+
+GONE = (Phase.FINISHED, Phase.AFTER, Phase.LEFT)
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """The page of one living worker."""
+
+    path: Path
+    member: int
+    rank: int
+    pid: int
+
+
+class Run:
+    """The run as seen from outside.
+
+    Args:
+        directory: of the run.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._follower = event_log.Follower(directory / "events.jsonl")
+        self.events: list[event_log.Event] = []
+
+    def poll(self) -> None:
+        """Read new events."""
+        self.events += self._follower.poll()
+
+    def all_of(self, kind: str) -> list[event_log.Event]:
+        """Events of one kind."""
+        return [event for event in self.events if event.kind == kind]
+
+    @property
+    def ended(self) -> bool:
+        """The run said that it is over."""
+        return bool(self.events) and self.events[-1].kind == "run_ended"
+
+    def workers(self) -> dict[int, Seen]:
+        """Living workers by rank."""
+        found: dict[int, Seen] = {}
+        for page in each_page(self.directory / "pages", PAGE):
+            seen = Seen(page.path, page[Word.MEMBER], page[Word.RANK], page[Word.PID])
+            newer = seen.rank not in found or seen.member > found[seen.rank].member
+            if newer and seen.pid > 0 and alive(seen.pid) and page.state()[1] not in GONE:
+                found[seen.rank] = seen
+        return found
+
+    def broken(self) -> list[str]:
+        """Controllers and agents that ended with an error of their own: a successor hides it from the job."""
+        self.poll()
+        return broken(self.events)
+
+    def committed_step(self) -> int:
+        """The highest step that a page shows: ``step`` updates were done before it."""
+        return max((page.state()[0] for page in each_page(self.directory / "pages", PAGE)), default=0)
+
+
+def broken(events: Sequence[event_log.Event]) -> list[str]:
+    """What controllers and agents ended with that had an error of their own."""
+    return [f"{e.kind}: {e.data['error']}" for e in events if e.kind in ("controller_broken", "agent_broken")]

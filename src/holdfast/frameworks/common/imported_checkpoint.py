@@ -1,0 +1,69 @@
+"""Another program's state as a checkpoint: of no run, written by one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from holdfast.core.ids import STEP_MAX, Generation, SaveId
+from holdfast.errors import UsageError
+from holdfast.frameworks.common.adapter import Collected
+from holdfast.frameworks.common.state_tree import Plain
+from holdfast.store.backends.location import Place
+from holdfast.store.layouts.layout import Catalogue
+from holdfast.store.layouts.save_plan import plan
+from holdfast.store.manage.checkpoint_root import Root
+from holdfast.store.read.validation import inspect
+from holdfast.store.write.writer import write_share
+
+Progress = Callable[[int], object]
+
+
+def import_id(step: int) -> SaveId:
+    """The save that an import after ``step`` updates is.
+
+    Raises:
+        UsageError: no step that can be saved.
+    """
+    if not 0 <= step <= STEP_MAX:
+        raise UsageError(f"step {step} cannot be saved", hint=f"give the updates done, 0 to {STEP_MAX}")
+    return SaveId("imported", Generation(0, 0), step, 0, "request")
+
+
+def write_imported(
+    root: Place,
+    step: int,
+    collected: Collected,
+    values: Mapping[str, Plain],
+    progress: Callable[[int], Progress] = lambda size_bytes: int,
+) -> Place:
+    """Write everything in ``collected`` below ``root``, as a session would after ``step`` updates; returns where it is.
+
+    Args:
+        values: as a session's, without what it says of itself.
+        progress: called with the total size in bytes of what is written; what it returns, with that of each part.
+
+    Raises:
+        UsageError: see :func:`import_id`; or an import of this step is there, or is being written.
+        StateError: a value that a checkpoint cannot hold, named.
+        StoreWriteError: ``root`` cannot be written.
+    """
+    catalogue = Catalogue.from_layouts({0: collected.layout(0, 1)})
+    save_id = import_id(step)
+    _make_way(root, save_id)
+    session = {"step": step, "seed": 0, "world": 1, "place": {"loop": -1}}
+    write_share(
+        root, save_id, catalogue, plan(catalogue, frozenset({0})), 0, collected, {**values, "session": session},
+        {0: {}}, progress=progress(catalogue.size_bytes),
+    )  # fmt: skip
+    return root / save_id.directory()
+
+
+def _make_way(root: Place, save_id: SaveId) -> None:
+    """Remove what an import that failed or was killed has left.
+
+    Raises:
+        UsageError: one that was finished is there, or another process is at it.
+    """
+    store, name = Root(root), save_id.directory()
+    if name in store.names() and not (inspect(root / name).unfinished and store.discard(save_id)):
+        raise UsageError(f"{root / name} exists", hint="name another directory or --step")

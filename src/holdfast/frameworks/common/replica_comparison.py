@@ -1,0 +1,123 @@
+"""What the ranks of a job begin with: copies of one state, compared once, and made equal where the script asks for it.
+
+Theory. Ranks that hold the same box of a tensor train copies of it. Nothing makes these equal when each rank draws
+initial weights of its own, and the sums of gradients keep every difference for ever. So before the first step each rank
+tells the digest of each box that it holds, and all ranks come to the same answer from the same numbers: equal, made
+equal from the lowest rank that holds the box, or refused.
+
+Invariants:
+1. All ranks raise the same error, or none does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from holdfast.errors import StateError
+from holdfast.store.layouts.layout import TensorMeta
+
+Sum = Callable[[NDArray[Any]], NDArray[Any]]
+"""The sum of a vector over all ranks, shape [n] -> [n]."""
+
+NAMED_MAX = 3
+_WORD_BYTES = 8
+
+
+class Held(NamedTuple):
+    """One box of this rank and its bytes."""
+
+    meta: TensorMeta
+    data: memoryview
+
+
+class Difference(NamedTuple):
+    """Ranks that hold the same box with other bytes: position of the tensor, ranks, and the size of the box."""
+
+    tensor: int
+    ranks: tuple[int, ...]
+    size_bytes: int
+
+
+def gathered(total: Sum, rank: int, world_size: int, row: Sequence[int]) -> NDArray[np.int64]:
+    """``row`` of every rank: shape [world_size, len(row)]. Raises: what ``total`` raises."""
+    matrix = np.zeros((world_size, len(row)), np.int64)
+    matrix[rank] = row
+    found: NDArray[np.int64] = total(matrix.reshape(-1)).reshape(matrix.shape)
+    return found
+
+
+def require_same_names(total: Sum, rank: int, world_size: int, names: Sequence[str]) -> None:
+    """All ranks have built tensors of the same names, in the same order. Raises: StateError."""
+    said = gathered(total, rank, world_size, (len(names), _digest("\n".join(names).encode())))
+    others = [other for other in range(world_size) if tuple(said[other]) != tuple(said[0])]
+    if others:
+        raise StateError(
+            f"rank {others[0]} has built {said[others[0], 0]} parameters, rank 0 {said[0, 0]}, or parameters of other "
+            "names: the ranks train different models",
+            hint="build the same network and optimizer in every process, whatever its rank",
+        )
+
+
+def differences(total: Sum, rank: int, world_size: int, held: Sequence[Held]) -> list[Difference]:
+    """The boxes that begin different on ranks that hold them together; the same list on every rank.
+
+    Raises:
+        StateError: the ranks have built different models.
+    """
+    require_same_names(total, rank, world_size, [each.meta.fqn for each in held])
+    row = [number for each in held for number in (box_key(each.meta), _digest(each.data), len(each.data))]
+    said = gathered(total, rank, world_size, row).reshape(world_size, len(held), 3)
+    return [
+        Difference(index, ranks, int(said[ranks[0], index, 2]))
+        for index in range(len(held))
+        for ranks in parts(said[:, index, 0])
+        if len(set(said[list(ranks), index, 1].tolist())) > 1
+    ]
+
+
+def refuse(held: Sequence[Held], found: Sequence[Difference], hint: str) -> None:
+    """Raises: StateError: names what begins different."""
+    names = [repr(held[each.tensor].meta.fqn) for each in found[:NAMED_MAX]]
+    more = f" and {len(found) - NAMED_MAX} more" if len(found) > NAMED_MAX else ""
+    ranks = ", ".join(map(str, found[0].ranks))
+    raise StateError(
+        f"ranks {ranks} begin with different values of {', '.join(names)}{more}: they would train different models",
+        hint=hint,
+    )
+
+
+def broadcast(
+    total: Sum, rank: int, held: Sequence[Held], found: Sequence[Difference]
+) -> dict[str, NDArray[np.uint8]]:
+    """The bytes of the lowest rank that holds each box, by tensor, for the ranks that hold others."""
+    received = {}
+    for each in found:
+        words = np.zeros(-(-each.size_bytes // _WORD_BYTES), np.int64)
+        if rank == each.ranks[0]:
+            words.view(np.uint8)[: each.size_bytes] = np.frombuffer(held[each.tensor].data, np.uint8)
+        words = total(words)
+        if rank in each.ranks[1:]:
+            received[held[each.tensor].meta.fqn] = words.view(np.uint8)[: each.size_bytes]
+    return received
+
+
+def box_key(meta: TensorMeta) -> int:
+    """63 bits that are equal for equal boxes of one tensor."""
+    return _digest(f"{meta.fqn}{list(meta.shape)}{meta.box}{meta.dtype}".encode())
+
+
+def parts(keys: Sequence[int] | NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
+    """The ranks with equal keys, ascending; in the order of their lowest rank."""
+    found: dict[int, list[int]] = {}
+    for rank, key in enumerate(keys):
+        found.setdefault(int(key), []).append(rank)
+    return tuple(tuple(ranks) for ranks in found.values())
+
+
+def _digest(data: bytes | memoryview) -> int:
+    return xxhash.xxh3_64_intdigest(data) >> 1

@@ -1,0 +1,129 @@
+"""Splitting a ``state_dict`` into tensors and plain values, and putting it together again.
+
+Theory. A ``state_dict`` is a tree of containers with tensors and plain values at its leaves. Splitting walks it once:
+each tensor is handed to the caller with its key path and leaves what the caller puts in its place, everything else
+must be what the store can write exactly (``store/format/json_values.py``). Containers and numbers that the store does
+not know (sets, deques, numpy scalars) become a marked dictionary. Nothing is ever pickled: any other object is refused
+by name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from holdfast.errors import CheckpointInvalid, StateError
+from holdfast.store.format.json_values import VALUES_SIZE_BYTES_MAX
+
+Plain = Any
+"""A tree of None, bool, int, float, str, bytes, list, tuple, dict and Counter."""
+Leaf = Callable[[Any, str], Plain]
+"""Called with each object and its key path: what stands for it when it is a tensor, else None."""
+Fetch = Callable[[Plain], Any]
+"""Inverse of :data:`Leaf`."""
+
+MARK = "@"
+DEPTH_MAX = 64
+NODES_MAX = VALUES_SIZE_BYTES_MAX // 2
+"""Each takes two bytes of JSON at least."""
+
+
+def no_leaf(value: Any, path: str) -> Plain:
+    """For values that hold no tensors."""
+    return None
+
+
+def split(value: Any, path: str, leaf: Leaf = no_leaf) -> Plain:
+    """``value`` without its tensors; ``path`` is its key path in errors and for ``leaf``.
+
+    Raises:
+        StateError: an object that cannot be saved, named by key path and type.
+    """
+    return _Splitter(leaf).split(value, path, 0)
+
+
+class _Splitter:
+    """One walk, counted: a list that is there twice is walked twice, so a few may hold more than any memory."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        self._leaf = leaf
+        self._left = NODES_MAX
+
+    def split(self, value: Any, path: str, depth: int) -> Plain:
+        if depth > DEPTH_MAX:
+            raise StateError(f"{path}: nested deeper than {DEPTH_MAX} levels (does it contain itself?)")
+        self._left -= 1
+        if self._left < 0:
+            raise StateError(f"{path}: more than {NODES_MAX} values", hint="keep large state in tensors")
+        stands_for = self._leaf(value, path)
+        if stands_for is not None:
+            return {MARK: "tensor", "v": stands_for}
+        kind = type(value)
+        if value is None or kind in (bool, int, float, str, bytes, np.float64):
+            return value
+        if (
+            isinstance(value, np.generic) and value.dtype.kind != "V"
+        ):  # fields, or another library's: bytes do not tell
+            return {MARK: "scalar", "dtype": value.dtype.str, "v": value.tobytes()}
+        return self._container(value, path, depth + 1)
+
+    def _container(self, value: Any, path: str, depth: int) -> Plain:
+        kind = type(value)
+        if kind in (dict, OrderedDict, Counter):
+            if MARK in value:
+                raise StateError(f"{path}: the key {MARK!r} is reserved", hint="give it another key")
+            made = {key: self.split(item, f"{path}.{key}", depth) for key, item in value.items()}
+            return Counter(made) if kind is Counter else made
+        if kind is list:
+            return self._each(value, path, depth)
+        # A tuple subclass with named fields would not come back as itself; torch.Size is a plain tuple to all uses.
+        if isinstance(value, tuple) and (kind is tuple or kind.__name__ == "Size"):
+            return tuple(self._each(value, path, depth))
+        if kind in (set, frozenset):
+            return {MARK: kind.__name__, "v": self._each(sorted(value, key=repr), path, depth)}
+        if kind is deque:
+            return {MARK: "deque", "max": value.maxlen, "v": self._each(value, path, depth)}
+        raise StateError(
+            f"{path}: an object of type {kind.__module__}.{kind.__qualname__} cannot be saved",
+            hint="offer tensors, numbers, text, lists and dictionaries, or give the object state_dict() and "
+            "load_state_dict() that use only these",
+        )
+
+    def _each(self, values: Any, path: str, depth: int) -> list[Plain]:
+        return [self.split(item, f"{path}.{index}", depth) for index, item in enumerate(values)]
+
+
+def join(value: Plain, fetch: Fetch, path: str = "values") -> Any:
+    """Inverse of :func:`split`; ``fetch`` returns the tensor that a leaf stands for.
+
+    Raises:
+        CheckpointInvalid: not made by :func:`split`.
+    """
+    if isinstance(value, list | tuple):
+        items = [join(item, fetch, path) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if not isinstance(value, dict):
+        return value
+    if MARK not in value:
+        made = {key: join(item, fetch, f"{path}.{key}") for key, item in value.items()}
+        return Counter(made) if isinstance(value, Counter) else made
+    try:
+        return _join_marked(value, fetch, path)
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointInvalid(f"{path}: damaged value ({type(error).__name__}: {error})") from error
+
+
+def _join_marked(value: dict[str, Plain], fetch: Fetch, path: str) -> Any:
+    mark, inner = value[MARK], value["v"]
+    if mark == "tensor":
+        return fetch(inner)
+    if mark == "scalar":
+        dtype = np.dtype(value["dtype"])
+        return np.frombuffer(inner, dtype)[0] if dtype.itemsize else dtype.type()  # an empty text has no byte
+    items = [join(item, fetch, path) for item in inner]
+    if mark == "deque":
+        return deque(items, maxlen=value["max"])
+    return {"set": set, "frozenset": frozenset}[mark](items)

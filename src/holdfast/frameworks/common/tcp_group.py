@@ -1,0 +1,533 @@
+"""A process group over plain TCP that can be rebuilt: sums of NumPy vectors, for frameworks whose own group cannot.
+
+Theory. Every rank is connected to every other. A sum is done in two exchanges: rank r receives the r-th part of all
+vectors and adds them in the order of the ranks, then everybody fetches the sums; a short vector is sent to all and
+added by each. Both add in the order of the ranks, so the bits do not depend on timing, on what happened before, or on
+which way was taken. Whoever breaks a connection breaks it for all: :meth:`Mesh.poison` shuts every socket down, the
+peers see the end of the stream, and nobody waits for a vector that will not come. A generation has its own connections;
+both ends of one prove that they read the secrets of the ranks, which travel only over the authenticated channel to the
+agent. Keys come from the secrets of both, as on that channel; between hosts a tag follows each vector (``sealing.py``).
+
+Invariants:
+1. A sum is returned only when the vector of every rank was received in full: never a partial or a stale one.
+2. After the first error every call raises until :meth:`reconfigure`.
+3. Vectors of different collectives cannot mix: number, length and type travel in front and are compared.
+4. A vector of another host is taken only with a tag that fits.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Container, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.core.ids import Generation
+from holdfast.errors import GroupError, InternalError, PeerLost, UsageError
+from holdfast.runtime.net.addresses import family_of
+from holdfast.runtime.net.channel import is_local, tune
+from holdfast.runtime.net.connection_limits import ACCEPT_AGAIN_S, BACKLOG, BURST, Strangers
+from holdfast.runtime.node.run_settings import RunSettings
+from holdfast.runtime.worker.worker_client import Client
+from holdfast.sealing import KEY_SIZE_BYTES, TAG_SIZE_BYTES, Keys, Seal, Sealing, same, tag_of
+
+Vector = NDArray[Any]
+
+MAGIC = b"HFMESH02"
+SHORT_SIZE_BYTES = 16 * 1024
+POLL_S = 0.5
+HANDSHAKE_S = 10.0
+DIALS_MAX = 5
+START_S = 120.0
+"""How long a rank waits for the others to come up; ``HOLDFAST_START_S`` in the environment takes its place."""
+START_VARIABLE = "HOLDFAST_START_S"
+_HELLO = struct.Struct("!8sQI32s")  # magic, generation, rank, nonce
+_ANSWER = struct.Struct("!32s32s")  # proof, nonce
+_HEAD = struct.Struct("!QQB")  # number, length in bytes, type
+_TYPES: tuple[str, ...] = ("float32", "float64", "int64", "float16", "int32")
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a rank listens, and the secret that its peers must know."""
+
+    host: str
+    port: int
+    key: bytes
+
+
+class Mesh:
+    """All ranks of one generation. One thread calls the collectives, any thread may :meth:`poison`.
+
+    Args:
+        client: the line to the agent; None only in a world of one.
+        rank, world_size: place of this process.
+        host: address of this node.
+    """
+
+    def __init__(self, client: Client | None, rank: int, world_size: int, host: str = "127.0.0.1") -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.reason = ""
+        self.refused = 0
+        self.on_fault: Callable[[str], None] = _ignore
+        self.on_collective: Callable[[int, str], None] = _ignore_count
+        self._client = client
+        self._host = host
+        self._peers: dict[int, _Line] = {}
+        self._number = 0
+        self._met = False
+
+    @property
+    def poisoned(self) -> bool:
+        """A collective broke, or :meth:`poison` was called."""
+        return bool(self.reason)
+
+    @property
+    def connected(self) -> bool:
+        """:meth:`connect` was called: the ranks have met, at least once."""
+        return self._met
+
+    # ------------------------------------------------------------------ membership
+
+    def connect(self, generation: Generation, timeout_s: float | None = None) -> None:
+        """Meet the other ranks of ``generation``.
+
+        Raises:
+            GroupError: not all came within ``timeout_s`` (default ``START_S``); the missing ranks are named.
+        """
+        self._close()
+        self.reason = ""
+        self._number = 0
+        self._met = True
+        if self.world_size == 1:
+            return
+        limit_s = start_limit_s() if timeout_s is None else timeout_s
+        key = secrets.token_bytes(KEY_SIZE_BYTES)
+        with socket.create_server((self._host, 0), family=family_of(self._host), backlog=BACKLOG) as listener:
+            own = Place(self._host, int(listener.getsockname()[1]), key)
+            places = meet(self._kv(), f"mesh/{generation}", self.rank, self.world_size, own, limit_s)
+            deadline_s = time.monotonic() + max(limit_s, HANDSHAKE_S)
+            for rank in range(self.rank):
+                self._peers[rank] = self._dial(rank, places[rank], generation, key)
+            keys = {rank: place.key for rank, place in places.items()}
+            self._take_callers(listener, _Meeting(generation, self.rank, key, keys), deadline_s)
+        for peer in self._peers.values():
+            tune(peer.sock)
+            peer.sock.setblocking(False)
+        if self.poisoned:
+            self._fail(self.reason, GroupError)
+
+    def reconfigure(self, generation: Generation) -> None:
+        """Drop all connections and meet again. Raises: GroupError."""
+        self.connect(generation)
+
+    def poison(self, reason: str) -> None:
+        """Break everything under way; from any thread, returns at once."""
+        self.reason = self.reason or reason or "poisoned"
+        for peer in list(self._peers.values()):
+            with suppress(OSError):
+                peer.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close all connections."""
+        self._close()
+
+    def _close(self) -> None:
+        peers, self._peers = self._peers, {}
+        for peer in peers.values():
+            peer.sock.close()
+
+    def _kv(self) -> Client:
+        if self._client is None:
+            raise InternalError("several ranks without a control plane")
+        return self._client
+
+    def _dial(self, rank: int, place: Place, generation: Generation, key: bytes) -> _Line:
+        attempts = 0
+        while True:
+            attempts += 1
+            try:
+                return self._greet(rank, place, generation, key)
+            except ConnectionResetError as error:  # cut, with strangers that are too many there
+                if attempts == DIALS_MAX or self.poisoned:
+                    self._fail(self.reason or f"rank {rank} cannot be reached: {error}", GroupError)
+                time.sleep(ACCEPT_AGAIN_S)
+            except OSError as error:
+                self._fail(f"rank {rank} cannot be reached: {error}", GroupError)
+
+    def _greet(self, rank: int, place: Place, generation: Generation, key: bytes) -> _Line:
+        """A connection to ``rank`` on which both have proved that they are members. Raises: OSError."""
+        nonce = secrets.token_bytes(KEY_SIZE_BYTES)
+        sock = socket.create_connection((place.host, place.port), HANDSHAKE_S)
+        try:
+            sock.sendall(_HELLO.pack(MAGIC, generation.pack(), self.rank, nonce))
+            proof, theirs = _ANSWER.unpack(_read(sock, _ANSWER.size))
+            keys = _keys(generation, (rank, place.key, theirs), (self.rank, key, nonce))
+            if not same(proof, keys.server_proof):
+                raise ConnectionRefusedError("the answer does not prove that it is a member")
+            sock.sendall(keys.client_proof)
+            return _Line(sock, Seal(keys.from_client), Seal(keys.from_server), is_local(sock))
+        except OSError:
+            sock.close()
+            raise
+
+    def _take_callers(self, listener: socket.socket, meeting: _Meeting, deadline_s: float) -> None:
+        """Until all higher ranks are here; strangers are heard beside each other. Raises: GroupError."""
+        callers: dict[int, _Caller] = {}
+        strangers: Strangers[_Caller] = Strangers()
+        listener.setblocking(False)
+        try:
+            while missing := sorted(set(range(self.rank + 1, self.world_size)) - set(self._peers)):
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or self.poisoned:
+                    self._fail(self.reason or f"ranks {missing} did not connect", GroupError)
+                self._hear(listener, callers, strangers, meeting, min(left_s, POLL_S))
+        finally:
+            for caller in callers.values():
+                caller.sock.close()
+
+    def _hear(
+        self,
+        listener: socket.socket,
+        callers: dict[int, _Caller],
+        strangers: Strangers[_Caller],
+        meeting: _Meeting,
+        wait_s: float,
+    ) -> None:
+        """Whatever comes within ``wait_s``: members become peers, what is too slow, too many or wrong is closed."""
+
+        def drop(caller: _Caller) -> None:
+            self.refused += 1
+            strangers.release(caller)
+            del callers[caller.sock.fileno()]
+            caller.sock.close()
+
+        poller = select.poll()
+        for fd in (listener.fileno(), *callers):
+            poller.register(fd, select.POLLIN)
+        ready = [fd for fd, _ in poller.poll(1000 * wait_s)]
+        # Before any is dropped: a new connection may get the number of one that is.
+        for caller in [callers[fd] for fd in ready if fd in callers]:
+            try:
+                found = caller.hear(meeting, self._peers)
+            except OSError:
+                drop(caller)
+                continue
+            if found is not None:
+                strangers.release(caller)
+                del callers[caller.sock.fileno()]
+                self._peers[found[0]] = found[1]
+        for caller in [each for each in callers.values() if each.deadline_s < time.monotonic()]:
+            drop(caller)
+        if listener.fileno() in ready:
+            try:
+                for _ in range(BURST):
+                    caller = _Caller(listener.accept()[0])
+                    strangers.accepted()
+                    callers[caller.sock.fileno()] = caller
+                    for stranger in strangers.admit(caller, caller.sock.fileno()):
+                        drop(stranger)
+            except BlockingIOError:
+                return
+            except OSError as error:  # no descriptor is left, or the network refuses
+                for stranger in strangers.refused(error):
+                    drop(stranger)
+                time.sleep(ACCEPT_AGAIN_S)
+
+    # ------------------------------------------------------------------ collectives
+
+    def sum(self, vector: Vector, among: Sequence[int] | None = None) -> Vector:
+        """The sum over all ranks, added in rank order; shape [n], same type.
+
+        Args:
+            vector: of this rank, shape [n].
+            among: sum over these ranks only, in ascending order, this one among them. Every rank of the group calls at
+                the same time, each with its own part of a partition of the ranks.
+
+        Raises:
+            PeerLost: a rank is gone, or the group is poisoned.
+        """
+        mine = np.ascontiguousarray(vector).reshape(-1)
+        if mine.dtype.name not in _TYPES:
+            raise InternalError(f"a sum of {mine.dtype}; known are {', '.join(_TYPES)}")
+        self._number += 1
+        self.on_collective(self._number, "sum")
+        if self.poisoned:
+            self._fail(self.reason, PeerLost)
+        members = tuple(range(self.world_size)) if among is None else tuple(among)
+        if members == (self.rank,):
+            return mine.copy()
+        if mine.nbytes <= SHORT_SIZE_BYTES:
+            peers = [rank for rank in members if rank != self.rank]
+            parts = {rank: np.empty_like(mine) for rank in peers}
+            self._exchange(dict.fromkeys(peers, mine), parts)
+            return _added({**parts, self.rank: mine})
+        return self._sum_long(mine, members)
+
+    def _sum_long(self, mine: Vector, members: Sequence[int]) -> Vector:
+        """Each rank adds one part, then fetches the others."""
+        peers = [rank for rank in members if rank != self.rank]
+        edges = [len(mine) * index // len(members) for index in range(len(members) + 1)]
+        slices = {rank: slice(edges[index], edges[index + 1]) for index, rank in enumerate(members)}
+        own = mine[slices[self.rank]]
+        parts = {rank: np.empty_like(own) for rank in peers}
+        self._exchange({rank: mine[slices[rank]] for rank in peers}, parts)
+        total = np.empty_like(mine)
+        total[slices[self.rank]] = _added({**parts, self.rank: own})
+        self._exchange(
+            dict.fromkeys(peers, total[slices[self.rank]]),
+            {rank: total[slices[rank]] for rank in peers},
+        )
+        return total
+
+    def _exchange(self, outgoing: dict[int, Vector], incoming: dict[int, Vector]) -> None:
+        """Send and receive one vector per peer of ``outgoing``, all at the same time."""
+        flows = {
+            peer.sock.fileno(): _Flow(peer, rank, self._number, outgoing[rank], incoming[rank])
+            for rank, peer in self._peers.items()
+            if rank in outgoing
+        }
+        poller = select.poll()
+        for fd, flow in flows.items():
+            poller.register(fd, flow.wants())
+        while flows:
+            if self.poisoned:
+                self._fail(self.reason, PeerLost)
+            for fd, _ in poller.poll(POLL_S * 1000):
+                flow = flows[fd]
+                try:
+                    flow.move()
+                except OSError as error:
+                    self.refused += isinstance(error, ConnectionAbortedError)
+                    self._fail(self.reason or f"rank {flow.rank} is lost: {error}", PeerLost)
+                if wants := flow.wants():
+                    poller.modify(fd, wants)
+                else:
+                    poller.unregister(fd)
+                    del flows[fd]
+
+    def _fail(self, reason: str, kind: type[PeerLost] | type[GroupError]) -> None:
+        first = not self.poisoned
+        self.poison(reason)
+        if first and kind is PeerLost:
+            self.on_fault(reason)
+        raise kind(reason)
+
+
+class _Line(NamedTuple):
+    """A connection to a peer, and what is used in each direction of it."""
+
+    sock: socket.socket
+    outgoing: Seal
+    incoming: Seal
+    local: bool  # both ends are on this host: vectors have no tags
+
+
+class _Meeting(NamedTuple):
+    """What a caller has to prove, and how this rank answers."""
+
+    generation: Generation
+    rank: int
+    key: bytes
+    keys: dict[int, bytes]  # of all ranks
+
+
+class _Caller:
+    """A connection that has not proved yet that it is a member."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.deadline_s = time.monotonic() + HANDSHAKE_S
+        self._rank = -1
+        self._keys: Keys | None = None  # once it has said which rank it is
+        self._own = secrets.token_bytes(KEY_SIZE_BYTES)
+        self._data = b""
+
+    def hear(self, meeting: _Meeting, here: Container[int]) -> tuple[int, _Line] | None:
+        """What has come; rank and line when it is proved. Raises: OSError: closed, or no member that is missing."""
+        wanted_bytes = (_HELLO.size if self._keys is None else KEY_SIZE_BYTES) - len(self._data)
+        piece = self.sock.recv(wanted_bytes)
+        if not piece:
+            raise ConnectionResetError("closed during the handshake")
+        self._data += piece
+        if len(piece) < wanted_bytes:
+            return None
+        data, self._data = self._data, b""
+        if self._keys is None:
+            magic, packed, rank, nonce = _HELLO.unpack(data)
+            missing = meeting.rank < rank < len(meeting.keys) and rank not in here
+            if magic != MAGIC or packed != meeting.generation.pack() or not missing:
+                raise ConnectionRefusedError("not a member of this generation")
+            own = (meeting.rank, meeting.key, self._own)
+            self._rank, self._keys = rank, _keys(meeting.generation, own, (rank, meeting.keys[rank], nonce))
+            self.sock.sendall(_ANSWER.pack(self._keys.server_proof, self._own))
+            return None
+        if self._rank in here or not same(data, self._keys.client_proof):
+            raise ConnectionRefusedError("it does not prove that it is a member")
+        seals = Seal(self._keys.from_server), Seal(self._keys.from_client)
+        return self._rank, _Line(self.sock, *seals, is_local(self.sock))
+
+
+class _Flow:
+    """What still has to go to and come from one peer."""
+
+    def __init__(self, line: _Line, rank: int, number: int, outgoing: Vector, incoming: Vector) -> None:
+        self.rank = rank
+        self._sock = line.sock
+        self._sealing = None if line.local else line.outgoing.begin_batch(local=False)
+        self._unsealing = None if line.local else line.incoming.begin_batch(local=False)
+        self._tag = bytearray(TAG_SIZE_BYTES)
+        kind = _TYPES.index(outgoing.dtype.name)
+        self._out = [memoryview(_HEAD.pack(number, outgoing.nbytes, kind)), _bytes(outgoing)]
+        self._fits = b""  # the tag that should come
+        self._head = bytearray(_HEAD.size)
+        self._expected = _HEAD.pack(number, incoming.nbytes, kind)
+        self._in = [memoryview(self._head), _bytes(incoming)]
+
+    def wants(self) -> int:
+        """The events that move this flow on; 0 when it is done."""
+        return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._in else 0)
+
+    def move(self) -> None:
+        """Send and receive what is possible now. Raises: OSError."""
+        if self._out:
+            with suppress(BlockingIOError):
+                self._advance(self._out, self._sock.sendmsg(self._out), self._sealing)
+            if not self._out and self._sealing is not None:
+                self._out, self._sealing = [memoryview(tag_of(self._sealing))], None
+        if self._in:
+            with suppress(BlockingIOError):
+                count = self._sock.recv_into(self._in[0])
+                if count == 0:
+                    raise ConnectionResetError("it closed the connection")
+                checked = len(self._in) == 1
+                self._advance(self._in, count, self._unsealing)
+                if not checked and len(self._in) < 2 and bytes(self._head) != self._expected:
+                    raise ConnectionAbortedError("it is in another collective")
+                if not self._in:
+                    self._check()
+
+    def _check(self) -> None:
+        """The vector is here: its tag is awaited; the tag is here, too: do they fit? Raises: OSError."""
+        if self._unsealing is not None:
+            self._fits, self._unsealing = tag_of(self._unsealing), None
+            self._in = [memoryview(self._tag)]
+        elif self._fits and not same(self._fits, bytes(self._tag)):
+            raise ConnectionAbortedError("what has come is not what it has sent")
+
+    @staticmethod
+    def _advance(parts: list[memoryview], count: int, seal: Sealing | None) -> None:
+        while parts and count:
+            part = parts[0][:count]
+            count -= len(part)
+            parts[0] = parts[0][len(part) :]
+            if seal is not None:
+                seal.update(part)
+            while parts and not parts[0]:
+                parts.pop(0)
+
+
+def meet(
+    client: Client, space: str, rank: int, world_size: int, own: Place, limit_s: float
+) -> dict[int, Place]:
+    """Publish where this rank listens and wait for all others: their places by rank.
+
+    Raises:
+        GroupError: not all came within ``limit_s``; the missing ranks are named.
+    """
+    keys = tuple(f"{space}/{other}" for other in range(world_size))
+    client.kv("set", (keys[rank],), msgspec.json.encode(own))
+    deadline_s = time.monotonic() + limit_s
+    # In slices: a fence that comes before the request is queued would not end it.
+    while not (reply := client.kv("wait", keys, timeout_s=POLL_S)).ok and time.monotonic() < deadline_s:
+        if client.fenced or reply.error == "fenced":
+            raise GroupError("a recovery began while the ranks were meeting")
+        if reply.error == "orphaned":
+            raise GroupError("launcher and agent were lost while the ranks were meeting")
+    if not reply.ok:
+        missing = [other for other, key in enumerate(keys) if not client.kv("check", (key,)).ok]
+        raise GroupError(
+            f"{'rank' if len(missing) == 1 else 'ranks'} {', '.join(map(str, missing))} of {world_size} "
+            f"did not come up within {limit_s:g} s",
+            hint=f"read the log of that rank; {START_VARIABLE} gives more seconds",
+        )
+    return {
+        other: msgspec.json.decode(client.kv("get", (key,)).value, type=Place)
+        for other, key in enumerate(keys)
+    }
+
+
+def start_limit_s() -> float:
+    """The start-up deadline in seconds.
+
+    Raises:
+        UsageError: the variable holds no positive number.
+    """
+    said = os.environ.get(START_VARIABLE, "")
+    if not said:
+        return START_S
+    try:
+        limit_s = float(said)
+    except ValueError:
+        limit_s = 0.0
+    if not 0 < limit_s < math.inf:
+        raise UsageError(
+            f"{START_VARIABLE}={said} is no positive number of seconds",
+            hint=f"for example {START_VARIABLE}=300",
+        )
+    return limit_s
+
+
+def host_of(client: Client | None) -> str:
+    """The address under which the workers of this node are reached by those of others."""
+    if client is None or client.run_dir is None:
+        return "127.0.0.1"
+    return RunSettings.load(client.run_dir).bind
+
+
+def _keys(generation: Generation, server: tuple[int, bytes, bytes], client: tuple[int, bytes, bytes]) -> Keys:
+    """Of one connection; each end is its rank, its secret and its nonce."""
+    ranks = f"rank {client[0]} to {server[0]}"
+    return Keys.of(server[1] + client[1], server[2] + client[2], "mesh", str(generation), ranks)
+
+
+def _read(sock: socket.socket, size_bytes: int) -> bytes:
+    data = b""
+    while len(data) < size_bytes:
+        piece = sock.recv(size_bytes - len(data))
+        if not piece:
+            raise ConnectionResetError("closed during the handshake")
+        data += piece
+    return data
+
+
+def _added(parts: Mapping[int, Vector]) -> Vector:
+    """The sum of the vectors, in the order of the ranks."""
+    first, *others = sorted(parts)
+    total = parts[first].copy()
+    for rank in others:
+        total += parts[rank]
+    return total
+
+
+def _bytes(vector: Vector) -> memoryview:
+    return vector.view(np.uint8).data
+
+
+def _ignore(reason: str) -> None:
+    """Nobody listens yet."""
+
+
+def _ignore_count(count: int, what: str) -> None:
+    """Nobody counts yet."""

@@ -1,0 +1,370 @@
+"""MindSpore behind the interface of ``frameworks/common/adapter.py``.
+
+Two ways to add gradients: in stand-alone mode the gate sums them over our own connections (``mesh.py``), which can be
+rebuilt in the running process; in data parallel mode MindSpore's own AllReduce does, and the gate only votes. That
+group is never used again after a fault, because it then returns wrong sums silently: every fault restarts the workers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import mindspore as ms
+from mindspore import nn
+from mindspore.communication import GlobalComm, get_group_size, get_rank
+from numpy.typing import NDArray
+
+from holdfast.core.ids import Generation
+from holdfast.errors import GroupError, PeerLost, StepError, UnsupportedError, UsageError
+from holdfast.frameworks.common.adapter import Aborted, Feed, Hooks
+from holdfast.frameworks.common.state_tree import Plain
+from holdfast.frameworks.common.tcp_group_adapter import Meshed
+from holdfast.frameworks.mindspore.data_position import DataFeed
+from holdfast.frameworks.mindspore.gradient_gate import Gate, Relay
+from holdfast.frameworks.mindspore.gradient_reduction import Reduction
+from holdfast.frameworks.mindspore.gradients_mean import mean_of_gradients
+from holdfast.frameworks.mindspore.state import Collected, MindSporeState, Restore, Slice, assign
+from holdfast.runtime.worker.process_place import place_here
+from holdfast.runtime.worker.worker_client import Client
+from holdfast.store.layouts.layout import Catalogue
+
+log = logging.getLogger("holdfast")
+
+VERSIONS = ("2.10.",)
+DEVICES = ("CPU",)
+MODES = ("stand_alone", "data_parallel")
+OPTIMIZER = "optimizer"
+
+
+class MindSporeAdapter(Meshed[MindSporeState]):
+    """See :class:`holdfast.frameworks.common.adapter.Adapter`.
+
+    Args:
+        cell: the training cell, for instance ``nn.TrainOneStepCell``: it has ``grad_reducer`` and ``optimizer``.
+        extras: the user's own state.
+        seed: of Python's, NumPy's and MindSpore's default generators at each step.
+        slices: this rank's parts of parameters that ranks share.
+        redo: aborts the open step and begins it again; called inside the graph after a fault.
+
+    Raises:
+        UnsupportedError: framework version, device, parallel mode or training cell.
+        StateError: see :class:`MindSporeState`.
+    """
+
+    def __init__(
+        self,
+        cell: Any,
+        extras: dict[str, Any],
+        seed: int,
+        slices: Mapping[str, Slice],
+        redo: Callable[[], None],
+    ) -> None:
+        check_supported()
+        super().__init__(*place(), seed)
+        self._cell = cell
+        self._host = _gate_place(cell)
+        self._before = self._host.grad_reducer
+        self._redo = redo
+        self._native = parallel_mode() == "data_parallel" and self.world_size > 1
+        self.live = self.world_size > 1 and not self._native
+        graph = ms.get_context("mode") == ms.GRAPH_MODE
+        self.state = MindSporeState(cell, cell.optimizer, extras, slices, copy_all=not graph)
+        self._buffer_numel = sum(int(p.size) for p in self.state.buffers)
+        if self.rank == 0 and any(isinstance(each, nn.Dropout) for _, each in cell.cells_and_names()):
+            log.warning(
+                "holdfast: nn.Dropout keeps its random numbers to itself: a process that begins again draws other ones"
+            )
+        if self.world_size > 1:
+            _check_slices(cell, slices, native=self._native)
+        self._reduction = Reduction(
+            self.rank,
+            self.world_size,
+            [self.state.metas[fqn] for fqn in self.state.trained],
+            mean=mean_of_gradients(native=self._native),
+            native=self._native,
+        )
+        self._alone = False  # a newcomer that has not joined yet
+        self._rehearsed = False
+        self._passed = False
+        self._voting = False  # the gradients are at the gate
+        self._in_gate = False  # the graph runs, and waits for the gate
+        self._buffers: NDArray[Any] | None = None
+
+    # ------------------------------------------------------------------ hooks
+
+    def attach(
+        self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int, str], None]
+    ) -> None:
+        """Put the gate in front of the optimizer. The graph must not have been compiled before."""
+        super().attach(hooks, on_fault, on_collective)
+        self._host.grad_reducer = Gate(self._through, self.state.buffers, self._before)
+        if (
+            self._broadcasts()
+        ):  # done by begin_equal(); MindSpore has no broadcast without a parallel mode or on CPU
+            ms.set_auto_parallel_context(parameter_broadcast=False)
+        self._announce_compiling()
+
+    def detach(self) -> None:
+        """Close the connections. A compiled graph keeps its gate, which refuses from now on."""
+        super().detach()
+        self._host.grad_reducer = self._before
+        self._cell.__dict__.pop("compile", None)
+
+    def _announce_compiling(self) -> None:
+        """MindSpore compiles at the first call and again for each new shape: no progress meanwhile, and no hang."""
+        compile_cell, hooks = self._cell.compile, self._hooks
+        assert hooks is not None
+
+        def announced(*arguments: Any, **options: Any) -> Any:
+            hooks.compiling(True)
+            try:
+                return compile_cell(*arguments, **options)
+            finally:
+                hooks.compiling(False)
+
+        self._cell.__dict__["compile"] = announced
+
+    def is_fault(self, error: BaseException) -> bool:
+        """MindSpore's own AllReduce broke; one of ours has poisoned the process already."""
+        broken = self._native and isinstance(error, RuntimeError) and "Launch kernel failed" in str(error)
+        if broken:
+            self._broke("MindSpore's AllReduce failed")
+        return broken
+
+    def _through(self, vector: NDArray[Any]) -> NDArray[Any]:
+        """The gate: sum, vote; after a fault again, with the gradients at hand."""
+        if self._hooks is None:
+            raise StepError(
+                "a guarded optimizer steps outside of a step",
+                hint="train through holdfast.mindspore: its callback opens the steps",
+            )
+        self._voting = True
+        try:
+            total = self._voted(vector, self._hooks)
+        finally:
+            self._voting = False
+        self._passed = True
+        if self._buffer_numel:
+            self._buffers = total[len(total) - self._buffer_numel :].copy()
+        return total
+
+    def _voted(self, vector: NDArray[Any], hooks: Hooks) -> NDArray[Any]:
+        while True:
+            try:
+                total = vector if self._alone else self._summed(vector)
+                hooks.update(OPTIMIZER)
+            except (PeerLost, Aborted):
+                self._again()
+            else:
+                return total
+
+    def _again(self) -> None:
+        """The block begins again here, with its gradients: what it did so far stands."""
+        self._in_gate = True
+        try:
+            self._redo()
+        finally:
+            self._in_gate = False
+
+    def _summed(self, vector: NDArray[Any]) -> NDArray[Any]:
+        """The job's gradients, and rank 0's buffers."""
+        return vector if self.world_size == 1 else self._reduction.reduced(vector, self._sum)
+
+    def _sum(self, vector: NDArray[Any], among: Sequence[int] | None) -> NDArray[Any]:
+        """Over these ranks, or all. Raises: PeerLost."""
+        since_ns = time.monotonic_ns()
+        total = self.mesh.sum(vector, among)
+        if self._hooks is not None:
+            self._hooks.waited(since_ns, time.monotonic_ns())
+        return total
+
+    # ------------------------------------------------------------------ state
+
+    def collect(self, *, frozen: bool = False, before: int = -1) -> Collected:
+        """The state now, or at the start of the current step."""
+        return self.state.collect(frozen=frozen, before=before)
+
+    def state_size(self) -> int:
+        """Of the user's own state: MindSpore's optimizers have all theirs from the start."""
+        return self.state.extras.size()
+
+    def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
+        """Prepare a load. Raises: CheckpointMismatch."""
+        return self.state.restore(catalogue, values)
+
+    def feed(self, loader: Any) -> Feed:
+        """Batches of a MindSpore pipeline. Raises: UsageError, UnsupportedError."""
+        return DataFeed(loader, self._seed, self.world_size, self._drawing)
+
+    def _drawing(self, busy: bool) -> None:
+        """An epoch is drawn again up to its place: no progress meanwhile, and no hang."""
+        if self._hooks is not None:
+            self._hooks.compiling(busy)
+
+    # ------------------------------------------------------------------ step
+
+    def begin(self, step: int) -> None:
+        """Seed and copy; nothing when the same step begins again inside the graph, after forward has run."""
+        if self._in_gate:
+            return
+        self._passed = False
+        self.state.take()
+        ms.manual_seed(self._reseed(step) % 2**31)
+
+    def shield(self) -> None:
+        """Nothing: a broken sum raises into the gate, which answers it."""
+
+    def record(self, name: str) -> None:
+        """Refuse. Raises: UnsupportedError."""
+        raise UnsupportedError(
+            "step.update(name) is not supported with MindSpore", hint="one optimizer per step"
+        )
+
+    def prepare_vote(self) -> None:
+        """Nothing: the gate got its vector from the device, so it is complete."""
+
+    def end(self) -> None:
+        """The graph has run: take rank 0's moving statistics.
+
+        Raises:
+            StepError: the gate was not passed: weights changed without a vote.
+        """
+        if not self._passed:
+            raise StepError(
+                "the gradients of this step did not pass the gate",
+                hint="wrap the optimizer: holdfast.mindspore.guard(optimizer), before nn.TrainOneStepCell or Model",
+            )
+        if self._buffers is None:
+            return
+        start = 0
+        for parameter in self.state.buffers:
+            piece = self._buffers[start : start + parameter.size]
+            start += parameter.size
+            if self.rank != 0:
+                assign(parameter, piece.reshape(parameter.shape))
+
+    def release(self) -> None:
+        """Nothing."""
+
+    def abort(self) -> None:
+        """Put back what is no weight; in the gate nothing: it keeps the gradients, and no weight has moved.
+
+        Nor after MindSpore's own group broke, when operators may not end: this process will be replaced.
+        """
+        if not self._in_gate and not (self._native and self.poisoned):
+            self.state.put_back()
+
+    # ------------------------------------------------------------------ copies
+
+    def _of_vote(self) -> Collected | None:
+        """The weights of now, and copies of what the graph may have moved since the step began."""
+        return self.state.collect(frozen=True) if self._voting else None
+
+    def _broadcasts(self) -> bool:
+        return bool(ms.get_auto_parallel_context("parameter_broadcast"))
+
+    def _remedy(self) -> str:
+        return (
+            "mindspore.set_seed(1) before the network is made; or "
+            "mindspore.set_auto_parallel_context(parameter_broadcast=True), then all ranks begin with rank 0's"
+        )
+
+    # ------------------------------------------------------------------ groups
+
+    def reconfigure(self, generation: Generation) -> None:
+        """Connect anew. Raises: GroupError."""
+        if self._native:
+            raise GroupError("MindSpore's own group gives wrong sums after a fault: the workers must restart")
+        self._alone = False
+        self._reduction.forget()
+        self._lines().reconfigure(generation)
+
+    def rehearse(self) -> bool:
+        """Once in a newcomer: it compiles its graph and computes its gradients before it meets the others."""
+        client = Client.current()
+        if client is None or not client.joining or self._rehearsed:
+            return False
+        self._rehearsed = self._alone = True
+        return True
+
+
+def check_supported() -> None:
+    """Raises: UnsupportedError: names what is supported."""
+    if not ms.__version__.startswith(VERSIONS):
+        raise UnsupportedError(
+            f"MindSpore {ms.__version__} is not supported; supported are {', '.join(v + 'x' for v in VERSIONS)}",
+            hint="pip install 'mindspore==2.10.0'",
+        )
+    device = str(ms.get_context("device_target"))
+    if device not in DEVICES:
+        log.warning("holdfast: MindSpore on %s is untried: tests ran on %s only", device, ", ".join(DEVICES))
+    mode = parallel_mode()
+    if mode not in MODES:
+        raise UnsupportedError(
+            f"parallel mode {mode} is not supported (nor is it by MindSpore on CPU); supported are {', '.join(MODES)}",
+            hint='mindspore.set_auto_parallel_context(parallel_mode="data_parallel"), or none',
+        )
+
+
+def _check_slices(cell: Any, slices: Mapping[str, Slice], *, native: bool) -> None:
+    """The gradient of every slice stays with the ranks that hold it.
+
+    Raises:
+        UsageError: a ``layerwise_parallel`` parameter that is not declared; by name.
+        UnsupportedError: a slice that MindSpore's own AllReduce would add to others; by name.
+    """
+    for parameter in cell.get_parameters():
+        name = str(parameter.name)
+        declared = name in slices or any(name.endswith(f".{each}") for each in slices)  # a slot of it
+        if parameter.layerwise_parallel and not declared:
+            raise UsageError(
+                f"parameter {name!r} is layerwise_parallel, and nothing says which part of it this rank holds",
+                hint=f"slices={{{name!r}: holdfast.mindspore.Slice(shape_of_all, offsets_of_this_rank)}}",
+            )
+        if native and name in slices and not parameter.layerwise_parallel:
+            raise UnsupportedError(
+                f"parameter {name!r} is in slices=, and MindSpore's AllReduce would add up gradients of different "
+                "slices",
+                hint="Parameter(..., layerwise_parallel=True), or no parallel mode",
+            )
+
+
+def parallel_mode() -> str:
+    """MindSpore's parallel mode."""
+    return str(ms.get_auto_parallel_context("parallel_mode"))
+
+
+def place() -> tuple[int, int]:
+    """Rank and world size, from MindSpore's group or the launcher's variables.
+
+    Raises:
+        UsageError: variables that contradict each other or the group, or that say half of it.
+    """
+    if GlobalComm.INITED:
+        return place_here((int(get_rank()), int(get_group_size())))
+    if os.environ.get("MS_ROLE") == "MS_SCHED":
+        raise SystemExit(0)  # msrun runs the script once more as its scheduler: it trains nothing
+    return place_here()
+
+
+def _gate_place(cell: Any) -> Any:
+    """The cell whose ``grad_reducer`` the gate takes: a relay around the optimizer, else the training cell."""
+    optimizer = getattr(cell, "optimizer", None)
+    if optimizer is None:
+        raise UnsupportedError(
+            f"a {type(cell).__name__} without `optimizer` is no training cell",
+            hint="give the session nn.TrainOneStepCell(network, optimizer), or a cell with these two attributes",
+        )
+    relay = getattr(optimizer, "relay", None)
+    if isinstance(relay, Relay):
+        return relay
+    if not hasattr(cell, "grad_reducer"):
+        raise UnsupportedError(
+            f"a {type(cell).__name__} without `grad_reducer` has no place for the vote",
+            hint="wrap the optimizer: holdfast.mindspore.guard(optimizer)",
+        )
+    return cell

@@ -1,0 +1,284 @@
+"""MindSpore parameters as training state: what the store saves from and loads into.
+
+Theory. Everything that a training step changes is a ``Parameter`` of the training cell: weights, BatchNorm's moving
+statistics, optimizer slots, step counters. Weights and large slots move only after the gate (``gradient_gate.py``) has
+let the gradients pass; moving statistics move in forward, and counters (``global_step``, Adam's beta powers) whenever
+the graph likes, because they do not depend on gradients. So the latter two are copied when a step begins, and a state
+asked for while the step is open takes them from the copies. In PYNATIVE mode a read from another thread waits for
+operators under way, which may never end: there everything is copied. What a script may change between two steps is one
+number each (learning rates, counters) and its own state (``frameworks/common/user_state.py``): copied also when the
+script is given the step. A compiled graph hears only of what ``assign`` writes: ``set_data`` is seen by Python alone.
+
+Invariants:
+1. ``collect(frozen=True)`` is the state at the start of the open step, whatever the graph or the script did since.
+2. A read of a parameter that is not copied is possible while the main thread hangs in an operator (GRAPH mode).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import mindspore as ms
+import numpy as np
+from mindspore import ops
+from numpy.typing import NDArray
+
+from holdfast.errors import CheckpointMismatch, StateError
+from holdfast.frameworks.common.numpy_state import DTYPE_NAMES, NumpyState, Shard, digests, metas_to_fill
+from holdfast.frameworks.common.state_tree import Plain
+from holdfast.frameworks.common.user_state import NOTHING_BEFORE, NOTHING_TAKEN, Before, Extras, Taken
+from holdfast.store.layouts.layout import Box, Catalogue, RankLayout, Shape, TensorMeta
+
+Array = NDArray[Any]
+
+SMALL_NUMEL = 1024
+IGNORED = frozenset({"graceful_exit", "graceful_init"})
+"""Parameters of MindSpore's own exit flag: a request, not a state."""
+
+
+class Slice:
+    """This rank's part of a parameter that several ranks share (tensor parallelism by hand).
+
+    Args:
+        shape: of the whole parameter, in elements.
+        offsets: where this rank's part begins, in elements.
+    """
+
+    def __init__(self, shape: Shape, offsets: Shape) -> None:
+        self.shape = tuple(shape)
+        self.offsets = tuple(offsets)
+
+
+class Collected:
+    """The state at one moment. Arrays are read from the framework when they are asked for."""
+
+    def __init__(self, state: MindSporeState, copies: Mapping[str, Array], extras: Taken) -> None:
+        self.values: dict[str, Plain] = {
+            "optimizers": {},
+            "schedulers": {},
+            "state": extras.plain,
+            "framework": "mindspore",
+        }
+        if both := sorted(state.metas.keys() & extras.arrays.keys()):
+            raise StateError(f"two tensors are called {both[0]!r}", hint="rename the one in state={...}")
+        self._state = state
+        self._copies = copies
+        self._extras = extras
+        self._users = NumpyState.whole(extras.arrays)
+
+    def view(self, fqn: str, box: Box) -> memoryview:
+        """Bytes of one box of this rank. Raises: StateError."""
+        if fqn in self._extras.arrays:
+            return self._users.view(fqn, box)
+        shard = self._state.shard(fqn, self._copies)
+        return NumpyState([shard]).view(fqn, box)
+
+    def layout(self, rank: int, world_size: int) -> RankLayout:
+        """The boxes that this rank holds."""
+        return RankLayout(rank, (*self._state.metas.values(), *self._extras.metas()), world_size)
+
+    def writes(self) -> tuple[int, ...]:
+        """Digests: MindSpore does not count (``frameworks.common.adapter.CountsWrites``)."""
+        return digests(self, self.layout(0, 1))
+
+
+class Restore:
+    """A load under way: filled arrays first, then the parameters."""
+
+    def __init__(self, state: MindSporeState, catalogue: Catalogue, values: Mapping[str, Plain]) -> None:
+        self._state = state
+        self._arrays = {fqn: np.empty_like(state.read(fqn)) for fqn in state.metas}
+        self._users, self._put = state.extras.prepare(catalogue, values.get("state", {}))
+
+    def buffers(self) -> list[tuple[TensorMeta, memoryview]]:
+        """Every box to fill."""
+        own = [self._state.placed(fqn, array) for fqn, array in self._arrays.items()]
+        return metas_to_fill([*own, *NumpyState.whole(self._users).shards])
+
+    def finish(self) -> None:
+        """Put the arrays into the parameters."""
+        for fqn, array in self._arrays.items():
+            self._state.write(fqn, array)
+        self._put()
+
+
+class MindSporeState:
+    """All parameters of a training cell, by the names that checkpoints use.
+
+    Args:
+        cell: the training cell (network and optimizer).
+        optimizer: its optimizer; the parameters that it adds are named ``optimizer.NAME``.
+        extras: the user's own state.
+        slices: parameters of which this rank holds a part, by name; an optimizer slot lies like its parameter.
+        copy_all: copy everything at each step begin (PYNATIVE).
+
+    Raises:
+        StateError: a parameter of a type that cannot be saved, or a slice that does not fit; by name.
+    """
+
+    def __init__(
+        self,
+        cell: Any,
+        optimizer: Any,
+        extras: dict[str, Any],
+        slices: Mapping[str, Slice],
+        *,
+        copy_all: bool,
+    ) -> None:
+        self.extras = Extras(extras, Tensors())
+        self.buffers: list[Any] = []
+        self.trained = tuple(parameter.name for parameter in optimizer.parameters)
+        self._parameters: dict[str, Any] = {}
+        self._copied: dict[str, Array] = {}
+        self._taken = NOTHING_TAKEN
+        slots = {id(p) for p in optimizer.get_parameters()} - {id(p) for p in optimizer.parameters}
+        trained = {id(p) for p in optimizer.parameters}
+        early: list[str] = []
+        single: list[str] = []
+        for parameter in cell.get_parameters():
+            if parameter.name in IGNORED:
+                continue
+            slot = id(parameter) in slots
+            fqn = f"optimizer.{parameter.name}" if slot else parameter.name
+            if fqn in self._parameters:
+                raise StateError(
+                    f"two parameters are called {fqn!r}", hint="give each Parameter a name of its own"
+                )
+            self._parameters[fqn] = parameter
+            if not slot and id(parameter) not in trained and parameter.name not in slices:
+                self.buffers.append(parameter)
+            if copy_all or (id(parameter) not in trained and (not slot or parameter.size <= SMALL_NUMEL)):
+                early.append(fqn)
+            if slot and parameter.size == 1:
+                single.append(fqn)
+        self._early = tuple(early)
+        self._single = tuple(single)
+        self._before = NOTHING_BEFORE
+        if strange := sorted(slices.keys() - {parameter.name for parameter in self._parameters.values()}):
+            raise StateError(
+                f"slices= names {strange[0]!r}, which is no parameter of the training cell",
+                hint="the names are those of cell.parameters_dict()",
+            )
+        self.metas = {fqn: self._meta(fqn, slices) for fqn in self._parameters}
+
+    def _meta(self, fqn: str, slices: Mapping[str, Slice]) -> TensorMeta:
+        array = self.read(fqn)
+        if array.dtype.name not in DTYPE_NAMES:
+            raise StateError(f"parameter {fqn!r}: type {array.dtype} cannot be saved")
+        part = next((s for name, s in slices.items() if _belongs(fqn, name)), None)
+        if part is None or (fqn.startswith("optimizer.") and array.ndim != len(part.shape)):
+            shape, box = array.shape, Box.whole(array.shape)
+        else:
+            shape, box = part.shape, Box(part.offsets, array.shape)
+            if len(shape) != array.ndim or not Box.whole(shape).contains(box):
+                raise StateError(
+                    f"parameter {fqn!r}: its part {box} does not lie in a tensor of shape {list(shape)}"
+                )
+        return TensorMeta(fqn, DTYPE_NAMES[array.dtype.name], shape, box)
+
+    def read(self, fqn: str) -> Array:
+        """The parameter's value now; shared with the framework where it can be."""
+        try:
+            return np.asarray(self._parameters[fqn].asnumpy(), order="C")
+        except TypeError as error:  # bfloat16 has no NumPy type here
+            raise StateError(
+                f"parameter {fqn!r}: {self._parameters[fqn].dtype} cannot be saved: {error}"
+            ) from error
+
+    def write(self, fqn: str, array: Array) -> None:
+        """Set the parameter, also for a graph that is compiled."""
+        assign(self._parameters[fqn], array.reshape(self._parameters[fqn].shape))
+
+    def owns(self, fqn: str) -> bool:
+        """It is a parameter of the training cell."""
+        return fqn in self._parameters
+
+    def trains(self, fqn: str) -> bool:
+        """Updates alone change it: a weight, or state of the optimizer."""
+        return fqn in self.trained or (fqn in self._parameters and fqn.startswith("optimizer."))
+
+    def put_bytes(self, arrays: Mapping[str, NDArray[np.uint8]]) -> None:
+        """Set parameters from their bytes."""
+        for fqn, data in arrays.items():
+            self.write(fqn, data.view(self.read(fqn).dtype))
+
+    def placed(self, fqn: str, array: Array) -> Shard:
+        """``array`` as the box of this rank."""
+        meta = self.metas[fqn]
+        return Shard(fqn, meta.shape, meta.box, array)
+
+    def shard(self, fqn: str, copies: Mapping[str, Array]) -> Shard:
+        """This rank's box with its value, from ``copies`` where it is there. Raises: StateError."""
+        if fqn not in self.metas:
+            raise StateError(f"tensor {fqn!r} is not held here")
+        return self.placed(fqn, copies[fqn] if fqn in copies else self.read(fqn))
+
+    def take(self) -> None:
+        """Copy what the coming step, or the script in it, may change before its vote."""
+        self._copied = self._copies_of(self._early)
+        self._taken = self.extras.take()
+
+    def put_back(self) -> None:
+        """What :meth:`take` has copied."""
+        for fqn, array in self._copied.items():
+            self.write(fqn, array)
+        self.extras.put(self._taken)
+
+    def take_before(self, step: int) -> None:
+        """Copy what the script may change before it enters the block of ``step``."""
+        self._before = Before(step, self._copies_of(self._single), self.extras.take())
+
+    def _copies_of(self, names: tuple[str, ...]) -> dict[str, Array]:
+        return {fqn: self.read(fqn).copy() for fqn in names}
+
+    def collect(self, *, frozen: bool, before: int = -1) -> Collected:
+        """The state now, or at the start of the open step; what was copied for the step ``before`` comes first."""
+        copies = self._copied if frozen else {}
+        if self._before.step == before:
+            return Collected(self, {**copies, **self._before.arrays}, self._before.extras)
+        return Collected(self, copies, self._taken if frozen else self.extras.take())
+
+    def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
+        """Prepare a load. Raises: CheckpointMismatch: of another framework."""
+        if values.get("framework") != "mindspore":
+            raise CheckpointMismatch(
+                "the checkpoint was not written by a MindSpore training",
+                hint="holdfast.mindspore.import_checkpoint(...) takes MindSpore's own files",
+            )
+        return Restore(self, catalogue, values)
+
+
+class Tensors:
+    """Parameters and tensors in the user's own state (``frameworks.common.user_state.Tensors``)."""
+
+    def owns(self, item: Any) -> bool:
+        """It is one."""
+        return isinstance(item, ms.Tensor)
+
+    def read(self, item: Any) -> Array:
+        """Its values."""
+        return np.asarray(item.asnumpy())
+
+    def make(self, array: Array) -> Any:
+        """A new one."""
+        return ms.Tensor(array)
+
+    def fill(self, current: Any, value: Any) -> bool:
+        """Only a parameter is set in place."""
+        if not isinstance(current, ms.Parameter) or not isinstance(value, ms.Tensor):
+            return False
+        if current.shape != value.shape or current.dtype != value.dtype:
+            return False
+        assign(current, value.asnumpy())
+        return True
+
+
+def assign(parameter: Any, array: Array) -> None:
+    """Set a parameter so that a compiled graph sees it."""
+    ops.assign(parameter, ms.Tensor(array, dtype=parameter.dtype))
+
+
+def _belongs(fqn: str, name: str) -> bool:
+    """A weight or a slot of it: MindSpore names a slot KIND.WEIGHT."""
+    return fqn == name or (fqn.startswith("optimizer.") and fqn.endswith(f".{name}"))

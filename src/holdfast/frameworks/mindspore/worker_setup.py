@@ -1,0 +1,83 @@
+"""How a worker of ``holdfast run --framework mindspore`` meets the others: by environment, without msrun.
+
+A script that never calls ``mindspore.communication.init()`` needs nothing of this: its gradients travel over our own
+connections. For one that does, ``init()`` first waits for all ranks (and names the one that does not come), then rank 0
+starts MindSpore's scheduler, a process of this worker's group that ends with it, and MindSpore's own ``init`` runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from holdfast.errors import InternalError
+from holdfast.frameworks.common.tcp_group import Place, host_of, meet, start_limit_s
+from holdfast.runtime.worker.worker_client import Client
+
+MODULES = ("mindspore.communication", "mindspore.communication.management")
+SCHEDULER = "import mindspore; mindspore.set_device('CPU'); mindspore.communication.init()"
+_installed = False
+
+
+def install() -> None:
+    """Set the variables that MindSpore scripts read, and put :func:`_init` in the place of ``init``. Idempotent.
+
+    Raises:
+        ModuleNotFoundError: MindSpore is not installed.
+    """
+    global _installed
+    client = Client.current()
+    if client is None or _installed:
+        return
+    _installed = True
+    os.environ.setdefault("RANK_ID", str(client.rank))
+    os.environ.setdefault("RANK_SIZE", str(client.world_size))
+    os.environ.setdefault("DEVICE_ID", str(client.local_rank))
+    original = importlib.import_module(MODULES[1]).init
+    for name in MODULES:
+        setattr(importlib.import_module(name), "init", _init(original))  # noqa: B010
+
+
+def _init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``mindspore.communication.init`` for a worker of ours."""
+
+    def init(backend_name: str | None = None) -> None:
+        client = Client.current()
+        if client is None:
+            raise InternalError(
+                "mindspore.communication.init() after the worker's line to its agent was closed"
+            )
+        own = Place(host_of(client), 0, b"")
+        space = f"mindspore/{client.generation}"
+        meet(client, space, client.rank, client.world_size, own, start_limit_s())
+        env = _cluster(client)
+        if client.rank == 0:
+            subprocess.Popen(
+                [sys.executable, "-c", SCHEDULER],
+                env={**os.environ, **env, "MS_ROLE": "MS_SCHED"},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )
+        os.environ.update(env)
+        original(backend_name)
+
+    return init
+
+
+def _cluster(client: Client) -> dict[str, str]:
+    """The variables of one MindSpore worker."""
+    return {
+        "MS_ROLE": "MS_WORKER",
+        "MS_WORKER_NUM": str(client.world_size),
+        "MS_SCHED_HOST": os.environ["MASTER_ADDR"],
+        "MS_SCHED_PORT": os.environ["MASTER_PORT"],
+        "MS_NODE_ID": str(client.rank),
+        "MS_TOPO_TIMEOUT": str(int(start_limit_s())),
+        # Without this a worker that lost the scheduler is ended by MindSpore, while it still has a state to save.
+        "MS_DISABLE_HEARTBEAT": "1",
+    }

@@ -1,0 +1,219 @@
+"""TensorFlow 2 behind the interface of ``frameworks/common/adapter.py``: job level.
+
+A step is ``train_step`` as a whole. It votes when it has ended here; committed means that all workers got through it. A
+broken strategy cannot be repaired in a running process, so every fault restarts the workers, from the state of the last
+committed step: host copies where the step after it had begun.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from holdfast.core.ids import Generation
+from holdfast.core.launch_environment import TF_RANKS
+from holdfast.errors import GroupError, UnsupportedError, UsageError
+from holdfast.frameworks.common.adapter import Feed
+from holdfast.frameworks.common.state_tree import Plain
+from holdfast.frameworks.common.tcp_group_adapter import Meshed
+from holdfast.frameworks.tensorflow.data_position import DatasetFeed
+from holdfast.frameworks.tensorflow.state import Collected, Live, Restore, TensorFlowState
+from holdfast.runtime.worker.process_place import place_here
+from holdfast.store.layouts.layout import Catalogue
+
+log = logging.getLogger("holdfast")
+
+VERSION_MIN = (2, 16)
+STRATEGIES = ("MultiWorkerMirroredStrategy", "CollectiveAllReduceStrategy")
+
+
+class TensorFlowAdapter(Meshed[TensorFlowState]):
+    """See :class:`holdfast.frameworks.common.adapter.Adapter`. Nothing of TensorFlow's is hooked: the step votes at its end.
+
+    Args:
+        model: a built Keras model (Keras 3 or tf_keras).
+        optimizer: its optimizer.
+        strategy: the strategy in whose scope both were made; None for one process.
+        extras: the user's own state.
+        seed: of Python's and NumPy's generators at each step.
+
+    Raises:
+        UnsupportedError: version, strategy or device.
+        UsageError: a model that is not built.
+    """
+
+    live = False  # a broken strategy cannot be used again
+
+    def __init__(self, model: Any, optimizer: Any, strategy: Any, extras: dict[str, Any], seed: int) -> None:
+        super().__init__(*place(), seed)
+        check_supported(strategy, self.world_size)
+        if not model.built:
+            raise UsageError(
+                "the model has no variables yet", hint="model.build(input_shape), or an Input layer"
+            )
+        self._strategy = strategy
+        with scope(strategy):
+            optimizer.build(model.trainable_variables)
+        self.state = TensorFlowState(model, optimizer, extras)
+        self._shared: dict[str, NDArray[Any]] = {}
+        self._voting = False  # the block has ended, and its vote comes
+
+    # ------------------------------------------------------------------ hooks
+
+    def is_fault(self, error: BaseException) -> bool:
+        """A collective of TensorFlow's broke: tell the others at once."""
+        kinds = (
+            tf.errors.UnavailableError,
+            tf.errors.AbortedError,
+            tf.errors.CancelledError,
+            tf.errors.InternalError,
+            tf.errors.DeadlineExceededError,
+        )
+        if self.world_size == 1 or not isinstance(error, kinds):
+            return False
+        self._broke(" ".join(str(error).split())[:300])
+        return True
+
+    # ------------------------------------------------------------------ state
+
+    def collect(self, *, frozen: bool = False, before: int = -1) -> Collected:
+        """The state now, or at the start of the current step."""
+        return self.state.collect(frozen=frozen, before=before)
+
+    def state_size(self) -> int:
+        """Of the user's own state: the optimizer is built from the start."""
+        return self.state.extras.size()
+
+    def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
+        """Prepare a load. Raises: CheckpointMismatch."""
+        return self.state.restore(catalogue, values)
+
+    def feed(self, loader: Any) -> Feed:
+        """Batches of a ``tf.data.Dataset`` that is not distributed yet. Raises: UsageError."""
+        if self._strategy is None:
+            return DatasetFeed(loader, lambda dataset: dataset, self._traces)
+        return DatasetFeed(loader, self._strategy.experimental_distribute_dataset, self._traces)
+
+    def _traces(self) -> None:
+        """The coming step is slow: ``tf.function`` meets new shapes."""
+        if self._hooks is not None:
+            self._hooks.compiling(True)
+
+    # ------------------------------------------------------------------ step
+
+    def begin(self, step: int) -> None:
+        """Seed the generators, copy everything."""
+        self._voting = False
+        self.state.take()
+        self._reseed(step)
+
+    def shield(self) -> None:
+        """Nothing: TensorFlow's collectives raise."""
+
+    def record(self, name: str) -> None:
+        """Refuse. Raises: UnsupportedError."""
+        raise UnsupportedError(
+            "step.update(name) is not supported with TensorFlow", hint="one train_step per step"
+        )
+
+    def prepare_vote(self) -> None:
+        """What each worker keeps for itself becomes rank 0's. Raises: PeerLost."""
+        if self._hooks is not None:
+            self._hooks.compiling(False)
+        self._voting = True
+        self._shared = {}
+        for fqn, array in self.state.read(self.state.local).items():
+            mine = array.reshape(-1) if self.rank == 0 else np.zeros(array.size, array.dtype)
+            self._shared[fqn] = self.mesh.sum(mine).reshape(array.shape)
+
+    def end(self) -> None:
+        """All workers got through the step: its result counts."""
+        self._voting = False
+        if self.rank != 0:
+            self.state.write(self._shared)
+
+    def release(self) -> None:
+        """No vote follows."""
+        self._voting = False
+
+    def _of_vote(self) -> Live | None:
+        """The variables after the block; a state that was collected at an earlier step has others."""
+        return self.state.collect_live() if self._voting else None
+
+    def _remedy(self) -> str:
+        return "make model and optimizer in the strategy's scope, and change no variable on one worker alone"
+
+    def abort(self) -> None:
+        """Put everything back; after a fault that is done for nothing: this process will be replaced."""
+        self._voting = False
+        if not self.poisoned:
+            self.state.put_back()
+
+    # ------------------------------------------------------------------ groups
+
+    def reconfigure(self, generation: Generation) -> None:
+        """Refuse. Raises: GroupError."""
+        raise GroupError(
+            "a broken MultiWorkerMirroredStrategy cannot be used again: the workers must restart"
+        )
+
+    def rehearse(self) -> bool:
+        """No step needs one."""
+        return False
+
+
+def scope(strategy: Any) -> Any:
+    """The strategy's scope, or the default one."""
+    return (strategy or tf.distribute.get_strategy()).scope()
+
+
+def check_supported(strategy: Any, world_size: int) -> None:
+    """Refuse what would fail later.
+
+    Raises:
+        UnsupportedError: names what is supported.
+        UsageError: the strategy knows fewer or more workers than were started.
+    """
+    version = tuple(int(part) for part in tf.__version__.split(".")[:2])
+    if version < VERSION_MIN:
+        least = ".".join(map(str, VERSION_MIN))
+        raise UnsupportedError(
+            f"TensorFlow {tf.__version__} is not supported; supported are {least} and newer",
+            hint="pip install tensorflow-cpu",
+        )
+    if world_size > 1 and type(strategy).__name__ not in STRATEGIES:
+        raise UnsupportedError(
+            f"strategy {type(strategy).__name__} is not supported for {world_size} workers; "
+            f"supported is {STRATEGIES[0]}",
+            hint="make model and optimizer in the scope of tf.distribute.MultiWorkerMirroredStrategy()",
+        )
+    if world_size > 1 and (workers := _workers_of(strategy)) != world_size:
+        raise UsageError(
+            f"{world_size} processes were started, but the strategy knows {workers} worker(s): each would train alone",
+            hint="set TF_CONFIG before the strategy is made, or start the script with `holdfast run --framework "
+            "tensorflow`",
+        )
+    kinds = [kind for kind in ("GPU", "TPU") if tf.config.get_visible_devices(kind)]
+    if kinds:
+        log.warning("holdfast: TensorFlow on %s is untried: tests ran on CPU only", " and ".join(kinds))
+
+
+def place() -> tuple[int, int]:
+    """Rank and world size, from ``TF_CONFIG`` or the launcher's variables.
+
+    Raises:
+        UsageError: variables that contradict each other, or that say half of it.
+    """
+    return place_here()
+
+
+def _workers_of(strategy: Any) -> int:
+    """How many workers the strategy adds up over: as its cluster says, 1 without one."""
+    resolver = strategy.cluster_resolver
+    spec = {} if resolver is None else resolver.cluster_spec().as_dict()
+    return sum(len(places) for kind, places in spec.items() if kind in TF_RANKS) or 1

@@ -1,0 +1,244 @@
+"""Variables of a Keras model and its optimizer as training state.
+
+Theory. TensorFlow adds and applies gradients in one function, so a step that breaks may have changed some variables.
+All of them are therefore copied to the host when a step begins: the state of a step that was left is these copies, and
+outside of a step it is what the variables hold, with what the script has done behind the block. Variables are read and
+set as this worker's value, because a read across workers would be a collective. ``local`` names those that drift apart
+(BatchNorm's moving statistics). What a script may change between two steps is one number each (learning rates,
+counters) and its own state (``frameworks/common/user_state.py``): copied also when the script is given the step.
+
+Invariants:
+1. ``collect(frozen=True)`` is the state at the start of the open step, whatever happened since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from holdfast.errors import CheckpointMismatch, StateError
+from holdfast.frameworks.common.numpy_state import DTYPE_NAMES, NumpyState, digests, metas_to_fill
+from holdfast.frameworks.common.state_tree import Plain
+from holdfast.frameworks.common.user_state import NOTHING_BEFORE, NOTHING_TAKEN, Before, Extras, Taken
+from holdfast.store.layouts.layout import Box, Catalogue, RankLayout, TensorMeta
+
+Array = NDArray[Any]
+
+OPTIMIZER = "optimizer."
+
+
+class Collected:
+    """The state at one moment."""
+
+    def __init__(self, arrays: Mapping[str, Array], extras: Taken) -> None:
+        self.values: dict[str, Plain] = {
+            "optimizers": {},
+            "schedulers": {},
+            "state": extras.plain,
+            "framework": "tensorflow",
+        }
+        if both := sorted(arrays.keys() & extras.arrays.keys()):
+            raise StateError(f"two tensors are called {both[0]!r}", hint="rename the one in state={...}")
+        self._state = NumpyState.whole({**arrays, **extras.arrays})
+
+    def view(self, fqn: str, box: Box) -> memoryview:
+        """Bytes of one box of this rank. Raises: StateError."""
+        return self._state.view(fqn, box)
+
+    def layout(self, rank: int, world_size: int) -> RankLayout:
+        """Everything, whole: each worker holds a replica."""
+        return self._state.layout(rank, world_size)
+
+    def writes(self) -> tuple[int, ...]:
+        """Digests: TensorFlow does not count (``frameworks.common.adapter.CountsWrites``)."""
+        return digests(self, self.layout(0, 1))
+
+
+class Live:
+    """The variables of now: each is copied from the framework when it is asked for."""
+
+    def __init__(self, state: TensorFlowState) -> None:
+        self.values: dict[str, Plain] = {}
+        self._state = state
+
+    def view(self, fqn: str, box: Box) -> memoryview:
+        """Bytes of one variable. Raises: StateError."""
+        return NumpyState.whole(self._state.read((fqn,))).view(fqn, box)
+
+    def layout(self, rank: int, world_size: int) -> RankLayout:
+        """Everything, whole."""
+        return NumpyState.whole(self._state.copies).layout(rank, world_size)
+
+
+class Restore:
+    """A load under way."""
+
+    def __init__(self, state: TensorFlowState, catalogue: Catalogue, values: Mapping[str, Plain]) -> None:
+        self._state = state
+        self._arrays = {fqn: np.empty_like(array) for fqn, array in state.copies.items()}
+        self._users, self._put = state.extras.prepare(catalogue, values.get("state", {}))
+
+    def buffers(self) -> list[tuple[TensorMeta, memoryview]]:
+        """Every tensor to fill."""
+        return metas_to_fill(NumpyState.whole({**self._arrays, **self._users}).shards)
+
+    def finish(self) -> None:
+        """Put the arrays into the variables."""
+        self._state.write(self._arrays)
+        self._put()
+
+
+class TensorFlowState:
+    """All variables, by name; ``copies`` are their values at the start of the step.
+
+    Args:
+        model, optimizer: built.
+        extras: the user's own state.
+
+    Raises:
+        StateError: two variables of one name, or one of a type that cannot be saved.
+    """
+
+    def __init__(self, model: Any, optimizer: Any, extras: dict[str, Any]) -> None:
+        self.extras = Extras(extras, Tensors())
+        self._taken = NOTHING_TAKEN
+        self._before = NOTHING_BEFORE
+        self._variables: dict[str, Any] = {}
+        for prefix, variables in (("", model.variables), (OPTIMIZER, _variables(optimizer))):
+            for variable in variables:
+                fqn = prefix + str(getattr(variable, "path", None) or variable.name).partition(":")[0]
+                if fqn in self._variables:
+                    raise StateError(
+                        f"two variables are called {fqn!r}", hint="give each layer a name of its own"
+                    )
+                self._variables[fqn] = variable
+        self.copies: dict[str, Array] = {}
+        self.take()
+        kept = {id(variable) for variable in model.non_trainable_variables}
+        weights = {id(variable) for variable in model.trainable_variables}
+        self._trained = frozenset(
+            fqn
+            for fqn, variable in self._variables.items()
+            if id(variable) in weights or fqn.startswith(OPTIMIZER)
+        )
+        self.local = tuple(
+            fqn
+            for fqn, variable in self._variables.items()
+            if id(variable) in kept and self.copies[fqn].dtype.kind == "f"
+        )
+        self._single = tuple(
+            fqn for fqn, array in self.copies.items() if fqn.startswith(OPTIMIZER) and array.size == 1
+        )
+        for fqn, array in self.copies.items():
+            if array.dtype.name not in DTYPE_NAMES:
+                raise StateError(f"variable {fqn!r}: type {array.dtype} cannot be saved")
+
+    def read(self, names: Iterable[str]) -> dict[str, Array]:
+        """This worker's values now, copied."""
+        return {fqn: np.array(_components(self._variables[fqn])[0].numpy(), order="C") for fqn in names}
+
+    def take(self) -> None:
+        """Copy everything: a step begins."""
+        self.copies = self.read(self._variables)
+        self._taken = self.extras.take()
+
+    def put_back(self) -> None:
+        """What :meth:`take` has copied."""
+        self.write(self.copies)
+        self.extras.put(self._taken)
+
+    def take_before(self, step: int) -> None:
+        """Copy what the script may change before it enters the block of ``step``."""
+        self._before = Before(step, self.read(self._single), self.extras.take())
+
+    def collect(self, *, frozen: bool, before: int = -1) -> Collected:
+        """The state now, or at the start of the open step; what was copied for the step ``before`` comes first."""
+        arrays = self.copies if frozen else self.read(self._variables)
+        if self._before.step == before:
+            return Collected({**arrays, **self._before.arrays}, self._before.extras)
+        return Collected(arrays, self._taken if frozen else self.extras.take())
+
+    def write(self, arrays: Mapping[str, Array]) -> None:
+        """Set variables on this worker."""
+        for fqn, array in arrays.items():
+            assign(self._variables[fqn], array)
+
+    def owns(self, fqn: str) -> bool:
+        """It is a variable of model or optimizer that holds numbers, and no random state of a layer."""
+        return fqn in self._variables and self.copies[fqn].dtype.kind == "f"
+
+    def trains(self, fqn: str) -> bool:
+        """Updates alone change it: a weight, or state of the optimizer."""
+        return fqn in self._trained
+
+    def put_bytes(self, arrays: Mapping[str, NDArray[np.uint8]]) -> None:
+        """Set variables on this worker from their bytes."""
+        for fqn, data in arrays.items():
+            self.write({fqn: data.view(self.copies[fqn].dtype).reshape(self.copies[fqn].shape)})
+
+    def collect_live(self) -> Live:
+        """The variables of now, each copied when it is asked for."""
+        return Live(self)
+
+    def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
+        """Prepare a load. Raises: CheckpointMismatch: of another framework."""
+        if values.get("framework") != "tensorflow":
+            raise CheckpointMismatch("the checkpoint was not written by a TensorFlow training")
+        return Restore(self, catalogue, values)
+
+
+class Tensors:
+    """Variables and tensors in the user's own state (``frameworks.common.user_state.Tensors``)."""
+
+    def owns(self, item: Any) -> bool:
+        """It is one."""
+        return isinstance(item, tf.Variable | tf.Tensor) or _is_keras(item)
+
+    def read(self, item: Any) -> Array:
+        """This worker's values."""
+        return np.asarray(_components(item)[0].numpy())
+
+    def make(self, array: Array) -> Any:
+        """A new one."""
+        return tf.constant(array)
+
+    def fill(self, current: Any, value: Any) -> bool:
+        """Only a variable is set in place."""
+        if not (isinstance(current, tf.Variable) or _is_keras(current)) or not isinstance(value, tf.Tensor):
+            return False
+        if tuple(current.shape) != tuple(value.shape) or tf.as_dtype(current.dtype) != value.dtype:
+            return False
+        assign(current, value.numpy())
+        return True
+
+
+def assign(variable: Any, array: Array) -> None:
+    """Set a variable on this worker."""
+    for component in _components(variable):
+        component.assign(array)
+
+
+def _variables(optimizer: Any) -> list[Any]:
+    """Of Keras 3 (an attribute) and of tf_keras (a method in old versions, and without the learning rate)."""
+    found = optimizer.variables
+    variables = list(found() if callable(found) else found)
+    rate = getattr(optimizer, "_learning_rate", None)
+    if isinstance(rate, tf.Variable) and all(rate is not variable for variable in variables):
+        variables.append(rate)
+    return variables
+
+
+def _components(variable: Any) -> list[Any]:
+    """The parts of a variable on this worker; itself without a strategy."""
+    # Keras 3 wraps TensorFlow's variable; the same name on one of TensorFlow's own would start a collective.
+    held = variable._value if _is_keras(variable) else variable
+    return list(getattr(held, "values", None) or [held])
+
+
+def _is_keras(item: Any) -> bool:
+    """Keras 3's own kind of variable."""
+    return type(item).__module__.startswith("keras.") and hasattr(item, "_value")

@@ -1,0 +1,44 @@
+"""How a worker of ``holdfast run --framework tensorflow`` meets the others: each start has a cluster of its own.
+
+Before user code every rank takes a free port and tells it to all; ``TF_CONFIG`` is made from these. A cluster of an
+attempt before cannot be mistaken for it, and a rank that does not come up is named.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+
+from holdfast.frameworks.common.tcp_group import Place, host_of, meet, start_limit_s
+from holdfast.runtime.node.spawn import free_port
+from holdfast.runtime.worker.worker_client import Client
+
+VARIABLE = "TF_CONFIG"
+
+
+def install() -> None:
+    """Set ``TF_CONFIG``. Idempotent.
+
+    Raises:
+        ModuleNotFoundError: TensorFlow is not installed.
+        GroupError: a rank did not come up in time.
+    """
+    if importlib.util.find_spec("tensorflow") is None:
+        raise ModuleNotFoundError("No module named 'tensorflow'", name="tensorflow")
+    client = Client.current()
+    if client is None:
+        return
+    host = host_of(client)
+    own = Place(host, free_port(host), b"")
+    places = meet(
+        client,
+        f"tensorflow/{client.generation}",
+        client.rank,
+        client.world_size,
+        own,
+        start_limit_s(),
+    )
+    workers = [f"{places[rank].host}:{places[rank].port}" for rank in range(client.world_size)]
+    task = {"type": "worker", "index": client.rank}
+    os.environ[VARIABLE] = json.dumps({"cluster": {"worker": workers}, "task": task})

@@ -1,0 +1,605 @@
+"""PyTorch behind the interface of ``frameworks/common/adapter.py``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+import torch.distributed as dist
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from holdfast.core.ids import Generation
+from holdfast.errors import GroupError, StepError, UnsupportedError, UsageError
+from holdfast.frameworks.common.adapter import Hooks
+from holdfast.frameworks.common.state_tree import Plain
+from holdfast.frameworks.torch import private_api
+from holdfast.frameworks.torch.comm.comm_hooks import refuse_stateful_hooks
+from holdfast.frameworks.torch.comm.comm_state import fabric
+from holdfast.frameworks.torch.comm.control_store import control_client
+from holdfast.frameworks.torch.comm.reconfigurable_group import ReconfigurableGroup
+from holdfast.frameworks.torch.data.batch_digest import digest_of_batch
+from holdfast.frameworks.torch.data.position import Feed, make_source
+from holdfast.frameworks.torch.data.tensor_marks import duplicate, mark, share_memory
+from holdfast.frameworks.torch.state.buffer_sync import BufferSync
+from holdfast.frameworks.torch.state.data_parallel import copy_of, sharded_mesh
+from holdfast.frameworks.torch.state.devices import Devices, named_errors
+from holdfast.frameworks.torch.state.optimizer_state import (
+    local_part,
+    named_optimizers,
+    parameters_of,
+    refuse_searching,
+)
+from holdfast.frameworks.torch.state.parameter_names import Models, data_parallel, modules_of
+from holdfast.frameworks.torch.state.rng import reseed, reseed_generators
+from holdfast.frameworks.torch.state.snapshot import Snapshot
+from holdfast.frameworks.torch.state.state import Collected, Restore, TorchState
+from holdfast.frameworks.torch.state.tensor_digest import digest_of
+from holdfast.frameworks.torch.state.update_replay import Updates
+from holdfast.frameworks.torch.state.weight_swap import Sample
+from holdfast.frameworks.torch.state.wrapper_reset import (
+    dividing,
+    forget_pass,
+    heal,
+    heal_pipelines,
+    heal_scaler,
+    rebuild_buckets,
+    rehearsals_needed,
+)
+from holdfast.frameworks.torch.state.zero_redundancy import tentative
+from holdfast.frameworks.torch.steps.accelerate_accumulation import Accumulating
+from holdfast.frameworks.torch.steps.block_proof import Suspicion, computed_in, found_by
+from holdfast.frameworks.torch.steps.elastic_accumulation import Parts
+from holdfast.frameworks.torch.steps.gradient_check import Gradients
+from holdfast.frameworks.torch.steps.other_ranks_blocks import Others
+from holdfast.frameworks.torch.steps.stale_grads import Leftover
+from holdfast.runtime.node import deferred_rank
+from holdfast.runtime.node.deferred_rank import exempt
+from holdfast.runtime.worker.process_place import place_here, seat_here
+from holdfast.store.layouts.layout import Catalogue
+from holdfast.store.layouts.replica_digests import Extent
+
+log = logging.getLogger("holdfast")
+
+REHEARSALS_MAX = 3
+SETTLED = 3  # blocks after which DDP has laid out its buckets, whatever its settings
+
+
+class TorchAdapter:
+    """See :class:`holdfast.frameworks.common.adapter.Adapter`.
+
+    Args:
+        model: a module, or modules by name; wrapped (DDP, ``fully_shard``, compile) as for training.
+        optimizer, scheduler: one, a list, or a dict by name.
+        scaler: a ``GradScaler`` or None.
+        extras: further state by name.
+        seed: of all random numbers.
+
+    Raises:
+        UsageError: wrong arguments, or several processes without process groups.
+        StateError: something that cannot be saved.
+        UnsupportedError: FSDP1, an optimizer that communicates in its step, a communication hook with a state, foreign
+            process groups.
+    """
+
+    own_groups: ClassVar[bool] = True  # Holdfast's are behind gloo and nccl
+
+    def __init__(
+        self, model: Models, optimizer: Any, scheduler: Any, scaler: Any, extras: dict[str, Any], seed: int
+    ) -> None:
+        with exempt():
+            self.rank, self.world_size = _place(self.own_groups)
+        self._model = model
+        self._seed = seed
+        self._scaler = scaler
+        self.live = self.own_groups and self.world_size > 1
+        self.scaled = scaler is not None
+        optimizers = named_optimizers(optimizer)
+        refuse_searching(optimizers, self.world_size)
+        self.state = TorchState(model, optimizers, scheduler, scaler, extras)
+        self._devices = Devices(self.state.devices)
+        self._snapshot = Snapshot(self.state)
+        self.updates = Updates(self.state, self)
+        self.gradients = Gradients(self.state, self.updates)
+        modules = [module for _, module in modules_of(model)]
+        self._leftover = Leftover(modules, self.state.updated_parameters)
+        self._fabric = fabric()
+        self._ddp = data_parallel(model)
+        self._replaceable = self.live and control_client() is not None  # by a launcher, one worker alone
+        self._refuse_hooks()
+        self._sync = BufferSync(self.state.names, self._ddp, sharded_mesh(model), self.world_size)
+        with exempt():
+            self.copy = copy_of(model, self.rank, self.world_size)
+        self._names = {id(o): name for name, o in optimizers.items()}
+        self._parts = Parts(self.state.names.parameters)
+        self._accumulating = Accumulating()
+        self._sample = Sample(self.state.names.parameters.values())
+        self._ours = {id(p) for p in self.state.names.parameters.values()}
+        self._buffers = {slot.fqn for slot in self.state.names.buffers}
+        self.tentative = tentative(optimizers, self.rank)
+        self._foreign = {
+            id(local_part(o)): False for o in optimizers.values()
+        }  # it updates ours, by order of ours
+        self._handles: list[Any] = []
+        self._hooks: Hooks | None = None
+        self._backward_seen: set[int] = set()  # modules by number
+        self._dividing = [p for _, module in modules_of(model) for p in dividing(module, self.world_size)]
+        self._step = 0
+        self._computed = False  # an optimizer of ours was about to step in this block
+        self._updating = False
+        self._feed: Feed | None = None
+        self._suspicion = Suspicion(self.state)
+        self._proving: Literal["", "first", "sampled"] = ""
+        self._passed = 0  # blocks with an update since the buckets of DDP were reset
+        self._counted, self.trains_alone = 0, True  # collectives before the block; none in any block
+        self._rehearsals = 0
+        self._rehearsed = self.world_size == 1
+
+    def _refuse_hooks(self) -> None:
+        if self._replaceable:
+            refuse_stateful_hooks(self._ddp)
+
+    def become(self, rank: int) -> None:
+        """A spare was called."""
+        self.rank = rank
+        self.copy = copy_of(self._model, rank, self.world_size)
+        if self._feed is not None:
+            self._feed.become(self.copy.number)
+
+    # ------------------------------------------------------------------ hooks
+
+    @property
+    def poisoned(self) -> bool:
+        """A collective of this process broke."""
+        return self._fabric.poisoned
+
+    @property
+    def reason(self) -> str:
+        """Why."""
+        return self._fabric.reason
+
+    def attach(
+        self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int, str], None]
+    ) -> None:
+        """Hook every optimizer of the process and the model's output."""
+        self._hooks = hooks
+        self._fabric.on_poison(on_fault)
+        self._fabric.on_collective(on_collective, hooks.waited)
+        private_api.callback_handler.register_start_callback(self._compile_begins)
+        private_api.callback_handler.register_end_callback(self._compile_ends)
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before_update),
+            register_optimizer_step_post_hook(self._after_update),
+            *(
+                module.register_forward_hook(partial(self._watch_output, number))
+                for number, (_, module) in enumerate(modules_of(self._model))
+            ),
+        ]
+
+    def detach(self) -> None:
+        """Remove all hooks."""
+        for handle in self._handles:
+            handle.remove()
+        if self._hooks is not None:
+            private_api.callback_handler.remove_start_callback(self._compile_begins)
+            private_api.callback_handler.remove_end_callback(self._compile_ends)
+        self._handles = []
+        self._hooks = None
+        self._fabric.on_collective(None)
+        self._sync.close()
+        self._parts.close()
+        self._accumulating.close()
+
+    def is_fault(self, error: BaseException) -> bool:
+        """False: a broken collective of ours has poisoned the process, which says it already."""
+        return False
+
+    def _compile_begins(self, *_: object) -> None:
+        if self._hooks is not None:
+            self._hooks.compiling(True)
+
+    def _compile_ends(self, *_: object) -> None:
+        if self._hooks is not None:
+            self._hooks.compiling(False)
+
+    def _watch_output(self, number: int, module: torch.nn.Module, args: Any, output: Any) -> None:
+        # Compiled into user code it would break the graph, and be compiled again whenever the flag changes.
+        if torch.compiler.is_compiling() or number in self._backward_seen:
+            return
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(partial(self._first_gradient, number))  # type: ignore[no-untyped-call]
+                return
+
+    def _first_gradient(self, number: int, gradient: torch.Tensor) -> None:
+        if number not in self._backward_seen and self._hooks is not None:
+            if not self._backward_seen:
+                self._hooks.backward()
+            self._backward_seen.add(number)
+            self._leftover.check(number)
+            if any(parameter.grad is not None for parameter in self._dividing):
+                self._dividing = []
+                log.warning(
+                    "holdfast: DDP(gradient_as_bucket_view=True) with zero_grad(set_to_none=False) in %d ranks: "
+                    "after a fault the last bits may differ; zero_grad() is exact",
+                    self.world_size,
+                )
+
+    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        """Vote now; or, given a closure that computes the gradients (Lightning's way), vote when it has run."""
+        if self.updates.alone:
+            return None
+        name = self._names.get(id(optimizer))
+        if name is None:
+            self._refuse_unknown(optimizer)
+            return None
+        self._computed = True
+        self._devices.note_streams()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._agree(name)
+            return None
+
+        def agreed() -> Any:
+            loss = closure()
+            self._agree(name)
+            return loss
+
+        if len(args) > 1:
+            return (args[0], agreed, *args[2:]), kwargs
+        return args, {**kwargs, "closure": agreed}
+
+    def _agree(self, name: str) -> None:
+        if private_api.in_backward():
+            raise UnsupportedError(
+                f"optimizer {name!r} updates weights inside backward, before the step is agreed",
+                hint="call optimizer.step() after loss.backward()",
+            )
+        self.updates.comes()
+        if self._hooks is not None:
+            self._hooks.update(name)
+
+    def _after_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        name = self._names.get(id(optimizer))
+        if name is not None and self._hooks is not None and not self.updates.alone:
+            self.updates.made()
+            self._hooks.updated(name)
+
+    def _refuse_unknown(self, optimizer: Optimizer) -> None:
+        """An optimizer of someone else is fine, unless it changes our weights before a vote."""
+        if self._updating:  # called by a wrapper that has voted
+            return
+        ours = self._foreign.get(id(optimizer))
+        if ours is None:
+            ours = any(id(p) in self._ours for p in parameters_of(optimizer))
+            self._foreign[id(optimizer)] = ours
+        if ours:
+            raise StepError(
+                f"a {type(optimizer).__name__} that the session does not know updates the model's parameters",
+                hint="holdfast.session(..., optimizer={'name': optimizer, ...})",
+            )
+
+    # ------------------------------------------------------------------ state
+
+    def collect(self, *, frozen: bool = False, before: int = -1) -> Collected:
+        """The state now, or at the start of the current step."""
+        with named_errors("the state cannot be read"):
+            while True:
+                self._devices.wait()
+                copies = self._snapshot.copies() if frozen else None
+                collected = self.state.collect(copies, self._snapshot.before(before))
+                if not self._devices.add(collected.devices()):
+                    return collected  # else some of it was moved to a device that was not waited for
+
+    def state_size(self) -> int:
+        """Of optimizer state and of the modules' extra state."""
+        return self.state.size() + self._snapshot.size()
+
+    def compares(self, fqn: str) -> bool:
+        """Weights and optimizer state; buffers and the user's own state may differ between ranks."""
+        return fqn in self.state.names.parameters or (
+            fqn.startswith("optimizer.") and fqn not in self._buffers
+        )
+
+    def digest(self, collected: Collected, parts: Sequence[Extent]) -> int:
+        """64-bit digest of parts of the state (``frameworks.common.adapter.ComparesCopies``)."""
+        with named_errors("the copies of the state cannot be compared"):
+            return digest_of(collected, parts)
+
+    def pin(self, memory: memoryview) -> Callable[[], None]:
+        """Lock pages for copies from a GPU (``frameworks.common.adapter.PinsMemory``); nothing to do where none is in use."""
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return lambda: None
+        pointer = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        code = int(runtime.cudaHostRegister(pointer, len(memory), 0))
+        if code != 0:
+            log.warning(
+                "holdfast: %d bytes cannot be pinned (CUDA error %d): saves copy more slowly",
+                len(memory),
+                code,
+            )
+            return lambda: None
+        return lambda: runtime.cudaHostUnregister(pointer)
+
+    def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
+        """Prepare a load. Raises: CheckpointMismatch."""
+        return self.state.restore(catalogue, values, (self.rank, self.world_size))
+
+    def mark(self, item: Any) -> object:
+        """What shows that a tensor of a batch was written (``frameworks.common.adapter.MarksTensors``)."""
+        return mark(item)
+
+    def digest_batch(self, batch: Any) -> int:
+        """Of what a loader drew (``frameworks.common.adapter.DigestsBatches``)."""
+        return digest_of_batch(batch)
+
+    def duplicate(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor of a batch."""
+        return duplicate(tensor)
+
+    def share_memory(self, item: Any, tensor: torch.Tensor) -> bool:
+        """They lie in the same memory."""
+        return share_memory(item, tensor)
+
+    def feed(self, loader: Any) -> Feed:
+        """Batches of ``loader``. Raises: UsageError."""
+        stand_in = deferred_rank.current()
+        spare = stand_in is not None and not stand_in.called
+        self._feed = Feed(make_source(loader, self._seed, self.copy.number, spare=spare))
+        return self._feed
+
+    # ------------------------------------------------------------------ step
+
+    def begin(self, step: int) -> None:
+        """Seed and copy. Raises: UnsupportedError."""
+        self._refuse_hooks()  # one may be registered late
+        self._backward_seen, self._computed = set(), False
+        self.updates.begin()
+        self._step = step
+        self._counted = self._fabric.collectives
+        self._accumulating.begin()
+        self._leftover.begin()
+        self._devices.order()
+        self._snapshot.take()
+        self._devices.order()
+        self._reseed(step, self._parts.part, between=False)
+
+    def between(self, step: int, part: int, *, again: bool) -> None:
+        """Seed, and copy what the script may change."""
+        self._reseed(step, part, between=True)
+        if again:
+            self._devices.order()
+            self._sample.note()
+        else:
+            self.remember(step)
+
+    def remember(self, step: int, *, whole: bool = False) -> None:
+        """Copy learning rates, schedules and the user's state."""
+        self._devices.order()
+        self._snapshot.take_before(step, whole=whole)
+        self._sample.note()
+
+    def holds_weights(self) -> bool:
+        """The script has put no other ones in their place (``frameworks.common.adapter.KnowsWeights``)."""
+        return self._sample.is_there()
+
+    def _reseed(self, step: int, part: int, *, between: bool) -> None:
+        worker = self.copy.number + self.copy.numbers * part  # whose work it is when all ranks are there
+        reseed(self._seed, worker, step, between=between)
+        reseed_generators(self.state.generators, self._seed, worker, step, between=between)
+
+    def expect(self, batches: int | None) -> None:
+        """The next block has so many batches (``frameworks.common.adapter.Accumulates``)."""
+        self._accumulating.expect(batches)
+
+    def share(self, part: int, parts: int) -> None:
+        """The block that begins next is a part of its step (``frameworks.common.adapter.TakesParts``)."""
+        if parts > 1:
+            self.updates.refuse("a step runs in parts")
+        self._parts.begin(part, parts)
+
+    def shield(self) -> None:
+        """Broken collectives complete on local data."""
+        self._fabric.shield(True)
+
+    def record(self, name: str) -> None:
+        """Copy what the named optimizer is about to change."""
+        self.updates.refuse("an update is made inside of step.update()")
+        self._snapshot.undo.record(self.state.optimizers[name].optimizer)
+
+    def prepare_vote(self) -> None:
+        """Buffers follow rank 0; then wait for the device: a vote must not overtake its own gradients."""
+        self._parts.check()
+        self.trains_alone = self.trains_alone and self._fabric.collectives == self._counted
+        self._fabric.note_wait()
+        self._devices.order()
+        self._sync.run()
+        self._snapshot.averages.settle()
+        self._devices.wait()
+
+    def vote(self, vector: list[int]) -> list[int]:
+        """Sum over all ranks. Raises: PeerLost."""
+        return vector if self.world_size == 1 else self._fabric.reduce_vote(vector)
+
+    def enter_update(self) -> None:
+        """Collectives are misuse from here to :meth:`end`."""
+        self._updating = True
+        self._fabric.shield(False)
+        self._fabric.seal_updates(True)
+
+    def end(self) -> None:
+        """The update stands."""
+        self.release()
+        self._snapshot.undo.clear()
+        self._devices.order()
+        self._sample.note()
+        self._passed += self._computed
+        self._leftover.ended(self._step, updated=self._computed)
+
+    def release(self) -> None:
+        """Collectives are as outside of a step."""
+        self._suspicion.end()
+        self._parts.end()
+        self._accumulating.end()
+        self._updating = False
+        self._fabric.seal_updates(False)
+        self._fabric.shield(False)
+
+    def abort(self) -> None:
+        """Heal wrappers and scaler, restore what the step changed, drop gradients."""
+        self.release()
+        self._fabric.quiesce()
+        self._devices.wait()  # no update on another stream may overtake what is put back below
+        self._heal()
+        if self._proving:
+            self._end_proof()
+        elif self._fabric.looped:
+            self._rehearsals += self._computed  # a block that skipped its batch has rehearsed nothing
+            if not self._fabric.poisoned:  # a fence cut the rehearsal off: the next one does it
+                self._rebuild_buckets()
+        if self._scaler is not None:
+            heal_scaler(self._scaler)
+        self._snapshot.restore()
+        self._devices.wait()  # nor may the block that follows
+
+    # ------------------------------------------------------------------ groups
+
+    def poison(self, reason: str) -> None:
+        """Break all collectives."""
+        self._fabric.poison(reason)
+
+    def reconfigure(self, generation: Generation) -> None:
+        """Rebuild all groups. Raises: GroupError."""
+        self._proving = ""
+        self._fabric.reconfigure(generation)
+        # All ranks, also those with nothing to abort: a healed reducer makes a collective in its next forward.
+        self._heal()
+
+    def _heal(self) -> None:
+        if not self._fabric.looped:
+            self._passed = 0
+        for _, module in modules_of(self._model):
+            heal(module)
+        heal_pipelines()
+
+    def rehearse(self) -> bool:
+        """DDP rebuilds its buckets after its first passes, and buckets decide the order of sums: do that first."""
+        if self._rehearsed:
+            return False
+        if not self._unready() or self._rehearsals >= REHEARSALS_MAX or self._rebuilt_alone():
+            self._rehearsed = True
+            return False
+        self._proving = ""
+        self._fabric.loopback()
+        return True
+
+    def end_rehearsal(self) -> None:
+        """Back to the peers, over the same connections. They rebuild buckets at their next passes, so this one does."""
+        self._fabric.reconfigure(self._fabric.generation)
+        if self._proving != "sampled":
+            self._forget_pass()
+        self._proving = ""
+
+    def go_alone(self, *, first: bool, suspected: bool) -> bool:
+        """A run of the block without peers, for its check (``frameworks.common.adapter.ProvesBlocks``)."""
+        if self._unready() and any(wrapper.static_graph for wrapper in self._ddp):
+            return False  # its first passes are counted, and are other ones than those that follow
+        if self._ddp and ((self.partial and not first) or 0 < self._passed < SETTLED):
+            return False  # all ranks have yet to lay out their buckets together; a run that breaks off resets them
+        self._proving = "sampled" if self._passed else "first"
+        if suspected:
+            self._suspicion.begin()
+        self._fabric.loopback()
+        return True
+
+    @property
+    def partial(self) -> bool:
+        """This rank alone has no whole copy of the model."""
+        return self.copy.numbers != self.world_size
+
+    @property
+    def others(self) -> Others | None:
+        """Blocks of other ranks, run here (``frameworks.common.adapter.StandsForOthers``)."""
+        return None if self.partial else Others(self._fabric, self.state, self._seed, self.copy)
+
+    def found(self) -> Mapping[str, int]:
+        """What the block finds."""
+        return found_by(self.state)
+
+    def computed(self) -> Mapping[str, int]:
+        """What the block has computed."""
+        return computed_in(self.state)
+
+    def cause(self) -> str:
+        """What the last two runs had in common."""
+        return self._suspicion.cause
+
+    def _end_proof(self) -> None:
+        """The buckets stay as they are: a pass that did not count must not lay them out."""
+        if self._proving == "first":
+            self._forget_pass()
+
+    def _forget_pass(self) -> None:
+        self._passed = 0
+        for _, module in modules_of(self._model):
+            forget_pass(module)
+
+    def _unready(self) -> bool:
+        return any(rehearsals_needed(module) for _, module in modules_of(self._model))
+
+    def _rebuild_buckets(self) -> None:
+        for _, module in modules_of(self._model):
+            rebuild_buckets(module)
+
+    def _rebuilt_alone(self) -> bool:
+        """A process that has trained its first step knows the buckets: set them without a pass, and without peers."""
+        if self._fabric.looped or self._fabric.poisoned:
+            return False  # a newcomer has made no pass; what a fault has broken is healed first
+        self._fabric.loopback()
+        try:
+            self._rebuild_buckets()
+        except RuntimeError:
+            return False  # the step before left a parameter out: the next forward says which
+        ready = not self._unready()
+        try:
+            self._fabric.reconfigure(self._fabric.generation)
+        except GroupError:
+            pass  # a fault came first: its fence rebuilds the groups
+        return ready
+
+
+def _place(own_groups: bool) -> tuple[int, int]:
+    """Rank and world size of the default process group, which must be Holdfast's with ``own_groups``.
+
+    Raises:
+        UsageError: a launcher says that there are several processes, but there is no process group, or another one.
+        UnsupportedError: process groups that were made before Holdfast could.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        seat = seat_here()
+        if seat.world_size > 1:
+            raise UsageError(
+                f"{seat.world_size} processes were started ({seat.said}), but torch.distributed is not initialised",
+                hint="torch.distributed.init_process_group(...) before holdfast.session(...); its env:// needs RANK, "
+                "WORLD_SIZE, MASTER_ADDR and MASTER_PORT: mpirun and srun do not set them, `holdfast run` does",
+            )
+        return 0, 1
+    if own_groups and dist.get_world_size() > 1 and not isinstance(dist.group.WORLD, ReconfigurableGroup):
+        raise UnsupportedError(
+            "the process groups were made before Holdfast could put its own behind them",
+            hint="`import holdfast.torch` before init_process_group(...), or start with `holdfast run`",
+        )
+    return place_here((dist.get_rank(), dist.get_world_size()))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors in a module's output."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item)

@@ -1,0 +1,252 @@
+"""Process groups that can be poisoned, rehearsed and reconfigured, under the names gloo and nccl.
+
+:func:`install` replaces the one function of torch that makes groups. From then on ``init_process_group``,
+``new_group``, ``init_device_mesh`` and everything built on them (DDP, FSDP2, DTensor, pipelines) hold a
+:class:`~holdfast.frameworks.torch.comm.reconfigurable_group.ReconfigurableGroup` whenever the backend asked for
+consists of gloo and nccl; other backends are left alone. ``dist.get_backend()`` still says what the user asked for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import inspect
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.fsdp import FSDPModule
+
+from holdfast.core.ids import NO_GENERATION
+from holdfast.errors import UnsupportedError
+from holdfast.frameworks.torch import private_api
+from holdfast.frameworks.torch.comm.comm_state import Fabric, GroupAborted, fabric
+from holdfast.frameworks.torch.comm.control_store import control_client, install_rendezvous
+from holdfast.frameworks.torch.comm.deferred_rank import install as install_stand_in
+from holdfast.frameworks.torch.comm.group_builder import GLOO, NCCL, GroupSpec
+from holdfast.frameworks.torch.comm.nccl_abort import outlive_peers
+from holdfast.frameworks.torch.comm.reconfigurable_group import ReconfigurableGroup
+from holdfast.frameworks.torch.probing import Feature
+from holdfast.runtime.node import deferred_rank
+from holdfast.runtime.node.torch_build import VARIABLE, all_restart, why_untouched
+
+__all__ = ["Fabric", "GroupAborted", "fabric", "install", "installed", "untouched"]
+
+BACKEND = "holdfast"
+_NAME_SIZE_MAX = 64
+
+_made: Counter[tuple[int, ...]] = Counter()
+_untouched: list[str] = []  # one reason, or none
+log = logging.getLogger("holdfast")
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What the user asked for; travels through torch as the backend's options."""
+
+    backends: tuple[tuple[str, str], ...]
+    options: Any
+    device: torch.device | None
+
+
+def installed() -> bool:
+    """True after :func:`install`."""
+    return bool(getattr(private_api.helper(), "holdfast", False))
+
+
+def untouched() -> str:
+    """Why :func:`install` has left torch's own groups alone; empty when it has not."""
+    return _untouched[0] if _untouched else ""
+
+
+def install() -> None:
+    """Put reconfigurable groups behind the names gloo and nccl. Idempotent; starts nothing, so a zygote may call it.
+
+    A newcomer to a running job is alone until the job resumes: its collectives complete on own data. Where the
+    self-test of this torch has failed, or it makes its groups in a way that is not known here, they are left alone.
+
+    Raises:
+        ScriptError: this torch cannot work.
+    """
+    if not installed() and not _untouched:
+        _untouched.extend(_why_untouched())
+    if _untouched:
+        return
+    client = control_client()
+    if client is not None and client.joining:
+        fabric().loopback()
+    stand_in = deferred_rank.current()
+    if stand_in is not None:
+        install_stand_in(stand_in)
+    if installed():
+        return
+    atexit.register(fabric().leave)
+    outlive_peers()
+    install_rendezvous()
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    private_api.replace_helper(_wrap_helper(private_api.helper()), ReconfigurableGroup)
+    private_api.coalesce_batches(ReconfigurableGroup)
+    private_api.refuse_builtin_hooks(ReconfigurableGroup, _builtin_hook)
+    _refuse_buffers_of_groups()
+    for name, alone in _OBJECT_CALLS.items():
+        _guard_objects(name, alone)
+
+
+def _why_untouched() -> list[str]:
+    """The reason why torch's own groups are left alone, or none; one warning if the launcher has not said it."""
+    told = VARIABLE in os.environ
+    if not (reason := why_untouched()):
+        reason, told = next(iter(private_api.failures(Feature.GROUPS)), ""), False
+    if reason and not told and os.environ.get("RANK", "0") == "0":
+        log.warning("holdfast: %s", all_restart(torch.__version__, reason))
+    return [reason] if reason else []
+
+
+# ---------------------------------------------------------------- making groups
+
+
+def _wrap_helper(helper: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(helper)
+
+    @functools.wraps(helper)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        asked = call.arguments["backend"]
+        config = c10d.BackendConfig(c10d.Backend(asked))
+        backends = tuple((device, str(name)) for device, name in config.get_device_backend_map().items())
+        if not {name for _, name in backends} <= {GLOO, NCCL}:
+            return helper(*args, **kwargs)
+        device = call.arguments.get("device_id")
+        if device is not None and (device.index is None or device.type == "cpu"):
+            raise ValueError(f"device_id={device}: a process group is bound to an accelerator with an index")
+        call.arguments["backend_options"] = _Request(backends, call.arguments.get("backend_options"), device)
+        call.arguments["device_id"] = (
+            None  # torch would look for the backend inside our group: we bind it ourselves
+        )
+        call.arguments["backend"] = BACKEND
+        group, store = helper(*call.args, **call.kwargs)
+        if isinstance(group, ReconfigurableGroup):
+            private_api.note_backend(group, asked, store, str(config))
+        return group, store
+
+    make.holdfast = True  # type: ignore[attr-defined]
+    return make
+
+
+def _create(asked: Any, request: _Request) -> ReconfigurableGroup:
+    """Called by torch for every group of this process (``dist.Backend.register_backend``, extended form)."""
+    state = fabric()
+    client = control_client()
+    if client is not None and state.generation == NO_GENERATION:
+        state.generation = client.generation
+    if client is not None and state.flight is None:
+        state.flight = client.flight
+    ranks = tuple(asked.global_ranks_in_group)
+    ordinal = _made[ranks]
+    _made[ranks] += 1
+    spec = GroupSpec(
+        name=_name(ranks, ordinal),
+        order=(ranks, ordinal),
+        rank=asked.group_rank,
+        world_size=asked.group_size,
+        backends=request.backends,
+        timeout=asked.timeout,
+        options=request.options,
+        device=request.device,
+    )
+    return ReconfigurableGroup(state, spec, asked.store)
+
+
+def _name(ranks: tuple[int, ...], ordinal: int) -> str:
+    """Equal on all members, whatever other groups each of them has made: torch's own counter is not."""
+    members = "-".join(map(str, ranks)) if ranks else "world"
+    if len(members) > _NAME_SIZE_MAX:
+        members = hashlib.blake2b(members.encode(), digest_size=16).hexdigest()
+    return f"{members}.{ordinal}"
+
+
+# ---------------------------------------------------------------- calls that cannot be carried as they are
+
+
+def _builtin_hook(kind: Any) -> UnsupportedError:
+    return UnsupportedError(
+        f"DDP's builtin C++ communication hook {kind} cannot run on a Python process group",
+        hint="use model.register_comm_hook(None, default_hooks.allreduce_hook) or "
+        "default_hooks.fp16_compress_hook: the same numbers",
+    )
+
+
+def _refuse_buffers_of_groups() -> None:
+    """FSDP2 can take its buffers from the communicator; they are lost with it, and its pool gives them out again."""
+    name = "set_allocate_memory_from_process_group_for_comm"
+    original: Callable[[FSDPModule, bool], None] = getattr(FSDPModule, name)
+
+    @functools.wraps(original)
+    def guarded(self: FSDPModule, enable: bool) -> None:
+        if enable and isinstance(dist.group.WORLD, ReconfigurableGroup):
+            raise UnsupportedError(
+                f"FSDPModule.{name}(True): the buffers belong to connections that a recovery replaces",
+                hint="leave it out: FSDP2 then takes its buffers from PyTorch's own allocator",
+            )
+        original(self, enable)
+
+    setattr(FSDPModule, name, guarded)
+
+
+def _alone_all_gather(object_list: list[Any], obj: Any, group: Any = None) -> None:
+    object_list[:] = [obj] * len(object_list)
+
+
+def _alone_gather(obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+    if object_gather_list is not None:
+        object_gather_list[:] = [obj] * len(object_gather_list)
+
+
+def _alone_scatter(
+    scatter_object_output_list: list[Any],
+    scatter_object_input_list: list[Any] | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    if scatter_object_input_list:
+        scatter_object_output_list[0] = scatter_object_input_list[0]
+
+
+def _alone_nothing(*args: Any, **kwargs: Any) -> None:
+    """The list stays as it is."""
+
+
+_OBJECT_CALLS: dict[str, Callable[..., None]] = {
+    "all_gather_object": _alone_all_gather,
+    "gather_object": _alone_gather,
+    "scatter_object_list": _alone_scatter,
+    "broadcast_object_list": _alone_nothing,
+    "send_object_list": _alone_nothing,
+    "recv_object_list": _alone_nothing,
+}
+"""Calls that size memory by what peers sent: poisoned they must end at once; value = what they do in loopback."""
+
+
+def _guard_objects(name: str, alone: Callable[..., None]) -> None:
+    original: Callable[..., Any] = getattr(c10d, name)
+
+    @functools.wraps(original)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        state = fabric()
+        state.returning_data(True)
+        try:
+            if not state.calm and state.check(name):
+                return alone(*args, **kwargs)
+            return original(*args, **kwargs)
+        finally:
+            state.returning_data(False)
+
+    setattr(c10d, name, guarded)
+    setattr(dist, name, guarded)

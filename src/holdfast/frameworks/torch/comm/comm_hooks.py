@@ -1,0 +1,32 @@
+"""DDP's communication hooks: what one of them keeps for itself is in no checkpoint, and no newcomer gets it.
+
+PowerSGD begins with plain sums and compresses after some steps; the ranks that are left would compress while a fresh
+one sums, and each would wait for the other for ever. Its rounding errors are of one rank only and end with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.errors import UnsupportedError
+from holdfast.frameworks.torch import private_api
+
+_NO_STATE = (type(None), dist.ProcessGroup, bool, int, float, str, torch.dtype, weakref.ReferenceType)
+
+
+def refuse_stateful_hooks(modules: Sequence[DistributedDataParallel]) -> None:
+    """Raises: UnsupportedError: a hook was registered with an object that may change from step to step."""
+    for module in modules:
+        for hook, state in private_api.comm_hooks(module):
+            if not isinstance(state, _NO_STATE) and type(state).__name__ != private_api.UPCAST_HOOK_STATE:
+                raise UnsupportedError(
+                    f"DDP's communication hook {hook.__qualname__} has a state ({type(state).__name__}) that a "
+                    "replaced worker would not have: it would communicate otherwise than its peers",
+                    hint="a hook without one: model.register_comm_hook(None, default_hooks.fp16_compress_hook), or a "
+                    "function of your own that holds its constants itself; under torchrun all ranks begin anew",
+                )

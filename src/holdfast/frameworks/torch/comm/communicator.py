@@ -1,0 +1,127 @@
+"""The connections of one process group, and how they are replaced.
+
+torch 2.14 gave its backends a way to be connected again: ``supports_reconfigure``, ``get_reconfigure_handle()``,
+``reconfigure(uuid, handles, timeout)`` and ``abort()``. :class:`Communicator` has the same shape, so that torch's way
+and ours can be measured against each other (``bench/communicators.py``) and exchanged. On torch 2.15 ours is the better
+one for gloo: torch's ``abort()`` frees no rank from a collective, and connecting again takes three times as long. The
+figures and the decision are in ``docs/design/0024-communicators.md``.
+
+Invariants:
+1. A refused attempt (:class:`~holdfast.errors.GroupError`) leaves the group of before as it is.
+2. A uuid is used for one attempt: what the ranks tell each other while they connect lies under it.
+3. Nothing waits for the end of a group that was replaced: see ``Fabric.bury``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from holdfast.errors import GroupError
+from holdfast.frameworks.torch.comm.comm_state import Fabric
+from holdfast.frameworks.torch.comm.group_builder import BuiltGroup, GroupSpec, build
+from holdfast.frameworks.torch.private_api import Store
+
+
+class Communicator(Protocol):
+    """What carries the collectives of one group, in the shape of torch's own reconfigure API (2.14)."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The C++ group of the newest attempt that succeeded. Raises: GroupError before the first one."""
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        """True when :meth:`reconfigure` can replace the connections."""
+
+    def get_reconfigure_handle(self) -> str:
+        """What this rank contributes to ``handles`` of all ranks."""
+
+    def reconfigure(self, uuid: str, handles: Sequence[str], timeout: timedelta) -> None:
+        """Connect to the peers. All of them call it.
+
+        Args:
+            uuid: equal on all ranks, new in each attempt.
+            handles: of all ranks, by rank.
+            timeout: bound of the attempt.
+
+        Raises:
+            GroupError: refused, or the peers did not find each other; the group of before is as it was.
+        """
+
+    def abort(self) -> None:
+        """Make every collective under way end with an error; idempotent, from any thread, returns at once."""
+
+
+class FreshGroups:
+    """A communicator that makes a C++ group of its own in each attempt, and drops the one of before when it succeeds.
+
+    Args:
+        fabric: stops an attempt when this process is poisoned, and buries what was replaced.
+        spec: how the group is built.
+        stores: ``stores(uuid, timeout)`` is where the ranks tell each other their addresses.
+    """
+
+    def __init__(self, fabric: Fabric, spec: GroupSpec, stores: Callable[[str, timedelta], Store]) -> None:
+        self.spec = spec
+        self.built: BuiltGroup | None = None
+        self._fabric = fabric
+        self._stores = stores
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        if self.built is None:
+            raise GroupError(
+                f"process group {self.spec.name} has no connections: it was destroyed, or not rebuilt yet"
+            )
+        return self.built.group
+
+    @property
+    def supports_reconfigure(self) -> bool:
+        return True
+
+    def get_reconfigure_handle(self) -> str:
+        """A name: where the rank listens is told through the store."""
+        return _handle(self.spec, self.spec.rank)
+
+    def all_handles(self) -> list[str]:
+        """Those of the ranks that the group was made for."""
+        return [_handle(self.spec, rank) for rank in range(self.spec.world_size)]
+
+    def reconfigure(self, uuid: str, handles: Sequence[str], timeout: timedelta) -> None:
+        if list(handles) != self.all_handles():
+            raise GroupError(
+                f"process group {self.spec.name} cannot be connected to other ranks than it was made for: "
+                f"{', '.join(handles)}"
+            )
+        stopped = self._fabric.stopped()
+        built = build(self.spec, self._stores(uuid, timeout), timeout, stopped, self._connect_on())
+        before, self.built = self.built, built
+        if before is not None:
+            self._fabric.bury(before)
+
+    def abort(self) -> None:
+        if self.built is not None:
+            self._fabric.sever([self.built])
+
+    def close(self) -> None:
+        """Orderly end of a healthy group."""
+        built, self.built = self.built, None
+        if built is not None:
+            built.close()
+
+    def _connect_on(self) -> torch.device | None:
+        """NCCL is connected where a fault can stop it, not in the first collective, which nothing can stop."""
+        if self.spec.device is not None:
+            return self.spec.device
+        if self.built is not None and self.built.connected():
+            return torch.device("cuda", torch.cuda.current_device())
+        return None
+
+
+def _handle(spec: GroupSpec, rank: int) -> str:
+    return f"{spec.name}/{rank}"

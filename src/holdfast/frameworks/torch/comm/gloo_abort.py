@@ -1,0 +1,174 @@
+"""The way out of gloo: its own connected sockets, known for sure, shut down from any thread.
+
+gloo's ``abort()`` does nothing. A blocked collective ends at once when the sockets under it are shut, also when the
+peer is only stopped. New sockets of the process since the backend was made are candidates; another thread may have
+opened one meanwhile, so a candidate counts only if one of its ends is a listener of gloo, here or at a peer (the ranks
+tell each other their ports). Listeners themselves are left alone: gloo ends the process when one fails.
+
+While gloo connects there is nothing to shut: it dials a peer that is gone, or waits to be dialled by it, until its
+time-out. So it connects in a thread of its own, which is left behind when a fault comes first.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable
+
+from holdfast.errors import GroupError
+from holdfast.frameworks.torch.private_api import Backend, Store
+
+STOP_POLL_S = 0.02
+
+
+class Endpoints:
+    """The connected sockets of one gloo backend, held as duplicates so that a number is never mistaken."""
+
+    def __init__(self, sockets: list[socket.socket]) -> None:
+        self._sockets = sockets
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        return len(self._sockets)
+
+    def shutdown(self) -> None:
+        """Shut every connection, both ways. Idempotent."""
+        with self._lock:
+            for sock in self._sockets:
+                try:
+                    sock.shutdown(socket.SHUT_RDWR)
+                except OSError:  # already closed by gloo or by the peer: the aim is reached
+                    continue
+
+    def close(self) -> None:
+        """Drop the duplicates; gloo's own descriptors stay as they are."""
+        with self._lock:
+            for sock in self._sockets:
+                sock.close()
+            self._sockets.clear()
+
+
+class Recorder:
+    """``with Recorder() as made: build the backend``, then :meth:`endpoints`.
+
+    No lock: two threads that build at once then each hold both groups' sockets, which is harmless, for poison shuts all
+    of them; a lock around a blocking rendezvous could deadlock two ranks.
+    """
+
+    def __enter__(self) -> Recorder:
+        self._before = set(_socket_inodes())
+        self._new: list[int] = []
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._new = [fd for inode, fd in _socket_inodes().items() if inode not in self._before]
+
+    def endpoints(self, store: Store, rank: int, world_size: int) -> Endpoints:
+        """Duplicates of the connections that gloo made.
+
+        Args:
+            store: reachable by all members, used for one key per rank.
+            rank, world_size: of this group.
+        """
+        if world_size == 1:
+            return Endpoints([])
+        listeners, connected = _sort([_duplicate(fd) for fd in self._new])
+        own = {_port(sock.getsockname()) for sock in listeners}
+        for sock in listeners:
+            sock.close()
+        store.set(f"ports/{rank}", ",".join(map(str, sorted(own))))
+        accepted = [s for s in connected if _port(s.getsockname()) in own]
+        unknown = [s for s in connected if s not in accepted]
+        if not unknown:
+            return Endpoints(accepted)
+        theirs = {
+            int(port)
+            for peer in range(world_size)
+            if peer != rank
+            for port in store.get(f"ports/{peer}").decode().split(",")
+            if port
+        }
+        dialled: list[socket.socket] = []
+        for sock in unknown:
+            if _peer_port(sock) in theirs:
+                dialled.append(sock)
+            else:
+                sock.close()
+        return Endpoints(accepted + dialled)
+
+
+def connect(make: Callable[[], Backend], stop: Callable[[], str]) -> Backend:
+    """What ``make`` gives, unless ``stop`` is non-empty before.
+
+    A thread that was left behind ends at the time-out of gloo at the latest; what it still makes or raises is of a
+    group that nobody waits for.
+
+    Raises:
+        GroupError: stopped.
+    """
+    made: list[Backend] = []
+    failed: list[BaseException] = []
+    ended = threading.Event()
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:
+            failed.append(error)
+        ended.set()
+
+    threading.Thread(target=run, name="holdfast-connect", daemon=True).start()
+    while not ended.wait(STOP_POLL_S):
+        if reason := stop():
+            raise GroupError(f"connecting to peers was stopped: {reason}")
+    if failed:
+        raise failed[0]
+    return made[0]
+
+
+def _socket_inodes() -> dict[str, int]:
+    """Link target (``socket:[inode]``) -> descriptor of every socket of this process."""
+    found: dict[str, int] = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            link = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:  # closed between the listing and now
+            continue
+        if link.startswith("socket:"):
+            found[link] = int(name)
+    return found
+
+
+def _duplicate(fd: int) -> socket.socket | None:
+    try:
+        return socket.socket(fileno=os.dup(fd))
+    except OSError:  # closed since it was listed
+        return None
+
+
+def _sort(found: list[socket.socket | None]) -> tuple[list[socket.socket], list[socket.socket]]:
+    """Listeners and connected internet stream sockets; the rest is closed."""
+    listeners: list[socket.socket] = []
+    connected: list[socket.socket] = []
+    for sock in found:
+        if sock is None:
+            continue
+        if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
+            sock.close()
+        elif sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            listeners.append(sock)
+        else:
+            connected.append(sock)
+    return listeners, connected
+
+
+def _port(address: tuple[object, ...]) -> int:
+    return int(str(address[1]))
+
+
+def _peer_port(sock: socket.socket) -> int:
+    try:
+        return _port(sock.getpeername())
+    except OSError:  # not connected, or gone already
+        return 0

@@ -1,0 +1,233 @@
+"""Building the real group under a reconfigurable one: a plain C++ ``ProcessGroup`` with gloo and/or NCCL backends.
+
+A bare backend lacks methods of a group, and the miss would look like a fault; so every inner group is a C++ group.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+
+from holdfast.errors import GroupError, HoldfastError
+from holdfast.frameworks.torch import private_api
+from holdfast.frameworks.torch.comm.gloo_abort import Endpoints, Recorder, connect
+from holdfast.frameworks.torch.comm.nccl_abort import Abort, Abortable, error_of
+from holdfast.frameworks.torch.private_api import Backend, PrefixStore, Store
+
+GLOO = "gloo"
+NCCL = "nccl"
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """All that is needed to build a group again.
+
+    Attributes:
+        name: key space inside a generation, equal on all members: ordinal and global ranks.
+        order: (global ranks, empty for the default group; ordinal): all ranks rebuild in this order.
+        rank, world_size: of this process in the group, and of the group.
+        backends: device type -> ``gloo`` or ``nccl``.
+        timeout: of collectives.
+        options: the user's ``pg_options`` (NCCL only), or None.
+        device: the device that the default group was bound to, or None.
+    """
+
+    name: str
+    order: tuple[tuple[int, ...], int]
+    rank: int
+    world_size: int
+    backends: tuple[tuple[str, str], ...]
+    timeout: timedelta
+    options: Any = None
+    device: torch.device | None = None
+
+
+class BuiltGroup:
+    """One generation of one group. Made by :func:`build`."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        store: Store,
+        endpoints: Sequence[Endpoints],
+        abortable: Sequence[Abortable],
+        recorder: Any = None,
+    ) -> None:
+        self._group = group
+        self._kept = (
+            store,
+            recorder,
+        )  # NCCL connects late, and C++ keeps neither the Python half of a store nor a hook
+        self._endpoints = endpoints
+        self._abortable = abortable
+        self._lock = threading.Lock()
+        self._abort: Abort | None = None
+        self._burial: threading.Thread | None = None
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The C++ group."""
+        return self._group
+
+    def unsevered(self) -> Sequence[Abortable]:
+        """The backends of NCCL whose abort has not begun."""
+        return self._abortable if self._abort is None else ()
+
+    def sever(self, abort: Abort | None = None) -> None:
+        """Shut gloo's sockets. Idempotent, from any thread.
+
+        From now on the group is not destroyed when the last reference ends: its destructor joins threads that may wait
+        for a long time yet.
+
+        Args:
+            abort: aborts :meth:`unsevered` together with other groups; without it, the group aborts its own.
+        """
+        with self._lock:
+            if self._abort is None:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._group))
+                self._abort = abort or Abort(self._abortable).start()
+        for endpoints in self._endpoints:
+            endpoints.shutdown()
+
+    def severed(self) -> bool:
+        """True when the abort that was begun has returned."""
+        return self._abort is None or self._abort.done
+
+    def error(self) -> str:
+        """What NCCL has found beside the collectives, or an empty text."""
+        return next(filter(None, map(error_of, self.unsevered())), "")
+
+    def connected(self) -> bool:
+        """True when a communicator of NCCL exists."""
+        return any(private_api.is_connected(backend) for backend in self._abortable)
+
+    def close(self) -> None:
+        """Orderly end. The threads of gloo are joined when the caller lets go of this object."""
+        if self._abort is None:
+            self._group.shutdown()
+        for endpoints in self._endpoints:
+            endpoints.close()
+
+    def bury(self) -> None:
+        """Give back what a severed group holds: our duplicates at once, what gloo and NCCL have beside the caller."""
+        self.close()
+        self._burial = threading.Thread(target=self._destroy, name="holdfast-burial", daemon=True)
+        self._burial.start()
+
+    def buried(self, timeout_s: float = 0.0) -> bool:
+        """Nothing is left of a group that was to be buried."""
+        if self._burial is not None:
+            self._burial.join(timeout_s)
+        return self._burial is not None and not self._burial.is_alive()
+
+    def _destroy(self) -> None:
+        """The destructor runs, without the interpreter's lock, where the last reference ends: here.
+
+        A group of NCCL holds device memory and the tensors of its collectives. Its destructor would wait for an abort
+        under way; with an abort that never returns, the group stays.
+        """
+        if self._abort is not None:
+            self._abort.wait()
+        self._abortable = ()
+        group = self._group
+        del self._group, self._kept
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))  # of :meth:`sever`
+
+
+def build(
+    spec: GroupSpec,
+    store: Store,
+    connect_timeout: timedelta,
+    stop: Callable[[], str],
+    connect_on: torch.device | None = None,
+) -> BuiltGroup:
+    """Connect the members of ``spec`` through ``store``.
+
+    Args:
+        connect_timeout: bound of the connection phase.
+        connect_on: the device that NCCL connects at once; None: at its first collective.
+        stop: non-empty: do not wait for the peers any longer.
+
+    Raises:
+        GroupError: the members did not find each other, or stopped.
+    """
+    nccl = any(backend == NCCL for _, backend in spec.backends)
+    group = private_api.new_inner_group(store, spec.rank, spec.world_size, spec.name, nccl)
+    endpoints: list[Endpoints] = []
+    abortable: list[Abortable] = []
+    made: dict[str, Backend] = {}
+    try:
+        for device, name in spec.backends:
+            if name not in made:
+                prefixed = PrefixStore(f"{name}/", store)
+                if name == GLOO:
+                    made[name] = _gloo(spec, prefixed, connect_timeout, stop, endpoints)
+                else:
+                    made[name] = _nccl(spec, prefixed, connect_on, stop, abortable)
+                private_api.number_collectives(made[name])
+            private_api.give_backend(group, device, made[name], name == NCCL)
+    except HoldfastError:
+        raise
+    except RuntimeError as error:
+        raise GroupError(
+            f"process group {spec.name} (rank {spec.rank} of {spec.world_size}) could not be built: {error}"
+        ) from error
+    recorder = None
+    if NCCL in made:
+        recorder = private_api.record_collectives(group, made[NCCL], spec.order[0] or range(spec.world_size))
+        if spec.device is not None:
+            group.bound_device_id = spec.device
+    return BuiltGroup(group, store, endpoints, abortable, recorder)
+
+
+def _gloo(
+    spec: GroupSpec,
+    store: Store,
+    connect_timeout: timedelta,
+    stop: Callable[[], str],
+    endpoints: list[Endpoints],
+) -> Backend:
+    def make() -> Backend:
+        return dist.ProcessGroupGloo(store, spec.rank, spec.world_size, timeout=connect_timeout)
+
+    with Recorder() as recorder:
+        backend = connect(make, stop)
+    endpoints.append(recorder.endpoints(store, spec.rank, spec.world_size))
+    private_api.bound_work(backend, spec.timeout)
+    private_api.name_backend(backend, spec.order[0], spec.name)
+    return backend
+
+
+def _nccl(
+    spec: GroupSpec,
+    store: Store,
+    connect_on: torch.device | None,
+    stop: Callable[[], str],
+    abortable: list[Abortable],
+) -> Backend:
+    """NCCL waits for its peers while it connects, and nothing but an abort ends that: see :func:`connect`."""
+    options = private_api.nccl_options(spec.options, spec.timeout, spec.order[0], spec.name)
+    device = private_api.nccl_device(spec.device or connect_on)
+    begun: list[Any] = []
+
+    def make() -> Backend:
+        backend = private_api.new_nccl(store, spec.rank, spec.world_size, options, device)
+        begun.append(backend)
+        if connect_on is not None:
+            backend.eager_connect_single_device(connect_on)
+        return cast(Backend, backend)
+
+    try:
+        made = connect(make, stop)
+    except GroupError:
+        Abort(begun).start()
+        raise
+    abortable.append(cast(Abortable, made))
+    return made

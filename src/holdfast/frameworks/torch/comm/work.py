@@ -1,0 +1,429 @@
+"""The ``Work`` objects that groups hand out: waits end when the process is poisoned, faults are told from bugs.
+
+Theory. A collective of gloo runs on a thread of its own, and waiting for it in short slices costs nothing; a slice
+that ran out is not a fault: only ``is_completed()`` followed by the collective's own exception is one. Point-to-point
+works are different: gloo answers a timed-out wait by closing the connection, and its work has no callback, so their
+one blocking wait happens in a helper thread. NCCL works are ordered on the device's stream and never waited for in
+slices.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from copy import copy
+from datetime import timedelta
+from enum import Enum
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+from holdfast.errors import FaultError
+from holdfast.frameworks.torch.comm.comm_state import SLICE, Fabric
+from holdfast.frameworks.torch.private_api import Work
+
+Future = torch.futures.Future[Any]
+E = TypeVar("E", bound=BaseException)
+
+_BUGS = (AttributeError, TypeError, NotImplementedError, ValueError, IndexError)
+_COMPLAINTS = (
+    "ProcessGroupGloo::",  # prefix of gloo's complaints about arguments of the call
+    "No backend type associated with device type",  # a tensor on a device that the group has no backend for
+)
+
+
+class Wait(Enum):
+    """How a work may be waited for."""
+
+    SLICES = "slices"
+    THREAD = "thread"
+    STREAM = "stream"
+
+
+def is_bug(error: BaseException) -> bool:
+    """True when ``error`` comes from a wrong call or from this process alone, not from a lost peer."""
+    if isinstance(error, (*_BUGS, torch.OutOfMemoryError)):
+        return True
+    return any(complaint in str(error) for complaint in _COMPLAINTS)
+
+
+class InnerWork(Protocol):
+    """What is used of a work of the inner group."""
+
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+    def is_completed(self) -> bool: ...
+    def get_future(self) -> Future: ...
+    def _source_rank(self) -> int: ...
+    def block_current_stream(self) -> None: ...
+
+
+class Several:
+    """Works that end together (gloo has no coalesced form of what they do)."""
+
+    def __init__(self, works: list[InnerWork]) -> None:
+        self._works = works
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        for work in self._works:
+            if timeout:
+                work.wait(timeout)
+            else:
+                work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def get_future(self) -> Future:
+        return torch.futures.collect_all([work.get_future() for work in self._works])
+
+    def _source_rank(self) -> int:
+        return 0
+
+    def block_current_stream(self) -> None:
+        for work in self._works:
+            work.block_current_stream()
+
+
+class LocalWork(Work):
+    """A collective that completed at once, on local data."""
+
+    def __init__(self, outputs: list[Any]) -> None:
+        super().__init__()
+        self._outputs = outputs
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def get_future(self) -> Future:
+        return _resolved(self._outputs)
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def result(self) -> list[Any]:
+        return self._outputs
+
+    def source_rank(self) -> int:
+        return 0
+
+    _source_rank = source_rank
+
+    def synchronize(self) -> None:
+        return None
+
+    def block_current_stream(self) -> None:
+        return None
+
+
+class GuardedWork(Work):
+    """A collective under way on the inner group.
+
+    Args:
+        fabric: told about the first fault.
+        what: name of the collective, for messages.
+        inner: the work of the inner group.
+        outputs: what the future resolves to.
+        way: how to wait for ``inner``.
+        fill: completes the outputs on local data, when broken inside a shield.
+        count: of this collective, for the flight recorder.
+        after: finishes a collective that succeeded (e.g. copies the own part), run once.
+    """
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        what: str,
+        inner: InnerWork,
+        outputs: list[Any],
+        way: Wait,
+        fill: Callable[[], None] | None,
+        after: Callable[[], None] | None,
+        count: int = 0,
+    ) -> None:
+        super().__init__()
+        self._fabric = fabric
+        self._what = what
+        self._inner = inner
+        self._outputs = outputs
+        self._way = way
+        self._fill = fill
+        self._after = after
+        self._count = count
+        self._epoch = fabric.epoch
+        self._lock = threading.Lock()
+        self._ended = False
+        self._error: BaseException | None = None
+        self._future: Future | None = None
+        self._outcome: Future | None = None
+        self._waiting: Blocking | None = None
+        fabric.track(self)
+
+    # ------------------------------------------------------------------ waiting
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until done or poisoned.
+
+        Raises: PeerLost (outside a shield), GroupAborted, RuntimeError (the given timeout ran out).
+        """
+        if not self._ended:
+            limit_s = timeout.total_seconds() if timeout else 0.0
+            try:
+                self._await(time.monotonic() + limit_s if limit_s > 0 else None)
+            except (_UserTimeout, *_BUGS):
+                raise
+            except RuntimeError as error:
+                self._break(error)
+            else:
+                self._succeed()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _await(self, deadline_s: float | None) -> None:
+        if self._way is Wait.STREAM:
+            self._inner.wait()
+            return
+        if self._way is Wait.THREAD:
+            self._blocking().join(lambda: self._fabric.poisoned, deadline_s, self._what)
+            return
+        inner = self._inner
+        while True:
+            try:
+                inner.wait(SLICE)
+                return
+            except RuntimeError:
+                if inner.is_completed():
+                    inner.wait()  # raises the collective's own error, or it ended well just now
+                    return
+                if self._fabric.poisoned:
+                    raise
+                if deadline_s is not None and time.monotonic() >= deadline_s:
+                    raise _UserTimeout(f"{self._what}: not complete within the given timeout") from None
+
+    def _blocking(self) -> Blocking:
+        with self._lock:
+            if self._waiting is None:
+                self._waiting = Blocking(self._inner)
+                _WAITERS.run(self._waiting)
+            return self._waiting
+
+    # ------------------------------------------------------------------ ends
+
+    def _succeed(self) -> None:
+        with self._lock:
+            if self._ended:
+                return
+            if self._after is not None:
+                self._after()
+            self._ended = True
+            future = self._future
+        self._fabric.ended(self._count)
+        self._fabric.forget(self)
+        if future is not None and not future.done():
+            future.set_result(self._outputs)
+
+    def _break(self, cause: BaseException) -> None:
+        """Note the fault; end on local data or, outside a shield, with an error."""
+        self._fabric.broke(self._what, cause, self._epoch)
+        self._end_broken()
+
+    def _end_broken(self) -> None:
+        error: BaseException | None = None
+        try:
+            self._fabric.give_up(self._what)
+        except BaseException as refusal:  # kept and raised by wait(): this may run in a thread of gloo
+            error = _frameless(refusal)
+        with self._lock:
+            if self._ended:
+                return
+            if error is None and self._fill is not None:
+                self._fill()
+            self._error = error
+            self._ended = True
+            future = self._future
+        self._fabric.ended(self._count, broken=True)
+        if self.settled():
+            self._fabric.forget(self)
+        if future is not None and not future.done():
+            future.set_result(self._outputs)
+
+    def release(self) -> None:
+        """Called when the process is poisoned: whoever waits for the future gets out."""
+        if self._future is not None:
+            self._end_broken()
+
+    def settled(self) -> bool:
+        """True when it can no longer write into memory of this process (given that the sockets were shut)."""
+        if self._way is Wait.THREAD:
+            return self._waiting is None or self._waiting.ended.is_set()
+        return self._inner.is_completed()
+
+    # ------------------------------------------------------------------ the rest of Work
+
+    def get_future(self) -> Future:
+        """A future of the outputs that also completes when the process is poisoned.
+
+        An error reaches it by ``then``: ``Future.set_exception`` would store the Python exception as the *value*,
+        which DDP's C++ reducer then reads as tensors and crashes.
+        """
+        if self._way is Wait.STREAM:
+            return self._inner.get_future()
+        with self._lock:
+            if self._outcome is not None:
+                return self._outcome
+            future: Future = torch.futures.Future()
+            self._future = future
+            self._outcome = future.then(self._outputs_or_error)
+            ended = self._ended
+        if ended:
+            future.set_result(self._outputs)
+        elif self._way is Wait.THREAD:
+            self._blocking().then(self._on_blocking)
+        else:
+            self._inner.get_future().add_done_callback(self._on_inner)
+        if self._fabric.poisoned:
+            self.release()
+        return self._outcome
+
+    def _outputs_or_error(self, _: Future) -> list[Any]:
+        if isinstance(self._error, Exception):
+            raise self._error
+        return self._outputs
+
+    def _on_inner(self, inner: Future) -> None:
+        try:
+            inner.value()
+        except RuntimeError as error:
+            self._break(error)
+        else:
+            self._succeed()
+
+    def _on_blocking(self, waiting: Blocking) -> None:
+        if waiting.error is None:
+            self._succeed()
+        else:
+            self._break(waiting.error)
+
+    def is_completed(self) -> bool:
+        if self._ended or self._way is not Wait.THREAD:
+            return self._ended or self._inner.is_completed()
+        return self._waiting is not None and self._waiting.ended.is_set()
+
+    def is_success(self) -> bool:
+        return self._ended and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[Any]:
+        return self._outputs
+
+    def source_rank(self) -> int:
+        return self._inner._source_rank()
+
+    _source_rank = source_rank
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        self._inner.block_current_stream()
+
+
+class _UserTimeout(RuntimeError):
+    """The caller's own timeout ran out: not a fault."""
+
+
+class _Interrupted(FaultError, RuntimeError):
+    """The process was poisoned while a point-to-point wait was under way."""
+
+
+class Blocking:
+    """One uninterruptible wait, to be run by a helper thread."""
+
+    def __init__(self, inner: InnerWork) -> None:
+        self._inner = inner
+        self.ended = threading.Event()
+        self.error: RuntimeError | None = None
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[Blocking], None]] = []
+
+    def run(self) -> None:
+        """The wait itself."""
+        try:
+            self._inner.wait()
+        except RuntimeError as error:
+            self.error = _frameless(error)
+        with self._lock:
+            self.ended.set()
+            callbacks = self._callbacks
+        for callback in callbacks:
+            callback(self)
+
+    def then(self, callback: Callable[[Blocking], None]) -> None:
+        """Call ``callback`` when the wait has ended (at once if it has)."""
+        with self._lock:
+            if not self.ended.is_set():
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def join(self, stopped: Callable[[], bool], deadline_s: float | None, what: str) -> None:
+        """Wait for the helper.
+
+        Raises: the work's own error, FaultError when ``stopped``, RuntimeError past ``deadline_s``.
+        """
+        while not self.ended.wait(SLICE.total_seconds()):
+            if stopped():
+                raise _Interrupted(f"{what} was interrupted")
+            if deadline_s is not None and time.monotonic() >= deadline_s:
+                raise _UserTimeout(f"{what}: not complete within the given timeout")
+        if self.error is not None:
+            raise copy(self.error)  # raised, an error has frames
+
+
+class _Waiters:
+    """Daemon threads that run :class:`Blocking` waits; one more is started when none is idle."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Blocking] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._idle = 0
+
+    def run(self, job: Blocking) -> None:
+        with self._lock:
+            if self._idle:
+                self._idle -= 1
+            else:
+                threading.Thread(target=self._loop, name="holdfast-p2p-wait", daemon=True).start()
+        self._jobs.put(job)
+
+    def _loop(self) -> None:
+        while True:
+            self._jobs.get().run()
+            with self._lock:
+                self._idle += 1
+
+
+_WAITERS = _Waiters()
+
+
+def _frameless(error: E) -> E:
+    """An error to keep: the frames that it came through hold the work, and so the broken group and its tensors."""
+    error.__context__ = None
+    return error.with_traceback(None)
+
+
+def _resolved(outputs: list[Any]) -> Future:
+    future: Future = torch.futures.Future()
+    future.set_result(outputs)
+    return future

@@ -1,0 +1,467 @@
+"""Where the job is in its data, and how to get there again without reading what was already used.
+
+Theory. A position is (epoch, batches drawn in that epoch). What a sampler draws in an epoch is made a function of
+(seed, epoch): a ``DistributedSampler`` is so by ``set_epoch``, any other is seeded before it draws. To go to a
+position, index lists are skipped; no skipped sample is loaded. Where it is known how samples are dealt to the ranks
+(``sampler_order.py``), the position also says how many samples of the epoch the whole job has drawn, and a job with
+another number of ranks or another batch size goes on there. Each sample is seeded from (seed, epoch, index) in
+whichever process loads it, so random augmentation does not depend on the number of loader workers or on a restart.
+
+Sources, by what the user gives:
+
+- a ``DataLoader`` over a map-style dataset is rebuilt around the same dataset, sampler and settings (``MapSource``);
+- a loader with ``state_dict`` (torchdata's ``StatefulDataLoader``) is positioned by it (``StatefulSource``); its state
+  belongs to one rank and travels in the status page;
+- any other iterable is read again from the start of the epoch up to the position, with a warning (``ReplaySource``).
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from holdfast.errors import EmptyLoaderError, UsageError
+from holdfast.frameworks.common.adapter import DataIdentity
+from holdfast.frameworks.common.state_tree import Plain, join, split
+from holdfast.frameworks.torch import private_api
+from holdfast.frameworks.torch.data.dataset_identity import identity
+from holdfast.frameworks.torch.data.sampler_order import Deal, Order, Seeded, SeededBatches
+from holdfast.frameworks.torch.state.boxes import byte_view
+from holdfast.frameworks.torch.state.rng import fetch_seed, order_seed, seed_all
+from holdfast.text import plural
+
+log = logging.getLogger("holdfast")
+
+
+@dataclass(frozen=True)
+class Position:
+    """``batch`` batches of epoch ``epoch`` were drawn."""
+
+    epoch: int = 0
+    batch: int = 0
+
+
+class Source(ABC):
+    """Batches of one epoch, from any position; as long as nothing else is said, by the number drawn.
+
+    Args:
+        user: the user's loader.
+        seed: of the session.
+        rank: number of the copy of the model that the batches are for.
+
+    Attributes:
+        length: batches per epoch of this rank, when it can be known.
+        device: where the user's loader puts batches; None: they stay where they are.
+    """
+
+    def __init__(self, user: Any, seed: int, rank: int) -> None:
+        self.length: int | None = _length(user)
+        self.device: torch.device | None = None
+        self._user = user
+        self._seed = seed
+        self._rank = rank
+        self._iterator: Any = None
+
+    @abstractmethod
+    def open(self, epoch: int, skip: int) -> Iterator[Any]:
+        """Iterate over ``epoch`` without its first ``skip`` batches."""
+
+    def placed(self, batch: Any) -> Any:
+        """``batch``, as the user's loader hands it out."""
+        if self.device is None:
+            return batch
+        return private_api.tree_map_only(torch.Tensor, lambda t: t.to(self.device), batch)
+
+    def identity(self) -> DataIdentity | None:
+        """What is known of the dataset."""
+        return None
+
+    def words(self, position: Position) -> dict[str, int]:
+        """What a place says beside the position, for a job of another size."""
+        return {}
+
+    def find(self, place: Mapping[str, int]) -> int:
+        """The batch of the place's epoch that comes next here."""
+        return place["batch"]
+
+    def local_state(self) -> Plain:
+        """What only this rank knows of its position, or None."""
+        return None
+
+    def restore_local(self, state: Plain) -> None:  # noqa: B027  # most have none
+        """The next :meth:`open` goes on from this state; nothing where the position is enough."""
+
+    def close(self) -> None:
+        """Stop loader workers."""
+        private_api.stop_workers(self._iterator)
+        self._iterator = None
+
+    def _read(self, epoch: int, first: int, skip: int) -> Iterator[Any]:
+        """The user's own order from batch ``first``, which comes next of it; those below ``skip`` are dropped.
+
+        What an iterable draws in this process must not depend on what the steps between drew; samplers draw their order
+        with the first item.
+        """
+        seed_all(order_seed(self._seed, epoch, self._rank))
+        self._iterator = iter(self._user)
+        for batch in count(first):
+            seed_all(
+                fetch_seed(self._seed, epoch, batch, self._rank)
+                if batch
+                else order_seed(self._seed, epoch, self._rank)
+            )
+            try:
+                item = next(self._iterator)
+            except StopIteration:
+                return
+            if batch >= skip:
+                yield item
+
+
+class Feed:
+    """Draws batches, epoch after epoch.
+
+    Args:
+        source: where batches come from.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._iterator: Iterator[Any] | None = None
+        self.position = Position()
+        self.epoch = 0
+        self.last_in_epoch = False
+        self.repeatable = isinstance(source, MapSource)
+        self.rewinds = True
+
+    def become(self, rank: int) -> None:
+        """A spare was called: what it drew was nobody's, and loader workers that it has started go on for this rank."""
+        self._iterator = None
+        self.position = Position()
+        if isinstance(self._source, MapSource):
+            self._source.become(rank)
+
+    def place(self) -> dict[str, int]:
+        """The position after the last batch drawn, as plain values."""
+        at = self.position
+        return {"epoch": at.epoch, "batch": at.batch, **self._source.words(at)}
+
+    def seek(self, place: Mapping[str, int], local: Plain = None) -> None:
+        """Go to a place; ``local`` is what :meth:`local_state` returned there, if anything."""
+        self._iterator = None
+        self.position = Position(place["epoch"], self._source.find(place))
+        if local is not None:
+            self._source.restore_local(local)
+
+    def identity(self) -> DataIdentity | None:
+        """What is known of the dataset."""
+        return self._source.identity()
+
+    def local_state(self) -> Plain:
+        """Rank-local part of the position (see :class:`StatefulSource`), or None."""
+        return self._source.local_state()
+
+    def draw(self, epochs: int | None = None) -> Any:
+        """The next batch; moves to the next epoch at the end of one.
+
+        Raises:
+            StopIteration: ``epochs`` epochs are over.
+            EmptyLoaderError: an epoch yields nothing.
+        """
+        while epochs is None or self.position.epoch < epochs:
+            position = self.position
+            if self._iterator is None:
+                self._iterator = self._source.open(position.epoch, position.batch)
+            try:
+                batch = next(self._iterator)
+            except StopIteration:
+                self._iterator = None
+                if position.batch == 0:
+                    raise EmptyLoaderError(
+                        f"the loader yields no batch in epoch {position.epoch}",
+                        hint="is the dataset empty, or smaller than one batch with drop_last=True?",
+                    ) from None
+                self.position = Position(position.epoch + 1, 0)
+                continue
+            self.epoch = position.epoch
+            self.position = Position(position.epoch, position.batch + 1)
+            self.last_in_epoch = self.position.batch == self._source.length
+            return self._source.placed(batch)
+        raise StopIteration
+
+    def close(self) -> None:
+        """Stop loader workers."""
+        self._iterator = None
+        self._source.close()
+
+
+def make_source(loader: Any, seed: int, rank: int, *, spare: bool = False) -> Source:
+    """The source that fits what the user gave to ``steps``; of a ``spare``, see :meth:`Feed.become`.
+
+    Raises:
+        UsageError: not iterable.
+    """
+    if type(loader).__module__ == "accelerate.data_loader":
+        return _prepared_source(loader, seed)
+    if (
+        type(loader).__name__ == "_FabricDataLoader"
+    ):  # it sets the epoch of its sampler by a count of this process
+        source = make_source(loader._dataloader, seed, rank, spare=spare)
+        source.device = loader.device
+        return source
+    if hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        return StatefulSource(loader, seed, rank)
+    if (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and not isinstance(loader.dataset, IterableDataset)
+    ):
+        return MapSource(loader, seed, rank, spare)
+    if not hasattr(loader, "__iter__"):
+        raise UsageError(
+            f"steps() got a {type(loader).__name__} as loader, which cannot be iterated",
+            hint="give a DataLoader or any iterable of batches, or none",
+        )
+    if hasattr(loader, "__next__"):
+        raise UsageError(
+            "steps() got an iterator: it has no start to go back to",
+            hint="give the iterable that makes it (a DataLoader, a list, an object with __iter__)",
+        )
+    return ReplaySource(loader, seed, rank)
+
+
+def unwrapped(loader: Any) -> tuple[Any, torch.device | None]:
+    """The loader inside Fabric's, which sets the epoch of its sampler by a count of this process; and its device."""
+    if type(loader).__name__ != "_FabricDataLoader":
+        return loader, None
+    return loader._dataloader, loader.device
+
+
+def _prepared_source(loader: Any, seed: int) -> Source:
+    """What ``accelerator.prepare`` made of a DataLoader: the sampler draws for the whole job, as on rank 0."""
+    if isinstance(loader.dataset, IterableDataset) or not isinstance(loader, DataLoader):
+        raise UsageError(
+            f"steps() got a {type(loader).__name__} of accelerate over an iterable dataset: it has no position",
+            hint="give steps() the loader as it was before accelerator.prepare(...)",
+        )
+    source = _PreparedSource(loader, seed, 0)
+    source.device = getattr(loader, "device", None)
+    return source
+
+
+def _set_epoch(epoch: int, *owners: Any) -> None:
+    seen: set[int] = set()
+    for owner in owners:
+        if id(owner) not in seen and callable(getattr(owner, "set_epoch", None)):
+            owner.set_epoch(epoch)
+        seen.add(id(owner))
+
+
+def _length(loader: Any) -> int | None:
+    try:
+        return len(loader)
+    except TypeError:
+        return None
+
+
+class MapSource(Source):
+    """A ``DataLoader`` over a map-style dataset, rebuilt so that it can start anywhere.
+
+    Every setting of the user's loader is kept; its ``generator`` only names the order (it is seeded anew per epoch).
+    """
+
+    def __init__(self, loader: DataLoader[Any], seed: int, rank: int, spare: bool = False) -> None:
+        super().__init__(loader, seed, rank)
+        batched = loader.batch_sampler is not None
+        inner = loader.batch_sampler if batched else loader.sampler
+        self._order = Order(inner, batched, seed, rank)
+        self._generator = torch.Generator()
+        self._batched = batched
+        self._lent = spare and loader.num_workers > 0  # workers outlive one iterator: that of the rehearsal
+        self._loader = self._rebuild(loader, keep=self._lent)
+        self._start: tuple[Position, int] | None = (
+            None  # dealt anew from here, after so many samples of the job
+        )
+
+    def _rebuild(self, loader: DataLoader[Any], *, keep: bool) -> DataLoader[Any]:
+        dataset: Any = loader.dataset
+        wrapper = SeededBatches if hasattr(dataset, "__getitems__") else Seeded
+        order: dict[str, Any] = (
+            {"batch_sampler": self._order} if self._batched else {"sampler": self._order, "batch_size": None}
+        )
+        return DataLoader(
+            wrapper(dataset, self._seed),
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            timeout=loader.timeout,
+            worker_init_fn=_init_of(loader),
+            multiprocessing_context=loader.multiprocessing_context,
+            generator=self._generator,
+            prefetch_factor=loader.prefetch_factor,
+            persistent_workers=keep or loader.persistent_workers,
+            pin_memory_device=loader.pin_memory_device,
+            in_order=getattr(loader, "in_order", True),
+            **order,
+        )
+
+    def become(self, rank: int) -> None:
+        """A spare was called."""
+        self._rank = rank
+        self._order.become(rank)
+
+    def identity(self) -> DataIdentity | None:
+        """Ranks that a sampler deals to share one dataset."""
+        deal = self._order.deal
+        return identity(self._user.dataset, shared=deal is not None and deal.copies > 1)
+
+    def words(self, position: Position) -> dict[str, int]:
+        """``seen``: samples of the epoch that the job has drawn; ``share``: with one batch of each rank."""
+        deal = self._order.deal
+        return {} if deal is None else {"seen": self._seen(deal, position), "share": deal.share}
+
+    def _seen(self, deal: Deal, position: Position) -> int:
+        if self._start is None or self._start[0].epoch != position.epoch:
+            return position.batch * deal.share
+        return self._start[1] + (position.batch - self._start[0].batch) * deal.share
+
+    def find(self, place: Mapping[str, int]) -> int:
+        """Where the job has drawn as many samples as it had; that may lie inside a batch of this size."""
+        deal = self._order.deal
+        self._start = None
+        if deal is None or "seen" not in place:
+            return place["batch"]
+        batch, beyond = divmod(place["seen"], deal.share)
+        if beyond and self.length is not None and batch < self.length:
+            batch = self.length - deal.left(place["seen"])
+            self._start = (Position(place["epoch"], batch), place["seen"])
+        return batch
+
+    def open(self, epoch: int, skip: int) -> Iterator[Any]:
+        """Iterate over ``epoch`` without loading its first ``skip`` batches."""
+        user = self._user
+        _set_epoch(
+            epoch, user, user.sampler, user.batch_sampler, getattr(user.batch_sampler, "sampler", None)
+        )
+        self._order.epoch, self._order.skip = epoch, skip
+        self._order.seen = None
+        if self._order.deal is not None and self._start is not None and self._start[0].epoch == epoch:
+            self._order.seen = self._seen(self._order.deal, Position(epoch, skip))
+        self._generator.manual_seed(order_seed(self._seed, epoch, self._rank))
+        if not self._user.persistent_workers and not self._lent:
+            private_api.stop_workers(self._iterator)
+            if self._loader.persistent_workers:
+                self._loader = self._rebuild(self._user, keep=False)
+        self._lent = self._lent and self._iterator is None
+        self._iterator = iter(self._loader)
+        made: Iterator[Any] = self._iterator
+        return made
+
+
+def _init_of(loader: DataLoader[Any]) -> Callable[[int], None] | None:
+    """What a loader worker runs first: it leaves when the process that forked it was killed meanwhile, then the user's.
+
+    torch's own watch begins later, and takes whoever is the parent then for the right one.
+    """
+    init = loader.worker_init_fn
+    context = loader.multiprocessing_context
+    if context is None:  # asked so that nothing is decided by asking
+        method = (
+            multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
+        )
+    else:
+        method = context.get_start_method()
+    if method != "fork":  # started by a server or by a command: the parent says nothing
+        return init
+    parent = os.getpid()
+
+    def begin(worker: int) -> None:
+        if os.getppid() != parent:
+            os._exit(0)
+        if init is not None:
+            init(worker)
+
+    return begin
+
+
+class _PreparedSource(MapSource):
+    """The same for accelerate's loaders."""
+
+    def become(self, rank: int) -> None:
+        """Every rank draws what rank 0 does."""
+
+
+class StatefulSource(Source):
+    """A loader that knows its own position (``state_dict``), per rank."""
+
+    def __init__(self, loader: Any, seed: int, rank: int) -> None:
+        super().__init__(loader, seed, rank)
+        self._restored = False
+
+    def open(self, epoch: int, skip: int) -> Iterator[Any]:
+        """Iterate over ``epoch``: from the restored state, else from its start (``skip`` batches are read again)."""
+        _set_epoch(epoch, self._user, getattr(self._user, "sampler", None))
+        private_api.stop_workers(self._iterator)
+        first = skip if self._restored else 0
+        self._restored = False
+        if skip > first:
+            log.warning(
+                "holdfast: no saved state of the data loader on this rank: reading %s again",
+                plural(skip, "batch"),
+            )
+        return self._read(epoch, first, skip)
+
+    def local_state(self) -> Plain:
+        """The loader's ``state_dict`` as plain values."""
+        return split(self._user.state_dict(), "loader", _inline)
+
+    def restore_local(self, state: Plain) -> None:
+        """Load the loader's ``state_dict``."""
+        self._user.load_state_dict(join(state, _from_inline))
+        self._restored = True
+
+
+class ReplaySource(Source):
+    """Any iterable: the position is reached by reading."""
+
+    def __init__(self, loader: Any, seed: int, rank: int) -> None:
+        super().__init__(loader, seed, rank)
+        if isinstance(loader, DataLoader) and loader.generator is None:
+            loader.generator = torch.Generator()
+
+    def open(self, epoch: int, skip: int) -> Iterator[Any]:
+        """Iterate over ``epoch``; the first ``skip`` batches are read and dropped."""
+        loader = self._user
+        _set_epoch(epoch, loader, getattr(loader, "dataset", None))
+        if isinstance(loader, DataLoader) and isinstance(loader.generator, torch.Generator):
+            loader.generator.manual_seed(order_seed(self._seed, epoch, self._rank))
+        if skip:
+            log.warning(
+                "holdfast: %s has no position to go to: reading %s again",
+                type(loader).__name__,
+                plural(skip, "batch"),
+            )
+        private_api.stop_workers(self._iterator)
+        return self._read(epoch, 0, skip)
+
+
+def _inline(value: Any, path: str) -> Plain:
+    """A small tensor inside a loader's state, as plain values."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    dtype = str(value.dtype).removeprefix("torch.")
+    return {"dtype": dtype, "shape": list(value.shape), "data": byte_view(value).tobytes()}
+
+
+def _from_inline(value: Plain) -> torch.Tensor:
+    flat = torch.frombuffer(bytearray(value["data"]), dtype=torch.uint8)
+    return flat.view(getattr(torch, value["dtype"])).reshape(value["shape"])

@@ -1,0 +1,227 @@
+"""The order of a map-style loader: from any place, stamped with the epoch, and dealt anew to other ranks.
+
+Theory. A sampler draws the order of an epoch from (seed, epoch). A ``DistributedSampler`` deals it: entry i belongs to
+copy i modulo the number of copies, so when every copy has drawn k batches of b samples, the job has drawn the first
+k * b * copies entries. That number is the place of the job in the epoch, whatever the number of copies and the batch
+size: what comes after it is dealt to the copies that are there now, as the sampler would deal a shorter epoch.
+
+Invariants:
+1. From a place that this number of copies and this batch size could have come to, dealing anew gives the order that
+   skipping batches gives.
+2. No entry after the place is left out or given twice, but for what the sampler itself does at the end of an epoch:
+   to give all copies the same number it repeats the first entries, or leaves out the last ones (``drop_last``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from dataclasses import dataclass
+from itertools import chain as joined
+from itertools import cycle, islice
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import xxhash
+from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSampler, SequentialSampler
+
+from holdfast.frameworks.torch.state.rng import isolated, order_seed, sample_seed, seed_all
+
+
+def chain(sampler: Any) -> Iterator[Any]:
+    """A (batch) sampler and those that it draws from."""
+    while sampler is not None:
+        yield sampler
+        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+
+
+@dataclass(frozen=True)
+class Deal:
+    """How the order of an epoch comes to this rank: ``copy`` of ``copies``, ``batch`` samples at a time."""
+
+    sampler: Any
+    copies: int
+    copy: int
+    batch: int
+    drop_last: bool
+
+    @staticmethod
+    def of(inner: Any, batched: bool) -> Deal | None:
+        """Of a (batch) sampler; None when it deals in a way that is not known here."""
+        batch, drop_last = 1, False
+        if batched:
+            if type(inner) is not BatchSampler:
+                return None
+            batch, drop_last, inner = inner.batch_size, inner.drop_last, inner.sampler
+        if isinstance(inner, DistributedSampler):
+            return Deal(inner, inner.num_replicas, inner.rank, batch, drop_last)
+        if type(inner) in (SequentialSampler, RandomSampler):
+            return Deal(inner, 1, 0, batch, drop_last)
+        return None
+
+    @property
+    def share(self) -> int:
+        """Samples that the job draws with one batch of each copy."""
+        return self.copies * self.batch
+
+    def left(self, seen: int) -> int:
+        """Batches of this rank in what is left of an epoch after ``seen`` samples of the job."""
+        each = self._each(seen)
+        return each // self.batch if self.drop_last else -(-each // self.batch)
+
+    def rest(self, seen: int) -> list[Any]:
+        """This rank's entries after ``seen``. The sampler draws: seed it before."""
+        order = self._order()[: self._length()]
+        each = self._each(seen) * self.copies
+        return list(islice(joined(order[seen:], cycle(order)), self.copy, each, self.copies))
+
+    def _each(self, seen: int) -> int:
+        """Entries that are left for each copy."""
+        left = max(0, self._length() - seen)
+        return left // self.copies if getattr(self.sampler, "drop_last", False) else -(-left // self.copies)
+
+    def _length(self) -> int:
+        """Entries of an epoch, without those that the sampler repeats to give all copies the same number."""
+        if isinstance(self.sampler, DistributedSampler):
+            return min(len(self.sampler.dataset), self.sampler.total_size)  # type: ignore[arg-type]
+        return len(self.sampler)
+
+    def _order(self) -> list[Any]:
+        if self.copies == 1:
+            return list(self.sampler)
+        hands: list[list[Any]] = []
+        try:
+            for copy in range(self.copies):
+                self.sampler.rank = copy
+                hands.append(list(self.sampler))
+        finally:
+            self.sampler.rank = self.copy
+        return [entry for dealt in zip(*hands, strict=True) for entry in dealt]
+
+
+class Ref:
+    """Index of one sample in one epoch, as it travels to a loader worker."""
+
+    __slots__ = ("epoch", "index")
+
+    def __init__(self, epoch: int, index: Any) -> None:
+        self.epoch = epoch
+        self.index = index
+
+    def __reduce__(self) -> tuple[type[Ref], tuple[int, Any]]:
+        return Ref, (self.epoch, self.index)
+
+
+class Seeded(Dataset[Any]):
+    """The user's dataset, with the default generators seeded before each sample."""
+
+    def __init__(self, inner: Any, seed: int) -> None:
+        self.inner = inner
+        self.seed = seed
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, ref: Ref) -> Any:
+        self.prepare(ref)
+        return self.inner[ref.index]
+
+    def __getattr__(self, name: str) -> Any:
+        # worker_init_fn and collate functions of users look at get_worker_info().dataset.
+        if name in ("inner", "seed") or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def prepare(self, ref: Ref) -> None:
+        """Seed the default generators for one sample."""
+        index = (
+            ref.index if isinstance(ref.index, int) else xxhash.xxh3_64_intdigest(repr(ref.index).encode())
+        )
+        seed_all(sample_seed(self.seed, ref.epoch, index))
+
+
+class SeededBatches(Seeded):
+    """The same for datasets that fetch a batch at once: one seed per batch, from its first sample."""
+
+    def __getitems__(self, refs: list[Ref]) -> Any:
+        if refs:
+            self.prepare(refs[0])
+        return self.inner.__getitems__([ref.index for ref in refs])
+
+
+_SEEDED: MutableMapping[torch.Generator, tuple[int, int]] = (
+    WeakKeyDictionary()
+    if torch.Generator.__weakrefoffset__
+    else {}  # torch 2.12: no weak references to generators
+)
+"""The user's seed of each generator, and what we last seeded it with: a second loop over the same loader must find the
+first, as a process that is resumed in that loop does."""
+
+
+def _base_seed(generator: torch.Generator) -> int:
+    base, ours = _SEEDED.get(generator, (0, None))
+    return base if generator.initial_seed() == ours else generator.initial_seed()
+
+
+class Order:
+    """A (batch) sampler that starts anywhere in an epoch and stamps each index with the epoch."""
+
+    def __init__(self, inner: Any, batched: bool, seed: int, rank: int) -> None:
+        self._inner = inner
+        self._batched = batched
+        self._seed = seed
+        self._rank = rank
+        found = (getattr(sampler, "generator", None) for sampler in chain(inner))
+        self._own = {id(g): (g, _base_seed(g)) for g in found if isinstance(g, torch.Generator)}
+        self.deal = Deal.of(inner, batched)
+        self.epoch = 0
+        self.skip = 0
+        self.seen: int | None = (
+            None  # begin after so many samples of the job, dealt anew, instead of skipping
+        )
+
+    def become(self, rank: int) -> None:
+        """A spare was called: it draws as this rank."""
+        self._rank = rank
+        self.deal = Deal.of(self._inner, self._batched)
+
+    def __len__(self) -> int:
+        return len(self._inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._walk(self.epoch, self.skip) if self.seen is None else self._rest(self.epoch, self.seen)
+
+    def _rest(self, epoch: int, seen: int) -> Iterator[Any]:
+        assert self.deal is not None
+        self._seed_own(epoch)
+        with isolated():
+            seed_all(order_seed(self._seed, epoch, self._rank))
+            entries = self.deal.rest(seen)
+        batch = self.deal.batch
+        for first in range(0, self.deal.left(seen) * batch, batch):
+            yield self._stamp(epoch, entries[first : first + batch] if self._batched else entries[first])
+
+    def _seed_own(self, epoch: int) -> None:
+        for generator, base in self._own.values():
+            generator.manual_seed(order_seed(base, epoch, 0))
+            _SEEDED[generator] = (base, generator.initial_seed())
+
+    def _walk(self, epoch: int, skip: int) -> Iterator[Any]:
+        self._seed_own(epoch)
+        # Samplers without a generator draw from the default ones, most of them at their first index.
+        with isolated():
+            seed_all(order_seed(self._seed, epoch, self._rank))
+            inner = iter(self._inner)
+            indices = list(_take(inner, skip + 1))[skip:]
+        for index in indices:
+            yield self._stamp(epoch, index)
+        for index in inner:
+            yield self._stamp(epoch, index)
+
+    def _stamp(self, epoch: int, index: Any) -> Any:
+        return [Ref(epoch, one) for one in index] if self._batched else Ref(epoch, index)
+
+
+def _take(iterator: Iterator[Any], count: int) -> Iterator[Any]:
+    for _, item in zip(range(count), iterator, strict=False):
+        yield item

@@ -1,0 +1,242 @@
+"""Megatron's own periodic checkpoints: ``iter_NNNNNNN/mp_rank_XX[_YYY]/model_optim_rng.pt``.
+
+Theory. Each file is one tensor-parallel part (XX) of one pipeline stage (YYY). Parts of a weight are put together along
+the dimension that Megatron cuts it in, which its name says; everything else must be the same in all parts. Layers
+of a stage are numbered from 0: their numbers in the whole model follow from the stages before it. A file holds objects
+of Megatron's (arguments, random states): they are read as records (``torch_archive.py``) and left out.
+
+The state of an optimizer is taken where one file holds a torch optimizer's, over the weights themselves. Megatron's
+optimizers of 16-bit weights keep it of 32-bit copies, and the distributed one in another file: that is told, and the
+checkpoint holds weights, schedule and step. A session that trains with an optimizer refuses to resume from it;
+``holdfast.load(path, model)`` takes the weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from holdfast.errors import CheckpointInvalid, UsageError
+from holdfast.frameworks.common.weight_selection import EXTRA_STATE
+from holdfast.frameworks.torch.files.pickle_records import Record
+from holdfast.frameworks.torch.files.torch_archive import read_archive
+from holdfast.store.backends.durable_files import reading
+from holdfast.text import plural
+
+TRACKER = "latest_checkpointed_iteration.txt"
+FILE = "model_optim_rng.pt"
+_PART = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?")
+_ITERATION = re.compile(r"iter_(\d{7,})")
+_LAYER = re.compile(r"(?P<before>(?:^|.*\.)layers\.)(?P<number>\d+)(?P<after>\..*)")
+_OF_DISTRIBUTED = ("common.pt", "metadata.json")
+_CUTS = (
+    (re.compile(r"(?:word_embeddings|output_layer|lm_head)\.weight"), 0),
+    (re.compile(r"(?:linear_qkv|linear_q|linear_kv|linear_fc1|query_key_value|dense_h_to_4h)\.(?:weight|bias)"), 0),
+    (re.compile(r"(?:linear_proj|linear_fc2|(?:self|cross)_attention\.dense|dense_4h_to_h)\.weight"), 1),
+)  # fmt: skip
+"""How the names of weights end that tensor parallelism cuts, and the dimension."""
+_GATED = re.compile(r"(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)")
+
+
+class _Part(NamedTuple):
+    """One file."""
+
+    path: Path
+    model: dict[str, torch.Tensor]
+    tree: dict[str, Any]
+
+    def argument(self, name: str, default: Any) -> Any:
+        """Of Megatron's arguments."""
+        arguments = self.tree.get("args")
+        state = arguments.state if isinstance(arguments, Record) else None
+        return state.get(name, default) if isinstance(state, dict) else default
+
+
+def is_megatron(folder: Path) -> bool:
+    """A directory that Megatron has written: of a run, or of one iteration."""
+    named = _ITERATION.fullmatch(folder.name) is not None
+    return (folder / TRACKER).is_file() or bool(_files(folder)) or (named and _is_distributed(folder))
+
+
+def read_megatron(folder: Path, note: Callable[[str], object]) -> dict[str, Any]:
+    """The tree of one iteration: ``model``, ``step``, ``scheduler``, and ``optimizer`` where it can be mapped.
+
+    Args:
+        folder: of a run (its newest iteration is meant), or of an iteration.
+        note: called with a line for the user about what is left out.
+
+    Raises:
+        UsageError: a part is missing, or of a form that is not read.
+        CheckpointInvalid: damaged, or parts that do not belong together.
+    """
+    folder = _newest(folder) if (folder / TRACKER).is_file() else folder
+    if _is_distributed(folder):
+        raise UsageError(
+            f"{folder} is in Megatron's distributed format (torch_dist), which is not read",
+            hint="write it in the classic form: Megatron's --ckpt-convert-format torch --ckpt-convert-save DIR",
+        )
+    stages = _parts(folder)
+    first = stages[0][0]
+    iteration = first.tree.get("iteration")
+    if type(iteration) is not int or iteration < 0:
+        raise CheckpointInvalid(f"{first.path}: its iteration is {iteration!r}, no number of updates")
+    tree: dict[str, Any] = {"model": _model(stages), "step": iteration}
+    if isinstance(scheduler := first.tree.get("opt_param_scheduler"), dict):
+        tree["scheduler"] = _plain(scheduler, "opt_param_scheduler", first.path)
+    saved = first.tree.get("optimizer")
+    if _is_torch_s(saved) and len(stages) == len(stages[0]) == 1:
+        tree["optimizer"] = _plain(saved, "optimizer", first.path)
+    elif saved is not None:
+        what = (
+            "is that of one part of the weights" if _is_torch_s(saved) else "is not of the weights themselves"
+        )
+        note(f"the optimizer's state {what}: it is left out; holdfast.load(path, model) takes the weights")
+    return tree
+
+
+def _newest(folder: Path) -> Path:
+    with reading(folder / TRACKER):
+        said = (folder / TRACKER).read_text(errors="replace").strip()
+    name = said if said == "release" else f"iter_{int(said):07d}" if said.isdecimal() else ""
+    if not name or not (folder / name).is_dir():
+        raise UsageError(
+            f"{folder / TRACKER} says {said[:40]!r}, and there is no such iteration",
+            hint="name the directory of one: .../iter_0001000",
+        )
+    return folder / name
+
+
+def _is_distributed(folder: Path) -> bool:
+    return not _files(folder) and any((folder / name).is_file() for name in _OF_DISTRIBUTED)
+
+
+def _files(folder: Path) -> dict[tuple[int, int], Path]:
+    """Directories of parts by tensor-parallel rank and pipeline stage."""
+    found = {}
+    for path in folder.iterdir():
+        match = _PART.fullmatch(path.name)
+        if match is not None and path.is_dir():
+            found[int(match[1]), int(match[2] or 0)] = path
+    return found
+
+
+def _parts(folder: Path) -> list[list[_Part]]:
+    """All files, by stage and tensor-parallel rank. Raises: UsageError: one is missing."""
+    paths = _files(folder)
+    tensors, stages = (1 + max((place[n] for place in paths), default=-1) for n in (0, 1))
+    read = {place: _read(path / FILE) for place, path in sorted(paths.items())}
+    first = next(iter(read.values()))
+    tensors = max(tensors, first.argument("tensor_model_parallel_size", 1))
+    stages = max(stages, first.argument("pipeline_model_parallel_size", 1))
+    for stage in range(stages):
+        for tensor in range(tensors):
+            if (tensor, stage) not in read:
+                name = f"mp_rank_{tensor:02d}" + (f"_{stage:03d}" if stages > 1 else "")
+                raise UsageError(
+                    f"{folder} lacks {name}: the weights are in {plural(tensors * stages, 'part')}, "
+                    f"of which {len(read)} are there",
+                    hint="copy the directories of all ranks together",
+                )
+    made = [[read[tensor, stage] for tensor in range(tensors)] for stage in range(stages)]
+    for part in read.values():
+        if part.tree.get("iteration") != first.tree.get("iteration"):
+            raise CheckpointInvalid(
+                f"{part.path} is of iteration {part.tree.get('iteration')}, {first.path} of "
+                f"{first.tree.get('iteration')}"
+            )
+    return made
+
+
+def _read(path: Path) -> _Part:
+    tree = read_archive(path)
+    if "model" not in tree:
+        several = "model0" in tree
+        raise UsageError(
+            f"{path} holds " + ("several chunks of an interleaved pipeline" if several else "no model"),
+            hint="one chunk for each stage: Megatron without --num-layers-per-virtual-pipeline-stage",
+        )
+    model: dict[str, torch.Tensor] = {}
+    _flatten(tree["model"], "", model, path)
+    return _Part(path, model, tree)
+
+
+def _flatten(tree: Any, prefix: str, model: dict[str, torch.Tensor], path: Path) -> None:
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        name = f"{prefix}{key}"
+        if isinstance(value, torch.Tensor):
+            model[name] = value
+        elif isinstance(value, dict):
+            _flatten(value, f"{name}.", model, path)
+        elif not name.endswith(EXTRA_STATE) or value is not None:
+            raise UsageError(
+                f"{path}: {name} of the model is a {_kind(value)}, not a tensor",
+                hint="scales of FP8 are not read: save from a model in BF16",
+            )
+
+
+def _model(stages: Sequence[Sequence[_Part]]) -> dict[str, torch.Tensor]:
+    """The whole model's weights."""
+    whole: dict[str, torch.Tensor] = {}
+    layers = 0
+    for parts in stages:
+        numbers = {int(m["number"]) for name in parts[0].model if (m := _LAYER.fullmatch(name))}
+        for name in parts[0].model:
+            lacking = next((part for part in parts if name not in part.model), None)
+            if lacking is not None:
+                raise CheckpointInvalid(f"{lacking.path} lacks {name}, which {parts[0].path} holds")
+            match = _LAYER.fullmatch(name)
+            full = f"{match['before']}{int(match['number']) + layers}{match['after']}" if match else name
+            made = _join(name, parts)
+            if full in whole and not torch.equal(whole[full], made):
+                raise CheckpointInvalid(f"{parts[0].path}: {name} is another one than in the stages before")
+            whole[full] = made
+        layers += len(numbers)
+    return whole
+
+
+def _join(name: str, parts: Sequence[_Part]) -> torch.Tensor:
+    """One weight of its parts."""
+    tensors = [part.model[name] for part in parts]
+    if len(tensors) == 1:
+        return tensors[0]
+    dim = next((dim for pattern, dim in _CUTS if pattern.search(name)), None)
+    if dim is None:
+        for part in parts[1:]:
+            if not torch.equal(tensors[0], part.model[name]):
+                raise UsageError(
+                    f"{part.path}: {name} differs from that of {parts[0].path}, and along which dimension Megatron "
+                    "cuts it is not known",
+                    hint="write it with one tensor-parallel rank: Megatron's tools/checkpoint/convert.py",
+                )
+        return tensors[0]
+    if parts[0].argument("swiglu", False) and _GATED.search(name):
+        gates, values = zip(*(tensor.chunk(2, 0) for tensor in tensors), strict=True)
+        return torch.cat([*gates, *values], 0)
+    return torch.cat(tensors, dim)
+
+
+def _is_torch_s(saved: Any) -> bool:
+    """A torch optimizer's state dict."""
+    return isinstance(saved, dict) and isinstance(saved.get("param_groups"), list) and "state" in saved
+
+
+def _plain(value: Any, where: str, path: Path) -> Any:
+    """``value``, in which no record is left. Raises: UsageError."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item, f"{where}.{key}", path) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(item, f"{where}.{n}", path) for n, item in enumerate(value))
+    if isinstance(value, Record):
+        raise UsageError(
+            f"{path}: {where} is a {_kind(value)}, neither a tensor nor a plain value",
+            hint="without it: save the model's state dict alone, and import that",
+        )
+    return value
+
+
+def _kind(value: Any) -> str:
+    return str(value.name) if isinstance(value, Record) else type(value).__name__

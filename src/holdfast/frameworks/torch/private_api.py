@@ -1,0 +1,573 @@
+"""The private names of torch that Holdfast uses: the only module that touches them.
+
+torch keeps no promise about a name that begins with an underscore, and recovery in place needs some of them: the
+function that makes process groups, the states of DDP's reducer, of FSDP2 and of pipeline schedules. Each name stands in
+:data:`USES` with its purpose, the versions that have it and the feature that needs it. :func:`failures` looks every
+name up in the installed torch; ``holdfast doctor`` prints the result, and a test fails by name on a tested version.
+
+The functions below are thin: one step with private names each. What they are good for is said where they are called.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import Backend, PrefixStore, Store, Work
+from torch._dynamo.callback import callback_handler
+from torch.distributed import distributed_c10d
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim import optimizer as optim
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import dataloader
+
+from holdfast.errors import UnsupportedError
+from holdfast.frameworks.torch.private_names import SCALER_TENSORS, SCHEDULES, SHARD, STAGE, USES
+from holdfast.frameworks.torch.probing import Feature, Use, probe
+from holdfast.runtime.node.torch_build import Version, version_of
+
+__all__ = [
+    "SCALER_TENSORS",
+    "USES",
+    "Backend",
+    "PrefixStore",
+    "Store",
+    "Work",
+    "callback_handler",
+    "tree_map_only",
+]
+
+c10d: Any = distributed_c10d
+_HELPER = "_new_process_group_helper"
+_RECORDER = "_maybe_attach_flight_recorder"
+_BATCHED = "batch_isend_irecv"
+_SCHEME = "env"
+
+
+def uses_of(version: Version, feature: Feature | None = None) -> list[Use]:
+    """The names that this version of torch should have."""
+    return [use for use in USES if use.in_version(version) and feature in (None, use.feature)]
+
+
+def failures(feature: Feature) -> list[str]:
+    """What is wrong with each name of ``feature`` that fails its probe on the installed torch."""
+    return [wrong for use in uses_of(version_of(torch.__version__), feature) if (wrong := probe(use))]
+
+
+def probed() -> tuple[int, list[tuple[str, str]]]:
+    """How many probes pass on the installed torch, and of the others what is wrong and which feature is lost.
+
+    Names of NCCL count where this build has NCCL.
+    """
+    uses = [
+        use
+        for use in uses_of(version_of(torch.__version__))
+        if use.feature is not Feature.NCCL or dist.is_nccl_available()
+    ]
+    failed = [(wrong, use.feature.value) for use in uses if (wrong := probe(use))]
+    return len(uses) - len(failed), failed
+
+
+# ---------------------------------------------------------------- making groups
+
+
+def helper() -> Any:
+    """The function of torch that makes every process group."""
+    return getattr(c10d, _HELPER, None)
+
+
+def replace_helper(make: Callable[..., Any], outer: type[dist.ProcessGroup]) -> None:
+    """Put ``make`` in the place of torch's helper; torch's flight recorder leaves groups of type ``outer`` alone.
+
+    The hook of the recorder reads the C++ backend of the group that user code holds; an outer group has none.
+    """
+    setattr(c10d, _HELPER, make)
+    recorder = getattr(c10d, _RECORDER, None)
+    if recorder is None:
+        return
+
+    @functools.wraps(recorder)
+    def attach(pg: dist.ProcessGroup, *args: Any, **kwargs: Any) -> None:
+        if not isinstance(pg, outer):
+            recorder(pg, *args, **kwargs)
+
+    setattr(c10d, _RECORDER, attach)
+
+
+def note_backend(group: dist.ProcessGroup, asked: str, store: Any, config: str) -> None:
+    """From now on ``dist.get_backend(group)`` says ``asked``."""
+    c10d._world.pg_map[group] = (asked, store)
+    c10d._world.pg_backend_config[group] = config
+
+
+def coalesce_batches(outer: type[dist.ProcessGroup]) -> None:
+    """Let ``batch_isend_irecv`` coalesce on groups of type ``outer`` too; from torch 2.14 on it does.
+
+    Before, only groups of exactly torch's own type were coalesced. Sends and receives that are launched one by one on
+    one stream of NCCL can each wait for the other side's first one.
+    """
+    original = getattr(c10d, _BATCHED)
+    if version_of(torch.__version__) >= (2, 14):
+        return
+
+    @functools.wraps(original)
+    def batched(operations: list[dist.P2POp]) -> list[Any]:
+        group = (operations[0].group if operations else None) or dist.group.WORLD
+        if not isinstance(group, outer):
+            return cast(list[Any], original(operations))
+        device = operations[0].tensor.device
+        if not group._get_backend(device).supports_coalescing:
+            return cast(list[Any], original(operations))
+        c10d._check_p2p_op_list(operations)
+        with c10d._coalescing_manager(group, device, async_ops=True) as manager:
+            for each in operations:
+                peer = "group_dst" if each.op is dist.isend else "group_src"
+                each.op(each.tensor, group=each.group, tag=each.tag, **{peer: each.group_peer})
+        return cast(list[Any], manager.works)
+
+    setattr(c10d, _BATCHED, batched)
+    setattr(dist, _BATCHED, batched)
+
+
+def new_inner_group(store: Store, rank: int, world_size: int, name: str, nccl: bool) -> dist.ProcessGroup:
+    """A plain C++ group without backends yet."""
+    group = dist.ProcessGroup(store, rank, world_size)
+    kinds = dist.ProcessGroup.BackendType
+    group._set_default_backend(kinds.NCCL if nccl else kinds.GLOO)
+    group._set_group_name(c10d.GroupName(name))
+    group._set_group_desc(name)
+    return group
+
+
+def give_backend(group: dist.ProcessGroup, device: str, backend: Backend, nccl: bool) -> None:
+    """Collectives on tensors of ``device`` go through ``backend``."""
+    kinds = dist.ProcessGroup.BackendType
+    group._register_backend(torch.device(device), kinds.NCCL if nccl else kinds.GLOO, backend)
+
+
+_OLD_NAMES = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+}
+"""Collectives of a group by their names of today; what torch called them before 2.13, and still does in places."""
+
+
+def collective(group: dist.ProcessGroup, name: str) -> Callable[..., Work]:
+    """A method of an inner group, whatever this version of torch calls it."""
+    return cast(Callable[..., Work], getattr(group, name, None) or getattr(group, _OLD_NAMES[name]))
+
+
+def give_old_names(outer: type[dist.ProcessGroup]) -> None:
+    """Callers inside of torch use both names."""
+    for name, old in _OLD_NAMES.items():
+        setattr(outer, old, getattr(outer, name))
+
+
+def number_collectives(backend: Backend) -> None:
+    """Begin to count the collectives of a backend; from torch 2.14 on it counts from the start."""
+    if version_of(torch.__version__) < (2, 14):
+        backend._set_sequence_number_for_group()
+
+
+def name_backend(backend: Any, ranks: Sequence[int], name: str) -> None:
+    """What the backend calls itself in its messages and records."""
+    backend.options.global_ranks_in_group = list(ranks)
+    backend.options.group_name = c10d.GroupName(name)
+
+
+def bound_work(backend: Any, timeout: timedelta) -> None:
+    """Collectives from now on end after ``timeout``."""
+    backend._set_default_timeout(timeout)
+
+
+def rehearsal_backend(rank: int, world_size: int) -> Backend:
+    """A backend that communicates with no peer."""
+    fake: Any = torch._C._distributed_c10d.FakeProcessGroup
+    return cast(Backend, fake._create_internal(rank, world_size))
+
+
+def set_global_rank(rank: int) -> None:
+    """The rank that torch writes into its records."""
+    torch._C._distributed_c10d._set_global_rank(rank)
+
+
+def rendezvous_handlers() -> tuple[dict[str, Any], str]:
+    """The table of rendezvous handlers by scheme, and the scheme of ``env://``.
+
+    Raises:
+        UnsupportedError: this torch has no such table.
+    """
+    module = importlib.import_module(
+        "torch.distributed.rendezvous"
+    )  # the attribute of that name is a function
+    handlers = getattr(module, "_rendezvous_handlers", None)
+    if not isinstance(handlers, dict) or _SCHEME not in handlers:
+        raise UnsupportedError(
+            f"torch {torch.__version__} has no rendezvous handler table that Holdfast knows",
+            hint="install a released version: pip install 'holdfast[torch]'",
+        )
+    return handlers, _SCHEME
+
+
+# ---------------------------------------------------------------- NCCL
+
+
+def new_nccl(store: Store, rank: int, world_size: int, options: Any, device: torch.device | None) -> Any:
+    """A backend of the kind that torch puts behind the name ``nccl``; it may connect at once, and block.
+
+    Args:
+        device: from :func:`nccl_device`.
+    """
+    if device is None:
+        return c10d.ProcessGroupNCCL(store, rank, world_size, options)
+    return c10d.ProcessGroupNCCL2(store, rank, world_size, options, device)
+
+
+def nccl_device(bound: torch.device | None) -> torch.device | None:
+    """The device of a backend that is made for one device; None for a backend that finds it at each collective.
+
+    From 2.14 on torch makes ``ProcessGroupNCCL2``, which is of the first kind, unless the user has chosen the old one
+    with TORCH_DIST_USE_NCCL2=0.
+
+    Args:
+        bound: the device that the default group is bound to, or None: then the one of this thread.
+    """
+    if not hasattr(c10d, "ProcessGroupNCCL2") or os.environ.get("TORCH_DIST_USE_NCCL2") == "0":
+        return None
+    return bound or torch.device("cuda", torch.cuda.current_device())
+
+
+def nccl_options(options: Any, timeout: timedelta, ranks: Sequence[int], name: str) -> Any:
+    """Options of an NCCL backend: the user's, or the defaults; with our bound and name."""
+    if options is None:
+        options = c10d.ProcessGroupNCCL.Options()
+        options.is_high_priority_stream = False
+    options._timeout = timeout
+    options.global_ranks_in_group = list(ranks)
+    options.group_name = name
+    return options
+
+
+def recorded_collectives() -> dict[str, bytes]:
+    """What torch's flight recorders of this process hold, as JSON; by the backend that records."""
+    native: Any = torch._C._distributed_c10d
+    found = {"cpu": native._dump_fr_trace_json()}
+    if hasattr(native, "_dump_nccl_trace_json"):  # a build with NCCL
+        found["nccl"] = native._dump_nccl_trace_json()
+        if version_of(torch.__version__) >= (2, 15):  # before, it is in the first one
+            found["nccl2"] = native._dump_fr_trace_json(backend="nccl2")
+    return found
+
+
+def begin_together(backend: Any) -> Callable[[], None]:
+    """Calls to NCCL of this thread are launched together from now on, until what is returned is called.
+
+    ``ProcessGroupNCCL2`` does so for the communicators that it aborts.
+    """
+    if not hasattr(backend, "_group_start"):
+        return lambda: None
+    backend._group_start()
+    return cast(Callable[[], None], backend._group_end)
+
+
+def is_connected(backend: Any) -> bool:
+    """True when a backend of NCCL has a communicator; ``ProcessGroupNCCL2`` does not say, and has one."""
+    return not hasattr(backend, "_is_initialized") or bool(backend._is_initialized())
+
+
+def record_collectives(group: dist.ProcessGroup, nccl: Backend, ranks: Sequence[int]) -> Any:
+    """Torch's flight recorder on a group of NCCL that does not record by itself; keep what is returned with the group.
+
+    Returns: the recorder's handle, or None where there is nothing to attach.
+    """
+    newer = getattr(c10d, "ProcessGroupNCCL2", None)
+    if newer is None or not isinstance(nccl, newer) or _recorder_size() == 0:
+        return None
+    native: Any = torch._C._distributed_c10d
+    return native.FlightRecorderHook.attach(group, list(ranks))
+
+
+def _recorder_size() -> int:
+    """As torch reads it: the first variable that is set wins, 0 turns the recorder off."""
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+    return int(next((value for name in names if (value := os.environ.get(name))), "2000"))
+
+
+# ---------------------------------------------------------------- devices
+
+
+def before_first_use_of_cuda(wait: Callable[[], None]) -> None:
+    """Call ``wait()`` before CUDA is initialised, from Python or from C++."""
+    original = torch.cuda._lazy_init
+
+    @functools.wraps(original)
+    def initialise() -> None:
+        if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            wait()
+        original()  # type: ignore[no-untyped-call]
+
+    torch.cuda._lazy_init = initialise
+
+
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and values of a sparse tensor as they are: :meth:`torch.Tensor.indices` asks for coalesced ones."""
+    return tensor._indices(), tensor._values()
+
+
+def largest(values: list[torch.Tensor]) -> torch.Tensor:
+    """The largest magnitude in each of some tensors of one device: shape ``(len(values),)``, float32."""
+    return torch.stack([norm.float() for norm in torch._foreach_norm(values, float("inf"))])
+
+
+# ---------------------------------------------------------------- autograd and compilation
+
+
+def in_backward() -> bool:
+    """True inside of a backward pass of this thread."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+# ---------------------------------------------------------------- DDP
+
+
+def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
+    """Communication hooks of a DDP module and their states."""
+    return list(ddp._comm_hooks)
+
+
+def reset_reducer(ddp: DistributedDataParallel) -> None:
+    """Forget the gradients that have come so far; keep the buckets."""
+    ddp.reducer._reset_state()
+
+
+def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
+    """True when the layout of the buckets is final."""
+    return bool(ddp._has_rebuilt_buckets)
+
+
+def rebuild_buckets(ddp: DistributedDataParallel) -> None:
+    """Set the layout of the buckets now; a collective."""
+    if ddp.reducer._rebuild_buckets():
+        ddp._has_rebuilt_buckets = True
+
+
+def refuse_builtin_hooks(outer: type[dist.ProcessGroup], refusal: Callable[[Any], Exception]) -> None:
+    """Raise ``refusal(hook type)`` where a hook in C++ is registered on a group of type ``outer``."""
+    original: Callable[..., Any] = DistributedDataParallel._register_builtin_comm_hook
+
+    @functools.wraps(original)
+    def refuse(self: DistributedDataParallel, comm_hook_type: Any) -> None:
+        if isinstance(self.process_group, outer):
+            raise refusal(comm_hook_type)
+        original(self, comm_hook_type)
+
+    DistributedDataParallel._register_builtin_comm_hook = refuse  # type: ignore[method-assign]
+
+
+# ---------------------------------------------------------------- FSDP2
+
+
+def sharded_groups(module: FSDPModule) -> list[Any]:
+    """The parameter groups of one ``fully_shard`` module."""
+    state: Any = module._get_fsdp_state()
+    return list(state._fsdp_param_groups)
+
+
+def reset_sharded(modules: Sequence[FSDPModule]) -> None:
+    """Each module as after a backward that ended, then sharded again; then what the modules of one root share.
+
+    torch's own ``FSDPModule.reset_iter_state`` (2.13) waits for the events of side streams before it drops what they
+    write to: it comes first, for each root. It leaves gradients of an aborted backward, and modules without a root.
+
+    Raises:
+        AttributeError: this torch keeps FSDP2's state in another way.
+    """
+    common = importlib.import_module(f"{SHARD}._fsdp_common")
+    idle = common.TrainingState.IDLE
+    states: list[Any] = [module._get_fsdp_state() for module in modules]
+    for module, state in zip(modules, states, strict=True):
+        if state._is_root and hasattr(module, "reset_iter_state"):
+            module.reset_iter_state()
+    for module, state in zip(modules, states, strict=True):
+        state._training_state = idle
+        state._modules_to_run_forward.clear()
+        for group in state._fsdp_param_groups:
+            _reset_param_group(group, idle)
+        module.reshard()
+    for state in states:
+        if state._is_root is None:  # before its first forward there is nothing to forget
+            continue
+        shared = state._comm_ctx
+        shared.post_forward_order.clear()
+        shared.all_gather_state = None
+        shared.reduce_scatter_states.clear()
+        getattr(shared, "_last_post_reduce_events", {}).clear()
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._state_ctx.iter_forward_root = None
+
+
+def _reset_param_group(group: Any, idle: Any) -> None:
+    for name in ("_all_gather_result", "_partial_reduce_output", "_post_reduce_event"):
+        _clear(group, name)
+    for name in ("_reshard_after_forward_event", "_all_reduce_state"):
+        _clear(group, name)
+    group._training_state = idle
+    group._post_forward_indices.clear()
+    for parameter in group.fsdp_params:
+        if hasattr(parameter, "_unsharded_param"):  # exists after the first unshard
+            parameter._unsharded_param.grad = None
+        if not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
+            _clear(parameter, "unsharded_accumulated_grad")
+
+
+def _clear(owner: Any, name: str) -> None:
+    getattr(owner, name)  # an unknown name is an error, not a new attribute
+    setattr(owner, name, None)
+
+
+def replicate(model: nn.Module, mesh: Any) -> nn.Module:
+    """Plain data parallelism by the machinery of FSDP2, inside a mesh that has other dimensions too."""
+    module = importlib.import_module("torch.distributed._composable.replicate_with_fsdp")
+    return cast(nn.Module, module.replicate(model, mesh=mesh))
+
+
+# ---------------------------------------------------------------- pipelines
+
+PIPELINE_SCHEDULE = (SCHEDULES, "_PipelineSchedule")
+PIPELINE_STAGE = (STAGE, "_PipelineStageBase")
+"""Module and class, for objects that are looked for without the import of a module that is slow to import."""
+
+
+def reset_schedule(schedule: Any) -> None:
+    """Forget the losses, receives and activations of an aborted step.
+
+    Raises:
+        AttributeError: this torch keeps a schedule's state in another way.
+    """
+    schedule._internal_losses.clear()
+    for name in ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages"):
+        if hasattr(schedule, name):  # of schedules with several stages per rank
+            getattr(schedule, name).clear()
+    several = hasattr(schedule, "_stages")
+    word = "stages" if several else "stage"
+    for half in ("forward", "backward"):
+        flag = f"_{word}_{half}_initialized"
+        getattr(schedule, flag)
+        setattr(schedule, flag, False)
+    for stage in schedule._stages if several else [schedule._stage]:
+        _forget_transfers(stage)
+        stage.clear_runtime_states()
+        for cache in (stage.bwd_cache, stage.backward_state, stage.dw_runner):
+            cache.clear()
+
+
+def _forget_transfers(stage: Any) -> None:
+    """From torch 2.15 on a stage owns receive buffers and a reduction while a step is under way."""
+    for received in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
+        for info in received:
+            if hasattr(info, "take_buffer"):  # before, its buffer stays for the next step
+                info.buffer = None
+    if getattr(stage, "_gradient_reduction_handle", None) is not None:
+        stage._gradient_reduction_handle = None
+        if isinstance(stage.submod, FSDPModule):
+            cast(Any, stage.submod).set_manual_backward_finalization(False)
+
+
+# ---------------------------------------------------------------- state
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of this rank, with its own count of writes; a plain tensor itself."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def write_count(tensor: torch.Tensor) -> int:
+    """torch's count of writes: a DTensor counts those that are made through it, its local tensor the others."""
+    return tensor._version + (tensor._local_tensor._version if isinstance(tensor, DTensor) else 0)
+
+
+def write_counts(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """:func:`write_count` of many, asked at each step."""
+    return [t._version + t._local_tensor._version if isinstance(t, DTensor) else t._version for t in tensors]
+
+
+def split_tensor(placement: Any, tensor: torch.Tensor, parts: int) -> list[torch.Tensor]:
+    """``tensor`` cut by the placement's own rule, without padding."""
+    cut, _ = placement._split_tensor(tensor, parts, with_padding=False)
+    return cast(list[torch.Tensor], cut)
+
+
+def copy_many(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    """Copy each source into its destination, in one call."""
+    torch._foreach_copy_(destinations, sources)
+
+
+def unlisted_buffers(module: nn.Module) -> set[str]:
+    """Names of the buffers that ``state_dict`` leaves out."""
+    return module._non_persistent_buffers_set
+
+
+def buffers_of(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
+    """The module's own buffers by name."""
+    return module._buffers
+
+
+WRAPPERS: Mapping[str, str] = {
+    "OptimizedModule": "_orig_mod",
+    "CheckpointWrapper": "_checkpoint_wrapped_module",
+}
+"""Wrapper class -> attribute of what is inside (the classes themselves live in modules that are slow to import)."""
+
+UPCAST_HOOK_STATE = "_AllreduceUpcastHookState"
+"""What DDP gives its own hook for mixed precision; its module is slow to import. It holds nothing between two steps."""
+
+
+def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
+    """Forget that gradients were unscaled."""
+    scaler._per_optimizer_states.clear()
+
+
+def step_hooks(optimizer: Optimizer) -> list[Any]:
+    """All that is called before and after a step of this optimizer."""
+    of_all = (optim._global_optimizer_pre_hooks, optim._global_optimizer_post_hooks)
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    return [hook for hooks in (*of_all, *own) for hook in hooks.values()]
+
+
+def is_replaced(optimizer: Optimizer) -> bool:
+    """``step()`` of this optimizer is another one than its class has; a schedule only counts the calls."""
+    step = vars(optimizer).get("step")
+    return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
+
+
+def steps_in_backward(parameter: torch.Tensor) -> bool:
+    """True for a parameter of ``_apply_optimizer_in_backward``."""
+    return bool(getattr(parameter, "_in_backward_optimizers", None))
+
+
+# ---------------------------------------------------------------- data
+
+
+def stop_workers(iterator: Any) -> None:
+    """End the worker processes of a DataLoader's iterator."""
+    stop = getattr(iterator, "_shutdown_workers", None)
+    if stop is not None:
+        stop()
+
+
+def wrap_distributed_settings(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """A loader's iterator asks for the rank through this function."""
+    dataloader._get_distributed_settings = wrap(dataloader._get_distributed_settings)

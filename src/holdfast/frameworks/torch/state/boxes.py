@@ -1,0 +1,388 @@
+"""Which region of a global tensor this rank holds, and its bytes.
+
+A plain tensor is its own whole, unless it is declared to be a region of a larger one (:func:`declare`: Megatron's
+tensor-parallel weights, a flat optimizer shard), or has the attributes of DCP's ``CheckpointableTensor`` (torch 2.15:
+several regions, and padding, which is not saved). A ``DTensor`` is cut by its placements, each mesh dimension in order;
+a strided placement (fully sharded on top of tensor parallel) leaves several regions. The regions come from cutting an
+index range with the placement's own rule, so they are right for whatever the placement does. That takes 30
+microseconds, and a model has few forms of tensors: each form is cut once.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from holdfast.errors import StateError
+from holdfast.frameworks.torch import private_api
+from holdfast.store.layouts.layout import Box
+from holdfast.store.layouts.shardings import Cuts, cut
+
+DTYPES: dict[torch.dtype, str] = {
+    torch.bool: "BOOL",
+    torch.uint8: "U8",
+    torch.int8: "I8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.uint16: "U16",
+    torch.int16: "I16",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.uint32: "U32",
+    torch.int32: "I32",
+    torch.float32: "F32",
+    torch.uint64: "U64",
+    torch.int64: "I64",
+    torch.float64: "F64",
+    torch.complex64: "C64",
+}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPES.items()}
+
+
+FORMS_MAX = 4096
+
+_Run: TypeAlias = tuple[int, int, int]
+"""A stretch of one dimension: where it begins in the global tensor and in the local one, and its elements."""
+
+
+class _Form(NamedTuple):
+    """All that says how a ``DTensor`` is cut. The types are there for placements that torch calls equal to others."""
+
+    shape: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    types: tuple[type, ...]
+    mesh: tuple[int, ...]
+    coordinate: tuple[int, ...]
+
+
+class Part(NamedTuple):
+    """One region: ``box`` in the global tensor, ``where`` in the local one."""
+
+    box: Box
+    where: tuple[slice, ...]
+
+
+_DECLARED = "_holdfast_region"
+CHECKPOINTABLE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
+"""Attributes of a tensor that DCP of torch 2.15 saves as shards: for each shard its offsets in the global tensor and in
+this one, and its sizes."""
+
+
+class Region(NamedTuple):
+    """What a plain tensor holds of a global tensor of ``shape``, in elements."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+
+def declare(tensor: torch.Tensor, shape: Sequence[int], offsets: Sequence[int]) -> None:
+    """Say that this rank's plain ``tensor`` is a region of a global tensor, before the session sees it.
+
+    Ranks that declare the same region hold copies of each other. Optimizer state of the tensor's shape lies where it
+    lies; state that an optimizer cuts by itself is declared where the optimizer makes it.
+
+    Args:
+        tensor: a parameter, a buffer or a tensor of an optimizer's state, not a DTensor.
+        shape: of the global tensor, elements.
+        offsets: where ``tensor`` begins in it, elements.
+
+    Raises:
+        StateError: the region does not lie inside ``shape``.
+    """
+    inside = len(shape) == tensor.ndim and _lies_in(tensor.shape, offsets, shape)
+    if isinstance(tensor, DTensor) or not inside:
+        raise StateError(
+            f"declare(): a {type(tensor).__name__} of {list(tensor.shape)} at {list(offsets)} is no region of "
+            f"{list(shape)}",
+            hint="declare(tensor, shape=of the global tensor, offsets=where this rank's part begins)",
+        )
+    box = Box(tuple(offsets), tuple(tensor.shape))
+    setattr(tensor, _DECLARED, Region(tuple(shape), (Part(box, tuple(slice(0, n) for n in tensor.shape)),)))
+
+
+def region_of(tensor: torch.Tensor) -> Region | None:
+    """What is declared of a plain tensor, by :func:`declare` or by the attributes of ``CheckpointableTensor``.
+
+    Raises:
+        StateError: these attributes name shards that do not lie in the tensor, or in the global one.
+    """
+    declared: Region | None = getattr(tensor, _DECLARED, None)
+    if declared is not None or isinstance(tensor, DTensor) or not hasattr(tensor, CHECKPOINTABLE[0]):
+        return declared
+    if not all(hasattr(tensor, name) for name in CHECKPOINTABLE):
+        return None
+    shape, *shards = (getattr(tensor, name) for name in CHECKPOINTABLE)
+    offsets, places, sizes = ([tuple(each) for each in of_all] for of_all in shards)
+    sound = len(offsets) == len(places) == len(sizes) and all(
+        len(shape) == len(size) == tensor.ndim
+        and _lies_in(size, offset, shape)
+        and _lies_in(size, place, tensor.shape)
+        for offset, place, size in zip(offsets, places, sizes, strict=True)
+    )
+    boxes = [Box(offset, size) for offset, size in zip(offsets, sizes, strict=False)]
+    if not sound or len(set(boxes)) < len(boxes):
+        raise StateError(
+            f"a tensor of {list(tensor.shape)} says that it holds shards of {list(shape)} at {offsets}, of the sizes "
+            f"{sizes}, which lie at {places} in it: that cannot be",
+            hint=f"correct its {', '.join(CHECKPOINTABLE)} (torch.distributed.checkpoint.CheckpointableTensor)",
+        )
+    parts = (
+        Part(box, tuple(slice(at, at + size) for at, size in zip(place, box.sizes, strict=True)))
+        for box, place in zip(boxes, places, strict=True)
+    )
+    return Region(tuple(shape), tuple(parts))
+
+
+def is_padded(tensor: torch.Tensor) -> bool:
+    """Some of its elements lie in no declared region: no checkpoint holds them."""
+    region = region_of(tensor)
+    return region is not None and sum(part.box.numel for part in region.parts) < tensor.numel()
+
+
+def _lies_in(sizes: Sequence[int], offsets: Sequence[int], whole: Sequence[int]) -> bool:
+    return len(offsets) == len(whole) and all(
+        0 <= at and 0 <= size and at + size <= most
+        for at, size, most in zip(offsets, sizes, whole, strict=True)
+    )
+
+
+def refuse_undeclared(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise StateError for weights that Megatron split and nobody declared: their parts would pass for copies."""
+    for fqn, parameter in parameters.items():
+        if getattr(parameter, "tensor_model_parallel", False) and region_of(parameter) is None:
+            raise StateError(
+                f"{fqn} is one part of a tensor-parallel weight, and nothing says which",
+                hint="holdfast.integrations.megatron.declare(model) before holdfast.session(...)",
+            )
+
+
+def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Of the tensor that ``tensor`` is, or is a region of."""
+    region = region_of(tensor)
+    return tuple(tensor.shape) if region is None else region.shape
+
+
+def placed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """``tensor``, declared to lie where ``like`` lies when it has that shape."""
+    if tensor is not like and tensor.shape == like.shape and (region := region_of(like)) is not None:
+        setattr(tensor, _DECLARED, region)
+    return tensor
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of this rank, without autograd; shares storage."""
+    return private_api.local_tensor(tensor).detach()
+
+
+def writes_of(tensor: torch.Tensor) -> int:
+    """torch's count of writes: a DTensor counts those that are made through it, its local tensor the others."""
+    return private_api.write_count(tensor)
+
+
+def parts_of(tensor: torch.Tensor, name: str) -> list[Part]:
+    """Regions of ``tensor`` that this rank holds; none when it is outside of the tensor's mesh.
+
+    Raises:
+        StateError: a pending reduction, or a placement whose local shape does not follow from its cut.
+    """
+    if not isinstance(tensor, DTensor):
+        try:
+            region = region_of(tensor)
+        except StateError as error:
+            raise StateError(f"{name}: {error.message}", hint=error.hint) from error
+        shape = tuple(tensor.shape)
+        whole = (Part(Box.whole(shape), tuple(slice(0, n) for n in shape)),)
+        return list(whole if region is None else region.parts)
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise StateError(
+            f"{name}: a DTensor with a pending reduction ({tensor.placements}) cannot be saved",
+            hint="redistribute it to Replicate() or Shard(dim) first",
+        )
+    form = _form_of(tensor)
+    if form is None:
+        return []
+    runs, parts = _cut(form)
+    held = private_api.local_tensor(tensor).shape
+    for dim, dim_runs in enumerate(runs):
+        if sum(size for _, _, size in dim_runs) != held[dim]:
+            raise StateError(
+                f"{name}: dimension {dim} holds {held[dim]} elements here, its placements "
+                f"{tensor.placements} say {sum(size for _, _, size in dim_runs)}"
+            )
+    return list(parts)
+
+
+def _form_of(tensor: DTensor) -> _Form | None:
+    """None on a rank outside of the tensor's mesh."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    return _Form(
+        tuple(tensor.shape), placements, tuple(map(type, placements)), tuple(mesh.shape), tuple(coordinate)
+    )
+
+
+@functools.lru_cache(FORMS_MAX)
+def _cut(form: _Form) -> tuple[tuple[tuple[_Run, ...], ...], tuple[Part, ...]]:
+    """The stretches of each dimension, and the regions that they make."""
+    runs = tuple(tuple(_runs(form, dim)) for dim in range(len(form.shape)))
+    parts = tuple(
+        Part(
+            Box(tuple(at for at, _, _ in combination), tuple(size for _, _, size in combination)),
+            tuple(slice(start, start + size) for _, start, size in combination),
+        )
+        for combination in itertools.product(*runs)
+    )
+    return runs, parts
+
+
+def _runs(form: _Form, dim: int) -> list[_Run]:
+    """Consecutive stretches of one dimension."""
+    index = None
+    for mesh_dim, placement in enumerate(form.placements):
+        if getattr(placement, "dim", None) != dim:
+            continue
+        if index is None:
+            index = torch.arange(form.shape[dim])
+        # Cutting a column keeps the rule for dimension `dim` independent of the others.
+        column = index.reshape([-1 if d == dim else 1 for d in range(len(form.shape))])
+        cut = private_api.split_tensor(placement, column, form.mesh[mesh_dim])
+        index = cut[form.coordinate[mesh_dim]].reshape(-1)
+    if index is None:
+        return [(0, 0, form.shape[dim])]
+    if not index.numel():
+        return [(0, 0, 0)]
+    breaks = (torch.nonzero(index[1:] - index[:-1] != 1).flatten() + 1).tolist()
+    edges = [0, *breaks, index.numel()]
+    return [(int(index[a]), a, b - a) for a, b in itertools.pairwise(edges)]
+
+
+def cuts_of(tensor: torch.Tensor, boxes: Sequence[Box]) -> Cuts | None:
+    """The regular cut that gives this rank its one box; None when there are several, or no such cut."""
+    if not isinstance(tensor, DTensor) or len(boxes) != 1:
+        return None
+    form = _form_of(tensor)
+    assert form is not None  # a rank outside of the mesh has no box
+    return _regular(form, boxes[0])
+
+
+@functools.lru_cache(FORMS_MAX)
+def _regular(form: _Form, box: Box) -> Cuts | None:
+    """The cut by which this form has that box, if it is one."""
+    cuts = []
+    for dim in range(len(form.shape)):
+        steps = [
+            (form.mesh[mesh_dim], form.coordinate[mesh_dim])
+            for mesh_dim, placement in enumerate(form.placements)
+            if getattr(placement, "dim", None) == dim and form.mesh[mesh_dim] > 1
+        ]
+        if any(type(placement) is not Shard for placement in form.placements if not placement.is_replicate()):
+            steps.reverse()  # a strided placement is applied after the ones that follow it
+        offset, size = cut(form.shape[dim], steps)
+        if size != box.sizes[dim] or (size and offset != box.offsets[dim]):
+            return None
+        cuts.append(tuple(steps))
+    return tuple(cuts)
+
+
+def overlaps(tensor: torch.Tensor) -> bool:
+    """True when elements share memory (``expand``), so that nothing can be written into it."""
+    strides = zip(tensor.shape, local_of(tensor).stride(), strict=True)
+    return tensor.numel() > 0 and any(size > 1 and stride == 0 for size, stride in strides)
+
+
+def lies_as(tensor: torch.Tensor, like: torch.Tensor) -> bool:
+    """True for memory of its own that is cut, and lies on a device, as ``like``."""
+    if tensor.shape != like.shape or tensor.device != like.device or tensor.requires_grad or overlaps(tensor):
+        return False
+    if isinstance(tensor, DTensor) or isinstance(like, DTensor):
+        return (
+            isinstance(tensor, DTensor)
+            and isinstance(like, DTensor)
+            and tensor.device_mesh == like.device_mesh
+            and tensor.placements == like.placements
+        )
+    return tensor.layout is like.layout
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a local tensor in C order, on its device: its own memory where that lies so, else a copy.
+
+    A conjugated or negated view has the numbers of another tensor's memory, with a mark: its bytes are made.
+    """
+    return _as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1))
+
+
+def byte_view(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a local tensor in C order: its own memory when it is contiguous and on the CPU, else a copy."""
+    own = own_bytes(tensor)
+    return flat_bytes(tensor.detach().cpu()).numpy().data if own is None else own
+
+
+def own_bytes(tensor: torch.Tensor) -> memoryview | None:
+    """The memory of a local tensor, where that is its bytes in C order."""
+    return _as_bytes(tensor.detach().reshape(-1)).numpy().data if is_direct(tensor) else None
+
+
+def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor of one dimension; that of one element may have any stride."""
+    return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
+
+
+def copy_bytes(tensor: torch.Tensor, start: int, stop: int, goal: memoryview) -> None:
+    """Begin to copy bytes ``start`` to ``stop`` (in C order) of a local tensor to ``goal``, from whatever device."""
+    room, at = torch.frombuffer(goal, dtype=torch.uint8), 0
+    for part in stretch(tensor, start, stop):
+        room[at : at + len(part)].copy_(part, non_blocking=True)
+        at += len(part)
+
+
+def stretch(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """Bytes ``start`` to ``stop`` (in C order) of a local tensor, on its device, in one piece or several.
+
+    A piece is the memory of the tensor where that lies so, else a copy; no more is copied than is asked for, rounded to
+    whole elements.
+    """
+    size = tensor.element_size()
+    first, last = start // size, -(-stop // size)
+    at = first * size
+    for block in _blocks(tensor.detach(), first, last):
+        flat = flat_bytes(block)
+        yield flat[max(start - at, 0) : stop - at]
+        at += len(flat)
+
+
+def _blocks(tensor: torch.Tensor, first: int, last: int) -> Iterator[torch.Tensor]:
+    """Elements ``first`` to ``last`` (in C order), as views of ``tensor``: whole rows together, cut rows row by row."""
+    if first >= last:
+        return
+    if tensor.is_contiguous():
+        yield tensor.reshape(-1)[first:last]
+        return
+    row = tensor[0].numel()
+    low, high = -(-first // row), last // row
+    if first < low * row:
+        yield from _blocks(tensor[low - 1], first - (low - 1) * row, min(row, last - (low - 1) * row))
+    if low < high:
+        yield tensor[low:high]
+    if low <= high and high * row < last:
+        yield from _blocks(tensor[high], 0, last - high * row)
+
+
+def is_direct(tensor: torch.Tensor) -> bool:
+    """True when :func:`byte_view` shares memory with ``tensor``, so that it can be loaded into."""
+    return tensor.device.type == "cpu" and lies_in_order(tensor)
+
+
+def lies_in_order(tensor: torch.Tensor) -> bool:
+    """True when the memory of a local tensor is its bytes in C order."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -1,0 +1,110 @@
+"""Buffers follow rank 0: equal on all ranks before each vote, so that no rank's loss changes the run.
+
+DDP broadcasts its buffers at the start of each forward. Its own broadcast is switched off and made here at the end of
+the step instead: the same number of bytes, the same meaning, but inside the step that is voted on. Models without DDP
+get the same for the buffers that they persist: those under ``fully_shard`` or ``replicate`` follow the first rank of
+their mesh, all others rank 0. A stage of a pipeline without any of these has no copy as far as anyone knows: its
+buffers are its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.errors import StateError
+from holdfast.frameworks.torch import private_api
+from holdfast.frameworks.torch.comm.comm_state import fabric
+from holdfast.frameworks.torch.state.boxes import flat_bytes
+from holdfast.frameworks.torch.state.parameter_names import Names, Slot
+from holdfast.frameworks.torch.state.wrapper_reset import instances
+from holdfast.runtime.node.shm_allreduce import NOTE_SIZE_BYTES_MAX
+
+
+class BufferSync:
+    """One packed broadcast per group of ranks.
+
+    Args:
+        names: of the model.
+        wrappers: its DDP wrappers.
+        mesh: of its data-parallel copies, where ``fully_shard`` or ``replicate`` made them.
+        world_size: number of ranks.
+    """
+
+    def __init__(
+        self, names: Names, wrappers: list[DistributedDataParallel], mesh: DeviceMesh | None, world_size: int
+    ) -> None:
+        self._off: list[DistributedDataParallel] = []
+        self._plans: dict[tuple[int, ...], tuple[Any, list[Slot]]] = {}  # by members: one broadcast for each
+        if world_size == 1:
+            return
+        taken: set[int] = set()
+        for wrapper in wrappers:
+            inside = {id(module) for module in wrapper.modules()}
+            if wrapper.broadcast_buffers:
+                ignored = {
+                    id(b) for n, b in wrapper.module.named_buffers() if n in wrapper.parameters_to_ignore
+                }
+                slots = [s for s in names.buffers if id(s.module) in inside and id(s.get()) not in ignored]
+                self._add(wrapper.process_group, slots)
+                wrapper.broadcast_buffers = False
+                self._off.append(wrapper)
+            taken |= inside
+        rest = [slot for slot in names.buffers if id(slot.module) not in taken and slot.persistent]
+        if mesh is None or mesh.size() == world_size:
+            if not instances(*private_api.PIPELINE_STAGE):
+                self._add(dist.group.WORLD, rest)
+        else:
+            for group in mesh.get_all_groups():  # one per dimension: along all of them everyone is reached
+                self._add(group, rest)
+
+    def _add(self, group: Any, slots: list[Slot]) -> None:
+        if slots:
+            known = self._plans.setdefault(tuple(dist.get_process_group_ranks(group)), (group, []))
+            known[1].extend(slots)
+
+    def run(self) -> None:
+        """Broadcast. A collective: inside a shield a broken one leaves the local values."""
+        with torch.no_grad():
+            for group, slots in self._plans.values():
+                live = [
+                    b for b in (slot.get() for slot in slots) if b is not None and not isinstance(b, DTensor)
+                ]
+                if live:
+                    _broadcast(group, live)
+
+    def close(self) -> None:
+        """Give DDP its broadcast back."""
+        for wrapper in self._off:
+            wrapper.broadcast_buffers = True
+        self._off = []
+
+
+def _broadcast(group: Any, tensors: list[torch.Tensor]) -> None:
+    flat = [flat_bytes(t) for t in tensors]
+    packed = torch.cat(flat)
+    source = dist.get_global_rank(group, 0)
+    if packed.device.type == "cpu" and packed.numel() <= NOTE_SIZE_BYTES_MAX and fabric().board() is not None:
+        packed = _shared(source, packed)
+    else:
+        dist.broadcast(packed, source, group=group)
+    if dist.get_rank() == source:
+        return
+    for tensor, piece in zip(tensors, torch.split(packed, [f.numel() for f in flat]), strict=True):
+        tensor.copy_(piece.view(tensor.dtype).reshape(tensor.shape))
+
+
+def _shared(source: int, packed: torch.Tensor) -> torch.Tensor:
+    """The bytes of ``source``, by the board."""
+    data = fabric().share(source, packed.numpy().tobytes())
+    if len(data) != packed.numel():
+        raise StateError(
+            f"the buffers of rank {source} take {len(data)} bytes, those of rank {dist.get_rank()} {packed.numel()}",
+            hint="build the same model on every rank",
+        )
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)

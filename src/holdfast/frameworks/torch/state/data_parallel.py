@@ -1,0 +1,60 @@
+"""Which ranks train on the same data: data-parallel copies of a model, whose parts may lie on several ranks.
+
+Ranks that hold parts of one copy (tensor parallel, pipeline stages) must draw the same batches, and the same random
+numbers where they compute the same thing; ranks of different copies draw their own. The wrappers know: DDP by its
+process group, ``fully_shard`` and ``replicate`` by their mesh. Without them a pipeline is one copy, and so is the mesh
+of DTensor parameters; a copy is then named by the lowest of its ranks. A rank without any of these is its own copy.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from holdfast.frameworks.common.adapter import Copy
+from holdfast.frameworks.torch import private_api
+from holdfast.frameworks.torch.state.parameter_names import Models, data_parallel, modules_of
+from holdfast.frameworks.torch.state.wrapper_reset import instances
+
+
+def sharded_mesh(model: Models) -> DeviceMesh | None:
+    """The data-parallel mesh of the first ``fully_shard`` or ``replicate`` in the model."""
+    for _, top in modules_of(model):
+        for module in top.modules():
+            if isinstance(module, FSDPModule):
+                for group in private_api.sharded_groups(module):
+                    mesh: DeviceMesh = group.mesh_info.mesh
+                    return mesh
+    return None
+
+
+def copy_of(model: Models, rank: int, world_size: int) -> Copy:
+    """The copy that this rank holds, or holds a part of; a rank is one by itself when nothing else is known."""
+    if world_size == 1:
+        return Copy(0, 1)
+    mesh = sharded_mesh(model)
+    if mesh is not None and (coordinate := mesh.get_coordinate()) is not None:
+        index = 0
+        for at, size in zip(coordinate, mesh.shape, strict=True):
+            index = index * size + at
+        return Copy(index, mesh.size())
+    wrappers = data_parallel(model)
+    if wrappers:
+        group = wrappers[0].process_group
+        return Copy(dist.get_rank(group), dist.get_world_size(group))
+    first = rank
+    for stage in instances(*private_api.PIPELINE_STAGE):
+        first = min(dist.get_process_group_ranks(stage.group or dist.group.WORLD))
+    # A rank's place among those that split its tensors is that of the first stage's rank among its own.
+    return Copy(first - _place_in_split(model, rank), world_size)
+
+
+def _place_in_split(model: Models, rank: int) -> int:
+    """How far this rank is from the first one of its DTensor mesh; 0 without one."""
+    for _, top in modules_of(model):
+        for parameter in top.parameters():
+            if isinstance(parameter, DTensor):
+                return rank - int(parameter.device_mesh.mesh.min())
+    return 0

@@ -1,0 +1,224 @@
+"""Hyperparameters as the script sets them, compared with those of the script that wrote what is loaded.
+
+Theory. A checkpoint brings back the learning rate, the weight decay and the schedule, because a schedule moves them and
+the same bits need them. So a value that the user changes in the script between two starts would change nothing, without
+a word. The values in use cannot be compared with those of the script, for the same reason. So each checkpoint also
+holds what its script had set when its session was made. A load compares these with what this script sets: every
+difference is told with both values. The checkpoint's value stays in use, unless ``session(override=[...])`` names it.
+
+Invariants:
+1. Nothing is told, and nothing is taken from the script, for a script that is the same as the one that wrote the
+   checkpoint, wherever its schedule has come to.
+2. What was overridden counts as set by the script from then on: another start overrides nothing a second time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from holdfast.errors import CheckpointMismatch, UsageError
+from holdfast.frameworks.common.state_tree import Plain
+from holdfast.frameworks.torch.state.optimizer_state import hyperparameters
+from holdfast.text import closest
+
+log = logging.getLogger("holdfast")
+
+HOW_IT_RUNS = frozenset({"foreign", "fused", "capturable", "differentiable"})
+"""Of parameter groups: they choose an implementation, not what is computed."""
+
+FOLLOWS = frozenset({"base_lrs", "last_epoch"})
+"""Of schedules: they follow from the optimizer, and from the step."""
+
+TOLD_MAX = 10
+
+
+class Difference(NamedTuple):
+    """A value that the script now sets otherwise; ``owner`` is ``optimizer.NAME`` or ``scheduler.NAME``."""
+
+    owner: str
+    name: str
+    then: Plain
+    now: Plain
+
+    def __str__(self) -> str:
+        kind, _, which = self.owner.partition(".")
+        then, now = (v["groups"] if isinstance(v, dict) else v for v in (self.then, self.now))
+        return f"{self.name} of {kind} {which!r}: {then} in the checkpoint, {now} in this script"
+
+
+class Declared:
+    """What the optimizers and schedules of one session are set to, before anything is loaded.
+
+    Attributes:
+        override: names of values that a load takes from the script.
+    """
+
+    def __init__(self, optimizers: Mapping[str, Optimizer], schedulers: Mapping[str, Any]) -> None:
+        self.override: frozenset[str] = frozenset()
+        self._optimizers = optimizers
+        self._schedulers = {name: _inner(scheduler) for name, scheduler in schedulers.items()}
+        self._now: dict[str, dict[str, Plain]] = {
+            **{f"optimizer.{name}": _of_groups(optimizer) for name, optimizer in optimizers.items()},
+            **{f"scheduler.{name}": _of_schedule(each) for name, each in self._schedulers.items()},
+        }
+        self._values = self._now
+
+    def values(self) -> dict[str, Plain]:
+        """For a checkpoint."""
+        return {owner: dict(values) for owner, values in self._values.items()}
+
+    def choose(self, override: Collection[str]) -> None:
+        """Take these values from the script. Raises: UsageError: no optimizer or schedule has such a value."""
+        known = sorted({name for values in self._now.values() for name in values if name != "class"})
+        for name in override:
+            if name not in known:
+                meant = closest(name, known)
+                raise UsageError(
+                    f"session(override=[{name!r}]): no optimizer or schedule of this session has that",
+                    hint=f"did you mean {meant!r}?" if meant else f"known are {', '.join(known)}",
+                )
+        self.override = frozenset(override)
+
+    def compare(self, saved: Plain, *, shown: bool) -> Callable[[], None]:
+        """Tell what the script now sets otherwise; ``shown``: on this rank.
+
+        Args:
+            saved: :meth:`values` of the checkpoint, or None.
+
+        Returns:
+            What puts the script's values into place, to be called after the load.
+
+        Raises:
+            CheckpointMismatch: a schedule of another kind.
+        """
+        found = list(self._differences(saved))
+        for each in found:
+            if each.name == "class" and self._is_another_kind(each, saved):
+                raise CheckpointMismatch(
+                    f"{each}: its state means something else there",
+                    hint="give the schedule that wrote the checkpoint; a new one on old weights: resume='never' and "
+                    "holdfast.load(path, model)",
+                )
+        taken = [each for each in found if each.name in self.override]
+        for number, each in enumerate(found if shown else ()):
+            if number < TOLD_MAX:
+                self._tell(each)
+
+        def finish() -> None:
+            values = {owner: dict(known) for owner, known in self._now.items()}
+            for each in found:
+                if each not in taken:
+                    values[each.owner][each.name] = each.then
+            self._values = values
+            for each in taken:
+                self._take(each)
+
+        return finish
+
+    def _tell(self, each: Difference) -> None:
+        if each.name in self.override:
+            log.info("holdfast: %s: the script's is used (override)", each)
+            return
+        advice = "" if each.name == "class" else f"; session(override=[{each.name!r}]) takes the script's"
+        log.warning("holdfast: %s: the checkpoint's is used%s", each, advice)
+
+    def _differences(self, saved: Plain) -> Iterator[Difference]:
+        for owner, values in self._now.items():
+            known = saved.get(owner) if isinstance(saved, dict) else None
+            for name, now in values.items():
+                if isinstance(known, dict) and name in known and known[name] != now:
+                    yield Difference(owner, name, known[name], now)
+
+    def _is_another_kind(self, each: Difference, saved: Plain) -> bool:
+        """Other names of values, not only of the class."""
+        known = saved.get(each.owner) if isinstance(saved, dict) else None
+        return isinstance(known, dict) and known.keys() != self._now[each.owner].keys()
+
+    def _take(self, each: Difference) -> None:
+        kind, _, which = each.owner.partition(".")
+        if kind == "scheduler":
+            value = each.now
+            setattr(self._schedulers[which], each.name, list(value) if isinstance(value, list) else value)
+            return
+        optimizer = self._optimizers[which]
+        count = len(optimizer.param_groups)
+        for index, (then, now) in enumerate(
+            zip(_each(each.then, count), _each(each.now, count), strict=True)
+        ):
+            if each.name == "lr":
+                self._take_rate(optimizer, index, then, now)
+            else:
+                group = optimizer.param_groups[index]
+                group[each.name] = tuple(now) if isinstance(group.get(each.name), tuple) else now
+
+    def _take_rate(self, optimizer: Optimizer, index: int, then: Any, now: Any) -> None:
+        """Where a schedule has moved the rate, it stays moved by the same factor."""
+        group = optimizer.param_groups[index]
+        before = float(group["lr"])
+        rate = now if before == then or not then else before * (now / then)
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+        if "initial_lr" in group:
+            group["initial_lr"] = now
+        for schedule in self._schedulers.values():
+            if getattr(schedule, "optimizer", None) is optimizer and hasattr(schedule, "base_lrs"):
+                schedule.base_lrs[index] = now
+
+
+def _of_groups(optimizer: Optimizer) -> dict[str, Plain]:
+    """Each value of the parameter groups: one where it is the same in all, else a list by group."""
+    groups = hyperparameters(optimizer)
+    found: dict[str, Plain] = {}
+    for name in groups[0]:
+        if name in HOW_IT_RUNS or name == "initial_lr":
+            continue
+        key = "initial_lr" if name == "lr" and all("initial_lr" in group for group in groups) else name
+        values = [_plain(group.get(key)) for group in groups]
+        if all(value is not _OTHER for value in values):
+            found[name] = values[0] if all(value == values[0] for value in values) else {"groups": values}
+    return found
+
+
+def _of_schedule(schedule: Any) -> dict[str, Plain]:
+    """Its class, and its values that are neither its own business (``_name``) nor follow from others."""
+    found: dict[str, Plain] = {"class": type(schedule).__name__}
+    state = schedule.state_dict()
+    for name, value in state.items() if isinstance(state, Mapping) else ():
+        plain = _plain(value)
+        if isinstance(name, str) and not name.startswith("_") and name not in FOLLOWS and plain is not _OTHER:
+            found[name] = plain
+    return found
+
+
+_OTHER = object()
+
+
+def _plain(value: Any) -> Any:
+    """A value that can be compared and saved; ``_OTHER``: it cannot."""
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        return value.item()
+    if isinstance(value, list | tuple):
+        items = [_plain(item) for item in value]
+        return _OTHER if any(item is _OTHER for item in items) else items
+    return value if value is None or isinstance(value, bool | int | float | str) else _OTHER
+
+
+def _each(value: Plain, count: int) -> list[Any]:
+    """By group, what :func:`_of_groups` made one where it was the same."""
+    if isinstance(value, dict) and isinstance(groups := value.get("groups"), list) and len(groups) == count:
+        return groups
+    return [value] * count
+
+
+def _inner(scheduler: Any) -> Any:
+    """The schedule inside accelerate's wrapper."""
+    while type(scheduler).__name__ == "AcceleratedScheduler":
+        scheduler = scheduler.scheduler
+    return scheduler

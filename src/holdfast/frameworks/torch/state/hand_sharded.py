@@ -1,0 +1,82 @@
+"""Optimizer state that the optimizer itself cuts: each rank keeps the part of its rows, as ZeRO and Muon do.
+
+Such an optimizer reduces a gradient to one part on each rank, updates that part, and gathers the whole parameter. Its
+state lies elsewhere than its parameter: it says so with :func:`~holdfast.torch.declare`. A process that begins without
+state cannot know the cut; the catalogue, which the ranks declared while they trained, knows it.
+"""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from holdfast.errors import CheckpointMismatch
+from holdfast.frameworks.torch.state.boxes import TORCH_DTYPES, declare, region_of
+from holdfast.store.layouts.layout import Box, Catalogue, TensorEntry
+from holdfast.text import plural
+
+
+class HandCut:
+    """The parts of one rank, as a catalogue has them.
+
+    Args:
+        catalogue: of what is loaded.
+        rank, world_size: of this process now.
+    """
+
+    def __init__(self, catalogue: Catalogue, rank: int, world_size: int) -> None:
+        self._catalogue = catalogue
+        self._rank = rank
+        self._world_size = world_size
+
+    @cached_property
+    def _own(self) -> dict[str, list[Box]]:
+        found: dict[str, list[Box]] = {}
+        for tensor, box, _ in self._catalogue.held_by(self._rank):
+            found.setdefault(tensor.fqn, []).append(box)
+        return found
+
+    def allocate(
+        self, entry: TensorEntry, parameter: str, like: torch.Tensor, there: object
+    ) -> torch.Tensor | None:
+        """Memory for this rank's part of state of ``parameter``; None where it lies as its parameter, or is whole.
+
+        Args:
+            like: the parameter here.
+            there: what has the place in the optimizer now; it is returned when it is declared as a part of the same.
+
+        Raises:
+            CheckpointMismatch: the parts of that many ranks, and nothing here says how another number cuts.
+        """
+        if isinstance(there, DTensor) or not self._is_cut(entry, parameter):
+            return None
+        dtype = TORCH_DTYPES[entry.dtype]
+        region = region_of(there) if isinstance(there, torch.Tensor) else None
+        if isinstance(there, torch.Tensor) and region is not None and region.shape == entry.shape:
+            if there.dtype is dtype and not there.requires_grad:
+                return there
+        boxes = self._own.get(entry.fqn, []) if self._catalogue.world == self._world_size else []
+        if len(boxes) != 1:
+            raise CheckpointMismatch(
+                f"{entry.fqn}: the optimizer cut it for {plural(self._catalogue.world, 'rank')}, and this is rank "
+                f"{self._rank} of {self._world_size}",
+                hint="start with as many ranks as wrote it; or make the optimizer's state, and declare() it, before "
+                "the session",
+            )
+        (box,) = boxes
+        made = torch.empty(box.sizes, dtype=dtype, device=like.device)
+        declare(made, entry.shape, box.offsets)
+        return made
+
+    def _is_cut(self, entry: TensorEntry, parameter: str) -> bool:
+        of_parameter = self._catalogue.by_fqn.get(parameter)
+        if not entry.shape or of_parameter is None:
+            return False
+        if (entry.grid, entry.shape) == (of_parameter.grid, of_parameter.shape):
+            return False
+        boxes = {box for box, _ in self._catalogue.boxes(entry)}
+        if all(box.sizes == entry.shape for box in boxes):
+            return False
+        return boxes != {box for box, _ in self._catalogue.boxes(of_parameter)}

@@ -1,0 +1,495 @@
+"""Optimizers: by which name, which are refused, their state as names and tensors, and an undo copy of it."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch.optim import Optimizer
+
+from holdfast.errors import CheckpointMismatch, StateError, UnsupportedError, UsageError
+from holdfast.frameworks.common.state_tree import Leaf, Plain, join, split
+from holdfast.frameworks.torch import private_api
+from holdfast.frameworks.torch.state.boxes import TORCH_DTYPES, global_shape, is_padded, lies_as, placed
+from holdfast.frameworks.torch.state.hand_sharded import HandCut
+from holdfast.frameworks.torch.state.restore_in_place import put_into
+from holdfast.store.layouts.layout import Catalogue
+from holdfast.text import noun_of
+
+log = logging.getLogger("holdfast")
+
+COMMUNICATING = {
+    "ZeroRedundancyOptimizer": "torch's own, with overlap_with_ddp=False; or torch.distributed.fsdp.fully_shard",
+    "PostLocalSGDOptimizer": "average the parameters in the block, before optimizer.step()",
+    "DistributedOptimizer": "torch.distributed.fsdp.fully_shard shards parameters and optimizer state",
+}
+"""Optimizers whose step() talks to peers: after the vote nobody could tell whether it happened. -> what to use."""
+
+Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
+
+
+_BUILD_THE_SAME = (
+    "build the optimizer as it was when the checkpoint was written; or begin anew on purpose: resume='never', or "
+    "another checkpoint directory (holdfast.load(path, model) takes the weights alone)"
+)
+
+
+def by_name(value: Any, kind: str, is_kind: Callable[[Any], bool]) -> dict[str, Any]:
+    """One object, a list or a dict of them, as name -> object; a single one is called ``default``.
+
+    Raises:
+        UsageError: something else.
+    """
+    if value is None:
+        return {}
+    if is_kind(value):
+        return {"default": value}
+    if isinstance(value, Mapping):
+        named = {str(name): item for name, item in value.items()}
+    elif isinstance(value, list | tuple):
+        named = {str(index): item for index, item in enumerate(value)}
+    else:
+        named = {"": value}
+    for item in named.values():
+        if not is_kind(item):
+            raise UsageError(
+                f"{kind} got a {type(item).__name__}", hint=f"one {kind}, a list or a dict of them by name"
+            )
+    return named
+
+
+def named_optimizers(value: Any) -> dict[str, Optimizer]:
+    """The session's ``optimizer`` argument by name.
+
+    Raises:
+        UnsupportedError: an optimizer that communicates inside its step, or that runs inside backward.
+        UsageError: not optimizers.
+    """
+    given = by_name(value, "optimizer", lambda o: isinstance(o, Optimizer))
+    named = cast(dict[str, Optimizer], {name: _inner(optimizer) for name, optimizer in given.items()})
+    for name, optimizer in named.items():
+        for base in type(optimizer).__mro__ if local_part(optimizer) is None else ():
+            if base.__name__ in COMMUNICATING:
+                raise UnsupportedError(
+                    f"optimizer {name!r}: {base.__name__} communicates inside step(), where a lost peer would leave "
+                    "the ranks with different weights",
+                    hint=COMMUNICATING[base.__name__],
+                )
+    return named
+
+
+def local_part(optimizer: Optimizer) -> Optimizer | None:
+    """The optimizer of this rank's parameters inside torch's ``ZeroRedundancyOptimizer``; None: it is none.
+
+    With ``overlap_with_ddp`` there is none either: it updates during backward.
+    """
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    if module is None or not isinstance(optimizer, module.ZeroRedundancyOptimizer):
+        return None
+    local = getattr(optimizer, "optim", None)
+    return local if isinstance(local, Optimizer) else None
+
+
+def refuse_searching(optimizers: Mapping[str, Optimizer], world_size: int) -> None:
+    """Raise UnsupportedError for an optimizer of several ranks that computes gradients at weights which it has changed.
+
+    Its first change comes after the vote, and from there on no collective may fail.
+    """
+    for name, optimizer in optimizers.items():
+        if world_size > 1 and isinstance(optimizer, torch.optim.LBFGS):
+            raise UnsupportedError(
+                f"optimizer {name!r}: {type(optimizer).__name__} evaluates its closure several times in one step(), "
+                f"and all gradients but the first need the other {noun_of(world_size - 1, 'rank')} after the vote",
+                hint="train with one process, or with an optimizer that needs one evaluation per step (AdamW, SGD)",
+            )
+
+
+WRAPPERS = ("AcceleratedOptimizer", "_FabricOptimizer")
+
+
+def _inner(optimizer: Any) -> Any:
+    """The optimizer inside accelerate's or Fabric's wrapper: hooks see that one."""
+    while any(base.__name__ in WRAPPERS for base in type(optimizer).__mro__):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def refuse_in_backward(parameters: Mapping[str, torch.Tensor]) -> None:
+    """Raise UnsupportedError for a model whose parameters are updated during backward, before any vote."""
+    for fqn, parameter in parameters.items():
+        if private_api.steps_in_backward(parameter):
+            raise UnsupportedError(
+                f"{fqn}: _apply_optimizer_in_backward updates weights before the step is agreed",
+                hint="use an ordinary optimizer and call optimizer.step() in the block",
+            )
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    """All parameters of an optimizer."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Everything of the parameter groups but the parameters; shallow copies."""
+    return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+
+
+def set_hyperparameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Write group values back, tensors (a capturable learning rate) in place."""
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for key, value in saved.items():
+            if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = value
+
+
+class Undo:
+    """A copy of the parameters and state of some optimizers, to take tentative updates back."""
+
+    def __init__(self) -> None:
+        self._weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._states: dict[int, tuple[Optimizer, dict[Any, Any]]] = {}
+
+    def record(self, optimizer: Optimizer) -> None:
+        """Copy what the next update of ``optimizer`` changes, once until :meth:`clear`."""
+        if id(optimizer) in self._states:
+            return
+        with torch.no_grad():
+            for p in parameters_of(optimizer):
+                self._weights.setdefault(id(p), (p, p.detach().clone()))
+            states = {p: clone(optimizer.state[p]) for p in parameters_of(optimizer) if p in optimizer.state}
+            states.update(clone(shared_state(optimizer.state)))
+        self._states[id(optimizer)] = (optimizer, states)
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Copy a tensor of no optimizer."""
+        with torch.no_grad():
+            self._weights.setdefault(id(tensor), (tensor, tensor.detach().clone()))
+
+    def restore(self) -> None:
+        """Put everything back and forget it."""
+        with torch.no_grad():
+            for parameter, saved in self._weights.values():
+                parameter.copy_(saved)
+        for optimizer, states in self._states.values():
+            state: dict[Any, Any] = optimizer.state
+            for key in [*parameters_of(optimizer), *{**shared_state(state), **shared_state(states)}]:
+                now = state.pop(key, None)
+                if key in states:  # in place: who compares copies of the state knows these tensors
+                    state[key] = put_into(now, states[key])
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the copies: the updates stand."""
+        self._weights.clear()
+        self._states.clear()
+
+    def weights(self) -> dict[int, torch.Tensor]:
+        """Untouched copies by ``id`` of the live parameter."""
+        held = dict(self._weights)  # at once: another thread may forget them meanwhile
+        return {key: saved for key, (_, saved) in held.items()}
+
+    def state(self, optimizer: Optimizer) -> Mapping[torch.Tensor, Any]:
+        """The untouched state of ``optimizer``."""
+        recorded = self._states.get(id(optimizer))
+        return optimizer.state if recorded is None else recorded[1]
+
+
+def shared_state(state: Mapping[Any, Any]) -> dict[str, Any]:
+    """What an optimizer keeps of no parameter, by its own names."""
+    return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
+
+
+def clone(value: Any) -> Any:
+    """A copy that shares no memory with ``value``, without autograd."""
+    if isinstance(value, torch.Tensor):
+        return placed(value.detach().clone(), value)
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        for key, item in value.items():  # a Counter's update() adds
+            made[key] = clone(item)
+        return made
+    if type(value) in (list, tuple):
+        return type(value)(clone(item) for item in value)
+    return copy.deepcopy(value)
+
+
+def _beside(parameter: torch.Tensor, leaf: Leaf) -> Leaf:
+    """``leaf`` for state of ``parameter``: it lies where the parameter lies."""
+
+    def take(value: Any, path: str) -> Plain:
+        return leaf(placed(value, parameter) if isinstance(value, torch.Tensor) else value, path)
+
+    return take
+
+
+def _settings(groups: Iterable[Mapping[str, Any]]) -> set[str]:
+    """Names of the settings of parameter groups."""
+    return {key for group in groups for key in group} - {"params", "param_names"}
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "nothing"
+
+
+class OptimizerState:
+    """One optimizer's state under the names of the parameters it belongs to."""
+
+    def __init__(self, name: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
+        self.name = name
+        self._optimizer = optimizer
+        self.prefix = f"optimizer.{name}"
+        self._parameters = parameters
+        self._names = {id(p): fqn for fqn, p in parameters.items()}
+        self._built = len(optimizer.param_groups)  # by the script; further ones are added while it trains
+        self._members(self._built)
+        self._checked = self._built
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """As the session was given it."""
+        return self._optimizer
+
+    def kind(self) -> str:
+        """What a checkpoint calls its class."""
+        return type(self._optimizer).__name__
+
+    def size(self) -> int:
+        """Number of state entries: grows when the optimizer makes state, which is at its first update."""
+        state = self.optimizer.state
+        return sum(len(of_one) if isinstance(key, torch.Tensor) else 1 for key, of_one in state.items())
+
+    def hyperparameters(self) -> list[dict[str, Any]]:
+        """As the function of this name, for the start of a step.
+
+        Raises:
+            StateError: a group that was added since is of no parameters of the model.
+        """
+        count = len(self.optimizer.param_groups)
+        if count != self._checked:
+            self._members(count)
+            self._checked = count
+        return hyperparameters(self.optimizer)
+
+    def set_hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """As the function of this name; groups that were added since are gone."""
+        del self.optimizer.param_groups[len(groups) :]
+        set_hyperparameters(self.optimizer, groups)
+
+    def split(self, leaf: Leaf, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> Plain:
+        """Group values and per-parameter state as plain values; tensors go to ``leaf``.
+
+        Args:
+            groups: all, or the first ones (those of the start of a step).
+        """
+        members = self._members(len(groups))
+        held = [(fqn, self._parameters[fqn]) for fqns in members for fqn in fqns]
+        return {
+            "class": self.kind(),
+            "groups": split([dict(group) for group in groups], f"{self.prefix}.groups", leaf),
+            "members": members,
+            # Of each group that the script did not build: the members that are trained, as a layer that was unfrozen.
+            "added": [
+                [fqn for fqn in fqns if self._parameters[fqn].requires_grad]
+                for fqns in members[self._built :]
+            ],
+            "shared": split(shared_state(state), f"{self.prefix}.shared", leaf),
+            "state": {
+                fqn: split(dict(state[p]), f"{self.prefix}.{fqn}", _beside(p, leaf))
+                for fqn, p in held
+                if p in state
+            },
+        }
+
+    def _members(self, count: int) -> list[list[str]]:
+        """Names of the parameters of the first groups: other programs that read the state need them."""
+        return [[self.name_of(p) for p in group["params"]] for group in self.optimizer.param_groups[:count]]
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        """The name of one of its parameters. Raises: StateError: it is not in the model."""
+        fqn = self._names.get(id(parameter))
+        if fqn is None:
+            raise StateError(
+                f"optimizer {self.name!r} updates a parameter of shape {list(parameter.shape)} that is not in the "
+                "model, as it was when the session began",
+                hint="give all modules: session(model={'net': net, 'loss': loss}, ...)",
+            )
+        return fqn
+
+    def _refuse_another(self, saved: Plain) -> None:
+        """Raise CheckpointMismatch when another optimizer wrote ``saved``: its state would be dropped without a word.
+
+        An optimizer makes its state at its first update, and none for a parameter without a gradient, so that what it
+        will keep cannot be read from it; what it lets one set is known at once. Checkpoints of before the class was
+        noted: each side must have settings that the other lacks, as settings come with versions of a framework.
+        """
+        here, then = self.kind(), saved.get("class", "")
+        if here == then:
+            return
+        ours, theirs = _settings(self.optimizer.param_groups), _settings(saved["groups"])
+        lacks, has = sorted(theirs - ours), sorted(set(self.optimizer.defaults) - theirs)
+        if (lacks or has) if then else (lacks and has):
+            kept = sorted({key for state in saved["state"].values() for key in state})
+            raise CheckpointMismatch(
+                f"optimizer {self.name!r} is another one: {then or 'one'} with the settings {_listed(lacks)} wrote the "
+                f"checkpoint and kept {_listed(kept)} for each parameter; this run has {here} with {_listed(has)}",
+                hint=_BUILD_THE_SAME,
+            )
+        if then:
+            log.warning(
+                "holdfast: optimizer %r is %s, the checkpoint was written with %s: it goes on with the settings and "
+                "the state of the checkpoint",
+                self.name,
+                here,
+                then,
+            )
+
+    def _refuse_others_parameters(self, saved: Plain, catalogue: Catalogue) -> None:
+        """Raise CheckpointMismatch when the optimizer that wrote ``saved`` updated other parameters of this model.
+
+        State of one that is left out would be dropped, and one that came new would begin without, both without a word.
+        """
+        if "members" not in saved:  # of before they were noted
+            return
+        then = {
+            fqn: at for at, group in enumerate(saved["members"]) for fqn in group if fqn in self._parameters
+        }
+        # A parameter that the checkpoint lacks is another model's, and said so where its tensors are looked for.
+        members = self._members(self._built)
+        built = {fqn: at for at, group in enumerate(members) for fqn in group if fqn in catalogue.by_fqn}
+        # Groups that were added in the run are added again; they may hold nothing that the script has in another one.
+        now = {fqn: at for fqn, at in then.items() if at >= self._built} | built
+        differences = [
+            f"{what} {_listed([*names[:3], *(['...'] if len(names) > 3 else [])])}"
+            for what, names in (
+                ("it no longer updates", sorted(then.keys() - now.keys())),
+                ("it now updates, too,", sorted(now.keys() - then.keys())),
+                (
+                    "in another group is",
+                    sorted(fqn for fqn in then.keys() & now.keys() if then[fqn] != now[fqn]),
+                ),
+            )
+            if names
+        ]
+        if differences:
+            raise CheckpointMismatch(
+                f"optimizer {self.name!r} is not the one that wrote the checkpoint: {'; '.join(differences)}",
+                hint=_BUILD_THE_SAME,
+            )
+
+    def _refuse_other_groups(self, saved: Plain) -> None:
+        """Raise CheckpointMismatch when the script builds neither the groups that it built then, nor all of now."""
+        there, added = len(saved["groups"]), len(saved.get("added", ()))
+        if self._built not in (there, there - added):
+            raise CheckpointMismatch(
+                f"optimizer {self.name!r} has {self._built} parameter groups, the checkpoint {there}"
+                + (f", of which {added} were added while it trained" if added else ""),
+                hint=_BUILD_THE_SAME,
+            )
+
+    def prepare(
+        self, saved: Plain, catalogue: Catalogue, targets: dict[str, torch.Tensor], cuts: HandCut
+    ) -> Callable[[], None]:
+        """Find or make memory for what ``saved`` (from :meth:`split`) names; add it to ``targets`` by name.
+
+        Tensors that the optimizer has already, of the same form, are filled in place.
+
+        Args:
+            cuts: where this rank's part lies of state that the optimizer cuts.
+
+        Returns: call it when the targets are filled; only then does the optimizer take them.
+
+        Raises:
+            CheckpointMismatch: another optimizer, other groups, or state of a tensor that the catalogue lacks.
+        """
+        self._refuse_another(saved)
+        self._refuse_other_groups(saved)
+        self._refuse_others_parameters(saved, catalogue)
+        reused: set[int] = set()
+
+        def fetch(
+            path: str, like: torch.Tensor | None, on_cpu: bool, there: object = None, parameter: str = ""
+        ) -> torch.Tensor:
+            entry = catalogue.by_fqn.get(path)
+            if entry is None:
+                raise CheckpointMismatch(f"the checkpoint names {path} but does not hold it")
+            made = None if like is None else cuts.allocate(entry, parameter, like, there)
+            if made is None:
+                made = allocate(entry.shape, TORCH_DTYPES[entry.dtype], like, on_cpu=on_cpu, there=there)
+            if made is there:
+                if id(made) in reused:  # one tensor under two names: the second becomes one of its own
+                    made = made.clone()
+                reused.add(id(made))
+            targets[path] = made
+            return made
+
+        groups = join(saved["groups"], lambda path: fetch(path, None, True))
+        added = [
+            {**group, "params": [self._parameters[fqn] for fqn in members if fqn in self._parameters]}
+            for group, members in zip(
+                groups[self._built :], saved.get("members", ())[self._built :], strict=True
+            )
+        ]
+        states: dict[torch.Tensor, Any] = {}
+        for group in [*self.optimizer.param_groups[: self._built], *added]:
+            step_on_cpu = not (group.get("capturable") or group.get("fused"))
+            for p in group["params"]:
+                there = self.optimizer.state.get(p, {})
+                fqn = self.name_of(p)
+                for key, item in saved["state"].get(fqn, {}).items():
+                    cpu = key == "step" and step_on_cpu
+                    fill = partial(fetch, like=p, on_cpu=cpu, there=there.get(key), parameter=fqn)
+                    states.setdefault(p, {})[key] = join(item, fill)
+        shared = join(saved.get("shared", {}), lambda path: fetch(path, None, True))
+        trained = [fqn for fqns in saved.get("added", ()) for fqn in fqns]
+
+        def finish() -> None:
+            state: dict[Any, Any] = self.optimizer.state
+            before = {key: state.pop(key) for key in shared_state(state)} if "shared" in saved else {}
+            for p in parameters_of(self.optimizer):
+                self.optimizer.state.pop(p, None)
+            self._add_again(added, trained if added else ())
+            set_hyperparameters(self.optimizer, groups)
+            self.optimizer.state.update(states)
+            for key, value in shared.items():
+                state[key] = put_into(before.get(key), value)
+
+        return finish
+
+    def _add_again(self, added: Iterable[dict[str, Any]], trained: Iterable[str]) -> None:
+        """The groups that were added while it trained, in place of those that were added here."""
+        del self.optimizer.param_groups[self._built :]
+        for group in added:
+            self.optimizer.add_param_group(group)
+        for fqn in trained:
+            if fqn in self._parameters:
+                self._parameters[fqn].requires_grad_(True)
+
+
+def allocate(
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    like: torch.Tensor | None,
+    *,
+    on_cpu: bool = False,
+    there: object = None,
+) -> torch.Tensor:
+    """Memory for a tensor of global ``shape``: cut as ``like`` when it has that shape, else whole on its device.
+
+    ``there`` is what has the place now; it is returned when it is just that.
+    """
+    if like is not None and tuple(shape) == global_shape(like) and not on_cpu:
+        if isinstance(there, torch.Tensor) and there.dtype is dtype and lies_as(there, like):
+            return placed(there, like)
+        make = torch.zeros_like if is_padded(like) else torch.empty_like  # nothing fills the padding
+        return placed(make(like, dtype=dtype, requires_grad=False), like)
+    local = None if like is None else private_api.local_tensor(like)
+    device = torch.device("cpu") if local is None or on_cpu else local.device
+    return torch.empty(tuple(shape), dtype=dtype, device=device)

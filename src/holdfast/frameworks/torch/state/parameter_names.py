@@ -1,0 +1,165 @@
+"""Names of parameters, buffers and extra state as the user's own module spells them: no wrapper shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from holdfast.errors import StateError, UnsupportedError, UsageError
+from holdfast.frameworks.common.weight_selection import EXTRA_STATE
+from holdfast.frameworks.torch import private_api
+from holdfast.frameworks.torch.state.boxes import overlaps
+
+Models = nn.Module | Mapping[str, nn.Module]
+
+
+class Slot(NamedTuple):
+    """Where a buffer lives; user code may put another tensor there at any time."""
+
+    fqn: str
+    module: nn.Module
+    key: str
+
+    def get(self) -> torch.Tensor | None:
+        """The tensor that is there now."""
+        return private_api.buffers_of(self.module).get(self.key)
+
+    @property
+    def persistent(self) -> bool:
+        """True when the module's own ``state_dict`` has it."""
+        return self.key not in private_api.unlisted_buffers(self.module)
+
+
+class Names(NamedTuple):
+    """All names of a model. ``aliases`` maps the other names of what is shared to its first one.
+
+    ``extra`` are the modules with ``get_extra_state``, by the name that torch gives to it.
+    """
+
+    parameters: dict[str, torch.Tensor]
+    buffers: tuple[Slot, ...]
+    aliases: dict[str, str]
+    extra: dict[str, nn.Module]
+
+
+def modules_of(model: Models) -> list[tuple[str, nn.Module]]:
+    """The modules that the user gave, with the prefix of their names.
+
+    Raises:
+        UsageError: not a module, nor modules by name.
+    """
+    if isinstance(model, nn.Module):
+        return [("", model)]
+    if isinstance(model, Mapping) and model and all(isinstance(m, nn.Module) for m in model.values()):
+        return [(f"{name}.", module) for name, module in model.items()]
+    raise UsageError(
+        f"model is a {type(model).__name__}, not a torch.nn.Module",
+        hint="session(model=net) or session(model={'generator': g, 'discriminator': d})",
+    )
+
+
+def unwrap(module: nn.Module) -> nn.Module:
+    """The user's own module inside DDP, ``torch.compile`` and activation checkpointing.
+
+    Raises:
+        UnsupportedError: FSDP1, whose flat parameters have no names of their own.
+    """
+    while True:
+        if isinstance(module, DistributedDataParallel | DataParallel):
+            module = module.module
+        elif type(module).__name__ in private_api.WRAPPERS:
+            module = getattr(module, private_api.WRAPPERS[type(module).__name__])
+        elif type(module).__name__ == "FullyShardedDataParallel":
+            raise UnsupportedError(
+                "FullyShardedDataParallel (FSDP1) is not supported: its flat parameters hide the model's names",
+                hint="torch.distributed.fsdp.fully_shard(module)",
+            )
+        else:
+            return module
+
+
+def names_of(model: Models) -> Names:
+    """Walk the model once.
+
+    Raises:
+        StateError: a parameter or buffer without memory (meta device), of an unsupported layout or of elements that
+            share memory; extra state that cannot be put back.
+        UnsupportedError: see :func:`unwrap`.
+    """
+    parameters: dict[str, torch.Tensor] = {}
+    buffers: list[Slot] = []
+    aliases: dict[str, str] = {}
+    extra: dict[str, nn.Module] = {}
+    seen: dict[int, str] = {}
+    for prefix, top in modules_of(model):
+        for path, module in _walk(top, prefix):
+            if _has_extra_state(module, path) and _once(module, path + EXTRA_STATE, seen, aliases):
+                extra[path + EXTRA_STATE] = module
+            for key, parameter in module._parameters.items():
+                if parameter is not None and _first(parameter, path + key, seen, aliases):
+                    parameters[path + key] = parameter
+            for key, buffer in module._buffers.items():
+                if buffer is not None and _first(buffer, path + key, seen, aliases):
+                    buffers.append(Slot(path + key, module, key))
+    return Names(parameters, tuple(buffers), aliases, extra)
+
+
+def _walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    inner = unwrap(module)
+    yield prefix, inner
+    for name, child in inner._modules.items():
+        if child is not None:
+            yield from _walk(child, f"{prefix}{name}.")
+
+
+def _has_extra_state(module: nn.Module, path: str) -> bool:
+    reads, writes = (
+        getattr(type(module), method) is not getattr(nn.Module, method)
+        for method in ("get_extra_state", "set_extra_state")
+    )
+    if reads and not writes:
+        raise StateError(
+            f"{path}{EXTRA_STATE}: {type(module).__name__} has get_extra_state() and no set_extra_state(), so that it "
+            "could not be put back",
+            hint="write set_extra_state(self, state) beside it",
+        )
+    return reads
+
+
+def _once(item: object, fqn: str, seen: dict[int, str], aliases: dict[str, str]) -> bool:
+    """True at the first sight; later ones are noted as other names of it."""
+    if id(item) in seen:
+        aliases[fqn] = seen[id(item)]
+        return False
+    seen[id(item)] = fqn
+    return True
+
+
+def _first(tensor: torch.Tensor, fqn: str, seen: dict[int, str], aliases: dict[str, str]) -> bool:
+    if not _once(tensor, fqn, seen, aliases):
+        return False
+    if tensor.is_meta or tensor.layout is not torch.strided:
+        raise StateError(
+            f"{fqn} ({tensor.dtype}, {tensor.layout}, device {tensor.device}) cannot be saved",
+            hint="give the model memory (model.to_empty(device=...)) before holdfast.session(...)",
+        )
+    if overlaps(tensor):
+        raise StateError(
+            f"{fqn}: elements of this {list(tensor.shape)} share memory (expand()): it could never be loaded",
+            hint="give it memory of its own where it is made: .expand(...).contiguous()",
+        )
+    return True
+
+
+def data_parallel(model: Models) -> list[DistributedDataParallel]:
+    """Every DDP wrapper in the model."""
+    return [
+        module
+        for _, top in modules_of(model)
+        for module in top.modules()
+        if isinstance(module, DistributedDataParallel)
+    ]

@@ -1,0 +1,26 @@
+"""Putting values back into the objects that the user's own code holds: tensors, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from holdfast.frameworks.common import restore_in_place
+from holdfast.frameworks.torch.state.boxes import lies_as, overlaps
+
+
+def put_into(current: Any, value: Any) -> Any:
+    """As :func:`holdfast.frameworks.common.restore_in_place.put_into`."""
+    return restore_in_place.put_into(current, value, _fill)
+
+
+def _fill(current: Any, value: Any) -> bool:
+    """Two tensors of the same form."""
+    if not (isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor)):
+        return False
+    if current.dtype is not value.dtype or not lies_as(value, current) or overlaps(current):
+        return False
+    with torch.no_grad():
+        current.copy_(value)
+    return True

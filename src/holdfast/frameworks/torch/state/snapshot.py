@@ -1,0 +1,193 @@
+"""What forward changes, copied at the start of a step and put back after an abort.
+
+Buffers (BatchNorm's running statistics), extra state of modules (FP8 scales), group values and scheduler state, the
+scaler's scale, and the user's own state: plain values, and small objects with ``state_dict``. Gradients are dropped,
+not restored: a step starts without any. Random generators need no copy (``rng.py``).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+
+from holdfast.frameworks.torch import private_api
+from holdfast.frameworks.torch.state.boxes import writes_of
+from holdfast.frameworks.torch.state.optimizer_state import Undo, clone, parameters_of
+from holdfast.frameworks.torch.state.restore_in_place import put_into
+from holdfast.frameworks.torch.state.state import NOTHING_BEFORE, Before, Copies, TorchState, arrays_in
+from holdfast.frameworks.torch.state.untrained_weights import Averages
+
+SMALL_NUMEL = 65536
+"""Larger buffers (masks, position tables) are copied again only when torch counted a change. Smaller ones always:
+batch norm writes its statistics without counting."""
+
+
+class Snapshot:
+    """The state at the start of the current step. ``undo`` holds what ``step.update(name)`` changed since."""
+
+    def __init__(self, state: TorchState) -> None:
+        self._state = state
+        self._buffers: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}  # fqn -> live, version, copy
+        self._groups: dict[str, list[dict[str, Any]]] = {}
+        self._plain: dict[str, Any] = {}
+        self._modules: dict[str, Any] = {}  # extra state by its name
+        self._scaler: dict[str, torch.Tensor | None] = {}
+        self._extras: dict[str, Any] = {}
+        self._objects: dict[str, Any] = {}  # state of those in the user's state that have one
+        self._uncopied: set[int] = set()  # of them, by id: too large to be copied at each step
+        # A step, and what was before the script was given it.
+        self._before: tuple[int, Before] = (-1, NOTHING_BEFORE)
+        self.undo = Undo()
+        self.averages = Averages(state, self.undo)
+
+    def take(self) -> None:
+        """Copy what the coming step may change before its vote."""
+        self._take_buffers()
+        state = self._state
+        self._groups = self._group_values()
+        self._modules = {fqn: clone(module.get_extra_state()) for fqn, module in state.names.extra.items()}
+        self._plain = self._schedules()
+        if state.scaler is not None:
+            # state_dict() would wait for the device; the tensors themselves are made at the scaler's first use.
+            self._scaler = {
+                key: clone(getattr(state.scaler, key, None)) for key in private_api.SCALER_TENSORS
+            }
+        self._extras = clone(state.plain_extras())
+        self._objects = self._small_objects()
+        self.undo.clear()
+        self.averages.take()
+
+    def take_before(self, step: int, *, whole: bool = False) -> None:
+        """Copy what the script may change before it enters the block of ``step``: learning rates, its own state."""
+        extras = {
+            **clone(self._state.plain_extras()),
+            **(self._all_objects() if whole else self._small_objects()),
+        }
+        self._before = (step, Before(self._group_values(), self._schedules(), extras))
+
+    def before(self, step: int) -> Before:
+        """What :meth:`take_before` copied for ``step``."""
+        taken, before = self._before
+        return before if taken == step else NOTHING_BEFORE
+
+    def _group_values(self) -> dict[str, list[dict[str, Any]]]:
+        found = {name: o.hyperparameters() for name, o in self._state.optimizers.items()}
+        for groups in found.values():
+            for group in groups:
+                for key, value in group.items():
+                    if isinstance(value, torch.Tensor):
+                        group[key] = value.detach().clone()
+        return found
+
+    def _schedules(self) -> dict[str, Any]:
+        return {f"scheduler.{n}": copy.deepcopy(s.state_dict()) for n, s in self._state.schedulers.items()}
+
+    def _all_objects(self) -> dict[str, Any]:
+        items = self._state.objects().items()
+        return {
+            name: clone(item.state_dict())
+            for name, item in items
+            if not getattr(item, "shows_committed_steps", False)
+        }
+
+    def _small_objects(self) -> dict[str, Any]:
+        """Of modules (averaged weights) and loaders each state would cost too much: they change after the update."""
+        found: dict[str, Any] = {}
+        for name, item in self._state.objects().items():
+            if isinstance(item, torch.nn.Module) or hasattr(item, "__iter__"):
+                continue
+            if id(item) in self._uncopied or getattr(item, "shows_committed_steps", False):
+                continue
+            value = item.state_dict()
+            if _numel(value) > SMALL_NUMEL:
+                self._uncopied.add(id(item))
+            else:
+                found[name] = clone(value)
+        return found
+
+    def _take_buffers(self) -> None:
+        changed: list[torch.Tensor] = []
+        copies: list[torch.Tensor] = []
+        with torch.no_grad():
+            for slot in self._state.names.buffers:
+                live = slot.get()
+                if live is None:
+                    continue
+                known = self._buffers.get(slot.fqn)
+                if known is None or known[0] is not live:
+                    self._buffers[slot.fqn] = (live, writes_of(live), live.detach().clone())
+                elif live.numel() <= SMALL_NUMEL or writes_of(live) != known[1]:
+                    changed.append(live)
+                    copies.append(known[2])
+                    self._buffers[slot.fqn] = (live, writes_of(live), known[2])
+            if changed:
+                private_api.copy_many(copies, changed)
+
+    def size(self) -> int:
+        """Number of elements of the modules' extra state: when it changes, the layout has changed."""
+        return _numel(self._modules)
+
+    def restore(self) -> None:
+        """Put everything back and drop all gradients."""
+        state = self._state
+        self.averages.tell()
+        self.undo.restore()
+        with torch.no_grad():
+            for slot in state.names.buffers:
+                known = self._buffers.get(slot.fqn)
+                if known is not None:
+                    live, _, saved = known
+                    slot.module._buffers[slot.key] = live
+                    live.copy_(saved)
+                    self._buffers[slot.fqn] = (live, writes_of(live), saved)
+        for fqn, extra in self._modules.items():
+            state.names.extra[fqn].set_extra_state(clone(extra))
+        for name, groups in self._groups.items():
+            state.optimizers[name].set_hyperparameters(groups)
+        for name, scheduler in state.schedulers.items():
+            scheduler.load_state_dict(copy.deepcopy(self._plain[f"scheduler.{name}"]))
+        for key, saved_tensor in self._scaler.items():
+            setattr(state.scaler, key, clone(saved_tensor))
+        self._restore_extras()
+        self.drop_gradients()
+
+    def _restore_extras(self) -> None:
+        for name, saved in self._extras.items():
+            self._state.extras[name] = put_into(self._state.extras.get(name), clone(saved))
+        for name, saved in self._objects.items():
+            self._state.extras[name].load_state_dict(clone(saved))
+
+    def drop_gradients(self) -> None:
+        """No parameter keeps a gradient."""
+        for parameter in self._state.names.parameters.values():
+            parameter.grad = None
+        for optimizer in self._state.optimizers.values():
+            for parameter in parameters_of(optimizer.optimizer):
+                parameter.grad = None
+
+    def copies(self) -> Copies:
+        """For :meth:`TorchState.collect`: the state at the start of the step."""
+        buffers = {fqn: saved for fqn, (_, _, saved) in self._buffers.items()}
+        plain = {**self._plain, **self._modules}
+        scaler = self._state.scaler
+        if scaler is not None and self._scaler.get("_scale") is not None:
+            plain["scaler"] = _scaler_values(scaler, self._scaler)
+        extras = {**self._extras, **self._objects, **self.averages.modules()}
+        return Copies(buffers, self._groups, plain, extras, self.undo)
+
+
+def _numel(value: Any) -> int:
+    """Number of elements of all tensors and arrays in it."""
+    return sum(math.prod(array.shape) for _, array in arrays_in(value, "state"))
+
+
+def _scaler_values(scaler: Any, saved: dict[str, torch.Tensor | None]) -> dict[str, Any]:
+    """The scaler's state dict with the scale and the counter of the start of the step."""
+    values: dict[str, Any] = dict(scaler.state_dict())
+    scale, tracker = saved["_scale"], saved["_growth_tracker"]
+    if values and scale is not None and tracker is not None:
+        values["scale"], values["_growth_tracker"] = float(scale.item()), int(tracker.item())
+    return values

@@ -1,0 +1,586 @@
+"""The training state as named tensors and plain values: what is saved, and how it comes back.
+
+Theory. Everything that training changes is either a tensor, known by a name and by the boxes this rank holds of it, or
+a plain value. ``collect`` walks the state once and returns both; a *frozen* collection reads buffers, schedulers,
+scaler and tentatively updated weights from the copies made at the start of the step, so that it shows the last
+committed step although the main thread may still be inside an aborted one.
+
+Names: parameters and buffers as the user's module spells them; ``optimizer.<name>.<parameter>.<key>``;
+``scheduler.<name>.<key>``; ``scaler.<key>``; ``state.<name>.<key>``. What a module's ``get_extra_state`` returns is
+called ``<module>._extra_state``, as torch calls it, and its tensors ``<module>._extra_state.<key>``. All buffers are
+saved, those that a module does not persist too: forward may have changed them, and a retry elsewhere must see what it
+saw here.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+from torch import nn
+from torch.optim import Optimizer
+
+from holdfast.errors import CheckpointMismatch, InternalError, StateError, UsageError
+from holdfast.frameworks.common.restore_in_place import has_state
+from holdfast.frameworks.common.state_tree import Plain, join, split
+from holdfast.frameworks.common.user_state import tell_other_names
+from holdfast.frameworks.torch.state.boxes import (
+    DTYPES,
+    TORCH_DTYPES,
+    Part,
+    byte_view,
+    copy_bytes,
+    cuts_of,
+    global_shape,
+    is_direct,
+    local_of,
+    own_bytes,
+    parts_of,
+    placed,
+    refuse_undeclared,
+    writes_of,
+)
+from holdfast.frameworks.torch.state.declared_hyperparameters import Declared
+from holdfast.frameworks.torch.state.devices import await_devices, devices_of, named_errors
+from holdfast.frameworks.torch.state.hand_sharded import HandCut
+from holdfast.frameworks.torch.state.optimizer_state import (
+    Undo,
+    allocate,
+    by_name,
+    hyperparameters,
+    parameters_of,
+    refuse_in_backward,
+)
+from holdfast.frameworks.torch.state.parameter_names import Models, names_of
+from holdfast.frameworks.torch.state.restore_in_place import put_into
+from holdfast.frameworks.torch.state.rng import Generator
+from holdfast.frameworks.torch.state.zero_redundancy import state_of
+from holdfast.store.format.json_values import encode_values
+from holdfast.store.layouts.layout import Box, Catalogue, RankLayout, TensorMeta, check_tensor
+
+log = logging.getLogger("holdfast")
+
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+
+GENERATORS = (torch.Generator, np.random.Generator, random.Random)
+
+
+class Copies(NamedTuple):
+    """The state at the start of a step, where it may have changed since (see ``snapshot.py``)."""
+
+    buffers: Mapping[str, torch.Tensor]  # fqn -> copy
+    groups: Mapping[str, list[dict[str, Any]]]  # optimizer -> group values
+    plain: Mapping[
+        str, Any
+    ]  # "scheduler.<name>" or "scaler" -> state dict; a module's extra state by its name
+    extras: Mapping[str, Any]  # the user's plain values by name, and the state of small objects
+    undo: Undo
+
+
+class Before(NamedTuple):
+    """What a script may have changed since it was given a step, or since a loop ended: copies of what was before."""
+
+    groups: Mapping[str, list[dict[str, Any]]]  # optimizer -> group values
+    plain: Mapping[str, Any]  # "scheduler.<name>" -> state dict
+    extras: Mapping[str, Any]  # the user's plain values by name, and the state of small objects
+
+
+NOTHING_BEFORE = Before({}, {}, {})
+
+
+def arrays_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    """All tensors and arrays in it, with their key paths; asked at each step, so it builds nothing else."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        yield path, value
+        return
+    if isinstance(value, Mapping):
+        items: Iterable[tuple[Any, Any]] = value.items()
+    elif isinstance(value, list | tuple | deque):
+        items = enumerate(value)
+    else:
+        return
+    for key, item in items:
+        if type(item) not in _PLAIN:
+            yield from arrays_in(item, f"{path}.{key}")
+
+
+class Collected:
+    """Tensors by name and the plain values beside them. Implements the store's ``TensorSource``."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.values: dict[str, Plain] = {}
+        self._parts: dict[str, dict[Box, Part]] = {}
+        self._own: dict[tuple[str, Box], memoryview | None] = {}
+        self._layout: RankLayout | None = None
+        self._copied_from: set[torch.device] = set()
+
+    def add(self, value: Any, path: str) -> Plain:
+        """A leaf: take ``value`` when it is a tensor or an array."""
+        if isinstance(value, np.ndarray):
+            return {"array": self.add(_from_array(value, path), path)}
+        if not isinstance(value, torch.Tensor):
+            return None
+        if path in self.tensors:
+            raise StateError(f"two tensors of the state are called {path!r}", hint="rename one of them")
+        if value.dtype not in DTYPES or value.layout is not torch.strided or value.is_meta:
+            raise StateError(
+                f"{path}: a tensor of {value.dtype}, {value.layout} on {value.device} cannot be saved"
+            )
+        self.tensors[path] = value
+        return path
+
+    def parts(self, fqn: str) -> dict[Box, Part]:
+        """The regions of one tensor that this rank holds."""
+        if fqn not in self._parts:
+            self._parts[fqn] = {part.box: part for part in parts_of(self.tensors[fqn], fqn)}
+        return self._parts[fqn]
+
+    def view(self, fqn: str, box: Box) -> memoryview:
+        """C-contiguous bytes of one box; shares memory with the state where it can."""
+        own = self.own(fqn, box)
+        if own is not None:
+            return own
+        with named_errors(f"{fqn} cannot be read"):
+            return byte_view(self.region(fqn, box))
+
+    def piece(self, fqn: str, box: Box, start: int, stop: int) -> memoryview:
+        """A part of :meth:`view` (``frameworks.common.adapter.GivesPieces``)."""
+        own = self.own(fqn, box)
+        if own is not None:
+            return own[start:stop]
+        region = self.region(fqn, box)
+        stop = min(stop, region.numel() * region.element_size())
+        data = memoryview(bytearray(max(stop - start, 0)))
+        if data:
+            self.copy_to(fqn, box, start, stop, data)
+            self.finish_copies()
+        return data
+
+    def own(self, fqn: str, box: Box) -> memoryview | None:
+        """The memory of one box, where that is its bytes; looked up once."""
+        key = (fqn, box)
+        if key not in self._own:
+            self._own[key] = own_bytes(self.region(fqn, box))
+        return self._own[key]
+
+    def copy_to(self, fqn: str, box: Box, start: int, stop: int, goal: memoryview) -> None:
+        """Begin to copy a part of one box (the store's ``DeviceSource``)."""
+        own = self.own(fqn, box)
+        if own is None:
+            region = self.region(fqn, box)
+            self._copied_from |= devices_of([region])
+            with named_errors(f"{fqn} cannot be read"):
+                copy_bytes(region, start, stop, goal)
+        else:
+            np.copyto(np.frombuffer(goal, np.uint8), np.frombuffer(own, np.uint8)[start:stop])
+
+    def finish_copies(self) -> None:
+        """Wait for the devices."""
+        devices, self._copied_from = self._copied_from, set()
+        for device in devices:
+            with named_errors(f"copies from {device} did not end well"):
+                torch.get_device_module(device).current_stream(device).synchronize()
+
+    def devices(self) -> set[torch.device]:
+        """The accelerators that the state lies on."""
+        return devices_of(self.tensors.values())
+
+    def region(self, fqn: str, box: Box) -> torch.Tensor:
+        """The memory of one box; shares storage with the state."""
+        part = self.parts(fqn).get(box)
+        if part is None:
+            raise InternalError(f"this rank does not hold {fqn}{box}")
+        local = local_of(self.tensors[fqn])
+        return local if local.shape == box.sizes else local[part.where]
+
+    def writes(self) -> tuple[int, ...]:
+        """torch's count of writes; of the user's own state a digest, as averages are often written past that count."""
+        counts: list[int] = []
+        for fqn, tensor in self.tensors.items():
+            if fqn.startswith("state.") or tensor.is_inference():
+                counts += (xxhash.xxh3_64_intdigest(self.view(fqn, box)) for box in self.parts(fqn))
+            else:
+                counts.append(writes_of(tensor))
+        return tuple(counts)
+
+    def layout(self, rank: int, world_size: int) -> RankLayout:
+        """What this rank holds."""
+        known = self._layout
+        if known is None or (known.rank, known.world) != (rank, world_size):
+            known = self._layout = self._declare(rank, world_size)
+        return known
+
+    def _declare(self, rank: int, world_size: int) -> RankLayout:
+        metas = [
+            TensorMeta(
+                fqn, DTYPES[tensor.dtype], global_shape(tensor), box, cuts_of(tensor, list(self.parts(fqn)))
+            )
+            for fqn, tensor in self.tensors.items()
+            for box in self.parts(fqn)
+        ]
+        return RankLayout(rank, tuple(metas), world_size)
+
+
+def _from_array(value: Any, path: str) -> torch.Tensor:
+    """An array as a tensor, sharing its memory where it can."""
+    if type(value) in (np.ndarray, np.memmap):
+        try:
+            return torch.from_numpy(np.require(value, requirements=["C", "W"]))
+        except (TypeError, ValueError):
+            pass
+    raise StateError(
+        f"{path}: a {type(value).__module__}.{type(value).__qualname__} of {value.dtype} cannot be saved",
+        hint="offer a plain array of numbers in this machine's byte order (x.astype(x.dtype.newbyteorder('=')))",
+    )
+
+
+class TorchState:
+    """Model, optimizers, schedulers, scaler and extra objects of one rank.
+
+    Args:
+        model: a module, or modules by name.
+        optimizers: by name.
+        schedulers: one, a list or a dict of objects with ``state_dict``/``load_state_dict``.
+        scaler: a ``GradScaler`` or None.
+        extras: the user's own: objects with ``state_dict``/``load_state_dict``, plain values, or random generators
+            (those are seeded at each step and hold nothing to save).
+
+    Attributes:
+        devices: the accelerators that the state lay on at first.
+
+    Raises:
+        StateError: something that cannot be saved, by key path and type.
+        UsageError: an argument of a wrong type.
+    """
+
+    def __init__(
+        self,
+        model: Models,
+        optimizers: Mapping[str, Optimizer],
+        schedulers: Any = None,
+        scaler: Any = None,
+        extras: dict[str, Any] | None = None,
+    ) -> None:
+        self.names = names_of(model)
+        refuse_in_backward(self.names.parameters)
+        refuse_undeclared(self.names.parameters)
+        self.optimizers = {n: state_of(n, o, self.names.parameters) for n, o in optimizers.items()}
+        self.schedulers = by_name(schedulers, "scheduler", has_state)
+        self.declared = Declared(optimizers, self.schedulers)
+        self.scaler = scaler
+        if scaler is not None and not has_state(scaler):
+            raise UsageError(
+                f"scaler is a {type(scaler).__name__}, without state_dict()",
+                hint="scaler=torch.amp.GradScaler(...); anything else goes into state={...}",
+            )
+        self.extras: dict[str, Any] = {} if extras is None else extras
+        self.generators: list[tuple[str, Generator]] = [
+            (name, item) for name, item in self.extras.items() if isinstance(item, GENERATORS)
+        ]
+        self.devices = self._check()
+
+    def _check(self) -> set[torch.device]:
+        """What no checkpoint can hold is found now, and not by the first save. Returns where the state lies."""
+        collected = self.collect()
+        encode_values(collected.values)
+        for meta in collected.layout(0, 1).tensors:
+            check_tensor(meta)
+        return collected.devices()
+
+    def updated_parameters(self) -> Iterator[torch.Tensor]:
+        """Of all optimizers."""
+        for optimizer in self.optimizers.values():
+            yield from parameters_of(optimizer.optimizer)
+
+    def size(self) -> int:
+        """A number that changes when a tensor of an optimizer or of the user's state comes, goes or is reshaped."""
+        forms: list[object] = [optimizer.size() for optimizer in self.optimizers.values()]
+        for name, item in self.extras.items():
+            if not isinstance(item, (nn.Module, *GENERATORS)):  # a module has its tensors from the start
+                for path, array in arrays_in(self._extra(name, item, {}), name):
+                    forms.append((path, tuple(array.shape), array.dtype))
+        return hash(tuple(forms))
+
+    def collect(self, copies: Copies | None = None, before: Before = NOTHING_BEFORE) -> Collected:
+        """The state now, or with ``copies`` as it was at the start of the step.
+
+        Args:
+            before: copies that come first.
+
+        Raises:
+            StateError: something that cannot be saved.
+        """
+        out = Collected()
+        weights = {} if copies is None else copies.undo.weights()
+        known = {**({} if copies is None else copies.extras), **before.extras}
+        plain = {**({} if copies is None else copies.plain), **before.plain}
+        groups = {**({} if copies is None else copies.groups), **before.groups}
+        for fqn, parameter in self.names.parameters.items():
+            out.add(placed(weights.get(id(parameter), parameter), parameter), fqn)
+        for slot in self.names.buffers:
+            live = slot.get()
+            buffer = live if copies is None else copies.buffers.get(slot.fqn)
+            if buffer is not None:
+                out.add(buffer if live is None else placed(buffer, live), slot.fqn)
+        out.values = {
+            "aliases": dict(self.names.aliases),
+            "transient": [slot.fqn for slot in self.names.buffers if not slot.persistent],
+            "modules": {
+                fqn: self._extra_state(fqn, module, copies, out) for fqn, module in self.names.extra.items()
+            },
+            "optimizers": {
+                name: o.split(
+                    out.add,
+                    groups[name] if name in groups else hyperparameters(o.optimizer),
+                    o.optimizer.state if copies is None else copies.undo.state(o.optimizer),
+                )
+                for name, o in self.optimizers.items()
+            },
+            "schedulers": {
+                name: self._plain(f"scheduler.{name}", scheduler, plain, out)
+                for name, scheduler in self.schedulers.items()
+            },
+            "declared": self.declared.values(),
+            "scaler": None if self.scaler is None else self._plain("scaler", self.scaler, plain, out),
+            "state": {
+                name: split(self._extra(name, item, known), f"state.{name}", out.add)
+                for name, item in self.extras.items()
+                if not isinstance(item, GENERATORS)
+            },
+        }
+        return out
+
+    def _plain(self, path: str, item: Any, known: Mapping[str, Any], out: Collected) -> Plain:
+        return split(known[path] if path in known else item.state_dict(), path, out.add)
+
+    def plain_extras(self) -> dict[str, Any]:
+        """What the user gave that is a value itself."""
+        return {
+            name: item
+            for name, item in self.extras.items()
+            if not (has_state(item) or isinstance(item, GENERATORS))
+        }
+
+    def objects(self) -> dict[str, Any]:
+        """What the user gave that has a ``state_dict``."""
+        return {name: item for name, item in self.extras.items() if has_state(item)}
+
+    def _extra(self, name: str, item: Any, known: Mapping[str, Any]) -> Any:
+        if name in known:
+            return known[name]
+        return item.state_dict() if has_state(item) else item
+
+    def _extra_state(self, fqn: str, module: nn.Module, copies: Copies | None, out: Collected) -> Plain:
+        return split(module.get_extra_state() if copies is None else copies.plain[fqn], fqn, out.add)
+
+    def restore(
+        self,
+        catalogue: Catalogue,
+        values: Mapping[str, Plain],
+        place: tuple[int, int] = (0, 1),
+        *,
+        cast: bool = False,
+        partial: bool = False,
+    ) -> Restore:
+        """Prepare to load a checkpoint with this ``catalogue`` and these ``values``.
+
+        Args:
+            place: this rank, and the number of ranks.
+            cast: convert floating numbers of another dtype.
+            partial: a module whose extra state the checkpoint lacks keeps its own.
+
+        Raises:
+            CheckpointMismatch: the checkpoint was written by a training script of another shape.
+        """
+        finish = self.declared.compare(values.get("declared"), shown=place[0] == 0)
+        restore = Restore(self, catalogue, values, HandCut(catalogue, *place), cast, partial)
+        restore.then(finish)
+        return restore
+
+
+class Restore:
+    """One load: memory to fill (``targets``), then ``finish`` puts everything into place.
+
+    With conversions, ``check`` comes before what is filled in place.
+
+    Attributes:
+        targets: name -> tensor; parameters and buffers are filled in place, the rest is new memory.
+    """
+
+    def __init__(
+        self,
+        state: TorchState,
+        catalogue: Catalogue,
+        values: Mapping[str, Plain],
+        cuts: HandCut,
+        cast: bool,
+        partial: bool,
+    ) -> None:
+        self._state = state
+        self._catalogue = catalogue
+        self._cast = cast
+        self._staged: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._finish: list[Callable[[], None]] = []
+        self.targets: dict[str, torch.Tensor] = dict(state.names.parameters)
+        for slot in state.names.buffers:
+            buffer = slot.get()
+            if buffer is not None:
+                self.targets[slot.fqn] = buffer
+        self._prepare_modules(values.get("modules"), partial)
+        self._same("optimizer", state.optimizers, values["optimizers"])
+        self._same("scheduler", state.schedulers, values["schedulers"])
+        for name, optimizer in state.optimizers.items():
+            saved = values["optimizers"][name]
+            self._finish.append(optimizer.prepare(saved, catalogue, self.targets, cuts))
+        for name, scheduler in state.schedulers.items():
+            self._load(f"scheduler.{name}", scheduler, values["schedulers"][name])
+        if state.scaler is not None:
+            if values["scaler"] is None:
+                log.warning("holdfast: the checkpoint holds no scaler; this run's scaler starts anew")
+            else:
+                self._load("scaler", state.scaler, values["scaler"])
+        self._prepare_extras(values["state"])
+
+    def then(self, what: Callable[[], None]) -> None:
+        """One thing more when all is in place."""
+        self._finish.append(what)
+
+    def _same(self, kind: str, ours: Mapping[str, Any], saved: Mapping[str, Plain]) -> None:
+        if set(ours) != set(saved):
+            raise CheckpointMismatch(
+                f"this run has {kind}s {sorted(ours)}, the checkpoint {sorted(saved)}",
+                hint=f"give the {kind}s that wrote it, under the same names",
+            )
+
+    def _prepare_modules(self, saved: Mapping[str, Plain] | None, partial: bool) -> None:
+        """Extra state of modules; ``saved`` is None in checkpoints of before it was saved."""
+        lacking = sorted(self._state.names.extra.keys() - (saved or {}).keys())
+        if saved is None and lacking:
+            log.warning(
+                "holdfast: the checkpoint holds no %s; it keeps its initial value", ", ".join(lacking)
+            )
+        elif lacking and not partial:
+            raise CheckpointMismatch(
+                f"the checkpoint holds no {', '.join(lacking)}",
+                hint="build the model as it was when the checkpoint was written",
+            )
+        for fqn, module in self._state.names.extra.items():
+            if saved is not None and fqn in saved:
+                value = self._value(module.get_extra_state(), saved[fqn], fqn)
+                self._finish.append(functools.partial(module.set_extra_state, value))
+
+    def _prepare_extras(self, saved: Mapping[str, Plain]) -> None:
+        generators = {name for name, _ in self._state.generators}
+        tell_other_names(self._state.extras.keys() - generators, saved.keys() - generators)
+        for name, item in self._state.extras.items():
+            if isinstance(item, GENERATORS) or name not in saved:
+                continue
+            if has_state(item):
+                self._load(f"state.{name}", item, saved[name])
+            else:
+                value = self._value(item, saved[name], f"state.{name}")
+                self._finish.append(functools.partial(self._set_plain, name, value))
+
+    def _set_plain(self, name: str, value: Any) -> None:
+        self._state.extras[name] = put_into(self._state.extras[name], value)
+
+    def _load(self, path: str, item: Any, saved: Plain) -> None:
+        self._finish.append(
+            functools.partial(item.load_state_dict, self._value(item.state_dict(), saved, path))
+        )
+
+    def _value(self, current: Any, saved: Plain, path: str) -> Any:
+        """What ``saved`` is, in new memory that lies as that of ``current`` where both have it."""
+        known = Collected()
+        split(current, path, known.add)
+        return join(saved, self._fetch(known.tensors))
+
+    def _fetch(self, current: Mapping[str, torch.Tensor]) -> Callable[[Plain], Any]:
+        def fetch(stands_for: Plain) -> Any:
+            if isinstance(stands_for, dict):
+                return fetch(stands_for["array"]).numpy()
+            entry = self._catalogue.by_fqn.get(stands_for)
+            if entry is None:
+                raise CheckpointMismatch(f"the checkpoint names {stands_for} but does not hold it")
+            made = allocate(entry.shape, TORCH_DTYPES[entry.dtype], current.get(stands_for))
+            self.targets[stands_for] = made
+            return made
+
+        return fetch
+
+    def buffers(self) -> list[tuple[TensorMeta, memoryview]]:
+        """Every box to fill with its writable bytes; call :meth:`finish` afterwards."""
+        out: list[tuple[TensorMeta, memoryview]] = []
+        for fqn, tensor in self.targets.items():
+            local = local_of(tensor)
+            dtype = self._stored_dtype(fqn, tensor.dtype)
+            for part in parts_of(tensor, fqn):
+                meta = TensorMeta(fqn, DTYPES[dtype], global_shape(tensor), part.box)
+                region = local[part.where]
+                if not is_direct(region) or dtype is not tensor.dtype:
+                    staged = torch.empty(region.shape, dtype=dtype)
+                    self._staged.append((fqn, region, staged))
+                    region = staged
+                out.append((meta, byte_view(region)))
+        return out
+
+    def _stored_dtype(self, fqn: str, dtype: torch.dtype) -> torch.dtype:
+        """That of the checkpoint where it may be converted to ``dtype``, else ``dtype``."""
+        entry = self._catalogue.by_fqn.get(fqn)
+        if not self._cast or entry is None:
+            return dtype
+        stored = TORCH_DTYPES[entry.dtype]
+        return stored if _is_number(stored) and _is_number(dtype) else dtype
+
+    def converted(self) -> frozenset[str]:
+        """Names of the tensors that come in another dtype: none of them is filled before :meth:`finish`."""
+        return frozenset(fqn for fqn, region, data in self._staged if data.dtype is not region.dtype)
+
+    def check(self, untouched: Collection[str] = ()) -> None:
+        """The boxes of :meth:`converted`, but those of ``untouched``, are filled: look whether they fit.
+
+        Raises:
+            CheckpointMismatch: a number is too large for the dtype that it is converted to.
+        """
+        for fqn, region, data in self._staged:
+            if fqn not in untouched and data.dtype is not region.dtype and _overflows(data, region.dtype):
+                raise CheckpointMismatch(
+                    f"{fqn}: it has numbers that {region.dtype} cannot hold (stored as {data.dtype})",
+                    hint="load it into a wider dtype",
+                )
+
+    def finish(self, untouched: Collection[str] = ()) -> None:
+        """All boxes but those of ``untouched`` are filled and verified: everything takes the new state."""
+        with torch.no_grad():
+            for fqn, region, data in self._staged:
+                if fqn not in untouched:
+                    region.copy_(data)
+        for act in self._finish:
+            act()
+        await_devices(devices_of(self.targets.values()))  # the script may train on another stream
+
+
+def _is_number(dtype: torch.dtype) -> bool:
+    """True for floating dtypes with a sign: the others cannot be told to hold what another one does."""
+    return dtype.is_floating_point and dtype is not torch.float8_e8m0fnu
+
+
+def _overflows(data: torch.Tensor, dtype: torch.dtype) -> bool:
+    """True when ``data`` has a number that ``dtype`` cannot hold."""
+    limit = torch.finfo(dtype).max
+    if torch.finfo(data.dtype).max <= limit:
+        return False
+    magnitude = (data if data.dtype.itemsize >= 4 else data.float()).abs()
+    if (
+        dtype.itemsize > 1
+    ):  # it has an infinity; torch turns that of others into the largest number of an 8-bit dtype
+        magnitude = magnitude[magnitude.isfinite()]
+    return bool((magnitude > limit).any())

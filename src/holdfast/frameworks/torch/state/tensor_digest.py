@@ -1,0 +1,118 @@
+"""Digests of parts of the state: by xxh3 where the memory can be read, else by sums on the device.
+
+On a device all parts are laid end to end and read as 64-bit integers; their sum and their sum with odd weights, modulo
+2**64, are what is hashed. One changed bit always changes the first sum; integer arithmetic has no order. Sums of chunks
+add up, so a device needs room for four chunks beside the state, however large that is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+import torch
+import xxhash
+
+from holdfast.frameworks.torch.state.boxes import lies_in_order, stretch
+from holdfast.store.layouts.layout import Box
+from holdfast.store.layouts.replica_digests import Extent
+
+_WORD_BYTES = 8
+CHUNK_WORDS = 2 * 1024 * 1024  # 16 MiB: enough for a device to be busy while the next kernel is launched
+PIECES_OF_CHUNK = 8  # of what is copied before it is laid together
+
+
+class Regions(Protocol):
+    """What is used of a collected state."""
+
+    def own(self, fqn: str, box: Box) -> memoryview | None:
+        """The memory of one box, where that is its bytes."""
+
+    def region(self, fqn: str, box: Box) -> torch.Tensor:
+        """The tensor of one box."""
+
+
+def digest_of(state: Regions, parts: Sequence[Extent]) -> int:
+    """xxh3-64 of these parts, in order; equal bytes give equal digests on every rank with the same devices."""
+    total = xxhash.xxh3_64()
+    far: dict[torch.device, list[Extent]] = {}  # in the order of the first part on each
+    for part in parts:
+        memory = state.own(part.fqn, part.box)
+        if memory is None:
+            far.setdefault(state.region(part.fqn, part.box).device, []).append(part)
+        else:
+            total.update(memory[part.start : part.stop])
+    for extents in far.values():
+        total.update(sums(_pieces(state, extents)))
+    return total.intdigest()
+
+
+def _pieces(state: Regions, extents: Sequence[Extent]) -> Iterator[torch.Tensor]:
+    """Their bytes, on their device; what does not lie in C order is copied, never much at a time."""
+    piece_bytes = CHUNK_WORDS * _WORD_BYTES // PIECES_OF_CHUNK
+    for fqn, box, start, stop in extents:
+        region = state.region(fqn, box)
+        if lies_in_order(region):
+            yield from stretch(region, start, stop)
+        else:
+            for at in range(start, stop, piece_bytes):
+                yield from stretch(region, at, min(at + piece_bytes, stop))
+
+
+def sums(parts: Iterable[torch.Tensor]) -> bytes:
+    """Two sums modulo 2**64 over the bytes of ``parts`` (uint8, one dimension each, of one device), on their device."""
+    found = plain = weighted = 0
+    with torch.no_grad():
+        totals: torch.Tensor | None = None
+        for chunk in _chunks(parts):
+            now = _sums_of(chunk, found)
+            totals = now if totals is None else totals + now
+            found += -(-len(chunk) // _WORD_BYTES)
+        if totals is not None:
+            plain, weighted = totals.tolist()
+    modulus = 1 << 64
+    return b"".join((int(n) % modulus).to_bytes(8, "little") for n in (plain, weighted))
+
+
+def _sums_of(chunk: torch.Tensor, found: int) -> torch.Tensor:
+    """Both sums of one chunk, behind ``found`` words."""
+    words = _words(chunk)
+    odd = torch.arange(1, 2 * len(words), 2, dtype=torch.int64, device=words.device)
+    alone = words.sum()
+    # A word's weight in the whole is its weight in the chunk and twice the words before the chunk.
+    return torch.stack((alone, odd.mul_(words).sum() + alone * (2 * found)))
+
+
+def _chunks(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The bytes of all parts end to end, in chunks of equal size but the last; small parts are laid together."""
+    chunk_bytes = CHUNK_WORDS * _WORD_BYTES
+    held: list[torch.Tensor] = []
+    room = chunk_bytes
+    for part in parts:
+        at = 0
+        while at < len(part):
+            taken = part[at : at + room]
+            held.append(taken)
+            at, room = at + len(taken), room - len(taken)
+            if not room:
+                yield _joined(held)
+                room = chunk_bytes
+    if held:
+        yield _joined(held)
+
+
+def _joined(held: list[torch.Tensor]) -> torch.Tensor:
+    """One after the other; ``held`` is empty then, and its memory free for what follows."""
+    joined = held[0] if len(held) == 1 else torch.cat(held)
+    held.clear()
+    return joined
+
+
+def _words(chunk: torch.Tensor) -> torch.Tensor:
+    """As 64-bit integers: in place where it lies on whole words, else a copy, filled up with zeros."""
+    lacking = -len(chunk) % _WORD_BYTES
+    if lacking:
+        chunk = torch.nn.functional.pad(chunk, (0, lacking))
+    elif chunk.data_ptr() % _WORD_BYTES or chunk.storage_offset() % _WORD_BYTES:
+        chunk = chunk.clone()
+    return chunk.view(torch.int64)

@@ -1,0 +1,129 @@
+"""Weights that no optimizer trains and that a block may change before its vote: target networks, momentum encoders.
+
+Theory. What an optimizer changes it changes after the vote, or tentatively with a copy. An average of weights is
+changed by the script itself, wherever it likes: in forward, or after a tentative update; a block that is tried again
+would take it one step too far, and a rehearsal, too. So it is copied at the start of a block, like a buffer. Frozen
+weights would cost too much: what is copied has the form of a weight that is trained, as an average has, or is small,
+and it is copied no more when it has stood still until the vote of several blocks. A change that comes later is seen by
+torch's own count of changes, or by its place, and is copied from the next block on.
+
+Invariants:
+1. Copies take at most twice the memory of the trained weights, and what is known to change.
+2. What changed before a vote and was not copied is told when a block is put back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+from holdfast.frameworks.torch.state.boxes import local_of, writes_of
+from holdfast.frameworks.torch.state.optimizer_state import Undo, parameters_of
+from holdfast.frameworks.torch.state.state import TorchState
+
+log = logging.getLogger("holdfast")
+
+STILL_BLOCKS = 8
+ALLOWED = 2  # copies of each trained weight
+SMALL_NUMEL = 4096  # whatever its form: an average's counter
+
+
+class Averages:
+    """Keeps copies of them in the ``undo`` of a snapshot."""
+
+    def __init__(self, state: TorchState, undo: Undo) -> None:
+        self._state = state
+        self._undo = undo
+        self._moves: set[int] = set()  # by id: seen to change before a vote
+        self._stood: Counter[int] = Counter()  # by id: so many votes without a change
+        self._kept: list[torch.Tensor] = []  # copied for this block
+        # The others, as they were at its start.
+        self._marks: list[tuple[str, torch.Tensor, tuple[int, int]]] = []
+        self._told = False
+
+    def take(self) -> None:
+        """A block begins."""
+        self._kept, self._marks = [], []
+        trained = {id(p) for o in self._state.optimizers.values() for p in parameters_of(o.optimizer)}
+        others = list(self._untrained(trained))
+        if not others:
+            return
+        allowed = Counter(
+            {form: ALLOWED * n for form, n in Counter(_form(p) for p in self._trained(trained)).items()}
+        )
+        for name, tensor in others:
+            key, form = id(tensor), _form(tensor)
+            fits = allowed[form] > 0 or tensor.numel() <= SMALL_NUMEL
+            if key in self._moves or (fits and self._stood[key] < STILL_BLOCKS):
+                allowed[form] -= 1
+                self._undo.keep(tensor)
+                self._kept.append(tensor)
+            else:
+                self._marks.append((name, tensor, _mark(tensor)))
+
+    def _trained(self, trained: set[int]) -> Iterator[torch.Tensor]:
+        for parameter in self._state.names.parameters.values():
+            if parameter.requires_grad and id(parameter) in trained:
+                yield parameter
+
+    def _untrained(self, trained: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, parameter in self._state.names.parameters.items():
+            if not (parameter.requires_grad and id(parameter) in trained):
+                yield name, parameter
+        for name, item in self._state.objects().items():
+            if isinstance(item, nn.Module):
+                for key, tensor in chain(item.named_parameters(), item.named_buffers()):
+                    if id(tensor) not in trained:
+                        yield f"{name}.{key}", tensor
+
+    def settle(self) -> None:
+        """The vote comes: what has changed until now is copied in every block from here on."""
+        weights = self._undo.weights()
+        for tensor in self._kept:
+            key = id(tensor)
+            if key in self._moves:
+                continue
+            if torch.equal(local_of(tensor), local_of(weights[key])):
+                self._stood[key] += 1
+            else:
+                self._moves.add(key)
+        self._moves |= {id(tensor) for _, tensor, mark in self._marks if _mark(tensor) != mark}
+
+    def tell(self) -> None:
+        """A block is put back: say what it changed and what was not copied."""
+        changed = [name for name, tensor, mark in self._marks if _mark(tensor) != mark]
+        self._moves |= {id(tensor) for name, tensor, _ in self._marks if name in changed}
+        if changed and not self._told:
+            self._told = True
+            log.warning(
+                "holdfast: %s was changed before the vote of a block, for the first time, and stays so although the "
+                "block is tried again (%d such): change averaged weights after optimizer.step()",
+                changed[0],
+                len(changed),
+            )
+
+    def modules(self) -> dict[str, Any]:
+        """State of the modules among the user's own, as it was at the start of the block."""
+        weights = self._undo.weights()
+        return {
+            name: {
+                key: weights.get(id(value), value) for key, value in item.state_dict(keep_vars=True).items()
+            }
+            for name, item in self._state.objects().items()
+            if isinstance(item, nn.Module)
+            and any(id(t) in weights for t in chain(item.parameters(), item.buffers()))
+        }
+
+
+def _form(tensor: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def _mark(tensor: torch.Tensor) -> tuple[int, int]:
+    return local_of(tensor).data_ptr(), writes_of(tensor)

@@ -1,0 +1,326 @@
+"""Updates of the optimizer that can be made again: what one is made from, whether that is all, and the making.
+
+Theory. An optimizer that does not communicate computes new weights from what this rank holds: weights, its state, the
+local gradients and the settings of its groups. With the same bits of these the same code gives the same bits. So an
+update is taken down as its gradients and settings, when the optimizer is about to step, and made again by the same
+class on the same shards. That nothing else plays a part is tried, not believed: the update is made on a copy first
+(*foretold*), and at the next one the weights and the state must be those of the copy.
+
+Invariants:
+1. A copy shares no memory with what is trained, and the hooks of a session do not see its update.
+2. No collective starts while an update is foretold or made again.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from holdfast.errors import CheckpointInvalid, StateError
+from holdfast.frameworks.common.state_tree import join, no_leaf, split
+from holdfast.frameworks.torch import private_api
+from holdfast.frameworks.torch.comm.comm_state import fabric
+from holdfast.frameworks.torch.state.boxes import (
+    DTYPES,
+    TORCH_DTYPES,
+    byte_view,
+    lies_as,
+    local_of,
+)
+from holdfast.frameworks.torch.state.optimizer_state import (
+    clone,
+    hyperparameters,
+    parameters_of,
+    set_hyperparameters,
+    shared_state,
+)
+from holdfast.frameworks.torch.state.state import TorchState
+from holdfast.store.format.json_values import decode_mapping, encode_values
+from holdfast.store.shared_memory.update_log import Gradient, Update
+
+_SEED = 0x5EED
+PIECES, PIECE_NUMEL = 4, 8192
+"""So many weights are looked at between two updates, and so many elements of each."""
+
+
+class Updates:
+    """Of the one optimizer of a session (``frameworks.common.adapter.Updates``).
+
+    Args:
+        state: of the session.
+        owner: of the hooks that may see an optimizer's step.
+
+    Attributes:
+        alone: an update is foretold or made again now: hooks are to leave it alone.
+    """
+
+    def __init__(self, state: TorchState, owner: object) -> None:
+        self.alone = False
+        self._state = state
+        self._owner = owner
+        self._refused = ""
+        self._comes = False  # the optimizer is about to step in this block
+        self._written: tuple[object, ...] | None = None  # counts of writes after the last update
+        self._pieces: list[tuple[torch.Tensor, int, torch.Tensor]] = []  # weight, where in it, what was there
+        self._turn = 0
+        self._foretold: dict[str, int] = {}
+
+    # ------------------------------------------------------------------ from the adapter
+
+    def begin(self) -> None:
+        """A block begins."""
+        self._comes = False
+
+    def comes(self) -> None:
+        """The optimizer is about to step."""
+        self._comes = True
+
+    def made(self) -> None:
+        """The optimizer has stepped."""
+        self.settle()
+
+    def refuse(self, what: str) -> None:
+        """The script does what no log holds."""
+        self._refused = self._refused or what
+
+    # ------------------------------------------------------------------ from the session
+
+    def why_not(self) -> str:
+        """Why the updates of this script cannot be made again; empty: they can, as far as that is seen beforehand."""
+        optimizers = list(self._state.optimizers.values())
+        if self._refused:
+            return self._refused
+        if self._state.scaler is not None:
+            return "a GradScaler decides about each update"
+        if len(optimizers) != 1:
+            return f"there are {len(optimizers)} optimizers"
+        if private_api.is_replaced(optimizers[0].optimizer):
+            return "step() of the optimizer was replaced by another function"
+        for hook in private_api.step_hooks(optimizers[0].optimizer):
+            if getattr(hook, "__self__", None) is not self._owner:
+                return "another hook runs at the optimizer's step"
+        return ""
+
+    def rebuilds(self, fqn: str) -> bool:
+        """A weight, or state of the optimizer."""
+        state = self._state
+        of_optimizer = any(fqn.startswith(f"{o.prefix}.") for o in state.optimizers.values())
+        return fqn in state.names.parameters or (
+            of_optimizer and all(slot.fqn != fqn for slot in state.names.buffers)
+        )
+
+    def settle(self) -> None:
+        """What is there now is what the next update begins with."""
+        self._written = self._counts()
+        self._turn += 1
+        self._pieces = [(p, at, _piece(p, at).clone()) for p, at in self._choose()]
+
+    def undisturbed(self) -> bool:
+        """By torch's counts of writes nothing but the optimizer has changed weights and its state, and some weights are
+        what they were. From any thread."""
+        return self._written is None or (
+            self._written == self._counts()
+            and all(torch.equal(_piece(p, at), noted) for p, at, noted in self._pieces)
+        )
+
+    def _choose(self) -> Iterator[tuple[torch.Tensor, int]]:
+        """Some weights and a place in each, others each time: ``parameter.data.clamp_()`` is not counted by torch."""
+        parameters = list(self._state.names.parameters.values())
+        for number in range(min(PIECES, len(parameters))):
+            parameter = parameters[(self._turn * PIECES + number) % len(parameters)]
+            yield parameter, self._turn * PIECE_NUMEL % max(local_of(parameter).numel(), 1)
+
+    def take(self, step: int) -> Update:
+        """The update of ``step`` that is about to be made. The bytes are those of the gradients, valid until then.
+
+        Raises:
+            StateError: something in it cannot be taken down.
+        """
+        if reason := self.why_not():
+            raise StateError(reason)
+        optimizer = self._optimizer()
+        groups = hyperparameters(optimizer)
+        if any(isinstance(value, torch.Tensor) for group in groups for value in group.values()):
+            raise StateError("a setting of the optimizer is a tensor")
+        settings = {"made": self._comes, "groups": split(groups, "groups", no_leaf)}
+        gradients: list[Gradient] = []
+        if self._comes:
+            updated = {id(p) for p in parameters_of(optimizer)}
+            gradients = [
+                _gradient_of(fqn, parameter)
+                for fqn, parameter in self._state.names.parameters.items()
+                if parameter.grad is not None and id(parameter) in updated
+            ]
+        return Update(step, encode_values(settings, "settings"), tuple(gradients))
+
+    def foretell(self, update: Update) -> None:
+        """Make ``update`` on a copy.
+
+        Raises:
+            StateError: that is not possible.
+        """
+        optimizer = self._optimizer()
+        copies = {p: _copy_of(p) for p in parameters_of(optimizer)}
+        double: Any = object.__new__(type(optimizer))
+        double.__dict__.update(optimizer.__dict__)
+        double.param_groups = [
+            {**group, "params": [copies[p] for p in group["params"]]} for group in optimizer.param_groups
+        ]
+        double.state = defaultdict(dict, clone(shared_state(optimizer.state)))
+        for p, copied in copies.items():
+            if p in optimizer.state:
+                double.state[copied] = clone(optimizer.state[p])
+        named = {fqn: copies[p] for fqn, p in self._state.names.parameters.items() if p in copies}
+        self._make(double, update, named)
+        self._foretold = _digests(double, named)
+
+    def as_foretold(self) -> str:
+        """The first tensor that is not what was foretold; empty: all are."""
+        optimizer, foretold = self._optimizer(), self._foretold
+        ours = set(parameters_of(optimizer))
+        now = _digests(optimizer, {f: p for f, p in self._state.names.parameters.items() if p in ours})
+        self._foretold = {}
+        return next((name for name in {**foretold, **now} if foretold.get(name) != now.get(name)), "")
+
+    def replay(self, updates: Sequence[Update]) -> None:
+        """Make these updates again, on the state of before the first one.
+
+        Raises:
+            CheckpointInvalid: they are not of this model, or cannot be made.
+        """
+        optimizer = self._optimizer()
+        for update in updates:
+            try:
+                self._make(optimizer, update, self._state.names.parameters)
+            except StateError as error:
+                raise CheckpointInvalid(f"update of step {update.step}: {error.message}") from error
+
+    # ------------------------------------------------------------------ helpers
+
+    def _optimizer(self) -> Optimizer:
+        return next(iter(self._state.optimizers.values())).optimizer
+
+    def _counts(self) -> tuple[object, ...]:
+        tensors = list(self._state.names.parameters.values())
+        others: list[object] = []
+        for held in self._state.optimizers.values():
+            others += map(id, parameters_of(held.optimizer))
+            for key, of_one in held.optimizer.state.items():
+                for value in of_one.values() if isinstance(key, torch.Tensor) else (of_one,):
+                    if isinstance(value, torch.Tensor):
+                        tensors.append(value)
+                    else:
+                        others.append(repr(value))
+        return (*map(id, tensors), *private_api.write_counts(tensors), *others)
+
+    def _make(self, optimizer: Optimizer, update: Update, parameters: Mapping[str, torch.Tensor]) -> None:
+        """Raises: StateError."""
+        settings = decode_mapping(update.settings, f"settings of step {update.step}")
+        if not settings["made"]:
+            return
+        groups = join(settings["groups"], lambda _: None)
+        if len(groups) != len(optimizer.param_groups):
+            raise StateError(f"it has {len(groups)} parameter groups, not {len(optimizer.param_groups)}")
+        for parameter in parameters_of(optimizer):
+            parameter.grad = None
+        for gradient in update.gradients:
+            if gradient.name not in parameters:
+                raise StateError(f"{gradient.name} is not in the model")
+            parameters[gradient.name].grad = _filled(parameters[gradient.name], gradient)
+        set_hyperparameters(optimizer, groups)
+        step: Any = type(optimizer).step  # a schedule counts the calls of the instance's
+        with self._leave_alone(optimizer):
+            try:
+                step(optimizer)
+            except Exception as error:
+                raise StateError(f"{type(optimizer).__name__}: {type(error).__name__}: {error}") from error
+        for parameter in parameters_of(optimizer):
+            parameter.grad = None
+
+    @contextmanager
+    def _leave_alone(self, optimizer: Optimizer) -> Iterator[None]:
+        devices = sorted({p.device.index for p in parameters_of(optimizer) if p.device.type == "cuda"})
+        self.alone = True
+        fabric().seal_updates(True)
+        try:
+            with torch.random.fork_rng(devices):
+                # Not those of the update itself: one that uses random numbers is not what was foretold.
+                torch.default_generator.manual_seed(_SEED)
+                for device in devices:
+                    with torch.cuda.device(device):
+                        torch.cuda.manual_seed(_SEED)
+                yield
+        finally:
+            fabric().seal_updates(False)
+            self.alone = False
+
+
+def _gradient_of(fqn: str, parameter: torch.Tensor) -> Gradient:
+    """Raises: StateError: it does not lie as its weight."""
+    gradient = parameter.grad
+    assert gradient is not None
+    local, lies = private_api.local_tensor(gradient), private_api.local_tensor(parameter)
+    alike = local.dtype is lies.dtype and local.layout is torch.strided and local.shape == lies.shape
+    if not alike or not (_cut_alike(gradient, parameter) or lies_as(gradient, parameter)):
+        raise StateError(f"the gradient of {fqn} does not lie as its weight")
+    return Gradient(fqn, DTYPES[local.dtype], tuple(local.shape), byte_view(local))
+
+
+def _cut_alike(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
+    """Seen at once, as at almost every step."""
+    if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
+        return not isinstance(gradient, DTensor) and not isinstance(parameter, DTensor)
+    return gradient.device_mesh is parameter.device_mesh and gradient.placements == parameter.placements
+
+
+def _piece(parameter: torch.Tensor, at: int) -> torch.Tensor:
+    """The bits of some elements; a number that is none is equal to itself."""
+    return local_of(parameter).reshape(-1)[at : at + PIECE_NUMEL].view(torch.uint8)
+
+
+def _copy_of(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().clone().requires_grad_(parameter.requires_grad)
+
+
+def _filled(parameter: torch.Tensor, gradient: Gradient) -> torch.Tensor:
+    """A gradient for ``parameter``. Raises: StateError: of another form."""
+    made = torch.empty_like(parameter, requires_grad=False)
+    local = local_of(made)
+    dtype = TORCH_DTYPES.get(gradient.dtype)
+    if dtype is not local.dtype or gradient.shape != tuple(local.shape):
+        raise StateError(
+            f"the gradient of {gradient.name} is {gradient.dtype} {list(gradient.shape)}, the weight here "
+            f"{DTYPES[local.dtype]} {list(local.shape)}"
+        )
+    staged = torch.empty(gradient.shape, dtype=dtype)
+    if staged.numel():
+        np.copyto(np.frombuffer(byte_view(staged), np.uint8), np.frombuffer(gradient.data, np.uint8))
+    with torch.no_grad():
+        local.copy_(staged)
+    return made
+
+
+def _digests(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
+    """Of every tensor that the optimizer changes, by name."""
+    found: dict[str, int] = {}
+    for fqn, parameter in parameters.items():
+        found[fqn] = _digest(parameter)
+        for key, value in optimizer.state.get(parameter, {}).items():
+            found[f"{key} of {fqn}"] = _digest(value)
+    for key, value in shared_state(optimizer.state).items():
+        found[f"the optimizer's {key}"] = _digest(value)
+    return found
+
+
+def _digest(value: Any) -> int:
+    if isinstance(value, torch.Tensor | DTensor):
+        return xxhash.xxh3_64_intdigest(byte_view(local_of(value)))
+    return xxhash.xxh3_64_intdigest(repr(value).encode())

@@ -1,0 +1,134 @@
+"""After an aborted step: make the wrappers forget what they were in the middle of.
+
+An exception (or a poisoned collective) in forward or backward leaves DDP's reducer waiting for gradients that will not
+come, FSDP2 with unsharded parameters and half-reduced gradients, GradScaler in the state "already unscaled", and a
+pipeline schedule with losses and activations of the aborted step, which it would go on with. A retry on top of that
+raises, or goes on with other weights and says nothing. :func:`heal`, :func:`heal_scaler` and :func:`heal_pipelines`
+put them back as they are between two steps. The attributes of torch that they need are in ``private_api.py``; the
+tests compare the weights after an abort bit for bit with those of an undisturbed run.
+
+Rules for the caller:
+1. Every rank of a generation heals before its first forward in it, also one that had nothing to abort: a healed DDP
+   reducer rebuilds its buckets, and that is a collective.
+2. A rehearsal (loopback) that ended in order is healed in its reducer only when its buckets are set: it would forget
+   what it rehearsed. Then it is, as rule 1 says.
+3. A healed pipeline greets its neighbours anew in its next step, so all its ranks must be healed, newcomers too.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.errors import UnsupportedError
+from holdfast.frameworks.torch import private_api
+from holdfast.frameworks.torch.comm.comm_state import fabric
+from holdfast.frameworks.torch.state.parameter_names import data_parallel
+from holdfast.runtime.node.torch_build import TESTED
+
+
+def heal(model: nn.Module) -> None:
+    """Forget the aborted step: reducers of DDP, unshard and reduce state of FSDP2, all gradients.
+
+    Args:
+        model: the outermost module, wrapped or not; anything else in it is left alone.
+
+    Raises:
+        UnsupportedError: this torch keeps FSDP2's state in another way than the one known here.
+    """
+    for ddp in data_parallel(model):
+        if not fabric().looped:
+            private_api.reset_reducer(ddp)
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if sharded:
+        try:
+            private_api.reset_sharded(sharded)
+        except AttributeError as error:
+            raise UnsupportedError(
+                f"FSDP2 of torch {torch.__version__} cannot be healed after an abort: {error}",
+                hint=f"use torch {TESTED}, or restart the job after a fault: --on-fault restart",
+            ) from error
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def forget_pass(model: nn.Module) -> None:
+    """Reducers keep their buckets and count their passes from here on, as those of all ranks do that were healed."""
+    for ddp in data_parallel(model):
+        private_api.reset_reducer(ddp)
+
+
+def heal_scaler(scaler: torch.amp.GradScaler) -> None:
+    """Forget that gradients of the aborted step were unscaled: else the retry steps with scaled ones."""
+    private_api.forget_unscaled(scaler)
+
+
+def heal_pipelines() -> None:
+    """Forget the aborted step in every pipeline schedule of this process.
+
+    Raises:
+        UnsupportedError: this torch keeps a schedule's state in another way than the one known here.
+    """
+    for schedule in instances(*private_api.PIPELINE_SCHEDULE):
+        try:
+            private_api.reset_schedule(schedule)
+        except AttributeError as error:
+            raise UnsupportedError(
+                f"a pipeline of torch {torch.__version__} cannot be healed after an abort: {error}",
+                hint=f"use torch {TESTED}, or restart the job after a fault: --on-fault restart",
+            ) from error
+
+
+def instances(module: str, kind: str) -> list[Any]:
+    """All living objects of a class that this process may have imported; for those that nobody names to us."""
+    if module not in sys.modules:
+        return []
+    classes = {getattr(sys.modules[module], kind)}
+    while more := {derived for each in classes for derived in each.__subclasses__()} - classes:
+        classes |= more
+    # An object refers to its class. Not isinstance(): it reads __class__, which some objects answer with code.
+    return [item for item in gc.get_referrers(*classes) if type(item) in classes]
+
+
+def rehearsals_needed(model: nn.Module) -> bool:
+    """True while a DDP module in ``model`` has yet to rebuild its buckets.
+
+    DDP sets the layout of its buckets after the first backward passes (two, with ``static_graph`` three); the layout
+    decides the order of gloo's sums. A process that starts anew in a job that has trained already rehearses forward
+    and backward in loopback until this is False, else its sums differ from those of the undisturbed run. In a process
+    that has trained the step before, one pass (not with ``static_graph``) is known already: ``rebuild_buckets`` does.
+    """
+    return any(
+        not private_api.has_rebuilt_buckets(ddp) and _will_rebuild(ddp) for ddp in data_parallel(model)
+    )
+
+
+def dividing(model: nn.Module, world_size: int) -> list[nn.Parameter]:
+    """One parameter of each DDP module whose sums depend on whether its gradients lie in the buckets already.
+
+    Then the reducer divides by the number of ranks, else it multiplies by its inverse: the same for powers of two only.
+    """
+    if world_size & (world_size - 1) == 0:
+        return []
+    found = [ddp for ddp in data_parallel(model) if ddp.gradient_as_bucket_view]
+    return [p for ddp in found for p in [q for q in ddp.parameters() if q.requires_grad][:1]]
+
+
+def rebuild_buckets(model: nn.Module) -> None:
+    """After a pass, in loopback: set DDP's buckets now, where it would at the start of its next forward.
+
+    That saves a pass, and a collective that may break: the reducer sends its bucket indices around, here to itself.
+    """
+    for ddp in data_parallel(model):
+        if not private_api.has_rebuilt_buckets(ddp):
+            private_api.rebuild_buckets(ddp)
+
+
+def _will_rebuild(ddp: DistributedDataParallel) -> bool:
+    return ddp.static_graph or not ddp.find_unused_parameters

@@ -1,0 +1,98 @@
+"""torch's ``ZeroRedundancyOptimizer``: each rank updates some of the parameters, then sends them to all others.
+
+Theory. Its ``step()`` communicates, so a death in it leaves some parameters updated and others not. Such an update is
+*tentative*: it is made before the vote, from a copy of the weights and of this rank's state, and undone when it breaks
+off, as one inside of ``step.update(name)``. The state of a parameter lies whole with the rank that updates it. That
+rank follows from the parameters and the number of ranks, so a process that begins without state knows which tensors of
+a checkpoint are its own, also where another number of ranks wrote it.
+
+Invariants:
+1. The optimizer's ``state`` is that of the local optimizer inside of it: one object.
+2. A checkpoint holds no state of it that the catalogue cannot name: every value is a tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from holdfast.errors import StateError
+from holdfast.frameworks.common.state_tree import MARK, Leaf, Plain
+from holdfast.frameworks.torch.state.hand_sharded import HandCut
+from holdfast.frameworks.torch.state.optimizer_state import OptimizerState, local_part, parameters_of
+from holdfast.store.layouts.layout import Catalogue
+from holdfast.store.layouts.layout_completion import PREFIX, SHARDED
+
+log = logging.getLogger("holdfast")
+
+
+def state_of(name: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> OptimizerState:
+    """The state of one optimizer, whichever it is."""
+    kind = OptimizerState if local_part(optimizer) is None else ZeroState
+    return kind(name, optimizer, parameters)
+
+
+def tentative(optimizers: Mapping[str, Optimizer], rank: int) -> frozenset[str]:
+    """Names of the optimizers whose update communicates, and is undone when it breaks off; rank 0 tells the cost."""
+    names = frozenset(name for name, optimizer in optimizers.items() if local_part(optimizer) is not None)
+    for name in sorted(names) if rank == 0 else ():
+        weights = sum(p.numel() * p.element_size() for p in parameters_of(optimizers[name]))
+        log.warning(
+            "holdfast: optimizer %r communicates in step(): each step first copies its weights (%.1f MB) and this "
+            "rank's part of its state, to undo an update that a lost rank breaks off. One rank holds each part: that "
+            "of a lost rank comes from the last copy in memory (--memory-every), and the steps since are done again",
+            name,
+            weights / 1e6,
+        )
+    return names
+
+
+class ZeroState(OptimizerState):
+    """This rank's part of the state of one ``ZeroRedundancyOptimizer``."""
+
+    def __init__(self, name: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
+        super().__init__(name, optimizer, parameters)
+        self.prefix = f"{PREFIX}{name}{SHARDED}"
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """With the state of the local optimizer as its own; ``load_state_dict`` of either makes new ones."""
+        outer = super().optimizer
+        local = local_part(outer)
+        if local is not None and outer.state is not local.state:
+            outer.state = local.state
+        return outer
+
+    def kind(self) -> str:
+        """Its name, with that of the local optimizer."""
+        return f"{super().kind()}({type(local_part(self.optimizer)).__name__})"
+
+    def split(self, leaf: Leaf, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> Plain:
+        """As the base. Raises: StateError: a value that is no tensor, which the other ranks could not name."""
+        for of_one in state.values():
+            for key, value in of_one.items():
+                if not isinstance(value, torch.Tensor) or "." in key:
+                    raise StateError(
+                        f"optimizer {self.name!r}: {self.kind()} keeps a {type(value).__name__} as {key!r} of a "
+                        "parameter, and only tensors can be told apart by rank",
+                        hint="an optimizer whose state is tensors (Adam, AdamW, SGD)",
+                    )
+        return super().split(leaf, groups, state)
+
+    def prepare(
+        self, saved: Plain, catalogue: Catalogue, targets: dict[str, torch.Tensor], cuts: HandCut
+    ) -> Callable[[], None]:
+        """As the base, with the state of this rank's own parameters, whichever rank wrote ``saved``."""
+        local = local_part(self.optimizer)
+        assert local is not None
+        own = {self.name_of(p) for p in parameters_of(local)}
+        found: dict[str, dict[str, Plain]] = {}
+        for entry in catalogue.tensors:
+            fqn, _, key = entry.fqn.removeprefix(f"{self.prefix}.").rpartition(".")
+            if entry.fqn.startswith(f"{self.prefix}.") and fqn in own:
+                found.setdefault(fqn, {})[key] = {MARK: "tensor", "v": entry.fqn}
+        return super().prepare({**saved, "state": found}, catalogue, targets, cuts)

@@ -1,0 +1,129 @@
+"""What a block finds and what it computes, as digests; and the watch on one whose runs differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from holdfast.frameworks.torch import private_api
+from holdfast.frameworks.torch.state.boxes import flat_bytes, local_of
+from holdfast.frameworks.torch.state.state import TorchState, arrays_in
+from holdfast.frameworks.torch.state.tensor_digest import sums
+from holdfast.frameworks.torch.steps.impurity_witness import Witness
+
+
+def found_by(state: TorchState) -> dict[str, int]:
+    """Digests of what a block finds that a run without effect has put back: settings, schedules, the user's state."""
+    found: dict[str, int] = {}
+    for name, optimizer in state.optimizers.items():
+        for number, group in enumerate(optimizer.hyperparameters()):
+            for key, value in group.items():
+                found[f"{key} of group {number} of optimizer {name!r}"] = _digest_of(value)
+    for name, scheduler in state.schedulers.items():
+        found[f"scheduler {name!r}"] = _digest_of(scheduler.state_dict())
+    for name, item in state.plain_extras().items():
+        found[f"state {name!r}"] = _digest_of(item)
+    for name, item in state.objects().items():
+        if not (hasattr(item, "__iter__") or getattr(item, "shows_committed_steps", False)):
+            found[f"state {name!r}"] = _digest_of(item.state_dict())
+    return found
+
+
+def gradients_in(state: TorchState) -> Iterator[tuple[str, int]]:
+    """The digest of each gradient, by the name of its parameter. Waits for the device."""
+    for name, parameter in state.names.parameters.items():
+        if parameter.grad is not None:
+            yield name, _digest(parameter.grad)
+
+
+def computed_in(state: TorchState) -> dict[str, int]:
+    """Digests of each gradient and each buffer. Empty: there is no gradient. Waits for the device."""
+    found = {f"the gradient of {name}": digest for name, digest in gradients_in(state)}
+    if not found:
+        return found
+    for slot in state.names.buffers:
+        live = slot.get()
+        if live is not None:
+            found[f"buffer {slot.fqn}"] = _digest(live)
+    return found
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    if tensor.is_sparse:
+        tensor = torch.cat([part.reshape(-1).double() for part in private_api.sparse_parts(tensor)])
+    local = local_of(tensor)
+    if not local.numel():
+        return 0
+    flat = flat_bytes(local)  # the same for any strides
+    if flat.device.type == "cpu":
+        return xxhash.xxh3_64_intdigest(flat.numpy().data)
+    return int.from_bytes(sums([flat]), "little")
+
+
+def _digest_of(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return _digest(value)
+    if isinstance(value, np.ndarray):
+        return xxhash.xxh3_64_intdigest(np.ascontiguousarray(value).tobytes())
+    if isinstance(value, Mapping):
+        return hash(tuple((repr(key), _digest_of(item)) for key, item in value.items()))
+    if isinstance(value, list | tuple):
+        return hash(tuple(_digest_of(item) for item in value))
+    return xxhash.xxh3_64_intdigest(repr(value).encode())
+
+
+def _put_back(state: TorchState) -> Iterator[torch.Tensor]:
+    """Tensors that a run without effect leaves as they were."""
+    yield from state.names.parameters.values()
+    yield from (live for slot in state.names.buffers if (live := slot.get()) is not None)
+    for optimizer in state.optimizers.values():
+        for value in optimizer.optimizer.state.values():
+            yield from (item for item in value.values() if isinstance(item, torch.Tensor))
+    for _, item in arrays_in(state.plain_extras(), "state"):
+        if isinstance(item, torch.Tensor):
+            yield item
+    for item in state.objects().values():
+        if isinstance(item, torch.nn.Module):
+            yield from (*item.parameters(), *item.buffers())
+
+
+class Suspicion:
+    """Of a block whose runs differ: two more of them, with deterministic algorithms, and watched.
+
+    Args:
+        state: of the session.
+    """
+
+    def __init__(self, state: TorchState) -> None:
+        self._state = state
+        self._witness: Witness | None = None
+        self._before: tuple[bool, bool] | None = None  # the script's own settings, while a run is under way
+
+    @property
+    def cause(self) -> str:
+        """What the witness has found, or empty."""
+        return "" if self._witness is None else self._witness.cause
+
+    def begin(self) -> None:
+        """A run begins."""
+        if self._witness is None:
+            generators = [generator for _, generator in self._state.generators]
+            self._witness = Witness(generators, _put_back(self._state))
+        self._before = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        self._witness.turn()
+        self._witness.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """It is over, in whatever way."""
+        if self._before is not None and self._witness is not None:
+            self._witness.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            torch.use_deterministic_algorithms(self._before[0], warn_only=self._before[1])
+            self._before = None

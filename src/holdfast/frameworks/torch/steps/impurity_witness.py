@@ -1,0 +1,103 @@
+"""Where a block gets what it should not have: tensors of its run before, and random generators that are not put back.
+
+Theory. A block that computes something else when it runs again uses what its run before has left in a variable. Two
+such runs are watched. Each tensor that the first one makes, and each one from outside that it writes, is noted with the
+line of the script; the second run is looked at for those. Parameters, buffers, optimizer state and the declared state
+are not among them: these were put back.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from holdfast.frameworks.torch.state.boxes import writes_of
+
+_OURS = (os.path.dirname(torch.__file__) + os.sep, str(Path(__file__).parents[2]) + os.sep)
+_Made = tuple["weakref.ref[torch.Tensor]", str]
+
+
+class Witness(TorchFunctionMode):
+    """Of one process.
+
+    Args:
+        generators: those that are seeded for each step.
+        known: tensors that are put back after a run without effect.
+
+    Attributes:
+        cause: what was found, in words, or empty.
+    """
+
+    def __init__(self, generators: Iterable[object], known: Iterable[torch.Tensor]) -> None:
+        super().__init__()
+        self.cause = ""
+        self._generators = {id(generator) for generator in generators}
+        self._known = {id(tensor) for tensor in known}
+        self._before: dict[int, _Made] = {}  # tensors of the run before, by id
+        self._made: dict[int, _Made] = {}
+
+    def turn(self) -> None:
+        """Another run of the block begins."""
+        self._before, self._made = self._made, {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Every call of torch in the block."""
+        given = kwargs or {}
+        used = list(_tensors((*args, *given.values())))
+        if not self.cause:
+            self._look(used, given.get("generator"))
+        writes = [writes_of(tensor) for tensor in used]
+        result = func(*args, **given)
+        for tensor, before in zip(used, writes, strict=True):
+            if writes_of(tensor) != before and not self._knows(tensor):
+                self._made[id(tensor)] = weakref.ref(tensor), f"{_line()} wrote"
+        ids = {id(tensor) for tensor in used}
+        for tensor in _tensors((result,)):
+            if id(tensor) not in ids and not self._knows(tensor):  # else written in place
+                self._made[id(tensor)] = weakref.ref(tensor), f"{_line()} made"
+        return result
+
+    def _knows(self, tensor: torch.Tensor) -> bool:
+        """It was noted in this run, or is put back."""
+        noted = self._made.get(id(tensor))
+        return id(tensor) in self._known or (noted is not None and noted[0]() is tensor)
+
+    def _look(self, used: Iterable[torch.Tensor], generator: object) -> None:
+        if generator is not None and id(generator) not in self._generators:
+            self.cause = f"{_line()} draws from a generator that is not in session(state=...)"
+        for tensor in used:
+            ref, left = self._before.get(id(tensor), (None, ""))
+            if ref is not None and ref() is tensor:
+                kind = str(tensor.dtype).removeprefix("torch.")
+                self.cause = f"{_line()} uses the {kind} {list(tensor.shape)} that {left} in the run before"
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())
+
+
+def _line() -> str:
+    """File and line of the script that calls torch now."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

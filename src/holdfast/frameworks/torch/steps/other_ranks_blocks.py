@@ -1,0 +1,77 @@
+"""Blocks of other copies of the model, run in this process: their batches, their random numbers, what comes out."""
+
+from __future__ import annotations
+
+import copy as copies
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import xxhash
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from holdfast.frameworks.common.adapter import Copy
+from holdfast.frameworks.torch.comm.comm_state import Fabric
+from holdfast.frameworks.torch.data.position import Feed, MapSource, make_source, unwrapped
+from holdfast.frameworks.torch.state.rng import reseed, reseed_generators
+from holdfast.frameworks.torch.state.state import TorchState
+from holdfast.frameworks.torch.steps.block_proof import gradients_in
+from holdfast.runtime.node.shm_allreduce import VOTE_LENGTH_MAX
+
+
+class Others:
+    """Of one session (``frameworks.common.adapter.Others``).
+
+    Args:
+        fabric: sums over all ranks.
+        state: of the session; its gradients are what a block computes.
+        seed: of the session.
+        copy: the one that this process trains.
+    """
+
+    def __init__(self, fabric: Fabric, state: TorchState, seed: int, copy: Copy) -> None:
+        self._fabric = fabric
+        self._state = state
+        self._seed = seed
+        self.copy, self.numbers = copy
+
+    def feed(self, loader: Any, copy: int) -> Feed | None:
+        """The batches that another copy draws from the same loader; None: that is not known."""
+        loader, device = unwrapped(loader)
+        if not isinstance(loader, DataLoader) or type(make_source(loader, self._seed, copy)) is not MapSource:
+            return None
+        sampler: Any = loader.sampler
+        shares = isinstance(sampler, DistributedSampler) and type(loader.batch_sampler) is BatchSampler
+        if not shares or sampler.num_replicas != self.numbers:
+            return None
+        other = copies.copy(sampler)
+        other.rank = copy
+        source = make_source(
+            DataLoader(
+                loader.dataset, loader.batch_size, sampler=other, drop_last=loader.drop_last,
+                collate_fn=loader.collate_fn, generator=loader.generator,
+            ),
+            self._seed, copy,
+        )  # fmt: skip
+        source.device = device
+        return Feed(source)
+
+    def act_as(self, copy: int, step: int) -> None:
+        """The block that begins has the random numbers of another copy."""
+        reseed(self._seed, copy, step)
+        reseed_generators(self._state.generators, self._seed, copy, step)
+
+    def gradients(self) -> int | None:
+        """64-bit digest of all gradients that are there; None: there are none."""
+        total, any_there = xxhash.xxh3_64(), False
+        for name, digest in gradients_in(self._state):
+            any_there = True
+            total.update(f"{name}:{digest};".encode())
+        return int(total.intdigest()) if any_there else None
+
+    def sum(self, vector: Sequence[int]) -> list[int]:
+        """Over all ranks; as often as a vote has room. Raises: PeerLost."""
+        return list(self._summed(vector))
+
+    def _summed(self, vector: Sequence[int]) -> Iterator[int]:
+        for start in range(0, len(vector), VOTE_LENGTH_MAX):
+            yield from self._fabric.reduce_vote(list(vector[start : start + VOTE_LENGTH_MAX]))

@@ -1,0 +1,77 @@
+"""Gradients that a block leaves behind, and to which the next one adds.
+
+No checkpoint holds gradients, and an aborted step drops them: what is added up over several blocks would be lost by
+any fault and by every resume. They are looked for where it is sure: gradients that were there when the block began are
+still there, and not zero, when the first backward of the block reaches the output of their module. Clearing them before
+that (``zero_grad`` at the start, of each optimizer before its own backward) is fine, and so is leaving them to a module
+that this block does not train.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from holdfast.errors import StepError
+from holdfast.frameworks.torch import private_api
+from holdfast.frameworks.torch.state.boxes import local_of
+
+_ADVICE = (
+    "call optimizer.zero_grad() in each block, before backward or after optimizer.step(); to accumulate, do so inside "
+    "one block: `for step in s.steps(loader, batches=4): with step as batches: for batch in batches: ...`, then "
+    "optimizer.step(); or over parts of a batch, batch.chunk(4)"
+)
+
+
+class Leftover:
+    """Of the block that is open.
+
+    Args:
+        modules: as the session was given them.
+        trained: what its optimizers update.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], trained: Callable[[], Iterable[torch.Tensor]]) -> None:
+        self._parameters = [list(module.parameters()) for module in modules]
+        self._trained = trained
+        self._left: list[list[tuple[torch.Tensor, weakref.ref[torch.Tensor]]]] = [[] for _ in modules]
+        self._last = -1, True  # the newest committed step, and whether it made an update
+
+    def begin(self) -> None:
+        """Note which gradients are there. They are not kept alive."""
+        self._left = [
+            [(p, weakref.ref(gradient)) for p in parameters if (gradient := p.grad) is not None]
+            for parameters in self._parameters
+        ]
+
+    def ended(self, step: int, *, updated: bool) -> None:
+        """Step ``step`` is committed."""
+        self._last = step, updated
+
+    def check(self, number: int) -> None:
+        """The first backward of this block reaches the output of a module. Raises: StepError."""
+        left, self._left[number] = self._left[number], []
+        kept = [(p, p.grad) for p, gradient in left if p.grad is not None and p.grad is gradient()]
+        if not kept:
+            return
+        trained = {id(parameter) for parameter in self._trained()}
+        if _any([gradient for parameter, gradient in kept if id(parameter) in trained]):
+            step, updated = self._last
+            made = "leaves the gradients of its update" if updated else "made no update but leaves gradients"
+            raise StepError(
+                f"step {step} {made}, to which the next step adds: no checkpoint holds them", hint=_ADVICE
+            )
+
+
+def _any(gradients: Iterable[torch.Tensor]) -> bool:
+    """One of them is not zero; waits for each device once."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for gradient in gradients:
+            values = private_api.sparse_parts(gradient)[1] if gradient.is_sparse else local_of(gradient)
+            if values.numel():
+                by_device.setdefault(values.device, []).append(values)
+        return any(bool(private_api.largest(values).any()) for values in by_device.values())

@@ -1,0 +1,90 @@
+"""What a framework's own loop draws is what the process before this one drew there: compared, as ``s.steps`` does it.
+
+Theory. See ``session/loops/batch_digest.py``. A framework draws its batches itself, often one ahead of the step, so a
+batch is known here by its place: epoch, and number in this rank's share of the epoch. The record of one batch, the
+newest that the step trains, is among the plain values that this rank keeps with the step: from the begin of its block
+on. The next process compares when it draws that place: in the step that was in flight, or because it is sent back by
+one batch.
+
+Invariants:
+1. A difference is an error before the step of that batch begins.
+2. Nothing is compared for a job of another size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from holdfast.frameworks.common.adapter import Feed
+from holdfast.frameworks.common.state_tree import Plain
+from holdfast.frameworks.torch.data.batch_digest import digest_of_batch
+from holdfast.session.loops.batch_digest import another_batch
+
+KEPT_MAX = 64
+"""Digests of the batches that were drawn last: more than a framework draws ahead, or takes for one step."""
+
+
+class DrawnBatches:
+    """The batches that one rank draws.
+
+    Args:
+        expected: the record that the process before this one has left; None: there was none, or it is not known.
+        verify: compare; else nothing is done.
+
+    Attributes:
+        record: of the newest batch that the step trains, for the process that comes next; None: it is not known.
+    """
+
+    def __init__(self, expected: Plain, *, verify: bool) -> None:
+        self._rank, self._world = (
+            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        )
+        same = isinstance(expected, Mapping) and expected.get("world") == self._world
+        self._expected: Mapping[str, Any] | None = (
+            expected if same and isinstance(expected, Mapping) else None
+        )
+        self._verify = verify
+        self.record: Plain = expected
+        self._digests: dict[tuple[int, int], int] = {}
+
+    def expects(self, epoch: int, batch: int) -> bool:
+        """The batch of this place is compared when it is drawn."""
+        known = self._expected
+        return self._verify and known is not None and (known["epoch"], known["batch"]) == (epoch, batch)
+
+    def saw(self, epoch: int, batch: int, drawn: Any, loader: Any) -> None:
+        """``loader`` has given this batch. Raises: DataError: another one than before."""
+        if not self._verify:
+            return
+        found = digest_of_batch(drawn)
+        known = self._expected
+        if known is not None and self.expects(epoch, batch) and known["digest"] != found:
+            raise another_batch(self._rank, loader, f"batch {batch} of epoch {epoch}")
+        self._digests[epoch, batch] = found
+        while len(self._digests) > KEPT_MAX:
+            del self._digests[next(iter(self._digests))]
+
+    def trains(self, epoch: int, batch: int) -> None:
+        """The step that is open, or begins next, trains this batch last."""
+        found = self._digests.get((epoch, batch))
+        known = {"epoch": epoch, "batch": batch, "digest": found, "world": self._world}
+        self.record = None if found is None else known
+
+    def draw(self, feed: Feed, loader: Any) -> Any:
+        """The next batch of ``feed``, for the step that begins next. Raises: DataError: as :meth:`saw`."""
+        place = feed.place()
+        drawn = feed.draw()
+        self.saw(place["epoch"], place["batch"], drawn, loader)
+        self.trains(place["epoch"], place["batch"])
+        return drawn
+
+    def seek(self, feed: Feed, place: Mapping[str, int], loader: Any) -> None:
+        """Send ``feed`` to ``place``; a batch that is expected is drawn first, for the comparison alone."""
+        known = self._expected
+        if known is not None and self._verify:
+            feed.seek({name: known[name] for name in ("epoch", "batch")})
+            self.draw(feed, loader)
+        feed.seek(place)

@@ -1,0 +1,139 @@
+"""How far Hugging Face's ``Trainer`` is, and the state of its callbacks: what a position in its loop is made of.
+
+Theory. After a step the Trainer may log, evaluate and save, and at the end of an epoch once more. A position that is
+told before that says what is still to be done (``due``, ``ended``): whoever restarts from there does it then.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers.trainer_callback import ExportableState, TrainerCallback
+
+from holdfast.integrations.recorded_calls import is_newcomer
+
+# Of TrainerState what is the training's, not this run's or this process's.
+OF_TRAINING = "epoch global_step num_input_tokens_seen total_flos log_history".split()
+OF_TRAINING += "best_metric best_global_step best_model_checkpoint".split()
+DUE = "should_log should_evaluate should_save".split()
+
+
+def due_of(trainer: Any) -> list[str]:
+    """What the Trainer's callbacks have asked for."""
+    return [name for name in DUE if getattr(trainer.control, name)]
+
+
+def progress_of(trainer: Any) -> dict[str, Any]:
+    """The parts ``progress`` and ``callbacks`` of a position."""
+    return {
+        "progress": {name: copy.copy(getattr(trainer.state, name)) for name in OF_TRAINING},
+        "callbacks": {type(c).__name__: dict(c.state().get("attributes", {})) for c in _exportable(trainer)},
+    }
+
+
+def go_on(trainer: Any, position: Mapping[str, Any]) -> None:
+    """Set both."""
+    vars(trainer.state).update(copy.deepcopy(position["progress"]))
+    for callback in _exportable(trainer):
+        vars(callback).update(position["callbacks"].get(type(callback).__name__, {}))
+
+
+def _exportable(trainer: Any) -> list[Any]:
+    return [c for c in trainer.callback_handler.callbacks if isinstance(c, ExportableState)]
+
+
+class Tokens:
+    """Those of one step: what its micro-batches hold, and what the Trainer adds up of them, also when it is run again.
+
+    Attributes:
+        held: what the Trainer divides the loss by; None: it does not.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.held: Any = None
+        self._trainer = trainer
+
+    def counting(self, samples: list[Any], device: Any) -> Callable[[], None]:
+        """A call that counts from where the step began."""
+        state = self._trainer.state
+        seen = state.num_input_tokens_seen
+
+        def count() -> None:
+            state.num_input_tokens_seen = seen
+            self.held = self._trainer._get_num_items_in_batch(samples, device)
+
+        return count
+
+
+class Epochs(TrainerCallback):  # type: ignore[misc]
+    """Those of a ``trainer``, from where the job is."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._ended = 0
+        self._ending = False  # one is over, and what follows that is not done yet
+        self._rate = 0.0  # of the newest update, as the Trainer logs it: before the schedule goes on
+        self._after: dict[str, Any] | None = None  # what to do on arrival
+        self._is_newcomer = False
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The schedule is about to go on."""
+        self._rate = self._trainer._get_learning_rate()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What is due at the end of an epoch is done next."""
+        self._ending = True
+
+    def after(self, norm: Any) -> dict[str, Any]:
+        """The part ``after`` of a position; ``norm``: of the gradients, to be logged."""
+        state, due = self._trainer.state, due_of(self._trainer)
+        stopped = self._trainer.control.should_training_stop and state.global_step < state.max_steps
+        logged = {"norm": None if norm is None else float(norm), "rate": self._rate} if due else {}
+        return {"due": due, "ended": self._ended, "stopped": stopped, **logged}
+
+    def follow(self) -> bool:
+        """What was due is done; True when that was the end of an epoch."""
+        vars(self._trainer.control).update(dict.fromkeys(DUE, False))
+        ending, self._ending = self._ending, False
+        self._ended += ending
+        return ending
+
+    def go_on(self, after: Mapping[str, Any]) -> None:
+        """From ``after``."""
+        self._after = dict(after)
+        self._ended = self._after["ended"]
+        self._is_newcomer = is_newcomer()  # the others have done what was due
+
+    def run(self, original: Callable[..., None], kwargs: dict[str, Any]) -> None:
+        """``original(**kwargs)``; without what was trained before, and with what was left undone after that."""
+        if kwargs["epoch"] < self._ended:
+            return
+        after, self._after = self._after, None
+        if after is None or self._arrive(kwargs, after):
+            original(**kwargs)
+
+    def _arrive(self, kwargs: dict[str, Any], after: dict[str, Any]) -> bool:
+        """The epoch where the job is; False when nothing of it is left."""
+        trainer, epoch, whole = self._trainer, kwargs["epoch"], kwargs["num_update_steps_per_epoch"]
+        state, control = trainer.state, trainer.control
+        done = max(0, state.global_step - epoch * whole)
+        if after["due"] and not self._is_newcomer:
+            vars(control).update(dict.fromkeys(after["due"], True))
+            trainer._maybe_log_save_evaluate(
+                trainer._tr_loss, after.get("norm"), kwargs["model"], kwargs["trial"], epoch,
+                kwargs["ignore_keys_for_eval"], kwargs["start_time"], learning_rate=after.get("rate"),
+            )  # fmt: skip
+        control.should_training_stop |= after["stopped"] or state.global_step >= state.max_steps
+        if control.should_training_stop and done:
+            done = whole  # only the end of the epoch is left
+        if (control.should_training_stop and not done) or (self._is_newcomer and done == whole):
+            self._ended = epoch + 1
+            return False
+        trainer.args.ignore_data_skip = False
+        # A place without random states: each step is seeded.
+        kwargs |= {"epochs_trained": epoch, "resume_from_checkpoint": os.devnull}
+        kwargs["steps_trained_in_current_epoch"] = done * trainer.args.gradient_accumulation_steps
+        return True

@@ -1,0 +1,149 @@
+"""Hugging Face's ``Trainer``: ``protect(trainer)`` before ``trainer.train()``.
+
+Theory. A step lies between the fetch of its micro-batches and ``on_step_end``; its calls are remembered and run again
+when it is aborted (``session_in_loop.py``). Batches come from Holdfast's feed over the Trainer's own dataset and
+sampler: order and augmentation are functions of (seed, epoch, batch), and a resume does not read what was used.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import transformers
+from transformers.trainer_callback import TrainerCallback
+
+from holdfast.errors import UsageError
+from holdfast.frameworks.torch.data.position import Feed, MapSource
+from holdfast.integrations.huggingface import position
+from holdfast.integrations.huggingface.losses import Losses
+from holdfast.integrations.huggingface.supported import require_supported
+from holdfast.integrations.session_in_loop import Replay, closing
+
+WRAPPED = (
+    "_inner_training_loop _run_epoch _maybe_log_save_evaluate _finalize_training get_batch_samples training_step"
+    " _track_num_input_tokens"
+).split()
+
+
+def protect(trainer: transformers.Trainer, **session: Any) -> transformers.Trainer:
+    """Make ``trainer.train()`` survive faults, and go on where the job was; returns the trainer.
+
+    ``session``: arguments of :func:`holdfast.session`; its ``seed`` is the Trainer's by default.
+
+    Raises:
+        UnsupportedError: a Trainer of another structure, DeepSpeed, FSDP, or an iterable dataset.
+        UsageError: it is protected already.
+    """
+    require_supported(trainer, (*WRAPPED, "_clip_grad_norm"))
+    if any(isinstance(c, _Hooks) for c in trainer.callback_handler.callbacks):
+        raise UsageError("this Trainer is protected already", hint="call protect(trainer) once")
+    hooks = _Hooks(trainer, {"seed": trainer.args.seed, **session})
+    for name in WRAPPED:
+        setattr(trainer, name, partial(getattr(hooks, name), getattr(trainer, name)))
+    trainer.add_callback(hooks._epochs)
+    trainer.add_callback(hooks)
+    return trainer
+
+
+class _Hooks(TrainerCallback):  # type: ignore[misc]
+    """Methods named as the Trainer's stand before them: they get the original first."""
+
+    def __init__(self, trainer: transformers.Trainer, session: dict[str, Any]) -> None:
+        self._trainer = trainer
+        self._arguments = session
+        self._replay: Any = None  # a Replay from on_train_begin on
+        self._losses = Losses(trainer)
+        self._epochs = position.Epochs(trainer)
+        self._tokens = position.Tokens(trainer)
+
+    def _inner_training_loop(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        with closing(lambda: self._replay):
+            return original(*args, **kwargs)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Model and optimizer are ready: open the session, go to where the job is."""
+        trainer = self._trainer
+        if self._replay is not None:
+            raise UsageError("train() was called before", hint="one train() per protected Trainer")
+        # Rank 0's view for all: the sampler draws for the whole job, and each rank takes its share of that.
+        self._feed = Feed(MapSource(trainer.callback_handler.train_dataloader, self._arguments["seed"], 0))
+        outer = trainer.optimizer
+        self._replay = replay = Replay(
+            model=trainer.model_wrapped, optimizer=getattr(outer, "optimizer", outer),
+            scheduler=trainer.lr_scheduler, scaler=trainer.accelerator.scaler, **self._arguments,
+        )  # fmt: skip
+        outer.step = replay.remembering(outer.step)
+        trainer._clip_grad_norm = replay.remembering(partial(self._losses.clip, trainer._clip_grad_norm))
+        if replay.position:
+            position.go_on(trainer, replay.position)
+            self._epochs.go_on(replay.position["after"])
+            replay.drawn.seek(self._feed, replay.position["data"], trainer.callback_handler.train_dataloader)
+            self._losses.go_on(replay.position["reported"], replay.own or {})
+
+    def _run_epoch(self, original: Any, **kwargs: Any) -> None:
+        """One epoch; what was trained before the resume is left out."""
+        if not self._replay.position and kwargs["epoch"] == kwargs["epochs_trained"]:
+            # Where a checkpoint of the Trainer's own is, or at the start.
+            self._feed.seek({"epoch": kwargs["epoch"], "batch": kwargs["steps_trained_in_current_epoch"]})
+        self._epochs.run(original, kwargs)
+
+    def get_batch_samples(self, original: Any, iterator: Any, count: int, device: Any) -> Any:
+        """A step begins: its micro-batches from our feed, and how many tokens they hold."""
+        loader = self._trainer.callback_handler.train_dataloader
+        samples = [self._replay.drawn.draw(self._feed, loader) for _ in range(count)]
+        self._replay.begin()
+        self._replay.do(self._tokens.counting(samples, device))
+        self._losses.begin()
+        return samples, self._tokens.held
+
+    def training_step(self, original: Any, model: Any, inputs: Any, tokens: Any = None) -> Any:
+        """Gradients of one micro-batch."""
+        accelerator = self._trainer.accelerator
+        sync, place = accelerator.sync_gradients, self._losses.place()
+
+        def call() -> None:
+            accelerator.gradient_state._set_sync_gradients(sync)
+            with nullcontext() if sync else accelerator.no_sync(model):
+                self._losses.put(place, original(model, copy.copy(inputs), self._tokens.held))
+
+        self._replay.do(call)
+        return self._losses.add()
+
+    def _track_num_input_tokens(self, original: Any, inputs: Any) -> None:
+        """What was seen is added up over the ranks: a collective of the step."""
+        self._replay.do(partial(original, inputs))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The step ends. Leaves the process when a graceful exit is agreed."""
+        self._losses.correct()
+        self._replay.commit(self._position(), self._losses.own())
+
+    def _position(self) -> dict[str, Any]:
+        return {
+            **position.progress_of(self._trainer),
+            "data": self._feed.place(),
+            "reported": self._losses.reported(),
+            "after": self._epochs.after(self._losses.newest(None)),
+        }
+
+    def _maybe_log_save_evaluate(
+        self, original: Any, loss: Any, norm: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        due = position.due_of(self._trainer)
+        name = next((word for word in ("evaluate", "save") if f"should_{word}" in due), "")
+        with self._replay.section(name):
+            original(loss, self._losses.newest(norm), *args, **kwargs)
+            if name:
+                # Rank 0 alone saves. Until it has, nobody tells so: its newcomer would leave half a file.
+                self._trainer.accelerator.wait_for_everyone()
+        if self._epochs.follow() or due:
+            self._replay.amend(self._position())
+
+    def _finalize_training(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Trained: seal that, before the Trainer puts the best model in the last one's place."""
+        self._replay.close(None)
+        self._feed.close()
+        return original(*args, **kwargs)

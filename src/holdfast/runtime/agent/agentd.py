@@ -1,0 +1,598 @@
+"""The agent process of one node: ``core.agent.Agent`` behind a driver, and everything that it asks for.
+
+``python -m holdfast.runtime.agent.agentd RUNDIR``. Server for workers and command line, client of the controller
+(which it starts again when it dies), owner of the status pages, parent or adopter of the workers. A successor adopts
+what a dead agent left: workers (status pages and pidfds), zygote and controller (their endpoint files).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections import deque
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import msgspec
+
+from holdfast.core.agent import Agent
+from holdfast.core.config import AgentConfig
+from holdfast.core.election import Kept
+from holdfast.core.ids import MemberId, NodeId
+from holdfast.core.job.spares import BuildSpare, Called, CallSpare, is_spare
+from holdfast.core.protocol.health_messages import Gather, ShowRecords
+from holdfast.core.protocol.messages import (
+    Ack,
+    Command,
+    ExitRun,
+    Finish,
+    KillMember,
+    KvReply,
+    KvRequest,
+    LauncherGone,
+    MemberExited,
+    MemberStarted,
+    RestartController,
+    Resume,
+    Send,
+    SessionOpened,
+    StartMembers,
+    StopRun,
+    WorkerHello,
+)
+from holdfast.core.protocol.peer_messages import JobFormed, PeerMessage
+from holdfast.core.protocol.status_page import Word
+from holdfast.core.watch.hang_attribution import STOPPED
+from holdfast.errors import InternalError, ProtocolError
+from holdfast.event_log import ROOM_WAIT_S, Journal
+from holdfast.exit_codes import Exit
+from holdfast.runtime.agent.exit_report import READ_WAIT_S, read_death, read_in_time, without_page
+from holdfast.runtime.agent.kv_router import Keys
+from holdfast.runtime.agent.kv_server import KvServer
+from holdfast.runtime.agent.leader_election import Council, load_kept
+from holdfast.runtime.agent.peer_replication import Buddies
+from holdfast.runtime.agent.progress_watcher import Watcher
+from holdfast.runtime.agent.shared_root import leave_probe, share_checkpoints
+from holdfast.runtime.agent.shm_cleanup import Remains
+from holdfast.runtime.agent.worker_processes import (
+    Processes,
+    belongs,
+    dismiss_spares,
+    recorded_members,
+    sweep,
+    wait_gone,
+    wait_written,
+    writers,
+)
+from holdfast.runtime.net.channel import Channel, Hub
+from holdfast.runtime.net.connection_limits import raise_limit
+from holdfast.runtime.net.driver import Driver, watched
+from holdfast.runtime.net.service_names import agent_of
+from holdfast.runtime.node.event_log_writer import Scribe
+from holdfast.runtime.node.hang_evidence import sample
+from holdfast.runtime.node.interfaces import with_interfaces
+from holdfast.runtime.node.run_settings import RunSettings
+from holdfast.runtime.node.rundir import PAGE, RunDir, try_lock
+from holdfast.runtime.node.spawn import Order, free_port, log_root, spare_order, worker_env, worker_log
+from holdfast.runtime.node.status_page import each_page
+from holdfast.runtime.rank_table.rewriting import table_of
+from holdfast.wire import MESSAGES, WireMessage
+
+LOCK_WAIT_S = 5.0
+LINGER_S = 1.0
+LAST_WORDS_S, WORD_S = 0.2, 0.001
+LIBRARY_LINGER_S = 10.0
+WRITERS_WAIT_S = 60.0
+FIRST_NODE = NodeId("node0")  # of rank 0, in library mode
+NODE_BEAT_S = 0.5  # heartbeat of an agent that is not alone
+
+
+class AgentDaemon:
+    """One node's agent. Made by :meth:`open`.
+
+    Args:
+        kept: what this node has promised in elections.
+        kv: the keys, with those that an agent before this one left.
+        journal, mirror: the event log of this node, for the lines of this agent and for those of the controller.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        settings: RunSettings,
+        kept: Kept,
+        kv: KvServer,
+        journal: Scribe,
+        mirror: Scribe,
+    ) -> None:
+        self._run = run
+        self._settings = settings
+        self._node_id = NodeId(settings.node)
+        self._journal = journal
+        self._over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._workers: dict[MemberId, Channel[WireMessage]] = {}
+        self._member_of: dict[Channel[WireMessage], MemberId] = {}
+        self._askers: deque[Channel[WireMessage]] = deque()  # command lines that wait for an Ack
+        self._exited: set[MemberId] = set()
+        self._dying: dict[MemberId, MemberExited] = {}  # gone, its last words are still to be read
+        self._remains = Remains(run)
+        self._waiting: asyncio.Task[None] | None = None
+        self._buddies: Buddies | None = None
+        self._keys = Keys(self._node_id, kv, self._reply, self._send_peer)
+        self._driver = Driver(Agent(agent_config(settings)), self._journal, self._execute)
+        journal.fail = mirror.fail = self._driver.fail
+        self._procs = Processes(
+            run,
+            self._settings,
+            self._journal,
+            on_started=self._started,
+            on_exited=self._gone,
+            fail=self._driver.fail,
+        )
+        self._watcher = Watcher(
+            run,
+            self._node_id,
+            self._settings.limits(),
+            self._procs.living,
+            self._driver.post,
+            lambda member_id: self._reply(member_id, ShowRecords(member_id=member_id)),
+        )
+        self._council = Council(
+            run,
+            self._settings,
+            kept,
+            self._journal,
+            mirror,
+            self._driver.post,
+            on_kv=self._keys.heard,
+            on_here=self._keys.line_is_up,
+            on_job=self._join_job,
+            on_end=self._without_job,
+        )
+        self._hub: Hub[WireMessage] = Hub(
+            MESSAGES,
+            run.token(),
+            on_open=lambda channel: None,
+            on_message=self._heard,
+            on_close=self._closed,
+        )
+
+    @classmethod
+    def open(cls, run: RunDir) -> Self:
+        """The agent of a run directory, with what one before it left there.
+
+        Raises:
+            UserError: a file of the run is missing or damaged.
+            OSError: the directory cannot be written.
+        """
+        settings = with_interfaces(RunSettings.load(run.path))
+        writers = (f"agent {settings.node}", "controller")
+        logs = [Scribe(Journal.open(run.journal, who, room_wait_s=ROOM_WAIT_S)) for who in writers]
+        return cls(run, settings, load_kept(run), KvServer.open(run.pages() / "kv.log"), *logs)
+
+    async def serve(self) -> int:
+        """Run until the run is over; returns its exit code.
+
+        Raises:
+            HoldfastError: the machine or its surroundings broke; the launcher starts a successor.
+        """
+        server, port = await self._hub.listen(agent_of(self._settings.node))
+        self._run.write_endpoint("agent", "127.0.0.1", port, node=self._settings.node)
+        self._journal.append("agent_started", {"pid": os.getpid(), "port": port})
+        self._driver.guard_loop()
+        self._driver.start()
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+            loop.add_signal_handler(number, self._signalled, number)
+        self._procs.want_zygote()
+        self._adopt()
+        if self._settings.job:
+            self._driver.post(JobFormed())
+        self._watch_launcher()  # after what is there: whoever is asked to leave and has nothing leaves at once
+        self._begin_memory()
+        self._council.begin()
+        watching = watched(self._watcher.watch(), self._driver.fail)
+        ends: set[asyncio.Future[Any]] = {self._over, self._driver.failure, self._council.failure}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        for failure in (self._driver.failure, self._council.failure):
+            if failure.done():
+                error = failure.exception()
+                self._journal.append(
+                    "agent_broken", {"error": f"{type(error).__name__}: {error}"[:2000]}, durable=True
+                )
+                self._journal.flush()
+                failure.result()
+        watching.cancel()
+        if self._buddies is not None:
+            self._buddies.close()
+        await self._end(server)
+        return self._over.result()
+
+    def _begin_memory(self) -> None:
+        """With several nodes: states that ranks keep in memory are given to another node, too."""
+        peers = self._council.peers
+        if peers is None:
+            return
+        self._buddies = Buddies(
+            self._node_id,
+            self._run.pages(),
+            self._run.token(),
+            lambda: [self._run.page_path(member_id) for member_id in self._procs.living],
+            lambda: {n: peers.known[n] for n in peers.here if n != self._node_id},
+            self._driver.post,
+        )
+        peers.memory_port = self._buddies.begin(self._settings.bind, self._driver.fail)
+
+    async def _end(self, server: asyncio.Server) -> None:
+        """Leave nothing behind: processes, pages, endpoints."""
+        self._driver.close()
+        if self._waiting is not None:
+            self._waiting.cancel()
+        await self._procs.end(kill=not self._settings.library)
+        await self._council.end()
+        server.close()
+        await self._hub.close(LINGER_S)
+        if self._hub.refused:
+            counts = [f"{reason}: {count}" for reason, count in sorted(self._hub.refused.items())]
+            self._journal.append("frames_refused", {"counts": counts})
+        if not self._settings.library:
+            if self._over.result() != Exit.INTERRUPTED:
+                await wait_written(self._run, WRITERS_WAIT_S)
+            left = sweep(self._run)
+            if left:
+                self._journal.append("leftovers_killed", {"pids": left})
+                await asyncio.gather(*(wait_gone(pid, LINGER_S) for pid in left))
+        # A controller hears of steps only when something happens: how far the job came stands on the pages alone.
+        step = committed_step(self._run)
+        self._run.remove_pages()
+        self._run.remove_endpoint("agent")
+        self._journal.append("agent_ended", {"code": self._over.result(), "step": step})
+        self._journal.close(over=True)
+
+    # ------------------------------------------------------------ beginnings
+
+    def _watch_launcher(self) -> None:
+        parent = os.getppid()
+        if self._settings.library:
+            return
+        if self._run.launcher_is_gone():  # before this successor of a dead agent could look
+            self._driver.post(LauncherGone())
+            return
+        if parent == 1 and not self._run.launcher_lock.exists():
+            return
+        try:
+            pidfd = os.pidfd_open(parent)
+        except ProcessLookupError:
+            self._driver.post(LauncherGone())
+            return
+        loop = asyncio.get_running_loop()
+
+        def gone() -> None:
+            loop.remove_reader(pidfd)
+            os.close(pidfd)
+            self._driver.post(LauncherGone())
+
+        loop.add_reader(pidfd, gone)
+
+    def _adopt(self) -> None:
+        """Take over the workers of a dead agent; those that died meanwhile are reported from their pages."""
+        dismiss_spares(self._run)
+        for member_id, pid in recorded_members(self._run):
+            if pid and (self._settings.library or belongs(pid, self._run)):
+                self._procs.adopt(member_id, pid)
+            else:
+                self._gone(member_id, pid, None, None, time.monotonic_ns())
+
+    def _signalled(self, number: signal.Signals) -> None:
+        source = f"{number.name} to the agent (pid {os.getpid()})"
+        own = self._settings.node_of_several
+        self._driver.post(ExitRun(grace_s=self._settings.grace_s, source=source, node_id=own))
+
+    # ------------------------------------------------------------ in
+
+    def _heard(self, channel: Channel[WireMessage], message: WireMessage) -> None:
+        if channel.peer_role == "worker":
+            self._heard_worker(channel, message)
+        elif channel.peer_role == "cli" and isinstance(message, ExitRun | StopRun):
+            self._askers.append(channel)
+            self._driver.post(message)
+        else:
+            self._refuse(channel)
+
+    def _heard_worker(self, channel: Channel[WireMessage], message: WireMessage) -> None:
+        if isinstance(message, WorkerHello) and channel not in self._member_of:
+            self._welcome(channel, message)
+            return
+        member_id = self._member_of.get(channel)
+        if member_id is None or getattr(message, "member_id", member_id) != member_id:
+            self._refuse(channel)
+        elif isinstance(message, KvRequest):
+            self._keys.request(member_id, message)
+        else:
+            if isinstance(message, SessionOpened) and self._settings.several:
+                leave_probe(message.root, self._settings)
+            self._driver.post(message)
+
+    # ------------------------------------------------------------ job of several nodes
+
+    def _join_job(self, job: str) -> None:
+        """The job has a name: checkpoints carry it, and by default all nodes save under it."""
+        self._settings = msgspec.structs.replace(self._settings, job=job)
+        self._settings.save(self._run.path)
+        self._procs.use(self._settings)
+        if self._settings.library:
+            self._keys.live_at(FIRST_NODE)  # no order to start will say so
+        else:
+            share_checkpoints(self._run, job)
+        self._driver.post(JobFormed())
+
+    def _without_job(self, code: Exit, reason: str) -> None:
+        self._journal.append("run_ended", {"code": int(code), "cause": code.name, "reason": reason})
+        self._finish(int(code))
+
+    def _welcome(self, channel: Channel[WireMessage], hello: WorkerHello) -> None:
+        member_id = hello.member_id
+        if member_id in self._exited or not self._run.page_path(member_id).exists():
+            self._procs.refuse(member_id, hello.pid)  # it was given up: its fork was lost with a zygote
+            self._refuse(channel)
+            return
+        self._member_of[channel] = member_id
+        self._workers[member_id] = channel
+        self._procs.adopt(member_id, hello.pid)
+        self._procs.listen(member_id)
+        self._driver.post(hello)
+
+    def _refuse(self, channel: Channel[WireMessage]) -> None:
+        self._hub.refused["out of place"] += 1
+        channel.close()
+
+    def _closed(self, channel: Channel[WireMessage]) -> None:
+        member_id = self._member_of.pop(channel, None)
+        if member_id is not None and self._workers.get(member_id) is channel:
+            del self._workers[member_id]
+            self._keys.forget(member_id)
+            if member_id in self._dying:
+                self._bury(member_id)
+
+    def _reply(self, member_id: MemberId, reply: KvReply | ShowRecords) -> bool:
+        """To a worker of this node, if it is one."""
+        channel = self._workers.get(member_id)
+        if channel is not None:
+            channel.send(reply)
+        return channel is not None
+
+    def _send_peer(self, node_id: NodeId, message: PeerMessage) -> None:
+        assert self._council.peers is not None, "one node has no peers"
+        self._council.peers.send(node_id, message)
+
+    def _started(self, member_id: MemberId, pid: int) -> None:
+        self._driver.post(MemberStarted(member_id=member_id, node_id=self._node_id, pid=pid))
+
+    def _gone(
+        self, member_id: MemberId, pid: int, code: int | None, killed_by: int | None, died_ns: int
+    ) -> None:
+        if member_id in self._exited or self._over.done():
+            return
+        self._exited.add(member_id)
+        page, logs = self._run.page_path(member_id), log_root(self._run, self._settings)
+        end = (member_id, self._node_id, code, killed_by, died_ns)
+        read = partial(read_death, page, logs, *end, several=self._settings.several)
+        until_s = asyncio.get_running_loop().time() + READ_WAIT_S
+        read_in_time(read, without_page(*end), self._died, partial(self._unreadable, member_id), until_s)
+
+    def _unreadable(self, member_id: MemberId, error: str) -> None:
+        self._journal.append("page_unreadable", {"member": member_id, "error": error})
+
+    def _died(self, event: MemberExited) -> None:
+        self._dying[event.member_id] = event
+        self._let_speak(event.member_id, asyncio.get_running_loop().time() + LAST_WORDS_S)
+
+    def _let_speak(self, member_id: MemberId, until_s: float) -> None:
+        """Its last words may still be in the socket: they come first, they say why."""
+        loop, channel = asyncio.get_running_loop(), self._workers.get(member_id)
+        if channel is not None and channel.unread and loop.time() < until_s:
+            loop.call_later(WORD_S, self._let_speak, member_id, until_s)
+        else:
+            self._bury(member_id)
+
+    def _bury(self, member_id: MemberId) -> None:
+        event = self._dying.pop(member_id, None)
+        if event is None:
+            return
+        if is_spare(member_id):
+            self._run.page_path(member_id).unlink(missing_ok=True)
+        else:
+            self._remains.add(member_id)
+        self._driver.post(event)
+        if self._settings.library and not self._procs.living:
+            asyncio.get_running_loop().call_later(LIBRARY_LINGER_S, self._finish_library)
+
+    def _finish_library(self) -> None:
+        if not self._procs.living:
+            self._finish(int(Exit.OK))
+
+    def _finish(self, code: int) -> None:
+        if not self._over.done():
+            self._over.set_result(code)
+
+    # ------------------------------------------------------------ out
+
+    def _execute(self, command: Command) -> None:
+        if isinstance(command, Send):
+            self._send(command)
+        elif isinstance(command, RestartController):
+            self._council.restart()
+        elif isinstance(command, Finish):
+            self._finish(command.code)
+        else:
+            raise InternalError(f"the agent cannot carry out {type(command).__name__}")
+
+    def _send(self, command: Send) -> None:
+        message = command.message
+        if command.to == "shell":
+            self._act(message)
+        elif command.to == "controller":
+            self._council.send(message)
+        elif command.to == "launcher":
+            if isinstance(message, Ack) and self._askers:
+                self._askers.popleft().send(message)
+        else:
+            if isinstance(message, Resume):
+                self._keys.live_at(message.kv_node)
+                self._remains.clear(message.generation)
+            channel = self._workers.get(MemberId(int(command.to.removeprefix("member:"))))
+            if channel is not None:
+                # One that reconnects says where it stands; the machine tells it again.
+                channel.send(message)  # type: ignore[arg-type]
+
+    def _act(self, message: object) -> None:
+        if isinstance(message, BuildSpare):
+            self._procs.start(spare_order(message, self._settings))
+        elif isinstance(message, CallSpare):
+            self._call(message)
+        elif isinstance(message, StartMembers):
+            if message.resume or message.join or not writers(self._run):
+                self._start(message)
+            else:
+                self._waiting = watched(self._start_when_written(message), self._driver.fail)
+        elif isinstance(message, KillMember):
+            kill = partial(self._procs.kill, message.member_id, message.grace_s)
+            if message.given_up:
+                self._gone(message.member_id, 0, None, signal.SIGKILL, time.monotonic_ns())
+            elif message.silent:
+                self._watcher.look_last(message.member_id, kill, self._driver.fail)
+            else:
+                kill()
+        elif isinstance(message, Gather):
+            self._watcher.gather(message)
+        else:
+            raise InternalError(f"the agent cannot act on {type(message).__name__}")
+
+    async def _start_when_written(self, order: StartMembers) -> None:
+        """Nothing newer than what the dead workers' writers hold may exist: the new ones must find it sealed."""
+        since = time.monotonic()
+        pids = writers(self._run)
+        left = await wait_written(self._run, WRITERS_WAIT_S)
+        waited_s = round(time.monotonic() - since, 3)
+        self._journal.append("writers_awaited", {"pids": pids, "left": left, "waited_s": waited_s})
+        if not self._over.done():
+            self._start(order)
+
+    def _start(self, order: StartMembers) -> None:
+        """Start the members of one generation."""
+        self._keys.live_at(order.kv_node)
+        self._keys.begin(order.attempt)
+        if not order.join:  # else the job goes on when it has them, not before
+            self._remains.clear(order.generation)
+        for single in self._orders(order):
+            if single.assignment.member_id not in self._exited:  # killed while it waited for the writers
+                self._procs.start(single)
+
+    def _orders(self, order: StartMembers) -> list[Order]:
+        port = order.master_port or self._settings.master_port or free_port()
+        table = table_of(self._run, self._settings, order)
+        if table != (self._settings.rank_table, ""):
+            self._journal.append("rank_table", table._asdict())
+        return [
+            Order(
+                assignment,
+                order.generation,
+                order.world_size,
+                order.attempt,
+                order.restart_count,
+                order.resume,
+                order.join,
+                order.master_host,
+                port,
+                rank_table=table.path,
+            )
+            for assignment in order.members
+        ]
+
+    def _call(self, call: CallSpare) -> None:
+        """A spare becomes a member; one that is gone or stopped does not, and the member starts from scratch."""
+        channel, life = self._workers.pop(call.spare, None), self._procs.living.get(call.spare)
+        if channel is None or life is None or sample(life.pid).process in STOPPED:
+            self._procs.kill(call.spare)
+            self._start(call.order)
+            return
+        self._keys.live_at(call.order.kv_node)
+        self._keys.begin(call.order.attempt)
+        (order,) = self._orders(call.order)
+        self._procs.call(call.spare, order)
+        seat = order.assignment
+        self._member_of[channel] = seat.member_id
+        self._workers[seat.member_id] = channel
+        channel.send(
+            Called(
+                member_id=seat.member_id,
+                generation=order.generation,
+                rank=seat.rank,
+                local_rank=seat.local_rank,
+                world_size=order.world_size,
+                env=worker_env(self._run, self._settings, order),
+                log=worker_log(self._run, self._settings, order),
+                ending=self._procs.fading.pids,
+            )
+        )
+        self._started(seat.member_id, life.pid)
+
+
+def committed_step(run: RunDir) -> int:
+    """The newest step that a worker here has committed; of several processes in one seat the newest counts."""
+    newest: dict[int, tuple[int, int]] = {}
+    for page in each_page(run.pages_link, PAGE):
+        rank, found = page[Word.RANK], (page[Word.MEMBER], page[Word.COMMITTED])
+        newest[rank] = max(found, newest.get(rank, found))
+    return max((step for _, step in newest.values()), default=0)
+
+
+def agent_config(settings: RunSettings) -> AgentConfig:
+    """The machine's settings for this node."""
+    host = settings.bind if settings.several else ""
+    return AgentConfig(
+        node_id=settings.node,
+        slots=settings.nproc,
+        pid=os.getpid(),
+        beat_s=NODE_BEAT_S if settings.several else 1.0,
+        host=host,
+        port=free_port(host) if host else 0,
+        grace_s=settings.grace_s,
+        spares=0 if settings.library else settings.spares,
+        world_size=settings.workers,
+    )
+
+
+def lock_agent(run: RunDir) -> int:
+    """Be the only agent of this run directory; returns the locked fd.
+
+    Raises:
+        ProtocolError: another agent lives.
+    """
+    deadline = time.monotonic() + LOCK_WAIT_S
+    while (fd := try_lock(run.agent_lock)) is None:
+        if time.monotonic() > deadline:
+            raise ProtocolError(f"another agent holds {run.path}")
+        time.sleep(0.02)
+    return fd
+
+
+def main(run_dir: str) -> int:
+    """Run one agent; returns the exit code of the run."""
+
+    async def serve() -> int:
+        return await AgentDaemon.open(run).serve()
+
+    raise_limit()
+    run = RunDir(Path(run_dir))
+    lock_agent(run)
+    run.hold_pages()
+    return asyncio.run(serve())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -1,0 +1,305 @@
+"""The key-value store inside an agent, for the rendezvous of process groups. No clock.
+
+Keys are text, values bytes; callers put a prefix per generation in front, so that nothing of an old membership is
+ever read by a new one. Every change is appended to a file in shared memory before it is answered, so the store
+outlives its agent; a change that a client sends again, because the agent died before its answer, is not made twice.
+A log that has grown long is replaced by a new file with the keys and the answers that may be asked for again. So is one
+that lacks a change for which there was no room; until there is room again this agent alone has that change.
+
+The keys stay until all workers of the job start again, or the run ends: the last worker of this node may be gone while
+those of other nodes still need them.
+
+Only ``wait`` blocks. Meaning of a reply by operation:
+
+========== ===================================================================================
+set        stores ``value`` under ``keys[0]``
+get        ``value``; ``error="missing"`` when absent
+add        adds ``amount`` to the decimal number under ``keys[0]`` (absent = 0); ``number``
+append     appends ``value``
+compare_set like ``torch.distributed.Store``: ``value`` is what is stored afterwards, ``ok`` = it was set
+check      ``ok`` = all ``keys`` exist
+wait       answers when all ``keys`` exist, or ``error="timeout"`` after ``timeout_s``
+delete     ``number`` of keys removed
+count      ``number`` of keys that begin with ``keys[0]`` (all without ``keys``)
+========== ===================================================================================
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import msgspec
+
+from holdfast.core.ids import MemberId
+from holdfast.core.protocol.messages import FRAME_SIZE_BYTES_MAX, KvReply, KvRequest
+from holdfast.errors import ProtocolError
+from holdfast.runtime.node.rundir import write_private
+from holdfast.wire import FrameReader, frame
+
+SIZE_BYTES_MAX = 256 * 1024 * 1024
+KEYS_MAX = 1_000_000
+LOG_SIZE_BYTES_MAX = 64 * 1024 * 1024  # then what the store holds replaces the log, if that halves it
+ANSWERS_KEPT = 64  # per member
+
+Replies = list[tuple[MemberId, KvReply]]
+
+
+class _Change(msgspec.Struct, frozen=True, tag="change"):
+    """A line of the log: what a member asked for."""
+
+    who: MemberId
+    request: KvRequest
+
+
+class _Key(msgspec.Struct, frozen=True, tag="key"):
+    """A line of a log that was shortened: a key."""
+
+    key: str
+    value: bytes
+
+
+class _Place(msgspec.Struct, frozen=True, tag="place"):
+    """A line of the log: which start of all workers the keys belong to, and who serves them."""
+
+    attempt: int
+    home: str
+
+
+class _Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """A line of a log that was shortened: the answer to a change that is made."""
+
+    who: MemberId
+    reply: KvReply
+
+
+_Line = _Change | _Key | _Place | _Answer
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER: msgspec.msgpack.Decoder[_Line] = msgspec.msgpack.Decoder(_Line)
+
+
+class KvServer:
+    """All keys of one node's run; every method returns the replies to send. Made by :meth:`open`.
+
+    Attributes:
+        attempt: which start of all workers they belong to; -1: none is known.
+        home: the node whose agent serves the workers of this one; empty: this one.
+    """
+
+    def __init__(self, log: Path, fd: int) -> None:
+        self.attempt = -1
+        self.home = ""
+        self._log = log
+        self._fd = fd
+        self._shorten_at_bytes = LOG_SIZE_BYTES_MAX
+        self._lacks = False  # the log does, a change that was made
+        self._data: dict[str, bytes] = {}
+        self._size_bytes = 0
+        self._waits: dict[tuple[MemberId, int], tuple[float, tuple[str, ...]]] = {}
+        self._answers: dict[MemberId, dict[int, KvReply]] = {}
+        self._reads: dict[str, Callable[[KvRequest], KvReply]] = {
+            "get": self._get,
+            "check": self._check,
+            "count": self._count,
+        }
+        self._changes: dict[str, Callable[[KvRequest], KvReply]] = {
+            "set": self._set,
+            "add": self._add,
+            "append": self._append,
+            "compare_set": self._compare_set,
+            "delete": self._delete,
+        }
+
+    @classmethod
+    def open(cls, log: Path) -> Self:
+        """The store whose changes are in the file ``log``; what an agent before this one left there is read back.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        server = cls(log, _open(log))
+        server._recall()
+        return server
+
+    def request(self, now: float, who: MemberId, request: KvRequest) -> Replies:
+        """Carry out one request; its reply may wait for other callers."""
+        if request.op == "wait":
+            if all(key in self._data for key in request.keys):
+                return [(who, KvReply(request_id=request.request_id))]
+            self._waits[who, request.request_id] = (now + request.timeout_s, request.keys)
+            return []
+        if request.op != "count" and not request.keys:
+            return [(who, KvReply(request_id=request.request_id, ok=False, error="missing"))]
+        if request.op in self._reads:
+            return [(who, self._reads[request.op](request))]
+        answered = self._answers.get(who, {}).get(request.request_id)
+        if answered is not None:
+            return [(who, answered)]
+        self._write(_Change(who, request))
+        return [(who, self._change(who, request)), *self._wake()]
+
+    def expire(self, now: float) -> Replies:
+        """Answers ``timeout`` to waits whose time is over."""
+        over = [wait for wait, (deadline, _) in self._waits.items() if deadline <= now]
+        return [
+            (who, KvReply(request_id=number, ok=False, error="timeout")) for who, number in self._drop(over)
+        ]
+
+    def forget(self, who: MemberId) -> None:
+        """The caller is gone: nobody waits for its replies."""
+        self._drop([wait for wait in self._waits if wait[0] == who])
+
+    def begin(self, attempt: int) -> None:
+        """All workers of the job start for the ``attempt``-th time: what those before left is dropped, once."""
+        if attempt > self.attempt:
+            self.attempt = attempt
+            self._clear()
+            self._write(self._place)
+
+    def live_at(self, home: str) -> None:
+        """The workers of this node are served by another one, or (empty) by this one."""
+        if home != self.home:
+            self.home = home
+            self._write(self._place)
+
+    @property
+    def _place(self) -> _Place:
+        return _Place(self.attempt, self.home)
+
+    def _clear(self) -> None:
+        os.ftruncate(self._fd, 0)
+        self._lacks = False
+        self._shorten_at_bytes = LOG_SIZE_BYTES_MAX
+        self._data.clear()
+        self._answers.clear()
+        self._waits.clear()
+        self._size_bytes = 0
+
+    def _change(self, who: MemberId, request: KvRequest) -> KvReply:
+        reply = self._changes[request.op](request)
+        self._note(who, reply)
+        return reply
+
+    def _note(self, who: MemberId, reply: KvReply) -> None:
+        answers = self._answers.setdefault(who, {})
+        answers[reply.request_id] = reply
+        if len(answers) > ANSWERS_KEPT:
+            del answers[next(iter(answers))]
+
+    def _write(self, line: _Change | _Place) -> None:
+        """Into the log, before it is made; where nothing fits into shared memory the workers are served still."""
+        data = frame(_ENCODER.encode(line))
+        try:
+            if self._lacks or os.fstat(self._fd).st_size > self._shorten_at_bytes:
+                self._shorten()
+                self._lacks = False
+            size_bytes = os.fstat(self._fd).st_size
+            if os.write(self._fd, data) < len(data):
+                self._lacks = True
+                os.ftruncate(self._fd, size_bytes)
+        except OSError:
+            self._lacks = True
+
+    def _shorten(self) -> None:
+        """Replace the log in one step: whenever this agent dies, its successor finds the old one or the new one."""
+        lines: list[_Line] = [self._place]
+        lines += [_Key(key, value) for key, value in self._data.items()]
+        lines += [_Answer(who, reply) for who, kept in self._answers.items() for reply in kept.values()]
+        data = b"".join(frame(_ENCODER.encode(line)) for line in lines)
+        write_private(self._log, data)
+        before, self._fd = self._fd, _open(self._log)
+        os.close(before)
+        # A store that is large by itself would be written again with every change.
+        self._shorten_at_bytes = max(LOG_SIZE_BYTES_MAX, 2 * len(data))
+
+    def _read(self, line: _Line) -> None:
+        match line:
+            case _Change():
+                self._change(line.who, line.request)
+            case _Key():
+                self._store(line.key, line.value)
+            case _Place():
+                self.attempt, self.home = line.attempt, line.home
+            case _Answer():
+                self._note(line.who, line.reply)
+
+    def _recall(self) -> None:
+        """Make the logged changes again; a torn one at the end was never answered."""
+        reader = FrameReader(FRAME_SIZE_BYTES_MAX)
+        whole_bytes = 0
+        reader.feed(self._log.read_bytes())
+        try:
+            while (payload := reader.next()) is not None:
+                self._read(_DECODER.decode(payload))
+                whole_bytes += len(frame(payload))
+            os.ftruncate(self._fd, whole_bytes)
+        except (ProtocolError, msgspec.MsgspecError):
+            self._clear()  # whoever waits for a lost key gets a timeout and rebuilds its group
+
+    def _drop(self, waits: list[tuple[MemberId, int]]) -> list[tuple[MemberId, int]]:
+        for wait in waits:
+            del self._waits[wait]
+        return waits
+
+    def _wake(self) -> Replies:
+        ready = [wait for wait, (_, keys) in self._waits.items() if all(key in self._data for key in keys)]
+        return [(who, KvReply(request_id=number)) for who, number in self._drop(ready)]
+
+    def _store(self, key: str, value: bytes) -> bool:
+        size_bytes = self._size_bytes + len(value) - len(self._data.get(key, b""))
+        if size_bytes > SIZE_BYTES_MAX or (key not in self._data and len(self._data) >= KEYS_MAX):
+            return False
+        self._data[key] = value
+        self._size_bytes = size_bytes
+        return True
+
+    def _stored(self, request: KvRequest, value: bytes, number: int = 0) -> KvReply:
+        if not self._store(request.keys[0], value):
+            return KvReply(request_id=request.request_id, ok=False, error="full")
+        return KvReply(request_id=request.request_id, value=value, number=number)
+
+    def _set(self, request: KvRequest) -> KvReply:
+        reply = self._stored(request, request.value)
+        return KvReply(request_id=request.request_id, ok=reply.ok, error=reply.error)
+
+    def _get(self, request: KvRequest) -> KvReply:
+        value = self._data.get(request.keys[0])
+        if value is None:
+            return KvReply(request_id=request.request_id, ok=False, error="missing")
+        return KvReply(request_id=request.request_id, value=value)
+
+    def _add(self, request: KvRequest) -> KvReply:
+        try:
+            number = int(self._data.get(request.keys[0], b"0")) + request.amount
+        except ValueError:
+            return KvReply(request_id=request.request_id, ok=False, error="not a number")
+        return self._stored(request, str(number).encode(), number)
+
+    def _append(self, request: KvRequest) -> KvReply:
+        return self._stored(request, self._data.get(request.keys[0], b"") + request.value)
+
+    def _compare_set(self, request: KvRequest) -> KvReply:
+        current = self._data.get(request.keys[0])
+        if (current is None and request.expected == b"") or current == request.expected:
+            return self._stored(request, request.value)
+        value = request.expected if current is None else current
+        return KvReply(request_id=request.request_id, value=value, ok=False)
+
+    def _check(self, request: KvRequest) -> KvReply:
+        return KvReply(request_id=request.request_id, ok=all(key in self._data for key in request.keys))
+
+    def _delete(self, request: KvRequest) -> KvReply:
+        gone = [self._data.pop(key) for key in request.keys if key in self._data]
+        self._size_bytes -= sum(len(value) for value in gone)
+        return KvReply(request_id=request.request_id, number=len(gone), ok=bool(gone))
+
+    def _count(self, request: KvRequest) -> KvReply:
+        prefix = request.keys[0] if request.keys else ""
+        number = sum(1 for key in self._data if key.startswith(prefix))
+        return KvReply(request_id=request.request_id, number=number)
+
+
+def _open(log: Path) -> int:
+    return os.open(log, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)

@@ -1,0 +1,362 @@
+"""This agent among the others: the election behind a driver, and the line to the controller that it chose.
+
+One node is the same thing with one voter. Several agents first meet (``runtime/agent/peers.py``); the one that owns
+the first contact founds the electorate once the nodes are there, and is not special afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Coroutine
+from functools import partial
+from typing import Any
+
+import msgspec
+
+from holdfast import event_log as event_log
+from holdfast.core.election import Election, ElectionConfig, Kept
+from holdfast.core.ids import NodeId
+from holdfast.core.job.log_replay import SNAPSHOT
+from holdfast.core.job.membership import node_order
+from holdfast.core.protocol.messages import (
+    Command,
+    ControllerHere,
+    Message,
+    Mirror,
+    MirrorFrom,
+    Rolled,
+    Send,
+    VotersAre,
+)
+from holdfast.core.protocol.peer_messages import (
+    Claim,
+    ControllerUp,
+    Follow,
+    Founded,
+    GiveUp,
+    Keep,
+    KvBack,
+    KvForward,
+    LeaderLost,
+    PeerHere,
+    PeerMessage,
+    StandDown,
+    StartController,
+    WitnessSaid,
+)
+from holdfast.errors import InternalError, StoreError, UsageError
+from holdfast.event_log import Log
+from holdfast.exit_codes import Exit
+from holdfast.runtime.agent.controller_link import ControllerLink
+from holdfast.runtime.agent.peers import Peers
+from holdfast.runtime.net.driver import Driver, watched
+from holdfast.runtime.node.event_log_writer import Scribe
+from holdfast.runtime.node.run_settings import RunSettings
+from holdfast.runtime.node.rundir import Endpoint, RunDir, write_private
+from holdfast.store.backends.location import Place, Url, place_of
+from holdfast.store.backends.registry import open_store
+
+SILENT_ALONE_S = 15.0  # on one machine a silent controller is only busy, most of the time
+SILENT_S = 2.0
+GATHER_S = 2.0  # with enough nodes for the ranks there, wait so long for the spares
+POLL_S = 0.05
+CLAIM_SIZE_BYTES_MAX = 1 << 20
+
+
+def load_kept(run: RunDir) -> Kept:
+    """What this node has promised in elections.
+
+    Raises:
+        UsageError: the file is damaged.
+    """
+    try:
+        return msgspec.json.decode(run.ballot.read_bytes(), type=Kept)
+    except FileNotFoundError:
+        return Kept()
+    except msgspec.MsgspecError as error:
+        raise UsageError(f"{run.ballot} is damaged: {error}", hint="start the run again") from error
+
+
+def last_line(run: RunDir) -> tuple[int, int]:
+    """(term, number) of the newest line of a controller in this node's event log."""
+    lines = (line_of(event) for event in event_log.read_since(run.journal, SNAPSHOT))
+    return max(lines, default=(0, 0))
+
+
+def line_of(event: event_log.Event) -> tuple[int, int]:
+    """(term, number) of a line that a controller wrote; (0, 0) for any other."""
+    term, _, number = str(event.data.get("line", "0.0")).partition(".")
+    return int(term), int(number)
+
+
+class Council:
+    """See the module.
+
+    Args:
+        kept: what this node has promised in elections.
+        mirror: where the lines of the controller go.
+        post: takes ControllerHere, ControllerGone and what the controller says.
+        on_kv: (node, message) of another agent about the key-value store.
+        on_job: the name of the job is known; workers may start after it.
+        on_end: this agent cannot take part: the code of its run, and why.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        settings: RunSettings,
+        kept: Kept,
+        journal: Log,
+        mirror: Scribe,
+        post: Callable[[Message], None],
+        *,
+        on_kv: Callable[[NodeId, KvForward | KvBack], None],
+        on_here: Callable[[NodeId], None],
+        on_job: Callable[[str], None],
+        on_end: Callable[[Exit, str], None],
+    ) -> None:
+        self._run = run
+        self._settings = settings
+        self._journal = journal
+        self._post = post
+        self._on_kv = on_kv
+        self._on_here = on_here
+        self._on_job = on_job
+        self._on_end = on_end
+        self._me = NodeId(settings.node)
+        self._kept = kept
+        self._mirrored = (0, 0)
+        self._mirror = mirror
+        config = ElectionConfig(node_id=self._me)
+        self._election = Election(config, self._kept)
+        self._driver = Driver(self._election, journal, self._execute)
+        silent_s = SILENT_S if settings.several else SILENT_ALONE_S
+        self._link = ControllerLink(run, journal, self._from_link, silent_s=silent_s, fail=self._driver.fail)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.peers: Peers | None = None
+        if settings.several:
+            self.peers = Peers(
+                run,
+                settings,
+                journal,
+                on_message=self._heard,
+                on_here=self._here,
+                on_refused=partial(on_end, Exit.USAGE),
+                fail=self._driver.fail,
+            )
+
+    @property
+    def failure(self) -> asyncio.Future[None]:
+        """Ends with the exception of an election that broke."""
+        return self._driver.failure
+
+    def begin(self) -> None:
+        """Look for the controller; found the electorate if that is this agent's part."""
+        if self._settings.several:
+            self._mirrored = last_line(self._run)
+        self._spawn(self._begin())
+
+    def restart(self) -> None:
+        """The controller is gone."""
+        self._driver.post(LeaderLost())
+
+    def send(self, message: Message) -> bool:
+        """To the controller; False when it is away."""
+        return self._link.send(message)
+
+    async def end(self) -> None:
+        """Close every line, and end the controller of this node."""
+        self._driver.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._link.end()
+        if self.peers is not None:
+            await self.peers.end()
+        self._mirror.close()
+
+    # ---------------------------------------------------------------- beginning
+
+    async def _begin(self) -> None:
+        peers = self.peers
+        if peers is not None:
+            try:
+                await peers.listen()
+            except UsageError as error:
+                self._on_end(Exit.USAGE, str(error))
+                return
+            peers.begin()
+        endpoint = await self._link.join_local()
+        if endpoint is not None:
+            self._up(endpoint)  # a successor beside the controller that was elected here
+            if self._election.role == "leader":
+                self._post(ControllerHere())
+                return
+            self._link.kill_local()
+        if self._kept.electorate is not None:
+            self._driver.start()
+        elif peers is None:
+            self._driver.post(Founded(voters=(self._me,), witness=False))
+        else:
+            await self._form(peers)
+
+    async def _form(self, peers: Peers) -> None:
+        """Wait for the others: as founder until the nodes are there, as anybody else until the job has a name."""
+        settings = self._settings
+        deadline = time.monotonic() + settings.join_s
+        enough_s, founds = 0.0, False
+        while not peers.job:
+            here = len(peers.here)
+            if peers.founds() and here >= settings.nnodes:
+                enough_s = enough_s or time.monotonic()
+                if here >= settings.nnodes_max or time.monotonic() - enough_s > GATHER_S:
+                    founds = True
+                    self._journal.append("founded", {"voters": [str(n) for n in sorted(peers.here)]})
+                    peers.name_job(settings.saves_as)
+                    break
+            if time.monotonic() > deadline:
+                self._on_end(*self._not_met(peers))
+                return
+            await asyncio.sleep(POLL_S)
+        self._on_job(peers.job)
+        if founds:
+            self._driver.post(Founded(voters=tuple(sorted(peers.here)), witness=bool(settings.witness)))
+
+    def _not_met(self, peers: Peers) -> tuple[Exit, str]:
+        """The code of a job that was not formed in time, and why."""
+        settings, here = self._settings, peers.here
+        first = ", ".join(settings.contacts[: settings.first_contacts])
+        where = f"{settings.node} is at {settings.bind}, first contact {first}{peers.trouble}"
+        if len(here) >= settings.nnodes:
+            return Exit.USAGE, (
+                f"{len(here)} agents met, but none of them listens at the first contact: {where}\n"
+                "  next: on the host of the first contact --bind the address that the others know it by"
+            )
+        met = f" ({', '.join(map(str, sorted(here, key=node_order)))})" if len(here) > 1 else ""
+        return Exit.UNMET, (
+            f"{len(here)} of {settings.nnodes} agents met within {settings.join_s:g} s{met}: {where}\n"
+            "  next: the same command on every host, within that time; is the port open between them?"
+        )
+
+    # ---------------------------------------------------------------- in
+
+    def _from_link(self, message: Message) -> None:
+        if isinstance(message, Mirror):
+            self._mirror.append(message.kind, msgspec.json.decode(message.data, type=dict[str, Any]))
+            self._mirrored = (message.term, message.number)
+            return
+        if isinstance(message, Rolled):
+            self._driver.post(message)
+            return
+        if isinstance(message, ControllerHere) and self._settings.several:
+            term, number = self._mirrored
+            self._link.send(MirrorFrom(node_id=self._me, term=term, number=number))
+        self._post(message)
+
+    def _heard(self, node_id: NodeId, message: PeerMessage) -> None:
+        if isinstance(message, KvForward | KvBack):
+            self._on_kv(node_id, message)
+        else:
+            self._driver.post(message)
+
+    def _here(self, node_id: NodeId) -> None:
+        self._driver.post(PeerHere(node_id=node_id))
+        self._on_here(node_id)
+
+    # ---------------------------------------------------------------- out
+
+    def _execute(self, command: Command) -> None:
+        if isinstance(command, Keep):
+            self._keep(command)
+        elif isinstance(command, Send):
+            self._send(command)
+        elif isinstance(command, StartController):
+            self._journal.append("elected", {"term": command.term, "node": self._me}, durable=True)
+            self._mirror.flush()  # it reads what this node has of the log
+            self._link.start(command.term, self._up)
+        elif isinstance(command, Follow):
+            self._link.follow(command.lead.host, command.lead.port, command.lead.term)
+        elif isinstance(command, StandDown):
+            self._journal.append("stood_down", {"node": self._me, "reason": command.reason})
+            self._link.kill_local()
+        elif isinstance(command, GiveUp):
+            self._journal.append("no_majority", {"node": self._me, "reason": command.reason}, durable=True)
+            self._mirror.flush()
+            self._link.start(self._kept.term, lambda endpoint: None, alone=True)
+        elif isinstance(command, Claim):
+            self._spawn(self._claim(command))
+        else:
+            raise InternalError(f"an election cannot order {type(command).__name__}")
+
+    def _keep(self, keep: Keep) -> None:
+        voters = self._kept.electorate.voters if self._kept.electorate is not None else ()
+        self._kept = Kept(
+            term=keep.term, voted_for=keep.voted_for, electorate=keep.electorate, committed=keep.committed
+        )
+        write_private(self._run.ballot, msgspec.json.encode(self._kept), durable=True)
+        if keep.electorate is not None and keep.electorate.voters != voters:
+            self._journal.append("electorate", {"voters": [str(v) for v in keep.electorate.voters]})
+            if self._election.role == "leader":
+                self._link.send(VotersAre(voters=keep.electorate.voters))
+
+    def _send(self, command: Send) -> None:
+        if self.peers is None:
+            return
+        node_id = NodeId(command.to.removeprefix("node:"))
+        message: PeerMessage = command.message  # type: ignore[assignment]  # an election sends these only
+        if node_id == "*":
+            self.peers.broadcast(message)
+        else:
+            self.peers.send(node_id, message)
+
+    def _up(self, endpoint: Endpoint) -> None:
+        self._driver.post(ControllerUp(term=endpoint.term, host=endpoint.host, port=endpoint.port))
+
+    async def _claim(self, claim: Claim) -> None:
+        assert self.peers is not None, "one node claims nothing"
+        witness = place_of(self._settings.witness)
+        voters = await asyncio.to_thread(claim_once, witness, self.peers.job, claim)
+        self._journal.append("witness_said", {"number": claim.number, "voters": [str(v) for v in voters]})
+        self._driver.post(WitnessSaid(number=claim.number, voters=voters))
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = watched(work, self._driver.fail)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def claim_once(root: Place, job: str, claim: Claim) -> tuple[NodeId, ...]:
+    """Make the name of this change at the witness, or read who made it; empty: the witness cannot be used."""
+    if isinstance(root, Url):
+        return _claim_in_bucket(root, job, claim)
+    directory = root / f".holdfast-witness-{job}"
+    target = directory / f"electorate-{claim.number:06d}.json"
+    draft = directory / f".{claim.number}.{os.getpid()}.{time.monotonic_ns()}"
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_private(draft, msgspec.json.encode(claim.voters), durable=True)
+        try:
+            os.link(draft, target)
+        except FileExistsError:
+            pass  # taken: whoever made it goes on
+        finally:
+            draft.unlink(missing_ok=True)
+        return tuple(NodeId(v) for v in msgspec.json.decode(target.read_bytes(), type=list[str]))
+    except (OSError, msgspec.MsgspecError):
+        return ()
+
+
+def _claim_in_bucket(root: Url, job: str, claim: Claim) -> tuple[NodeId, ...]:
+    """As :func:`claim_once`: whoever creates the object first goes on."""
+    name = f"electorate-{claim.number:06d}.json"
+    store = open_store(root)
+    try:
+        store.probe()  # on a server that ignores conditions both would have made it
+        with store.create(f".holdfast-witness-{job}") as directory:
+            directory.create(name, msgspec.json.encode(claim.voters), "")
+            said = directory.read(name, CLAIM_SIZE_BYTES_MAX)
+        return tuple(NodeId(v) for v in msgspec.json.decode(said, type=list[str]))
+    except (StoreError, msgspec.MsgspecError):
+        return ()

@@ -1,0 +1,311 @@
+"""States of other nodes' ranks: each agent gives those of its ranks to one buddy, and keeps those of another node.
+
+Theory. A state in shared memory is lost with its node. So an agent sends every state that one of its ranks has kept to
+the agent of the next node, as the bytes of the slot: data first, the marker last. It waits until the script is back
+from behind the block: nothing is sent twice, and no state that lacks what was done there. The buddy believes it when
+all its digests fit. When it has arrived, the agent says so on the rank's status page, and only then do the ranks keep
+the next one (they vote): so at any moment there is one step of which every state lies on two nodes. A process that
+starts on another node asks all agents for the state that it needs.
+
+Invariants:
+1. A received slot has a marker only when all bytes are there; one that does not fit its digests is dropped.
+2. ``Word.ARRIVED`` names a state only when the buddy has confirmed it, or when there is no other node.
+3. Only whole states are given away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from holdfast.core.ids import NodeId
+from holdfast.core.protocol.messages import Held
+from holdfast.core.protocol.peer_messages import Peer
+from holdfast.core.protocol.status_page import Word
+from holdfast.errors import CheckpointInvalid, ProtocolError, StateError
+from holdfast.runtime.net.channel import BlockingChannel
+from holdfast.runtime.net.driver import watched
+from holdfast.runtime.net.request_server import AnswerServer
+from holdfast.runtime.net.service_names import memory_of
+from holdfast.runtime.node.rundir import RunDir
+from holdfast.runtime.node.status_page import Page
+from holdfast.store.shared_memory.memory_slots import (
+    Incoming,
+    Slots,
+    digest_of,
+    kept_steps,
+    open_kept,
+    read_raw,
+)
+from holdfast.wire import Codec
+
+PIECE_SIZE_BYTES = 4 * 1024 * 1024
+SLOT_SIZE_BYTES_MAX = 1 << 42
+LOOK_S = 0.05
+ANSWER_S = 5.0
+ROLE = "peer"
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    """A state of this rank follows, of a process of ``generation`` (packed)."""
+
+    rank: int
+    step: int
+    size_bytes: int
+    generation: int
+
+
+class Bytes(msgspec.Struct, frozen=True, tag=True):
+    """Bytes of the slot, from ``start``."""
+
+    rank: int
+    start: int
+    data: bytes
+
+
+class Mark(msgspec.Struct, frozen=True, tag=True):
+    """All bytes were sent: the marker of the slot."""
+
+    rank: int
+    step: int
+    data: bytes
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    """Bytes of the slot with the state of ``step``; the answer's marker is in ``Mark``, or there is none."""
+
+    rank: int
+    step: int
+    start: int
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    """``size_bytes`` is of the slot; 0: refused."""
+
+    size_bytes: int = 0
+    data: bytes = b""
+    marker: bytes = b""
+
+
+Talk = Begin | Bytes | Mark | Ask | Answer
+_CODEC: Codec[Talk] = Codec(Talk)  # type: ignore[arg-type]  # a union is no type[M]
+
+
+class BuddyServer(AnswerServer[Talk]):
+    """Takes states of other nodes' ranks, and gives what this node has.
+
+    Args:
+        directory: of the slots.
+        node: that this is.
+        on_held: told of each rank whose states have changed, in a thread of the server.
+    """
+
+    def __init__(self, directory: Path, token: bytes, node: str, on_held: Callable[[int], None]) -> None:
+        super().__init__(_CODEC, token, memory_of(node))
+        self._directory = directory
+        self._on_held = on_held
+        self._incoming: dict[int, Incoming] = {}
+        self._newest: dict[int, int] = {}  # generation by rank
+        self._lock = threading.Lock()
+
+    def _answer(self, message: Talk) -> tuple[Talk, Sequence[memoryview]]:
+        try:
+            with self._lock:
+                return self._do(message), ()
+        except (StateError, CheckpointInvalid, OSError):
+            return Answer(), ()
+
+    def _do(self, message: Talk) -> Talk:
+        match message:
+            case Begin() if message.generation < self._newest.get(message.rank, 0):
+                return Answer()  # of a node that was lost, and is back: another process is this rank now
+            case Begin() if 0 <= message.rank and 0 < message.size_bytes <= SLOT_SIZE_BYTES_MAX:
+                self._newest[message.rank] = message.generation
+                self._incoming[message.rank] = Incoming.begin(
+                    self._directory, message.rank, message.step, message.size_bytes
+                )
+            case Bytes() if message.rank in self._incoming:
+                self._incoming[message.rank].write(message.start, message.data)
+            case Mark() if message.rank in self._incoming:
+                self._incoming.pop(message.rank).commit(message.data)
+                with open_kept(self._directory, message.rank, message.step):
+                    pass  # verified
+                self._on_held(message.rank)
+            case Ask():
+                size, marker, data = read_raw(
+                    self._directory, message.rank, message.step, message.start, PIECE_SIZE_BYTES
+                )
+                return Answer(size, data, marker)
+            case _:
+                return Answer()
+        return Answer(1)
+
+
+def push(
+    directory: Path,
+    rank: int,
+    step: int,
+    node: str,
+    to: tuple[str, int],
+    token: bytes,
+    generation: int = 0,
+) -> int:
+    """Send one state to the agent of ``node``, which listens at ``to``; its digest when that has it, verified, else 0.
+
+    Args:
+        generation: of the process whose state it is, packed.
+    """
+    try:
+        line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, *to, token, memory_of(node), ROLE)
+    except (OSError, ProtocolError):
+        return 0
+    try:
+        size, marker, data = read_raw(directory, rank, step, 0, PIECE_SIZE_BYTES)
+        good = _asked(line, Begin(rank, step, size, generation)).size_bytes > 0
+        start = 0
+        while good and data:
+            good = _asked(line, Bytes(rank, start, data)).size_bytes > 0
+            start += len(data)
+            data = read_raw(directory, rank, step, start, PIECE_SIZE_BYTES)[2]
+        good = good and _asked(line, Mark(rank, step, marker)).size_bytes > 0
+        return digest_of(marker) if good else 0
+    except (OSError, ProtocolError, CheckpointInvalid):
+        return 0  # the buddy is gone, or the rank has kept the next states meanwhile
+    finally:
+        line.close()
+
+
+def pull(directory: Path, rank: int, step: int, peers: Mapping[str, tuple[str, int]], token: bytes) -> bool:
+    """Take a state from whichever agent has it; True when it is here, its bytes still to be verified."""
+    for node, at in peers.items():
+        try:
+            line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, *at, token, memory_of(node), ROLE)
+        except (OSError, ProtocolError):
+            continue
+        try:
+            answer = _asked(line, Ask(rank, step, 0))
+            if not 0 < answer.size_bytes <= SLOT_SIZE_BYTES_MAX:
+                continue
+            incoming, start = Incoming.begin(directory, rank, step, answer.size_bytes), 0
+            while answer.data:
+                incoming.write(start, answer.data)
+                start += len(answer.data)
+                answer = _asked(line, Ask(rank, step, start))
+            incoming.commit(answer.marker)
+            return True
+        except (OSError, ProtocolError, CheckpointInvalid, StateError):
+            continue
+        finally:
+            line.close()
+    return False
+
+
+def _asked(line: BlockingChannel[Talk], question: Talk) -> Answer:
+    line.send(question)
+    answer = line.receive(ANSWER_S)
+    if not isinstance(answer, Answer):
+        raise ProtocolError("an agent answers nonsense")
+    return answer
+
+
+class Buddies:
+    """An agent's part: gives the states of its ranks away, and keeps those of others.
+
+    Args:
+        me: this node.
+        directory: of the slots and status pages.
+        pages: status pages of the ranks that live here.
+        peers: the other agents with a line, by node.
+        tell: to the controller.
+    """
+
+    def __init__(
+        self,
+        me: NodeId,
+        directory: Path,
+        token: bytes,
+        pages: Callable[[], list[Path]],
+        peers: Callable[[], Mapping[NodeId, Peer]],
+        tell: Callable[[Held], None],
+    ) -> None:
+        self._me = me
+        self._directory = directory
+        self._token = token
+        self._pages = pages
+        self._peers = peers
+        self._tell = tell
+        self._loop = asyncio.get_running_loop()
+        self._server = BuddyServer(directory, token, me, self._received)
+        self._held: dict[str, tuple[int, ...]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, host: str, fail: Callable[[BaseException], None]) -> int:
+        """Take states from others at the returned port, and begin to give; ``fail`` gets what ends that."""
+        port = self._server.start(host)
+        self._task = watched(self._run(), fail)
+        return port
+
+    def close(self) -> None:
+        """Stop."""
+        if self._task is not None:
+            self._task.cancel()
+        self._server.close()
+
+    def _received(self, rank: int) -> None:
+        self._held[str(rank)] = kept_steps(self._directory, rank, whole=True)
+        held = Held(node_id=self._me, ranks=dict(self._held))
+        self._loop.call_soon_threadsafe(self._tell, held)
+
+    async def _run(self) -> None:
+        """Give away what the ranks of this node keep, as it comes."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for path in self._pages():
+                await self._give(path)
+
+    async def _give(self, path: Path) -> None:
+        try:
+            page = Page.open(path)
+        except (OSError, ProtocolError):
+            return  # it was taken away
+        try:
+            rank = page[Word.RANK]
+            newest = Slots(self._directory, rank).newest(whole=True)
+            if newest is None or page[Word.ARRIVED] == newest.digest:
+                return
+            buddy = self._buddy()
+            arrived = newest.digest
+            if buddy is not None:
+                at, generation = (buddy.host, buddy.memory_port), page[Word.GENERATION]
+                arrived = await asyncio.to_thread(
+                    push, self._directory, rank, newest.step, buddy.node_id, at, self._token, generation
+                )
+            if arrived:
+                page[Word.ARRIVED] = arrived
+        finally:
+            page.close()
+
+    def _buddy(self) -> Peer | None:
+        """The next node of those that are here."""
+        peers = {node: peer for node, peer in self._peers().items() if peer.memory_port}
+        later = [node for node in sorted(peers) if node > self._me]
+        order = [*later, *sorted(peers)]
+        return peers[order[0]] if order else None
+
+
+def puller(run: RunDir, me: str) -> Callable[[int, int], bool]:
+    """For a worker: gets the state of a rank and step from whichever other node of the run has it."""
+
+    def get(rank: int, step: int) -> bool:
+        try:
+            known = msgspec.json.decode(run.peers.read_bytes(), type=list[Peer])
+        except (OSError, msgspec.MsgspecError):
+            return False
+        others = {str(p.node_id): (p.host, p.memory_port) for p in known if p.node_id != me and p.memory_port}
+        return pull(run.pages(), rank, step, others, run.token())
+
+    return get

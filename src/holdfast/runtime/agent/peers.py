@@ -1,0 +1,372 @@
+"""Lines between the agents of a job: who is there, where, and one connection to each.
+
+An agent is told of one or more contacts (``--master-addr`` is one of them). It dials these until somebody answers, then
+everybody who is known; whom it knows is kept in ``peers.json``, so no contact is needed a second time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from holdfast.core.ids import RUN_ID_LENGTH_MAX, NodeId, is_run_id
+from holdfast.core.job.membership import node_order
+from holdfast.core.protocol.peer_messages import (
+    VERSION_LENGTH_MAX,
+    Peer,
+    PeerHello,
+    PeerList,
+    PeerMessage,
+    PeerRefused,
+)
+from holdfast.errors import AuthError, ProtocolError, UsageError
+from holdfast.event_log import Log
+from holdfast.runtime.net.addresses import endpoint, family_of, split_endpoint
+from holdfast.runtime.net.channel import Channel, Hub
+from holdfast.runtime.net.driver import watched
+from holdfast.runtime.net.service_names import PEERS
+from holdfast.runtime.node.env_record import alike
+from holdfast.runtime.node.run_settings import RunSettings, shape
+from holdfast.runtime.node.rundir import RunDir, write_private
+from holdfast.text import plural
+from holdfast.version import VERSION
+from holdfast.wire import SAME_VERSION, Codec
+
+DIAL_S = 0.3
+DIAL_TIMEOUT_S = 2.0
+NEIGHBOUR_S = 5.0  # an agent on this machine answers within this, also on a busy one
+REFUSED_S = 10.0  # between two dials to an address at which this agent is refused
+PEER_MESSAGES: Codec[PeerMessage] = Codec(PeerMessage)  # type: ignore[arg-type]  # a union is no type[M]
+
+
+class Peers:
+    """All other agents of the job.
+
+    Args:
+        on_message: (node, message), in order per line.
+        on_here: a line to this node is up.
+        on_refused: this agent belongs to no job yet, and is refused: why. Later it is whoever answers there that does
+            not belong: another job, or a host that was started with a mistake, at the address of a node that was lost.
+        fail: gets the exception that ended the dialling.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        settings: RunSettings,
+        journal: Log,
+        *,
+        on_message: Callable[[NodeId, PeerMessage], None],
+        on_here: Callable[[NodeId], None],
+        on_refused: Callable[[str], None],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self.me = NodeId(settings.node)
+        self.job = settings.job
+        self.known: dict[NodeId, Peer] = {}
+        self._run = run
+        self._settings = settings
+        self._journal = journal
+        self._on_message = on_message
+        self._on_here = on_here
+        self._on_refused = on_refused
+        self._fail = fail
+        self._home = str(run.path)
+        self.memory_port = 0  # where this agent takes and gives states in memory
+        self._lines: dict[NodeId, Channel[PeerMessage]] = {}
+        self._node_of: dict[Channel[PeerMessage], NodeId] = {}
+        self._refused: dict[tuple[str, int], float] = {}  # by address: when it is dialled again
+        self._unreached: dict[tuple[str, int], str] = {}  # why the last dial to it failed
+        self._sent_away: dict[NodeId, str] = {}  # why, in one line
+        # Of another interpreter nothing is known here.
+        self._versions = {} if settings.python else {n: v[:VERSION_LENGTH_MAX] for n, v in alike().items()}
+        self._told: set[tuple[str, str]] = set()  # versions of others that were warned of
+        self._server: asyncio.Server | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._hub: Hub[PeerMessage] = Hub(
+            PEER_MESSAGES, run.token(), on_open=self._greet, on_message=self._heard, on_close=self._closed
+        )
+
+    async def listen(self) -> Peer:
+        """Listen where the others look first, if that is here and free; else on any port of the same address.
+
+        Raises:
+            OSError: the address is not one of this machine.
+            UsageError: the others look here first, and would find another program.
+        """
+        try:
+            self.known = {peer.node_id: peer for peer in _read_peers(self._run)}
+        except (OSError, msgspec.MsgspecError):
+            self.known = {}
+        before = self.known.get(self.me)
+        ports = [before.port] if before is not None else []
+        contacts = [split_endpoint(contact) for contact in self._settings.contacts]
+        ports += [port for _, port in contacts]
+        for port in (*ports, 0):
+            try:
+                self._server, bound = await self._hub.listen(PEERS, self._settings.bind, port)
+                break
+            except OSError:
+                if port == 0:
+                    raise
+        peer = self.known[self.me] = Peer(self.me, self._home, self._settings.bind, bound, self.memory_port)
+        for host, port in self._first:
+            if not self.job and host == peer.host and port != bound:
+                await self._check_neighbour(host, port)
+        return peer
+
+    async def _check_neighbour(self, host: str, port: int) -> None:
+        """The first contact is on this host, and not this agent: is it another one of the job, on the same machine?"""
+        try:
+            async with asyncio.timeout(NEIGHBOUR_S):
+                await self._hub.connect(host, port, PEERS, "peer")
+        except (OSError, ProtocolError):
+            raise UsageError(
+                f"the others look for this host at {endpoint(host, port)}, where another program listens",
+                hint="end it, or another --master-port, the same on every host",
+            ) from None
+
+    def founds(self) -> bool:
+        """This agent owns the first contact: it says who the first voters are.
+
+        Of several hosts behind one name the first one in the order of nodes does.
+        """
+        owners = (n for n, peer in self.known.items() if (peer.host, peer.port) in self._first)
+        return min(owners, key=node_order, default=None) == self.me
+
+    @property
+    def _first(self) -> list[tuple[str, int]]:
+        """Every address of the first contact."""
+        first = self._settings.contacts[: self._settings.first_contacts]
+        return [split_endpoint(contact) for contact in first]
+
+    def begin(self) -> None:
+        """Dial until everybody who is known has a line."""
+        self._task = watched(self._dial(), self._fail)
+
+    def name_job(self, job: str) -> None:
+        """The founder: from now on the job has a name, and whoever is here learns it."""
+        self.job = job
+        self._publish()
+
+    def send(self, to: NodeId, message: PeerMessage) -> bool:
+        """To one agent; False when there is no line (the sender asks again)."""
+        line = self._lines.get(to)
+        return line is not None and line.send(message)
+
+    def broadcast(self, message: PeerMessage) -> None:
+        """To everybody with a line."""
+        for line in self._lines.values():
+            line.send(message)
+
+    @property
+    def here(self) -> list[NodeId]:
+        """Everybody with a line, and this agent."""
+        return [self.me, *self._lines]
+
+    async def end(self) -> None:
+        """Close all lines."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        if self._server is not None:
+            self._server.close()
+        await self._hub.close(DIAL_TIMEOUT_S)
+
+    async def _dial(self) -> None:
+        own = {(self.known[self.me].host, self.known[self.me].port)}
+        while True:
+            targets = {(p.host, p.port) for n, p in self.known.items() if n not in self._lines}
+            if len(self.known) == 1 or not self.job:
+                reached = {(p.host, p.port) for n, p in self.known.items() if n in self._lines}
+                targets |= {split_endpoint(contact) for contact in self._settings.contacts} - reached
+            shut = {address for address, until_s in self._refused.items() if until_s > time.monotonic()}
+            await asyncio.gather(*(self._connect(host, port) for host, port in targets - own - shut))
+            await asyncio.sleep(DIAL_S)
+
+    async def _connect(self, host: str, port: int) -> None:
+        try:
+            async with asyncio.timeout(DIAL_TIMEOUT_S):
+                await self._hub.connect(host, port, PEERS, "peer")
+        except AuthError as error:
+            self._turned_away((host, port), f"{error.message} ({endpoint(host, port)})\n  next: {error.hint}")
+        except (OSError, ProtocolError) as error:  # it is not up yet, or gone: dialled again
+            self._unreached[host, port] = _why(error)
+        else:
+            self._unreached.pop((host, port), None)
+
+    def _turned_away(self, address: tuple[str, int], reason: str) -> None:
+        if not self.job:
+            self._on_refused(reason)
+            return
+        if address not in self._refused:
+            self._journal.append("peer_foreign", {"host": address[0], "port": address[1], "reason": reason})
+        self._refused[address] = time.monotonic() + REFUSED_S
+
+    @property
+    def trouble(self) -> str:
+        """Why agents may not have met: contacts that do not answer, and who was at the door with another token."""
+        said = [f"{endpoint(host, port)}: {why}" for (host, port), why in sorted(self._unreached.items())]
+        if count := self._hub.refused["token"]:
+            said.append(
+                f"{plural(count, 'connection')} with another token {'was' if count == 1 else 'were'} refused"
+            )
+        said += [why for _, why in sorted(self._sent_away.items())]
+        return "".join(f"; {each}" for each in said)
+
+    def _greet(self, channel: Channel[PeerMessage]) -> None:
+        settings, known = self._settings, tuple(self.known.values())
+        hello = PeerHello(
+            peer=self.known[self.me], job=self.job, nodes=settings.nnodes, slots=settings.counts, known=known,
+            holdfast=VERSION, versions=self._versions,
+        )  # fmt: skip
+        channel.send(hello)
+
+    def _heard(self, channel: Channel[PeerMessage], message: PeerMessage) -> None:
+        node_id = self._node_of.get(channel)
+        if isinstance(message, PeerRefused):
+            self._turned_away(channel.address, message.reason)
+        elif isinstance(message, PeerHello):
+            self._welcome(channel, message)
+        elif node_id is None:
+            channel.close()
+        elif isinstance(message, PeerList):
+            if message.job and not is_run_id(message.job):
+                channel.close()  # it would be part of paths
+                return
+            self._learn(message.job, message.known)
+        else:
+            self._on_message(node_id, message)
+
+    def _welcome(self, channel: Channel[PeerMessage], hello: PeerHello) -> None:
+        peer = hello.peer
+        why = self._unfit(hello)
+        if why and not channel.peer_role:
+            return  # this agent dialled: the other one judges
+        if why:
+            self._journal.append("peer_refused", {"node": peer.node_id, "home": peer.home, "reason": why})
+            self._sent_away[peer.node_id] = why.partition("\n")[0]
+            channel.send(PeerRefused(reason=why))
+            channel.close()
+            return
+        self._node_of[channel] = peer.node_id
+        self._refused.pop((peer.host, peer.port), None)
+        self._sent_away.pop(peer.node_id, None)
+        self._compare(hello)
+        before = self._lines.get(peer.node_id)
+        if before is not channel and before is not None:
+            channel = self._choose(peer.node_id, before, channel)
+        self._lines[peer.node_id] = channel
+        if before is None:
+            self._journal.append("peer_here", {"node": peer.node_id, "host": peer.host, "port": peer.port})
+        self._learn(hello.job, (*hello.known, peer), said_by=peer)
+        self._on_here(peer.node_id)
+
+    def _choose(
+        self, node_id: NodeId, older: Channel[PeerMessage], newer: Channel[PeerMessage]
+    ) -> Channel[PeerMessage]:
+        """The one of two lines to an agent that is used; the other one is closed, by one side only.
+
+        Whoever dials twice has lost its first line. When both have dialled, the line of the smaller name stays, and the
+        other agent closes its own: the smaller one cannot know whether its line is still up at the other end.
+        """
+        if bool(older.peer_role) != bool(newer.peer_role):
+            if self.me < node_id:
+                return newer
+            older, newer = (older, newer) if newer.peer_role else (newer, older)
+        older.close()
+        return newer
+
+    def _compare(self, hello: PeerHello) -> None:
+        """Tell what differs and may do: once, however many nodes have it."""
+        for name in sorted(self._versions.keys() & hello.versions.keys()):
+            here, there = self._versions[name], hello.versions[name]
+            if here != there and (name, there) not in self._told:
+                self._told.add((name, there))
+                data = {"node": hello.peer.node_id, "what": name, "here": here, "there": there}
+                self._journal.append("versions_differ", data)
+
+    def _unfit(self, hello: PeerHello) -> str:
+        settings, peer = self._settings, hello.peer
+        if hello.holdfast != VERSION:
+            return (
+                f"{peer.node_id} has holdfast {hello.holdfast or 'of a version that it does not say'}, "
+                f"{self.me} has {VERSION}\n  next: {SAME_VERSION}"
+            )
+        if (hello.nodes, hello.slots) != (settings.nnodes, settings.counts):
+            return (
+                f"{peer.node_id} was started for {shape(hello.nodes, hello.slots)}, "
+                f"{self.me} for {shape(settings.nnodes, settings.counts)}"
+                "\n  next: the same --nnodes and --nproc-per-node on every host; where they differ in size the list "
+                "of all, --nproc-per-node 8,4"
+            )
+        if hello.job and not is_run_id(hello.job):
+            return f"{peer.node_id} says that the job is {hello.job[:RUN_ID_LENGTH_MAX]!r}, which is no name of a run"
+        if self.job and hello.job and self.job != hello.job:
+            return (
+                f"{peer.node_id} belongs to the job {hello.job}, {self.me} to {self.job}"
+                "\n  next: another --master-port for each job"
+            )
+        known = self.known.get(peer.node_id)
+        twice = known is not None and known.home != peer.home and peer.node_id in (self.me, *self._lines)
+        if not twice:
+            return ""
+        return f"there is a {peer.node_id} already\n  next: give each host a --node-rank of its own"
+
+    def _learn(self, job: str, known: tuple[Peer, ...], said_by: Peer | None = None) -> None:
+        """New names and, from an agent about itself, a new address."""
+        changed = bool(job) and not self.job
+        self.job = self.job or job
+        for peer in known:
+            if peer.node_id == self.me:
+                continue
+            if peer.node_id not in self.known or (peer == said_by and self.known[peer.node_id] != peer):
+                self.known[peer.node_id] = peer
+                changed = True
+        if changed:
+            self._publish()
+
+    def _publish(self) -> None:
+        known = tuple(self.known.values())
+        write_private(self._run.peers, msgspec.json.encode(known))
+        self.broadcast(PeerList(job=self.job, known=known))
+
+    def _closed(self, channel: Channel[PeerMessage]) -> None:
+        node_id = self._node_of.pop(channel, None)
+        if node_id is None or self._lines.get(node_id) is not channel:
+            return
+        rest = next((line for line, node in self._node_of.items() if node == node_id), None)
+        if rest is None:
+            del self._lines[node_id]
+            self._journal.append("peer_gone", {"node": node_id})
+        else:
+            self._lines[node_id] = rest
+            self._on_here(node_id)  # what the closed one had not delivered is said again
+
+
+def _read_peers(run: RunDir) -> list[Peer]:
+    return msgspec.json.decode(run.peers.read_bytes(), type=list[Peer])
+
+
+def _why(error: Exception) -> str:
+    """Why a dial failed, in a word."""
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    if isinstance(error, ConnectionRefusedError):
+        return "nobody listens there"
+    return str(error)
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address of this machine that reaches ``host``; nothing is sent.
+
+    Raises:
+        OSError: no route, or an unknown name.
+    """
+    with socket.socket(family_of(host), socket.SOCK_DGRAM) as sock:
+        sock.connect((host, port))
+        return str(sock.getsockname()[0])

@@ -1,0 +1,368 @@
+"""The agent's eyes: looks at the status pages, says when all workers stand still, and gathers evidence when asked.
+
+What they have learned is written beside the pages now and then: an agent that takes over judges as the one before, and
+does not wait ten minutes for a worker that stopped while nobody looked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+from collections.abc import Callable, Collection, Mapping
+from math import inf
+from pathlib import Path
+
+import msgspec
+
+from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.job.spares import is_spare
+from holdfast.core.protocol.health_messages import (
+    LAST_LOOK,
+    CollectiveSeen,
+    Evidence,
+    Gather,
+    Late,
+    Moved,
+    Pace,
+    Paced,
+    RankEvidence,
+    Stalled,
+)
+from holdfast.core.protocol.messages import Message
+from holdfast.core.protocol.status_page import Flag, Phase, Word
+from holdfast.core.watch.activity import Activity, Seen
+from holdfast.core.watch.hang_attribution import STOPPED
+from holdfast.core.watch.stall_detector import Learned, Limits, Progress, Reading
+from holdfast.errors import ProtocolError
+from holdfast.runtime.agent.worker_processes import Life
+from holdfast.runtime.net.driver import watched
+from holdfast.runtime.node.hang_evidence import Finding, find, sample, where
+from holdfast.runtime.node.process_info import age_s, halted, started_with, stopped_children
+from holdfast.runtime.node.rundir import RunDir, write_private
+from holdfast.runtime.node.spawn import FORKS
+from holdfast.runtime.node.status_page import Page
+
+REPEAT_S = 1.0  # a stall is said again, because the controller may be a new one
+PACE_S = 5.0
+KEEP_S = 1.0
+LEARNED = "learned-"
+LEARNED_SIZE_BYTES_MAX = 1 << 20
+COLLECTIVES_TOLD = 16
+FORKED = f"{FORKS}=1".encode()
+MARKS = (Word.STATE, Word.ENTERED_NS, Word.COLLECTIVES, Word.REPEATED, Word.FLAGS, Word.PID, Word.DUE)
+"""What changes when a worker moves."""
+ON_THE_WAY = frozenset({Phase.READY, Phase.ABORTED, Phase.IN_DOUBT})
+"""Where a main thread waits in a recovery until it is told to go on."""
+DRAWING = frozenset({Phase.STARTING, Phase.READY, Phase.LOADING, Phase.SECTION, Phase.FORWARD})
+"""Where a script may wait for processes of its own."""
+
+
+class Watcher:
+    """Looks at the workers of one node.
+
+    Args:
+        living: the processes of this node, by member.
+        post: takes what is to be told to the controller.
+        ask: asks a worker for its records; False where it is not connected.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        node_id: NodeId,
+        limits: Limits,
+        living: Mapping[MemberId, Life],
+        post: Callable[[Message], None],
+        ask: Callable[[MemberId], bool] | None = None,
+    ) -> None:
+        self._run = run
+        self._node_id = node_id
+        self._limits = limits
+        self._living = living
+        self._post = post
+        self._ask = ask
+        self._progress = Progress(limits)
+        self._pages: dict[MemberId, Page] = {}
+        self._generation = Generation(0, 0)
+        self._told_s = 0.0
+        self._late_s = 0.0
+        self._children_s = 0.0
+        self._children: dict[int, int] = {}  # stopped ones, by the worker that waits for them
+        self._paced_s = 0.0
+        self._kept_s = 0.0
+        self._learned: Path | None = None  # where it is kept for a successor
+        self._activity = Activity(node_id, limits.floor_s if limits.factor > 0 else inf)
+        self._gathering: asyncio.Task[None] | None = None
+        self._lasts: dict[MemberId, asyncio.Task[None]] = {}
+
+    async def watch(self) -> None:
+        """Look until cancelled; hangs and stopped processes are not looked for when ``factor`` is 0."""
+        self._learned = self._run.pages() / f"{LEARNED}{self._node_id}"
+        self._progress = Progress(self._limits, recall(self._learned))
+        try:
+            while True:
+                await asyncio.sleep(self._limits.look_s)
+                self.look(time.monotonic())
+        finally:
+            for page in self._pages.values():
+                page.close()
+            self._pages.clear()
+
+    def look(self, now: float) -> None:
+        """One look at all pages."""
+        if self._gathering is not None and self._gathering.done():
+            self._gathering.result()
+            self._gathering = None
+        self._open_pages()
+        self._look_for_activity(now)
+        if self._limits.factor > 0:
+            self._look_for_hangs(now)
+
+    def _look_for_hangs(self, now: float) -> None:
+        workers = [page for member_id, page in self._pages.items() if not is_spare(member_id)]
+        if not workers:
+            return
+        self._generation = max(Generation.unpack(page[Word.GENERATION]) for page in workers)
+        overdue = self._progress.overdue()
+        readings = self._look_at(now, overdue)
+        change = self._progress.look(now, readings)
+        if change is False:
+            self._post(Moved(node_id=self._node_id, generation=self._generation))
+        elif self._progress.stalled and (change or now - self._told_s >= REPEAT_S):
+            self._told_s = now
+            holding = [s for s in self._progress.stalls() if not s.waits]
+            self._post(
+                Stalled(
+                    node_id=self._node_id,
+                    generation=self._generation,
+                    idle_s=min(s.idle_s for s in holding),
+                    bound_s=max(s.bound_s for s in holding),
+                    step_s=self._progress.step_s,
+                    waiting=any(r.waits for r in readings if not is_spare(r.member_id)),
+                    stopped=any(s.stopped for s in holding),
+                )
+            )
+        if now - self._late_s >= REPEAT_S:
+            self._late_s = now
+            for late in self._progress.late():
+                self._post(Late(late.member_id, self._node_id, round(late.idle_s, 3), late.stopped))
+        if now - self._paced_s >= PACE_S:
+            self._paced_s = now
+            paces = tuple(Pace(*pace) for pace in self._progress.paces())
+            step_s = max(reading.step_s for reading in readings)
+            if step_s:
+                here, generation = self._node_id, self._generation
+                self._post(Paced(node_id=here, generation=generation, ranks=paces, step_s=step_s))
+        if self._learned is not None and now - self._kept_s >= KEEP_S:
+            self._kept_s = now
+            # No directory: the run ends, its pages are gone, and nobody takes over. No room: there may be some later.
+            with contextlib.suppress(OSError):
+                write_private(self._learned, msgspec.json.encode(self._progress.learned()))
+
+    def _look_for_activity(self, now: float) -> None:
+        """What a recovery is told, whether hangs are looked for or not."""
+        if not self._activity.is_due(now):
+            return
+        active = self._activity.look(
+            now,
+            [
+                Seen(
+                    member_id,
+                    (page[Word.WORK], *(page[word] for word in MARKS)),
+                    bool(page[Word.FENCED]) or not page[Word.DONE],
+                    halted(self._pid(member_id)),
+                )
+                for member_id, page in self._pages.items()
+                if not is_spare(member_id)
+            ],
+        )
+        if active is not None:
+            self._post(active)
+
+    def _pid(self, member_id: MemberId) -> int:
+        """Of its own word, or of the process that was started for it and has not come so far."""
+        return self._pages[member_id][Word.PID] or self._living[member_id].pid
+
+    def _look_at(self, now: float, overdue: Collection[MemberId]) -> list[Reading]:
+        readings = []
+        sleeping = set()
+        for member_id, page in self._pages.items():
+            reading, pid = read(page), self._pid(member_id)
+            is_new = not self._progress.knows(member_id)
+            if is_new or (reading.phase is Phase.STARTING and not reading.collectives):
+                age = age_s(pid) if is_new else 0.0
+                reading = reading._replace(scratch=FORKED not in started_with(pid), age_s=age)
+            if member_id in overdue:
+                state = sample(pid).process
+                if state == "S" and reading.phase in DRAWING and not reading.waits:
+                    sleeping.add(pid)
+                stopped = state in STOPPED or (pid in sleeping and pid in self._children)
+                reading = reading._replace(stopped=stopped)
+            readings.append(reading)
+        if not sleeping:
+            self._children = {}
+        elif now - self._children_s >= REPEAT_S:  # all of /proc is asked
+            self._children_s, self._children = now, stopped_children(sleeping)
+        return readings
+
+    def gather(self, order: Gather) -> None:
+        """Look at everything, then answer; in the background."""
+        if self._gathering is None:
+            self._gathering = asyncio.get_running_loop().create_task(self._gather(order))
+
+    def look_last(
+        self, member_id: MemberId, kill: Callable[[], None], fail: Callable[[BaseException], None]
+    ) -> None:
+        """A worker is to be killed for its silence: see where it stands, tell, then ``kill``; when asked again, kill at
+        once. In the background; ``fail`` gets what goes wrong there."""
+        if member_id in self._lasts:
+            kill()
+        else:
+            self._lasts[member_id] = watched(self._look_last(member_id, kill), fail)
+
+    async def _look_last(self, member_id: MemberId, kill: Callable[[], None]) -> None:
+        # Neither a process nor a page yet: there is nothing to be seen.
+        with contextlib.suppress(OSError, ProtocolError):
+            if member_id in self._living:
+                with contextlib.closing(Page.open(self._run.page_path(member_id))) as page:
+                    pid = page[Word.PID] or self._living[member_id].pid
+                    finding = (await find(self._run, [(member_id, pid, page)], self._ask))[member_id]
+                    since_ns = page[Word.ENTERED_NS] or time.monotonic_ns()
+                    idle_s = (time.monotonic_ns() - since_ns) / 1e9
+                    child = stopped_children({pid}).get(pid, 0)
+                    one = self._told(f"M{member_id:03d}", member_id, page, finding, idle_s, 0.0, child)
+                    self._post(Evidence(node_id=self._node_id, number=LAST_LOOK, ranks=(one,)))
+        kill()
+
+    def _open_pages(self) -> None:
+        for member_id in [m for m in self._pages if m not in self._living]:
+            self._pages.pop(member_id).close()
+        for member_id in self._living:
+            if member_id not in self._pages:
+                try:
+                    self._pages[member_id] = Page.open(self._run.page_path(member_id))
+                except (OSError, ProtocolError):
+                    continue  # half-made, or removed at the end of the run
+
+    async def _gather(self, order: Gather) -> None:
+        workers = [
+            (member_id, self._pid(member_id), page)
+            for member_id, page in sorted(self._pages.items())
+            if member_id in self._living and not is_spare(member_id)
+        ]
+        found = await find(self._run, workers, self._ask)
+        late = self._progress.late()
+        if not self._progress.stalled and not late:
+            return  # somebody moved meanwhile: the controller was told
+        stalls = {stall.member_id: stall for stall in (*self._progress.stalls(), *late)}
+        children = stopped_children({pid for _, pid, _ in workers})
+        ranks = []
+        for member_id, pid, _ in workers:
+            page, stall = self._pages.get(member_id), stalls.get(member_id)
+            if page is None or stall is None:
+                continue
+            finding = found[member_id]
+            child = children.get(pid, 0) if stall.stopped and finding.process not in STOPPED else 0
+            place = f"H{order.number:03d}"
+            ranks.append(self._told(place, member_id, page, finding, stall.idle_s, stall.bound_s, child))
+        self._post(Evidence(node_id=self._node_id, number=order.number, ranks=tuple(ranks)))
+
+    def _told(
+        self,
+        place: str,
+        member_id: MemberId,
+        page: Page,
+        finding: Finding,
+        idle_s: float,
+        bound_s: float,
+        child: int,
+    ) -> RankEvidence:
+        """All that is known of one worker; its files are in ``place``, below the run's evidence."""
+        seen = read(page)
+        return RankEvidence(
+            member_id=member_id,
+            rank=seen.rank,
+            step=seen.step,
+            phase="resuming" if seen.due else seen.phase.name.lower(),
+            idle_s=round(idle_s, 3),
+            bound_s=round(bound_s, 3),
+            sequence=page[Word.SEQUENCE],
+            usual_sequence=page[Word.USUAL_SEQUENCE],
+            process=finding.process,
+            cpu=round(finding.cpu, 3),
+            wchan=finding.wchan,
+            where=where(finding.stacks),
+            section=seen.section,
+            collectives=self._collectives(place, seen.rank, page),
+            devices=finding.records.devices,
+            stacks=self._keep(place, seen.rank, finding),
+            records=self._keep_records(place, seen.rank, finding),
+            child=child,
+            left=seen.left,
+        )
+
+    def _collectives(self, place: str, rank: int, page: Page) -> tuple[CollectiveSeen, ...]:
+        """The last collectives of a worker; all that its recorder holds goes into the run directory."""
+        found, now_ns = page.flight.read(), time.monotonic_ns()
+        if found:
+            text = "".join(f"{each}, begun {(now_ns - each.begun_ns) / 1e9:.3f} s ago\n" for each in found)
+            self._write(place, f"rank-{rank:05d}.collectives.txt", text)
+        return tuple(
+            CollectiveSeen(c.group, c.number, c.what, not c.ended_ns, round((now_ns - c.begun_ns) / 1e9, 3))
+            for c in found[-COLLECTIVES_TOLD:]
+        )
+
+    def _keep(self, place: str, rank: int, finding: Finding) -> str:
+        """Write the stacks into the run directory; returns the path below it, empty when there are none."""
+        if not finding.stacks:
+            return ""
+        return self._write(place, f"rank-{rank:05d}.txt", finding.stacks)
+
+    def _keep_records(self, place: str, rank: int, finding: Finding) -> str:
+        """The same for what the framework has recorded."""
+        if not finding.records.recorders:
+            return ""
+        return self._write(
+            place, f"rank-{rank:05d}.records.json", msgspec.json.encode(finding.records).decode()
+        )
+
+    def _write(self, place: str, file: str, text: str) -> str:
+        name = Path("evidence") / place / file
+        path = self._run.path / name
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_private(path, text.encode())
+        return os.fspath(name)
+
+
+def recall(path: Path) -> Learned:
+    """What the agent before this one has learned; nothing when it left nothing that can be read."""
+    try:
+        with path.open("rb") as file:
+            return msgspec.json.decode(file.read(LEARNED_SIZE_BYTES_MAX), type=Learned)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return Learned()
+
+
+def read(page: Page) -> Reading:
+    """What progress is judged by."""
+    step, phase = page.state()
+    flags = page[Word.FLAGS]
+    return Reading(
+        member_id=MemberId(page[Word.MEMBER]),
+        rank=page[Word.RANK],
+        step=step,
+        phase=phase,
+        mark=tuple(page[word] for word in MARKS),
+        step_s=page[Word.STEP_NS] / 1e9,
+        busy_s=page[Word.BUSY_NS] / 1e9,
+        section=page.section(),
+        collectives=page[Word.COLLECTIVES],
+        waits=phase is Phase.STARTING and page.flight.waits(),
+        compiling=bool(flags & Flag.COMPILING),
+        due=bool(page[Word.DUE]) and phase in ON_THE_WAY,
+        meets=bool(flags & Flag.MEETS),
+        left=bool(flags & Flag.LEFT),
+        done=page[Word.DONE],
+    )

@@ -1,0 +1,98 @@
+"""The same run id again: what its earlier start left is put aside, and its own checkpoints stay where they are.
+
+A scheduler that requeues a job repeats the command, ``--run-id`` included, and so does whoever follows the last line of
+a run. The newest start has the plain name, as with rotated logs; those before it are ``ID.1``, ``ID.2`` and so on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shlex
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from holdfast.errors import UsageError
+from holdfast.runtime.agent.worker_processes import processes
+from holdfast.runtime.node.file_owners import doubt, is_ours
+from holdfast.runtime.node.run_settings import SETTINGS_FILE, RunSettings
+from holdfast.runtime.node.rundir import ATTEMPT, RunDir, is_free
+
+POLL_S = 0.1
+AFTER_GRACE_S = 60.0  # beyond its grace: saves in flight are waited for
+
+
+def put_aside(run: RunDir, waiting: Callable[[], None]) -> Path | None:
+    """Move what an ended start of this run left, its logs included; returns the place, None: there was none.
+
+    Args:
+        waiting: called once when it has lost its launcher and has yet to save and leave.
+
+    Raises:
+        UsageError: it goes on, or another user may have made it.
+        OSError: it cannot be moved.
+    """
+    if not (run.path / SETTINGS_FILE).is_file():
+        return None
+    why = doubt(run.path)
+    if why:
+        raise UsageError(
+            f"{run.path} {why}: a run that another user could have prepared is not touched",
+            hint="choose another --run-id, or another place with --run-dir",
+        )
+    settings = RunSettings.load(run.path)
+    _await_end(run, settings.grace_s + AFTER_GRACE_S, waiting)
+    run.remove_pages()
+    number = next(n for n in itertools.count(1) if not _numbered(run.path, n).exists())
+    if settings.log_dir and _is_of_logs(Path(settings.log_dir), run.path.name):
+        logs = _numbered(Path(settings.log_dir), number)
+        os.rename(settings.log_dir, logs)
+        _rewrite(run.path, msgspec.structs.replace(settings, log_dir=str(logs)))
+    return run.path.rename(_numbered(run.path, number))
+
+
+def bring_checkpoints(run: RunDir, aside: Path) -> bool:
+    """Checkpoints of a script that names no directory are the run's: this start goes on from them, if there are any."""
+    old = RunDir(aside).checkpoints
+    if not old.is_dir() or old.is_symlink():  # those of several nodes lie beside the run
+        return False
+    old.rename(run.checkpoints)
+    return True
+
+
+def _await_end(run: RunDir, bound_s: float, waiting: Callable[[], None]) -> None:
+    until_s = time.monotonic() + bound_s
+    told, name = False, shlex.quote(str(run.path))
+    while not is_free(run.launcher_lock) or not is_free(run.agent_lock) or any(processes(run)):
+        if not is_free(run.launcher_lock) or time.monotonic() > until_s:
+            raise UsageError(
+                f"run {run.path.name} goes on: it has processes, and {run.path} is theirs",
+                hint=f"holdfast status {name}; to let it save and leave: holdfast exit {name}",
+            )
+        if not told:
+            told = True
+            waiting()
+        time.sleep(POLL_S)
+
+
+def _is_of_logs(directory: Path, run_id: str) -> bool:
+    """Logs of this run are there: settings that came from elsewhere may name any directory."""
+    if directory.name != run_id or not directory.is_dir() or not is_ours(directory):
+        return False
+    names = [path.name for path in directory.iterdir()]
+    return not names or any(name.startswith(ATTEMPT) for name in names)
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.{number}")
+
+
+def _rewrite(run_dir: Path, settings: RunSettings) -> None:
+    """Newer settings of an old run: it stays as old as it is."""
+    path = run_dir / SETTINGS_FILE
+    times = path.stat()
+    settings.save(run_dir)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))

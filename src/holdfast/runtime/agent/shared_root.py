@@ -1,0 +1,36 @@
+"""One place for the checkpoints of all nodes: where it is by default, and whether every node reaches it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from holdfast.runtime.node.run_settings import RunSettings, without_launch
+from holdfast.runtime.node.rundir import RunDir, probe_path, write_private
+from holdfast.store.backends.location import place_of
+
+
+def share_checkpoints(run: RunDir, job: str) -> None:
+    """Checkpoints of a script that names no directory go beside the run directories of all nodes, under the job."""
+    common = run.path.parent / f"{without_launch(job)}.checkpoints"
+    common.mkdir(mode=0o700, exist_ok=True)
+    if not run.checkpoints.exists():
+        run.checkpoints.symlink_to(common)
+
+
+def leave_probe(root: str, settings: RunSettings) -> None:
+    """Show that this node reaches ``root``; a root that cannot be written says so itself, at the first save."""
+    place = place_of(root)
+    if not root or not isinstance(place, Path):  # a bucket is the same on all nodes
+        return
+    try:
+        write_private(probe_path(root, settings.job_id, settings.node), b"")
+    except OSError:
+        return
+
+
+def is_there(probe: Path) -> bool:
+    """This node sees ``probe``; it does not where it may not look, or while the storage does not answer."""
+    try:
+        return probe.exists()
+    except OSError:
+        return False

@@ -1,0 +1,574 @@
+"""The worker processes of one node: started by the zygote or directly, watched by pidfd, killed with their groups.
+
+A pidfd fires when a process is gone, whoever the parent is; the exit status comes from whoever may wait for the
+process (the zygote, or this agent) and is waited for shortly. A worker that was killed or failed is told of earlier,
+when its end has begun (``runtime/node/death_watch.py``): nothing of it runs any more, but its memory is not free yet,
+so a worker from scratch is started only after the pidfd has fired, or when the end of the process makes no progress.
+
+The zygote may be stopped, frozen or stuck, so what it is asked has a bound, and who ends a member does not wait for
+it: a member that is no process yet is told as exited when it is killed, or when the zygote is lost. Should it have been
+forked all the same, it is killed as soon as it is heard of. Every member gets an ``on_exited``; the first one counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+
+from holdfast.core.ids import MemberId
+from holdfast.core.job.spares import ANY_RANK
+from holdfast.core.protocol.status_page import Phase, Word
+from holdfast.errors import ProtocolError
+from holdfast.event_log import Log
+from holdfast.runtime.agent.exiting_processes import Fading
+from holdfast.runtime.net.channel import Channel, Hub
+from holdfast.runtime.net.driver import watched
+from holdfast.runtime.net.service_names import zygote_of
+from holdfast.runtime.node.death_watch import listen
+from holdfast.runtime.node.process_info import command, ending, kill_group, kill_if, pidfd, started_with
+from holdfast.runtime.node.process_title import ROOM
+from holdfast.runtime.node.run_settings import RunSettings
+from holdfast.runtime.node.rundir import PAGE, SPARE_PAGE, RunDir, open_log
+from holdfast.runtime.node.spawn import (
+    FORKS,
+    QUIET_DEVICES,
+    ZYGOTE_MESSAGES,
+    Exited,
+    Order,
+    Preloaded,
+    Quit,
+    Spawn,
+    Spawned,
+    ZygoteMessage,
+    open_worker_log,
+    worker_env,
+    worker_log,
+)
+from holdfast.runtime.node.status_page import Page, each_page
+
+STATUS_WAIT_S = 0.5
+ZYGOTE_START_S = 60.0
+QUIT_WAIT_S = 1.0
+# To the next word of a zygote that has something to answer. A fork takes milliseconds, with hundreds of GB preloaded a
+# few seconds; imports do not count, for a zygote that can be reached has them behind it.
+ANSWER_S = 10.0
+POLL_S = 0.01
+NO_ROOM_CODE = os.EX_CANTCREAT  # of a worker for which there is no shared memory
+WRITER_MODULE = b"holdfast.store.write.writer_process"
+
+
+class Life:
+    """One member's process."""
+
+    def __init__(
+        self, member_id: MemberId, pid: int, pidfd: int, child: subprocess.Popen[bytes] | None
+    ) -> None:
+        self.member_id = member_id
+        self.pid = pid
+        self.pidfd = pidfd
+        self.child = child
+        self.died_ns = 0
+        self.status: tuple[int | None, int | None] | None = None  # code, signal
+        self.listened = False
+
+
+class Processes:
+    """All workers of this node.
+
+    Args:
+        on_started: (member, pid).
+        on_exited: (member, pid, code, signal, died_ns); nothing of the process runs, its group is killed. The pid is 0
+            when there was none that anybody knows of.
+        fail: gets an exception that nothing else hears of; the agent ends with it.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        settings: RunSettings,
+        journal: Log,
+        *,
+        on_started: Callable[[MemberId, int], None],
+        on_exited: Callable[[MemberId, int, int | None, int | None, int], None],
+        fail: Callable[[BaseException], None],
+    ) -> None:
+        self.living: dict[MemberId, Life] = {}
+        self.fading = Fading(self._start_waiting)
+        self._run = run
+        self._settings = settings
+        self._journal = journal
+        self._on_started = on_started
+        self._on_exited = on_exited
+        self._fail = fail
+        # Spawn sent, no answer yet; None: it was killed meanwhile, or has said hello itself.
+        self._asked: dict[MemberId, Order | None] = {}
+        self._waiting: list[Order] = []  # for the zygote
+        self._zygote: Channel[ZygoteMessage] | None = None
+        self._zygote_process: subprocess.Popen[bytes] | None = None
+        self._zygote_pid = 0
+        self._ready = False
+        self._silence: asyncio.TimerHandle | None = None  # runs while the zygote has something to answer
+        self._hopeless = not settings.zygote or settings.kind == "executable" or settings.library
+        self._ending = False
+        self._connecting: asyncio.Task[None] | None = None
+        self._hub: Hub[ZygoteMessage] = Hub(
+            ZYGOTE_MESSAGES,
+            run.token(),
+            on_open=self._zygote_found,
+            on_message=self._heard,
+            on_close=self._zygote_lost,
+        )
+
+    def use(self, settings: RunSettings) -> None:
+        """Settings of the workers that are started from now on."""
+        self._settings = settings
+
+    # ------------------------------------------------------------ zygote
+
+    def want_zygote(self) -> None:
+        """Connect to the zygote of this run, or start one, unless there is one or that is under way."""
+        if self._zygote is None and self._connecting is None and not self._hopeless and not self._ending:
+            self._connecting = watched(self._reach_zygote(), self._fail)
+
+    async def _reach_zygote(self) -> None:
+        try:
+            await self._find_zygote()
+        finally:
+            self._connecting = None
+        self.want_zygote()  # it may be lost again by now, and who wanted another one meanwhile was not heard
+
+    async def _find_zygote(self) -> None:
+        if await self._join_zygote():
+            return
+        await self._reap_zygote()
+        try:
+            self._start_zygote()
+        except OSError as error:
+            self._give_up_zygote(f"cannot start {self._python()}: {error.strerror}")
+            return
+        deadline = time.monotonic() + ZYGOTE_START_S
+        while time.monotonic() < deadline and not self._ending:
+            if self._zygote_process is not None and self._zygote_process.poll() is not None:
+                break
+            if await self._join_zygote():
+                return
+            await asyncio.sleep(POLL_S)
+        self._give_up_zygote(f"it did not answer, see {self._run.path / 'zygote.log'}")
+
+    async def _join_zygote(self) -> bool:
+        endpoint = self._run.read_endpoint("zygote")
+        if endpoint is None:
+            return False
+        self._zygote_pid = endpoint.pid
+        service = zygote_of(self._settings.node)
+        try:
+            await self._hub.connect(endpoint.host, endpoint.port, service, "agent")
+        except (OSError, ProtocolError):
+            return False
+        return True
+
+    def _zygote_found(self, channel: Channel[ZygoteMessage]) -> None:
+        self._zygote = channel
+        self._await_word()
+
+    def _await_word(self) -> None:
+        """Bound the time to the next word of the zygote, from now on, if it has something to answer."""
+        if self._silence is not None:
+            self._silence.cancel()
+            self._silence = None
+        if self._zygote is not None and (self._asked or not self._ready):
+            loop = asyncio.get_running_loop()
+            self._silence = loop.call_later(ANSWER_S, self._give_up_silent, self._zygote)
+
+    def _give_up_silent(self, zygote: Channel[ZygoteMessage]) -> None:
+        """End a zygote that is stopped or stuck: should it go on one day, it would fork members that are replaced."""
+        asked = [int(member_id) for member_id in self._asked]
+        self._journal.append("zygote_silent", {"asked": asked, "bound_s": ANSWER_S})
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._zygote_pid, signal.SIGKILL)  # its line is up, so the number is its own
+        self._run.endpoint_path("zygote").unlink(missing_ok=True)
+        zygote.abort()  # a frozen one closes nothing when it is killed
+
+    def _start_zygote(self) -> None:
+        self._run.endpoint_path("zygote").unlink(missing_ok=True)
+        env = {
+            **QUIET_DEVICES,
+            **os.environ,
+            **self._settings.env,
+            "OMP_NUM_THREADS": "1",
+            "HOLDFAST_RUN_DIR": str(self._run.path),
+            FORKS: "1",
+        }
+        with os.fdopen(open_log(self._run.path / "zygote.log"), "ab") as log:
+            self._zygote_process = subprocess.Popen(
+                [self._python(), "-m", "holdfast.runtime.agent.zygote", str(self._run.path), ROOM],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self._settings.cwd or None,
+                env=env,
+                start_new_session=True,
+            )
+
+    def _give_up_zygote(self, why: str) -> None:
+        if self._ending:
+            return
+        self._hopeless = True
+        self._journal.append("zygote_unusable", {"reason": why, "then": "every worker starts from scratch"})
+        self._start_waiting()
+
+    def _zygote_lost(self, channel: Channel[ZygoteMessage]) -> None:
+        if channel is not self._zygote:
+            return
+        self._zygote = None
+        self._ready = False
+        self._await_word()
+        if self._ending:
+            return
+        self._journal.append("zygote_lost", {})
+        asked, self._asked = self._asked, {}
+        for member_id, order in asked.items():
+            # The fork may or may not have happened: another one could be a second process of the same member.
+            if order is not None:
+                self._on_exited(member_id, 0, None, None, time.monotonic_ns())
+        self.want_zygote()
+
+    def _heard(self, channel: Channel[ZygoteMessage], message: ZygoteMessage) -> None:
+        if isinstance(message, Preloaded):
+            self._preloaded(channel, message)
+        elif isinstance(message, Spawned):
+            self._spawned(message)
+        elif isinstance(message, Exited):
+            life = next((one for one in self.living.values() if one.pid == message.pid), None)
+            if life is not None:
+                life.status = (message.code, message.signal)
+                if life.died_ns:
+                    self._gone(life)
+        self._await_word()
+
+    def _preloaded(self, channel: Channel[ZygoteMessage], message: Preloaded) -> None:
+        imports = [f"{name} {spent_s:.3f} s" for name, spent_s in message.imports_s.items()]
+        missing = [f"{name}: {error}" for name, error in message.missing.items()]
+        total_s = round(sum(message.imports_s.values()), 3)
+        self._journal.append(
+            "zygote_ready",
+            {"imports": imports, "missing": missing, "threads": message.threads, "total_s": total_s},
+        )
+        if message.unfit:  # and what it holds of a device is free again
+            channel.send(Quit())
+            self._give_up_zygote(message.unfit)
+        else:
+            self._ready = True
+            self._start_waiting()
+
+    def _spawned(self, message: Spawned) -> None:
+        order = self._asked.pop(message.member_id, None)
+        if not message.error:
+            if order is not None:
+                self.adopt(message.member_id, message.pid)
+            elif all(life.pid != message.pid for life in self.living.values()):
+                self.refuse(message.member_id, message.pid)
+        elif order is not None:
+            self._journal.append("zygote_refused", {"reason": message.error})
+            self._exec(order)
+
+    def refuse(self, member_id: MemberId, pid: int) -> None:
+        """Kill a process whose member was told as exited before anybody heard of it."""
+        if kill_ours(pid, self._run):
+            self._journal.append("ghost_killed", {"member": member_id, "pid": pid})
+
+    def _start_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for order in waiting:
+            self.start(order)
+
+    # ------------------------------------------------------------ members
+
+    def start(self, order: Order) -> None:
+        """Start one worker; its page exists before it does. Repeated orders are harmless.
+
+        Raises:
+            OSError: no permission for the log.
+        """
+        member_id = order.assignment.member_id
+        if member_id in self.living or member_id in self._asked or order in self._waiting:
+            return
+        path = self._run.page_path(member_id)
+        if not path.exists():
+            rank = ANY_RANK if order.spare else order.assignment.rank
+            try:
+                Page.create(path, generation=order.generation.pack(), member=member_id, rank=rank).close()
+            except OSError as error:
+                self._not_started(
+                    order, f"no room for the status page {path} (df -h {path.parent})", error, NO_ROOM_CODE
+                )
+                return
+        if self.fading:
+            self._waiting.append(order)
+        elif self._hopeless:
+            self._exec(order)
+        elif self._ready and self._zygote is not None:
+            self._asked[member_id] = order
+            env = worker_env(self._run, self._settings, order)
+            self._zygote.send(Spawn(member_id, env, worker_log(self._run, self._settings, order)))
+            if self._silence is None:  # else its next word is due before, whatever is asked meanwhile
+                self._await_word()
+        else:
+            self._waiting.append(order)
+            self.want_zygote()
+
+    def _exec(self, order: Order) -> None:
+        """Start one worker without the zygote."""
+        settings = self._settings
+        argv = [self._python(), "-m", "holdfast.runtime.worker.entry", ROOM]
+        if settings.kind == "executable":
+            argv = [settings.target, *settings.args]
+        fd = open_worker_log(self._run, self._settings, order)
+        try:
+            child = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=fd,
+                stderr=fd,
+                cwd=settings.cwd or None,
+                env={**os.environ, **worker_env(self._run, settings, order)},
+                start_new_session=True,
+            )
+        except OSError as error:
+            code = 126 if isinstance(error, PermissionError) else 127
+            self._not_started(order, f"cannot start {argv[0]}", error, code)
+            return
+        finally:
+            os.close(fd)
+        self.adopt(order.assignment.member_id, child.pid, child)
+
+    def _not_started(self, order: Order, what: str, error: OSError, code: int) -> None:
+        """This member failed: its log says why, and the recovery and its budget decide about another one."""
+        with os.fdopen(open_worker_log(self._run, self._settings, order), "a") as log:
+            log.write(f"holdfast: {what}: {error.strerror}\n")
+        member_id, died_ns = order.assignment.member_id, time.monotonic_ns()
+        asyncio.get_running_loop().call_soon(self._on_exited, member_id, 0, code, None, died_ns)
+
+    def adopt(self, member_id: MemberId, pid: int, child: subprocess.Popen[bytes] | None = None) -> None:
+        """Watch a process that exists (or just ended)."""
+        if member_id in self.living:
+            return
+        life = self.living[member_id] = Life(member_id, pid, pidfd(pid), child)
+        if member_id in self._asked:
+            self._asked[member_id] = None
+        self._on_started(member_id, pid)
+        loop = asyncio.get_running_loop()
+        if life.pidfd >= 0:
+            loop.add_reader(life.pidfd, self._died, life)
+        else:
+            loop.call_soon(self._died, life)
+
+    def listen(self, member_id: MemberId) -> None:
+        """Hear of the end of a worker when it begins; it has said hello, so its lock is taken."""
+        life = self.living.get(member_id)
+        if life is None or life.pidfd < 0 or life.listened:
+            return
+        life.listened = True
+        loop = asyncio.get_running_loop()
+
+        def told() -> None:
+            with contextlib.suppress(RuntimeError):  # this agent has ended, too
+                loop.call_soon_threadsafe(self._ends, life)
+
+        with contextlib.suppress(FileNotFoundError):  # its page is gone already: the run ends
+            listen(self._run.page_path(member_id), told)
+
+    def call(self, spare: MemberId, order: Order) -> None:
+        """Let a living spare be the member of ``order``: its page and its process get the member's name."""
+        life = self.living.pop(spare)
+        seat = order.assignment
+        page = Page.open(self._run.page_path(spare))
+        page[Word.GENERATION] = order.generation.pack()
+        page[Word.MEMBER], page[Word.RANK] = seat.member_id, seat.rank
+        page.place(0, Phase.STARTING)
+        page.close()
+        self._run.page_path(spare).rename(self._run.page_path(seat.member_id))
+        life.member_id = seat.member_id
+        self.living[seat.member_id] = life
+
+    def kill(self, member_id: MemberId, grace_s: float = 0.0) -> None:
+        """SIGKILL a member and its process group; with ``grace_s`` SIGTERM first. One that is no process has exited."""
+        life = self.living.get(member_id)
+        if life is None:
+            self._withdraw(member_id)
+        elif life.pidfd < 0:
+            return
+        elif grace_s <= 0:
+            _signal(life, signal.SIGKILL)
+            kill_group(life.pid)
+        else:
+            _signal(life, signal.SIGTERM)
+            asyncio.get_running_loop().call_later(grace_s, self.kill, member_id)
+
+    def _withdraw(self, member_id: MemberId) -> None:
+        """Nobody waits for this member to become a process any more."""
+        if member_id in self._asked:
+            self._asked[member_id] = None
+        self._waiting = [order for order in self._waiting if order.assignment.member_id != member_id]
+        self._on_exited(member_id, 0, None, None, time.monotonic_ns())
+
+    async def end(self, *, kill: bool) -> None:
+        """Kill every worker, wait until they are gone, and end the zygote; what it forks meanwhile is killed, too."""
+        self._ending = True
+        self._waiting.clear()
+        self._asked = dict.fromkeys(self._asked)
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.gather(self._connecting, return_exceptions=True)
+        while kill and (self.living or self.fading):
+            for member_id in list(self.living):
+                self.kill(member_id)
+            await asyncio.sleep(POLL_S)
+        await self._end_zygote()
+
+    async def _end_zygote(self) -> None:
+        """A zygote that still imports cannot hear Quit: it is killed, like one that does not end."""
+        process = self._zygote_process
+        pid = process.pid if process is not None else self._zygote_pid
+        if not pid:
+            return
+        if self._zygote is not None and self._zygote.send(Quit()):
+            await wait_gone(pid, QUIT_WAIT_S)
+        if process is not None:
+            process.kill()
+            await self._reap_zygote()
+        else:
+            kill_ours(pid, self._run)
+        self._run.endpoint_path("zygote").unlink(missing_ok=True)
+
+    async def _reap_zygote(self) -> None:
+        """One that was killed is gone at once, or, when it is frozen, not before it is thawed."""
+        process = self._zygote_process
+        if process is not None and process.poll() is None:
+            await wait_gone(process.pid, QUIT_WAIT_S)
+            process.poll()
+
+    def _python(self) -> str:
+        return self._settings.python or sys.executable
+
+    def _ends(self, life: Life) -> None:
+        """The main thread lets go of its lock: when it was killed or failed, that is all the others need to know."""
+        code = ending(life.pid)
+        if code is None or life.died_ns or self.living.get(life.member_id) is not life:
+            return
+        life.died_ns = time.monotonic_ns()
+        life.status = _status(code)
+        self.fading.add(life.pid)
+        self._gone(life)  # told first: the others wait for this word
+        kill_group(life.pid)
+
+    def _died(self, life: Life) -> None:
+        loop = asyncio.get_running_loop()
+        if life.pidfd >= 0:
+            loop.remove_reader(life.pidfd)
+            os.close(life.pidfd)
+            life.pidfd = -1
+        told = life.died_ns != 0
+        life.died_ns = life.died_ns or time.monotonic_ns()
+        kill_group(life.pid)
+        if life.child is not None:
+            life.status = _status(life.child.wait())
+        if told:
+            self.fading.remove(life.pid)
+        elif life.status is not None or self._zygote is None:
+            self._gone(life)
+        else:
+            loop.call_later(STATUS_WAIT_S, self._gone, life)
+
+    def _gone(self, life: Life) -> None:
+        if self.living.get(life.member_id) is not life:
+            return
+        del self.living[life.member_id]
+        code, killed_by = life.status or (None, None)
+        self._on_exited(life.member_id, life.pid, code, killed_by, life.died_ns)
+
+
+def _status(code: int) -> tuple[int | None, int | None]:
+    """Exit code and signal, from a code that is below 0 for a signal."""
+    return (code, None) if code >= 0 else (None, -code)
+
+
+def dismiss_spares(run: RunDir) -> None:
+    """Kill the spares of an agent that is gone, should one of them not have left by itself."""
+    for page in each_page(run.pages(), SPARE_PAGE):
+        pid = page[Word.PID]
+        if kill_ours(pid, run):
+            kill_group(pid)
+    for path in run.pages().glob(f"{SPARE_PAGE}*"):
+        path.unlink(missing_ok=True)
+
+
+async def wait_gone(pid: int, timeout_s: float) -> None:
+    """Return when process ``pid`` is gone, or after ``timeout_s``."""
+    fd = pidfd(pid)
+    if fd < 0:
+        return
+    loop = asyncio.get_running_loop()
+    gone = asyncio.Event()
+    loop.add_reader(fd, gone.set)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await gone.wait()
+    except TimeoutError:
+        return
+    finally:
+        loop.remove_reader(fd)
+        os.close(fd)
+
+
+def _signal(life: Life, number: signal.Signals) -> None:
+    try:
+        signal.pidfd_send_signal(life.pidfd, number)
+    except ProcessLookupError:
+        return
+
+
+def recorded_members(run: RunDir) -> list[tuple[MemberId, int]]:
+    """(member, pid) of every status page, the dead included; pid 0: it never ran."""
+    return [(MemberId(page[Word.MEMBER]), page[Word.PID]) for page in each_page(run.pages(), PAGE)]
+
+
+def belongs(pid: int, run: RunDir) -> bool:
+    """True when ``pid`` is a process of this run (a pid may have been reused since it was recorded)."""
+    wanted = f"HOLDFAST_RUN_DIR={run.path}".encode()
+    return wanted in started_with(pid)
+
+
+def kill_ours(pid: int, run: RunDir) -> bool:
+    """SIGKILL ``pid`` if it is a process of this run; True when it got the signal."""
+    return kill_if(pid, lambda pid: belongs(pid, run))
+
+
+def processes(run: RunDir) -> Iterator[int]:
+    """Every process that inherited this run's environment, whatever session it moved to."""
+    return (int(entry) for entry in os.listdir("/proc") if entry.isdigit() and belongs(int(entry), run))
+
+
+def writers(run: RunDir) -> list[int]:
+    """Processes that still write a checkpoint for a worker of this run, dead or alive (``store/write/writer_process.py``)."""
+    return [pid for pid in processes(run) if WRITER_MODULE in command(pid)]
+
+
+async def wait_written(run: RunDir, timeout_s: float) -> list[int]:
+    """Let the saves in flight of dead workers end; returns the writers that are not done after ``timeout_s``."""
+    deadline = time.monotonic() + timeout_s
+    for pid in writers(run):
+        await wait_gone(pid, max(0.0, deadline - time.monotonic()))
+    return writers(run)
+
+
+def sweep(run: RunDir) -> list[int]:
+    """SIGKILL all other processes of this run; returns the pids."""
+    others = (pid for pid in processes(run) if pid != os.getpid())
+    return [pid for pid in others if kill_ours(pid, run)]

@@ -1,0 +1,406 @@
+"""The zygote: a single-threaded process that has paid every import and forks workers on request.
+
+It forks only while it has exactly one thread (an OpenMP region before a fork hangs every child), so it runs no tensor
+maths and one OpenMP thread. It outlives its agent: its endpoint is in the run directory, a successor connects and gets
+the list of what lives and what ended meanwhile. It leaves when told, or when no agent came for ``LONELY_S`` and no
+child lives.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import importlib.util
+import os
+import random
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from holdfast.errors import ProtocolError
+from holdfast.exit_codes import Exit
+from holdfast.runtime.net.channel import RECEIVE_SIZE_BYTES, SEND_TIMEOUT_S, tune
+from holdfast.runtime.net.connection_limits import (
+    ACCEPT_AGAIN_S,
+    BACKLOG,
+    BURST,
+    HANDSHAKE_TIMEOUT_S,
+    Strangers,
+    raise_limit,
+)
+from holdfast.runtime.net.service_names import zygote_of
+from holdfast.runtime.node.early_variables import early_variable, sources
+from holdfast.runtime.node.env_record import versions
+from holdfast.runtime.node.framework_registry import COMMON_PRELOADS, FRAMEWORKS, FrameworkName, note_broken
+from holdfast.runtime.node.process_info import heed_warnings, ignore_warnings
+from holdfast.runtime.node.run_settings import RunSettings
+from holdfast.runtime.node.rundir import RunDir
+from holdfast.runtime.node.spawn import (
+    FORKS,
+    ZYGOTE_MESSAGES,
+    Exited,
+    Preloaded,
+    Quit,
+    Spawn,
+    Spawned,
+    ZygoteMessage,
+    thread_count,
+)
+from holdfast.text import plural
+from holdfast.wire import NONCE_SIZE_BYTES, Link
+
+LONELY_S = 60.0
+ENDED_KEPT_MAX = 10_000
+DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/davinci")
+"""Files that the initialisation of a device's driver opens: CUDA, ROCm, Ascend. Asking NVML opens other ones."""
+
+
+class _Peer:
+    """One connection; only an authenticated agent is listened to."""
+
+    def __init__(self, sock: socket.socket, token: bytes, service: str, refused: Counter[str]) -> None:
+        self.sock = sock
+        self.deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
+        self.link: Link[ZygoteMessage] = Link(
+            ZYGOTE_MESSAGES,
+            token,
+            os.urandom(NONCE_SIZE_BYTES),
+            service=service,
+            role=None,
+            refused=refused,
+        )
+
+    def read(self) -> list[ZygoteMessage]:
+        data = self.sock.recv(RECEIVE_SIZE_BYTES)
+        if not data:
+            raise ConnectionResetError("the agent closed the connection")
+        try:
+            return self.link.receive(data)
+        finally:
+            self.flush()
+
+    def send(self, message: ZygoteMessage) -> None:
+        self.link.send(message)
+        self.flush()
+
+    def flush(self) -> None:
+        if output := self.link.take_output():
+            self.sock.sendall(output)
+
+
+class Zygote:
+    """The server loop. :meth:`serve` returns a :class:`Spawn` in a forked child, None when the zygote ends."""
+
+    def __init__(
+        self, run: RunDir, token: bytes, preloaded: Preloaded, listener: socket.socket, node: str
+    ) -> None:
+        self._run = run
+        self._service = zygote_of(node)
+        self._token = token
+        self._preloaded = preloaded
+        self._listener = listener
+        self._peers: dict[int, _Peer] = {}
+        self._strangers: Strangers[_Peer] = Strangers()
+        self._accepts_at_s = 0.0
+        self._agent: _Peer | None = None
+        self._living: dict[int, Spawned] = {}  # by pid
+        self._ended: list[Exited] = []
+        self._refused: Counter[str] = Counter()
+        self._lonely_since = time.monotonic()
+        self._wake, self._wake_write = -1, -1
+        self._quit = False
+
+    def serve(self) -> Spawn | None:
+        """Fork on request until told to quit."""
+        self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        ignore_warnings()
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        self._listener.setblocking(False)
+        self._run.write_endpoint("zygote", "127.0.0.1", int(self._listener.getsockname()[1]))
+        while not self._over():
+            deaf = time.monotonic() < self._accepts_at_s
+            poller = select.poll()
+            for fd in (*(() if deaf else (self._listener.fileno(),)), self._wake, *self._peers):
+                poller.register(fd, select.POLLIN)
+            found = [fd for fd, _ in poller.poll(1000 * ACCEPT_AGAIN_S if deaf else 1000)]
+            # Before any is dropped: a new connection may get the number of one that is.
+            for peer in [self._peers[fd] for fd in found if fd in self._peers]:
+                if peer.sock.fileno() >= 0 and (spawn := self._read(peer)) is not None:
+                    return spawn
+            if self._wake in found:
+                self._drain()
+            if self._listener.fileno() in found:
+                self._accept()
+            self._cut_slow()
+            self._reap()
+        self._run.remove_endpoint("zygote")
+        return None
+
+    def _over(self) -> bool:
+        if self._agent is not None or self._living:
+            self._lonely_since = time.monotonic()
+        return self._quit or time.monotonic() - self._lonely_since > LONELY_S
+
+    def _accept(self) -> None:
+        """Take those that wait, a few at once: agents are heard between them."""
+        try:
+            for _ in range(BURST):
+                self._greet(self._listener.accept()[0])
+                self._strangers.accepted()
+        except BlockingIOError:
+            return
+        except OSError as error:  # no descriptor is left, or the network refuses
+            self._accepts_at_s = time.monotonic() + ACCEPT_AGAIN_S
+            for stranger in self._strangers.refused(error):
+                self._drop(stranger)
+
+    def _greet(self, sock: socket.socket) -> None:
+        peer = _Peer(sock, self._token, self._service, self._refused)
+        self._peers[sock.fileno()] = peer
+        for stranger in self._strangers.admit(peer, sock.fileno()):
+            self._drop(stranger)
+        if peer in self._peers.values():
+            sock.settimeout(SEND_TIMEOUT_S)
+            self._try(peer, lambda: tune(sock))
+            self._try(peer, peer.flush)
+
+    def _cut_slow(self) -> None:
+        """Of the handshake all has one deadline, however a stranger drips."""
+        now_s = time.monotonic()
+        for peer in [peer for peer in self._peers.values() if not peer.link.open and peer.deadline_s < now_s]:
+            self._refused["slow greeting"] += 1
+            self._drop(peer)
+
+    def _drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while os.read(self._wake, 4096):
+                pass
+
+    def _try(self, peer: _Peer, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except (OSError, ProtocolError):
+            self._drop(peer)
+
+    def _drop(self, peer: _Peer) -> None:
+        self._peers.pop(peer.sock.fileno(), None)
+        self._strangers.release(peer)
+        peer.sock.close()
+        if self._agent is peer:
+            self._agent = None
+
+    def _read(self, peer: _Peer) -> Spawn | None:
+        """Handle what the peer sent; the Spawn of this process when it is the forked child."""
+        was_open = peer.link.open
+        try:
+            messages = peer.read()
+        except (OSError, ProtocolError):
+            self._drop(peer)
+            return None
+        if peer.link.open and not was_open:
+            self._strangers.release(peer)
+            self._welcome(peer)
+        for message in messages:
+            if isinstance(message, Quit):
+                self._quit = True
+            elif isinstance(message, Spawn) and self._fork(message):
+                return message
+        return None
+
+    def _welcome(self, peer: _Peer) -> None:
+        """The newest agent is the agent; it hears what it may have missed."""
+        self._agent = peer
+        self._tell(self._preloaded)
+        for spawned in self._living.values():
+            self._tell(spawned)
+        for ended in self._ended:
+            self._tell(ended)
+
+    def _tell(self, message: ZygoteMessage) -> None:
+        if self._agent is not None:
+            agent = self._agent
+            self._try(agent, lambda: agent.send(message))
+
+    def _fork(self, spawn: Spawn) -> bool:
+        """Fork one worker; True in the child."""
+        threads = thread_total()
+        if threads != 1:
+            self._tell(Spawned(spawn.member_id, 0, f"the zygote has {threads} threads, a fork could hang"))
+            return False
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._tell(Spawned(spawn.member_id, 0, f"cannot fork: {error.strerror}"))
+            return False
+        if pid == 0:
+            self._become_child()
+            return True
+        self._living[pid] = Spawned(spawn.member_id, pid)
+        self._tell(self._living[pid])
+        return False
+
+    def _become_child(self) -> None:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        heed_warnings()
+        for peer in self._peers.values():
+            peer.sock.close()
+        self._listener.close()
+        os.close(self._wake)
+        os.close(self._wake_write)
+
+    def _reap(self) -> None:
+        for pid in list(self._living):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done == 0:
+                continue
+            code = os.WEXITSTATUS(status) if os.WIFEXITED(status) else None
+            killed = os.WTERMSIG(status) if os.WIFSIGNALED(status) else None
+            ended = Exited(self._living.pop(pid).member_id, pid, code, killed)
+            self._ended = [*self._ended[-ENDED_KEPT_MAX:], ended]
+            self._tell(ended)
+
+
+FORK_SAFE = frozenset({"jemalloc_bg_thd"})
+"""Threads by name that a fork need not fear. jemalloc (pyarrow starts its thread at the import) takes its own locks
+around each fork, and works without the thread in the child."""
+
+
+def thread_total(tasks: Path = Path("/proc/self/task")) -> int:
+    """Threads of this process that make a fork unsafe, and the main thread."""
+    total = 0
+    for task in tasks.iterdir():
+        try:
+            total += (task / "comm").read_text().strip() not in FORK_SAFE
+        except FileNotFoundError:  # it has ended
+            continue
+    return total
+
+
+def device_in_use(files: Path = Path("/proc/self/fd")) -> str:
+    """Why a fork of this process could not use its devices: an import has initialised their driver. Empty: it can.
+
+    Args:
+        files: the links of this process's open files.
+    """
+    torch = sys.modules.get("torch")
+    cuda = getattr(torch, "cuda", None)
+    if cuda is not None and cuda.is_initialized():
+        return "a preloaded module has initialised CUDA: a fork could not use it"
+    for link in files.iterdir():
+        try:
+            place = os.readlink(link)
+        except OSError:  # the one of this listing is closed by now
+            continue
+        if place.startswith(DRIVERS):
+            return f"a preloaded module has opened {place}: a fork could not use the device"
+    return ""
+
+
+def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
+    """Import what workers will need, and pay what the first optimizer imports lazily; ``further`` are the user's."""
+    imports_s: dict[str, float] = {}
+    missing: dict[str, str] = {}
+    starts_threads = ""
+
+    def bring(names: Sequence[str]) -> None:
+        nonlocal starts_threads
+        for name in names:
+            began = time.monotonic()
+            try:
+                importlib.import_module(name)
+            except Exception as error:  # a worker that needs it will fail with the same error, in its own log
+                missing[name] = f"{type(error).__name__}: {error}"[:200]
+                if name == "torch":
+                    note_broken(error)
+            imports_s[name] = round(time.monotonic() - began, 3)
+            if not starts_threads and thread_total() != 1:
+                starts_threads = name
+
+    # These imports make a million objects and hardly any garbage: looking once is a quarter of their time.
+    gc.disable()
+    bring((*FRAMEWORKS[framework].preloads, *COMMON_PRELOADS))
+    gc.freeze()
+    gc.enable()
+    bring(further)
+    if framework == "torch" and "torch" not in missing:
+        began = time.monotonic()
+        torch = sys.modules["torch"]
+        torch.set_num_threads(1)
+        torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
+        imports_s["torch.optim.AdamW()"] = round(time.monotonic() - began, 3)
+    versions()  # kept for the workers
+    gc.freeze()  # children share these pages: a collection in a child must not write to them
+    unfit = device_in_use()
+    if not unfit and (threads := thread_total()) != 1:
+        unfit = (
+            f"{starts_threads or 'a preloaded module'} starts {plural(threads - 1, 'thread')} at its import: a fork "
+            "could hang"
+        )
+    return Preloaded(imports_s, missing, thread_total(), unfit)
+
+
+def become_worker(spawn: Spawn) -> int:
+    """In the forked child: take over the worker's identity and run it; returns its exit code."""
+    del os.environ[FORKS]
+    os.environ.update(spawn.env)
+    from holdfast.runtime.worker import entry
+
+    entry.redirect(spawn.log)
+    random.seed()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.default_generator.seed()
+        torch.set_num_threads(int(spawn.env["OMP_NUM_THREADS"]))
+    return entry.main()
+
+
+def _early(settings: RunSettings) -> str:
+    """Why the workers of this script cannot be forked: it sets variables that torch reads. Empty: they can."""
+    if settings.framework != "torch" or settings.kind == "executable":
+        return ""
+    env = {**os.environ, "OMP_NUM_THREADS": str(thread_count(settings)), **settings.env}
+    files, root = sources(settings.kind, settings.target, Path(settings.cwd or "."))
+    found = early_variable(files, root, env)
+    return f"{found} is set before torch is imported (set it for the command instead)" if found else ""
+
+
+def main(run_dir: str) -> int:
+    """Run the zygote of ``run_dir``; in a forked child, its worker."""
+    raise_limit()
+    run = RunDir(Path(run_dir))
+    settings = RunSettings.load(run.path)
+    early = _early(settings)
+    preloaded = Preloaded({}, {}, 1, early) if early else preload(settings.framework, settings.preload)
+    listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+    spawn = Zygote(run, run.token(), preloaded, listener, settings.node).serve()
+    if spawn is None:
+        atexit._run_exitfuncs()  # of modules that the user has preloaded
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(
+            0
+        )  # taking all those modules apart takes a third of a second, and the end of the run waits for it
+    try:
+        return become_worker(spawn)
+    except Exception:
+        traceback.print_exc()
+        return int(Exit.INTERNAL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

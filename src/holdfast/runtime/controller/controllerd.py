@@ -1,0 +1,367 @@
+"""The controller process: ``core.controller.Controller`` behind a driver, agents connect to it.
+
+``python -m holdfast.runtime.controller.controllerd RUNDIR TERM [alone]``. It outlives an agent (a successor connects
+again); when it dies itself, the agents elect the next one, which reads the past from the event log of its node. Its
+lines are mirrored to the logs of the other nodes before what acts on them goes out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+
+from holdfast import event_log as event_log
+from holdfast.core.config import Config
+from holdfast.core.controller import Controller
+from holdfast.core.ids import MemberId, NodeId
+from holdfast.core.job.log_replay import SNAPSHOT, Past
+from holdfast.core.protocol.layout_messages import Layouts
+from holdfast.core.protocol.messages import (
+    AgentBeat,
+    AgentGone,
+    AgentHello,
+    Command,
+    ControllerBeat,
+    Field,
+    Finish,
+    MemberExited,
+    Mirror,
+    MirrorFrom,
+    Record,
+    Send,
+    Settled,
+    StartMembers,
+)
+from holdfast.core.protocol.peer_messages import StandDown
+from holdfast.errors import InternalError, StateError
+from holdfast.event_log import Event, Journal, Said
+from holdfast.exit_codes import Exit
+from holdfast.runtime.agent.leader_election import line_of, load_kept
+from holdfast.runtime.agent.shared_root import is_there
+from holdfast.runtime.net.channel import Channel, Hub
+from holdfast.runtime.net.connection_limits import raise_limit
+from holdfast.runtime.net.driver import Driver, watched
+from holdfast.runtime.net.service_names import controller_of
+from holdfast.runtime.node.process_info import ignore_warnings
+from holdfast.runtime.node.run_settings import RunSettings
+from holdfast.runtime.node.rundir import RunDir, probe_path
+from holdfast.store.backends.location import place_of
+from holdfast.store.layouts.layout_completion import catalogue_of
+from holdfast.store.layouts.save_plan import plan
+from holdfast.wire import MESSAGES, WireMessage
+
+LONELY_S = 60.0  # without any agent for so long, the run has no node any more: nobody would read a decision
+BEAT_S = 0.5
+NODE_LOST_S = 1.5
+UNSEEN_QUIESCE_S = 60.0
+NODE_ADOPTION_S = 3.0
+SAME_CLOCK_NS = 50_000_000
+PROBE_S = 10.0  # a file that one node made shows up on the others within this, if they share the directory
+SNAPSHOT_LINES = 10_000
+SNAPSHOT_LENGTH_MAX = event_log.LINE_SIZE_BYTES_MAX // 2  # its quotes are escaped
+LINGER_S = 2.0  # after the end: time for the agents to read the last messages
+
+
+def uncovered(layouts: Layouts, sources: tuple[int, ...]) -> str:
+    """Why ``sources`` cannot write a complete checkpoint of ``layouts``, or an empty string."""
+    try:
+        catalogue = catalogue_of(layouts.by_rank())
+        return plan(catalogue, frozenset(sources)).why_incomplete()
+    except StateError as error:
+        return error.message
+
+
+def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alone: int) -> Config:
+    """The controller's settings for this run. Several nodes are watched more closely than one."""
+    config = Config(
+        run_id=settings.saves_as,
+        world_size=settings.workers,
+        nnodes=settings.nnodes,
+        nodes_min=settings.nnodes_min,
+        voters=voters if len(voters) > 1 else (),
+        alone=alone,
+        term=term,
+        library=settings.library,
+        max_restarts=settings.max_restarts,
+        restart_window_s=settings.restart_window_s,
+        verify=settings.verify_every > 0,
+        on_fault=settings.on_fault,
+        # Where nobody looks for hangs, nobody knows what a step takes either.
+        quiesce_s=settings.quiesce_s if settings.hang_factor else max(settings.quiesce_s, UNSEEN_QUIESCE_S),
+        grace_s=settings.grace_s,
+        patience_s=settings.hang_start_s,
+        replace_slower_than=settings.replace_slower_than,
+    )
+    if not settings.several:
+        return config
+    return msgspec.structs.replace(config, beat_s=BEAT_S, lost_s=NODE_LOST_S, adoption_s=NODE_ADOPTION_S)
+
+
+class ControllerLog(Journal):
+    """The controller's log. Now and then all that a successor has to know of it becomes one line: nobody reads more.
+
+    With several nodes each line has a number, and ``on_line`` sees it before the caller goes on.
+    """
+
+    def begin(self, past: Past, lines: int, term: int, on_line: Callable[[Mirror], None] | None) -> None:
+        """Go on behind ``past``, which lies in so many lines."""
+        self._past, self._since = past, lines
+        self._term, self._count, self._on_line = term, 0, on_line
+
+    def append(
+        self, kind: str, data: Mapping[str, Field], *, durable: bool = False, said: Said | None = None
+    ) -> Event:
+        """Write one line, then show it."""
+        event = self._show(kind, data, durable, said)
+        self._past = self._past.after(Record(kind=kind, data=dict(data)))
+        self._since += 1
+        if self._since >= SNAPSHOT_LINES:
+            self._since = 0
+            snapshot = self._past.snapshot(time.monotonic())
+            if len(str(snapshot.data["past"])) <= SNAPSHOT_LENGTH_MAX:
+                self.append("snapshot", snapshot.data)
+        return event
+
+    def _show(self, kind: str, data: Mapping[str, Field], durable: bool, said: Said | None) -> Event:
+        if self._on_line is None:
+            return super().append(kind, data, durable=durable, said=said)
+        self._count += 1
+        numbered = {**data, "line": f"{self._term}.{self._count}"}
+        event = super().append(kind, numbered, durable=durable, said=said)
+        body = msgspec.json.encode(numbered)
+        self._on_line(Mirror(term=self._term, number=self._count, kind=kind, data=body))
+        return event
+
+
+def in_time_of(event: Event, wall_s: float, mono_s: float) -> float:
+    """When an event of this node's log was said, on the monotonic clock that shows ``mono_s`` now.
+
+    Steps of the wall clock are none of ours; it counts only where the machine was started again in between.
+    """
+    age_s = mono_s - event.t_mono
+    return mono_s - (age_s if age_s >= 0 else max(0.0, wall_s - event.t_wall))
+
+
+class ControllerDaemon:
+    """One controller and the connections of its agents."""
+
+    def __init__(self, run: RunDir, settings: RunSettings, term: int, alone: bool) -> None:
+        self._run = run
+        self._term = term
+        self._alone = alone
+        self._settings = settings
+        self._lines: list[Mirror] = []  # all that earlier controllers and this one have written
+        self._mirrors: set[Channel[WireMessage]] = set()
+        self._offsets_ns: dict[NodeId, int] = {}  # our clock minus that of the node
+        self._log: Journal | None = None
+        self._probing: asyncio.Task[None] | None = None
+        self._nodes: dict[NodeId, Channel[WireMessage]] = {}
+        self._homes: dict[MemberId, NodeId] = {}
+        self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._driver: Driver | None = None
+
+    async def serve(self) -> None:
+        """Run until the machine ends the run.
+
+        Raises:
+            HoldfastError: the machine, the journal or the store broke; the agent starts another term.
+        """
+        log, past = self._open_log()
+        self._log = log
+        log.append("controller_started", {"term": self._term, "pid": os.getpid()}, durable=True)
+        kept = load_kept(self._run)
+        voters = kept.electorate.voters if kept.electorate is not None else ()
+        me = self._settings.node
+        place = (1 + (voters.index(NodeId(me)) if me in voters else len(voters))) if self._alone else 0
+        config = config_of(self._settings, self._term, voters, place)
+        self._driver = Driver(Controller(config, past, uncovered), log, self._execute, log.sync)
+        hub: Hub[WireMessage] = Hub(
+            MESSAGES,
+            self._run.token(),
+            on_open=lambda channel: None,
+            on_message=self._heard,
+            on_close=self._closed,
+        )
+        self._driver.guard_loop()
+        self._driver.start()
+        server, port = await hub.listen(controller_of(self._term), self._settings.bind)
+        self._run.write_endpoint("controller", self._settings.bind, port, self._term)
+        beats = watched(self._beat(hub), self._driver.fail)
+        alone = watched(self._left_alone(), self._driver.fail)
+        await asyncio.wait({self._ended, self._driver.failure, alone}, return_when=asyncio.FIRST_COMPLETED)
+        if alone.done() and not self._driver.failure.done():
+            log.append("controller_left", {"reason": f"no agent for {LONELY_S:g} s"}, durable=True)
+        alone.cancel()
+        beats.cancel()
+        if self._probing is not None:
+            self._probing.cancel()
+        if self._driver.failure.done():
+            error = self._driver.failure.exception()
+            log.append(
+                "controller_broken", {"error": f"{type(error).__name__}: {error}"[:2000]}, durable=True
+            )
+            self._driver.failure.result()
+        self._driver.close()
+        server.close()
+        await hub.close(LINGER_S)
+        self._run.remove_endpoint("controller")
+        log.close()
+
+    def _open_log(self) -> tuple[ControllerLog, Past]:
+        """The log, and what earlier controllers wrote, as times of this machine's clock."""
+        wall_s, mono_s = time.time(), time.monotonic()
+        past, lines = Past(), 0
+        for event in event_log.read_since(self._run.journal, SNAPSHOT):
+            if event.who != "controller":
+                continue
+            at_s = in_time_of(event, wall_s, mono_s)
+            at = {"read_s" if event.kind == SNAPSHOT else "at_s": at_s} if "at_s" in event.data else {}
+            past, lines = past.after(Record(kind=event.kind, data={**event.data, **at})), lines + 1
+            term, number = line_of(event)
+            if term:
+                data = msgspec.json.encode(event.data)
+                self._lines.append(Mirror(term=term, number=number, kind=event.kind, data=data))
+        log = ControllerLog.open(self._run.journal, "controller", room_wait_s=event_log.ROOM_WAIT_S)
+        log.begin(past, lines, self._term, self._show if self._settings.several else None)
+        return log, past
+
+    def _show(self, line: Mirror) -> None:
+        self._lines.append(line)
+        if line.kind == "session_opened" and self._probing is None and self._driver is not None:
+            root = msgspec.json.decode(line.data)["root"]
+            self._probing = watched(self._check_shared(root), self._driver.fail)
+        for channel in self._mirrors:
+            channel.send(line)
+
+    async def _check_shared(self, root: str) -> None:
+        """Say so when the nodes do not save to the same place: each has left a probe where it will save."""
+        if not root or not isinstance(place_of(root), Path):  # a bucket is the same on all nodes
+            return
+        settings, names = self._settings, {str(node) for node in self._homes.values()}
+        probes = {node: probe_path(root, settings.job_id, node) for node in names}
+        deadline = time.monotonic() + PROBE_S
+        while missing := [node for node, probe in sorted(probes.items()) if not is_there(probe)]:
+            if time.monotonic() > deadline:
+                assert self._log is not None
+                self._log.append("root_not_shared", {"root": root, "nodes": missing})
+                return
+            await asyncio.sleep(BEAT_S)
+        for probe in probes.values():
+            with contextlib.suppress(OSError):  # it hides nothing: its name is that of this run
+                probe.unlink()
+
+    async def _beat(self, hub: Hub[WireMessage]) -> None:
+        while True:
+            await asyncio.sleep(BEAT_S)
+            for channel in hub.channels:
+                channel.send(ControllerBeat(term=self._term))
+
+    async def _left_alone(self) -> None:
+        """Return when no agent has been connected for ``LONELY_S``."""
+        since_s = time.monotonic()
+        while time.monotonic() - since_s < LONELY_S:
+            await asyncio.sleep(1.0)
+            if self._nodes:
+                since_s = time.monotonic()
+
+    def _heard(self, channel: Channel[WireMessage], message: WireMessage) -> None:
+        if channel.peer_role != "agent" or self._driver is None:
+            return
+        if isinstance(message, MirrorFrom):
+            self._catch_up(channel, message)
+            return
+        if isinstance(message, AgentHello | AgentBeat):
+            self._set_clock(message)
+        if isinstance(message, AgentHello):
+            self._nodes[message.node_id] = channel
+            for seen in message.members:
+                self._homes[seen.member_id] = message.node_id
+        elif (member_id := getattr(message, "member_id", None)) is not None:
+            self._homes[member_id] = self._node_of(channel)
+        self._driver.post(self._in_our_time(message, channel))
+
+    def _catch_up(self, channel: Channel[WireMessage], wanted: MirrorFrom) -> None:
+        """Lines that the log of this agent's node lacks; one that shares ours lacks none."""
+        if wanted.node_id == self._settings.node:
+            return
+        for line in self._lines:
+            if (line.term, line.number) > (wanted.term, wanted.number):
+                channel.send(line)
+        self._mirrors.add(channel)
+
+    def _set_clock(self, message: AgentHello | AgentBeat) -> None:
+        """The least delayed message tells best how far the clocks are apart."""
+        if message.clock_ns:
+            offset_ns = time.monotonic_ns() - message.clock_ns
+            known_ns = self._offsets_ns.get(message.node_id, offset_ns)
+            self._offsets_ns[message.node_id] = min(known_ns, offset_ns)
+
+    def _in_our_time(self, message: WireMessage, channel: Channel[WireMessage]) -> WireMessage:
+        if not isinstance(message, MemberExited | Settled):
+            return message
+        offset_ns = self._offsets_ns.get(self._node_of(channel), 0)
+        if abs(offset_ns) < SAME_CLOCK_NS:
+            return message
+        if isinstance(message, MemberExited):
+            died_ns = message.died_ns + offset_ns if message.died_ns else 0
+            return msgspec.structs.replace(message, died_ns=died_ns)
+        freed_ns = message.freed_ns + offset_ns if message.freed_ns else 0
+        return msgspec.structs.replace(message, freed_ns=freed_ns)
+
+    def _node_of(self, channel: Channel[WireMessage]) -> NodeId:
+        return next((node for node, current in self._nodes.items() if current is channel), NodeId(""))
+
+    def _closed(self, channel: Channel[WireMessage]) -> None:
+        self._mirrors.discard(channel)
+        for node_id, current in list(self._nodes.items()):
+            if current is channel and self._driver is not None:
+                del self._nodes[node_id]
+                self._driver.post(AgentGone(node_id=node_id))
+
+    def _execute(self, command: Command) -> None:
+        if isinstance(command, Finish | StandDown):
+            self._ended.set_result(None)
+        elif isinstance(command, Send):
+            self._send(command)
+        else:
+            raise InternalError(f"the controller cannot carry out {type(command).__name__}")
+
+    def _send(self, command: Send) -> None:
+        message = command.message
+        kind, _, name = command.to.partition(":")
+        if kind == "agent":
+            node_id: NodeId | None = NodeId(name)
+            if isinstance(message, StartMembers):
+                for assignment in message.members:
+                    self._homes[assignment.member_id] = message.node_id
+        elif kind == "member":
+            node_id = self._homes.get(MemberId(int(name)))
+        else:
+            raise InternalError(f"the controller cannot send to {command.to}")
+        channel = self._nodes.get(node_id) if node_id is not None else None
+        if channel is not None:  # a lost message is answered by what its node says in its next hello
+            channel.send(message)  # type: ignore[arg-type]  # the machine sends wire messages only
+
+
+def main(run_dir: str, term: str, alone: bool) -> int:
+    """Run one controller."""
+    ignore_warnings()
+    raise_limit()
+
+    async def serve() -> None:
+        run = RunDir(Path(run_dir))
+        await ControllerDaemon(run, RunSettings.load(run.path), int(term), alone).serve()
+
+    asyncio.run(serve())
+    return int(Exit.OK)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2], sys.argv[3:] == ["alone"]))

@@ -1,0 +1,400 @@
+"""Sockets that carry :class:`holdfast.wire.Link`: an asyncio server and client, and a blocking client."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import os
+import socket
+import termios
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from holdfast.errors import ProtocolError
+from holdfast.runtime.net.addresses import is_loopback
+from holdfast.runtime.net.connection_limits import BACKLOG, BURST, HANDSHAKE_TIMEOUT_S, Strangers
+from holdfast.sealing import TAG_SIZE_BYTES, same, tag_of
+from holdfast.wire import NONCE_SIZE_BYTES, PREFIX_SIZE_BYTES, Codec, Link
+
+USER_TIMEOUT_MS = 5_000
+THIN_LINEAR_TIMEOUTS = (
+    16  # TCP_THIN_LINEAR_TIMEOUTS: a lossy line is tried again every 0.2 s, not ever more rarely
+)
+SEND_TIMEOUT_S = 10.0
+DIAL_AGAIN_S = 0.25
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 2, 1, 3
+RECEIVE_SIZE_BYTES = 256 * 1024
+BACKLOG_SIZE_BYTES_MAX = 256 * 1024 * 1024  # unread output of one peer before it is cut off
+
+M = TypeVar("M")
+
+
+def tune(sock: socket.socket) -> None:
+    """No delay; a dead or unreachable peer is noticed within about five seconds."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
+    sock.setsockopt(socket.IPPROTO_TCP, THIN_LINEAR_TIMEOUTS, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_COUNT)
+
+
+def is_local(sock: socket.socket) -> bool:
+    """Both ends are on this host, over loopback."""
+    return is_loopback(str(sock.getpeername()[0])) and is_loopback(str(sock.getsockname()[0]))
+
+
+class Hub(Generic[M]):
+    """What all channels of one asyncio process share: token, codec, callbacks, counters.
+
+    Callbacks run in the event loop, in order. ``on_close`` comes once for each channel that was opened.
+    """
+
+    def __init__(
+        self,
+        codec: Codec[M],
+        token: bytes,
+        *,
+        on_open: Callable[[Channel[M]], None],
+        on_message: Callable[[Channel[M], M], None],
+        on_close: Callable[[Channel[M]], None],
+    ) -> None:
+        self.codec = codec
+        self.token = token
+        self.on_open = on_open
+        self.on_message = on_message
+        self.on_close = on_close
+        self.refused: Counter[str] = Counter()
+        self.channels: set[Channel[M]] = set()
+        self.strangers: Strangers[Channel[M]] = Strangers()
+
+    async def listen(
+        self, service: str, host: str = "127.0.0.1", port: int = 0
+    ) -> tuple[asyncio.Server, int]:
+        """Serve as ``service`` on a port, by default a free one; returns the server and the port.
+
+        Raises:
+            OSError: the address is not one of this machine, or the port is taken.
+        """
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(
+            lambda: Channel(self, service, role=None), host, port, backlog=BURST
+        )
+        for each in server.sockets:
+            with socket.socket(fileno=os.dup(each.fileno())) as listener:
+                listener.listen(BACKLOG)
+        return server, int(server.sockets[0].getsockname()[1])
+
+    async def close(self, timeout_s: float) -> None:
+        """Close all channels, each after what is queued is sent; a peer that does not read is cut off."""
+        closing = {channel.closed for channel in self.channels}
+        for channel in list(self.channels):
+            channel.close()
+        if closing:
+            await asyncio.wait(closing, timeout=timeout_s)
+        for channel in list(self.channels):
+            channel.abort()
+
+    async def connect(self, host: str, port: int, service: str, role: str) -> Channel[M]:
+        """Connect and wait for the handshake.
+
+        Raises:
+            OSError: nobody listens there.
+            AuthError: the handshake failed.
+            ProtocolError: another service listens there.
+            TimeoutError: the server did not finish the handshake.
+        """
+        loop = asyncio.get_running_loop()
+        _, channel = await loop.create_connection(lambda: Channel(self, service, role), host, port)
+        try:
+            await asyncio.wait_for(asyncio.shield(channel.ready), HANDSHAKE_TIMEOUT_S)
+        except BaseException:
+            channel.abort()
+            raise
+        return channel
+
+    async def connect_soon(self, host: str, port: int, service: str, role: str) -> Channel[M]:
+        """As :meth:`connect`, with another dial beside each that has no answer yet, and the first to succeed counts.
+
+        TCP repeats a lost first packet after a second, then after two: too rarely on a line that loses many.
+        """
+        dials: set[asyncio.Task[Channel[M]]] = set()
+        try:
+            while True:
+                dials.add(asyncio.create_task(self.connect(host, port, service, role)))
+                done, dials = await asyncio.wait(
+                    dials, timeout=DIAL_AGAIN_S, return_when=asyncio.FIRST_COMPLETED
+                )
+                good = [dial.result() for dial in done if dial.exception() is None]
+                for late in good[1:]:
+                    late.abort()
+                if good or (done and not dials):
+                    return good[0] if good else done.pop().result()
+        finally:
+            for dial in dials:
+                dial.cancel()
+
+
+class Channel(asyncio.Protocol, Generic[M]):
+    """One asyncio connection. ``peer_role`` is what an authenticated client said it is."""
+
+    def __init__(self, hub: Hub[M], service: str, role: str | None) -> None:
+        self.hub = hub
+        self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._role = role
+        nonce = os.urandom(NONCE_SIZE_BYTES)
+        self._link = Link(hub.codec, hub.token, nonce, service=service, role=role, refused=hub.refused)
+        self._transport: asyncio.Transport | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def peer_role(self) -> str:
+        """Role of the client at the other end; empty on a client's side."""
+        return self._link.peer_role
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port of the other end; empty when the connection is gone."""
+        name = self._transport.get_extra_info("peername") if self._transport is not None else None
+        return (str(name[0]), int(name[1])) if name else ("", 0)
+
+    @property
+    def unread(self) -> bool:
+        """The peer has said something that was not handled yet."""
+        if self._transport is None or self._transport.is_closing():
+            return False
+        count = fcntl.ioctl(self._transport.get_extra_info("socket"), termios.FIONREAD, bytes(4))
+        return self._link.partial or any(count)
+
+    def send(self, message: M) -> bool:
+        """Queue a message; False when the connection is gone. A peer that never reads is cut off.
+
+        Raises:
+            ProtocolError: the message is too long.
+        """
+        transport = self._transport
+        if transport is None or transport.is_closing() or not self._link.open:
+            return False
+        self._link.send(message)
+        transport.write(self._link.take_output())
+        if transport.get_write_buffer_size() > BACKLOG_SIZE_BYTES_MAX:
+            self.hub.refused["backlog"] += 1
+            transport.abort()
+            return False
+        return True
+
+    def close(self) -> None:
+        """Close after what is queued is sent."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Close now, whatever is queued."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # asyncio calls these
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        sock = transport.get_extra_info("socket")
+        if self._role is None:
+            for stranger in self.hub.strangers.admit(self, sock.fileno()):
+                stranger.cut("crowd")
+            if transport.is_closing():
+                return
+        try:
+            tune(sock)
+        except OSError:  # it is gone already
+            self.abort()
+            return
+        loop = asyncio.get_running_loop()
+        self._deadline = loop.call_later(HANDSHAKE_TIMEOUT_S, self.cut, "slow greeting")
+        transport.write(self._link.take_output())
+
+    def data_received(self, data: bytes) -> None:
+        assert self._transport is not None
+        was_open = self._link.open
+        try:
+            messages = self._link.receive(data)
+        except ProtocolError as error:
+            self._transport.write(self._link.take_output())
+            self._transport.close()
+            self._fail(error)
+            return
+        self._transport.write(self._link.take_output())
+        if self._link.open and not was_open:
+            self._opened()
+        for message in messages:
+            self.hub.on_message(self, message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.hub.strangers.release(self)
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._transport = None
+        self.closed.set_result(None)
+        self._fail(ConnectionResetError("the connection closed during the handshake"))
+        if self in self.hub.channels:
+            self.hub.channels.discard(self)
+            self.hub.on_close(self)
+
+    def _opened(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self.hub.strangers.release(self)
+        self.hub.channels.add(self)
+        if not self.ready.done():
+            self.ready.set_result(None)
+        self.hub.on_open(self)
+
+    def cut(self, why: str) -> None:
+        """Close it now, and count it as refused."""
+        self.hub.refused[why] += 1
+        self.abort()
+
+    def _fail(self, error: Exception) -> None:
+        # Only a client's connect() waits for ``ready``; an unread exception there would be a warning.
+        if self._role is not None and not self.ready.done():
+            self.ready.set_exception(error)
+            self.ready.exception()  # marks it as seen: connect() may have given up
+
+
+def _pass(data: memoryview) -> None:
+    """Of a message: its link looks at it."""
+
+
+class BlockingChannel(Generic[M]):
+    """A blocking client connection, for one thread. Make it with :meth:`connect`."""
+
+    def __init__(self, sock: socket.socket, link: Link[M]) -> None:
+        self._sock = sock
+        self._link = link
+        self._inbox: list[M] = []
+
+    @staticmethod
+    def connect(
+        codec: Codec[M],
+        host: str,
+        port: int,
+        token: bytes,
+        service: str,
+        role: str,
+        *,
+        timeout_s: float = 5.0,
+    ) -> BlockingChannel[M]:
+        """Connect and shake hands.
+
+        Raises:
+            OSError: nobody listens, or the peer is too slow (``TimeoutError``).
+            AuthError, ProtocolError: the handshake failed.
+        """
+        sock = socket.create_connection((host, port), timeout=timeout_s)
+        try:
+            tune(sock)
+            nonce = os.urandom(NONCE_SIZE_BYTES)
+            link = Link(codec, token, nonce, service=service, role=role, refused=Counter())
+            channel = BlockingChannel(sock, link)
+            deadline_s = time.monotonic() + timeout_s
+            while not link.open:
+                channel._pump(deadline_s)
+            return channel
+        except BaseException:
+            sock.close()
+            raise
+
+    def fileno(self) -> int:
+        """For select."""
+        return self._sock.fileno()
+
+    def send(self, message: M) -> None:
+        """Send now.
+
+        Raises:
+            OSError: the connection is gone, or the peer has not read for ``SEND_TIMEOUT_S``.
+        """
+        self._link.send(message)
+        self._sock.settimeout(SEND_TIMEOUT_S)
+        self._sock.sendall(self._link.take_output())
+
+    def drain(self) -> list[M]:
+        """Messages completed by what is there to read now; select said that there is something.
+
+        Raises:
+            ConnectionError: the peer closed.
+            ProtocolError: the peer sent nonsense.
+        """
+        self._pump(time.monotonic() + SEND_TIMEOUT_S)
+        messages, self._inbox = self._inbox, []
+        return messages
+
+    def receive(self, timeout_s: float | None = None) -> M:
+        """The next message.
+
+        Raises:
+            TimeoutError: none came in time.
+            ConnectionError: the peer closed.
+            ProtocolError: the peer sent nonsense.
+        """
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._inbox:
+            self._pump(deadline_s)
+        return self._inbox.pop(0)
+
+    def receive_answer(self, timeout_s: float) -> M:
+        """The next message and not a byte beyond it: raw bytes may follow, for :meth:`receive_batch`.
+
+        Only where the peer sends nothing unasked. Raises: as :meth:`receive`.
+        """
+        head = bytearray(PREFIX_SIZE_BYTES)
+        self._fill(memoryview(head), timeout_s)
+        self._link.receive(bytes(head))  # refuses what is too long before there is memory for it
+        body = bytearray(int.from_bytes(head, "big"))
+        self._fill(memoryview(body), timeout_s)
+        (message,) = self._link.receive(bytes(body))
+        return message
+
+    def receive_batch(self, goals: Sequence[memoryview], timeout_s: float) -> None:
+        """Fill ``goals`` with the raw bytes that come next on the line.
+
+        Raises:
+            TimeoutError: nothing came for ``timeout_s``.
+            ConnectionError: the peer closed.
+            ProtocolError: the peer did not send these bytes.
+        """
+        seal, tag = self._link.unseal_batch(local=is_local(self._sock)), bytearray(TAG_SIZE_BYTES)
+        for goal in goals:
+            self._fill(goal, timeout_s, seal.update)
+        self._fill(memoryview(tag), timeout_s)
+        if not same(tag_of(seal), bytes(tag)):
+            raise ProtocolError("bytes have come that the other end has not sent in this place")
+
+    def _fill(self, goal: memoryview, timeout_s: float, take: Callable[[memoryview], None] = _pass) -> None:
+        self._sock.settimeout(timeout_s)
+        while goal:
+            size_bytes = self._sock.recv_into(goal)
+            if not size_bytes:
+                raise ConnectionResetError("the peer closed the connection")
+            take(goal[:size_bytes])  # while the next ones come
+            goal = goal[size_bytes:]
+
+    def close(self) -> None:
+        """Close now."""
+        self._sock.close()
+
+    def _pump(self, deadline_s: float | None) -> None:
+        left_s = None if deadline_s is None else deadline_s - time.monotonic()
+        if left_s is not None and left_s <= 0:
+            raise TimeoutError("no answer in time")
+        self._sock.settimeout(left_s)
+        data = self._sock.recv(RECEIVE_SIZE_BYTES)
+        if not data:
+            raise ConnectionResetError("the peer closed the connection")
+        self._inbox += self._link.receive(data)
+        if output := self._link.take_output():
+            self._sock.sendall(output)

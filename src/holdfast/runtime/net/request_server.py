@@ -1,0 +1,159 @@
+"""A small server of questions and answers for processes of the same run: a thread per line, one answer per question.
+
+Large data follows an answer on the line as it lies in memory, and behind it one tag: no frame, no copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from holdfast.errors import ProtocolError
+from holdfast.runtime.net.addresses import family_of
+from holdfast.runtime.net.channel import RECEIVE_SIZE_BYTES, is_local, tune
+from holdfast.runtime.net.connection_limits import ACCEPT_AGAIN_S, BACKLOG, HANDSHAKE_TIMEOUT_S, Strangers
+from holdfast.sealing import tag_of
+from holdfast.wire import NONCE_SIZE_BYTES, Codec, Link
+
+TIMEOUT_S = 30.0
+PART_SIZE_BYTES = 512 * 1024
+STRANGERS_MAX = 256  # each has a thread
+M = TypeVar("M")
+
+
+class AnswerServer(ABC, Generic[M]):
+    """Listens, checks who asks, and answers.
+
+    Args:
+        codec: of questions and answers.
+        token: of the run.
+        service: what this is.
+    """
+
+    def __init__(self, codec: Codec[M], token: bytes, service: str) -> None:
+        self.refused: Counter[str] = Counter()
+        self._codec = codec
+        self._token = token
+        self._service = service
+        self._listener: socket.socket | None = None
+        self._closing = threading.Event()
+        self._lines_lock = threading.Lock()
+        self._lines: set[socket.socket] = set()
+        self._strangers: Strangers[socket.socket] = Strangers(STRANGERS_MAX)
+
+    @abstractmethod
+    def _answer(self, message: M) -> tuple[M, Sequence[memoryview]]:
+        """The answer, and what follows it on the line as raw bytes. In the thread of the line."""
+
+    def start(self, host: str) -> int:
+        """Listen on ``host``; returns the port."""
+        self._listener = socket.create_server((host, 0), family=family_of(host), backlog=BACKLOG)
+        threading.Thread(
+            target=self._accept, args=(self._listener,), name="holdfast-serve", daemon=True
+        ).start()
+        return int(self._listener.getsockname()[1])
+
+    def close(self) -> None:
+        """Stop; lines under way are cut."""
+        self._closing.set()
+        with self._lines_lock:
+            lines = list(self._lines)
+        for sock in (self._listener, *lines):
+            if sock is not None:
+                _shut(sock)
+
+    def _accept(self, listener: socket.socket) -> None:
+        while not self._closing.is_set():
+            try:
+                self._admit(listener.accept()[0])
+                self._strangers.accepted()
+            except (OSError, RuntimeError) as error:  # no descriptor or thread left, or the asker is gone
+                if not self._closing.is_set():
+                    for stranger in self._strangers.refused(error):
+                        self._drop(stranger)
+                self._closing.wait(ACCEPT_AGAIN_S)
+
+    def _admit(self, sock: socket.socket) -> None:
+        with self._lines_lock:
+            self._lines.add(sock)
+        for stranger in self._strangers.admit(sock, sock.fileno()):
+            self._drop(stranger)
+            if stranger is sock:
+                return
+        try:
+            threading.Thread(target=self._serve, args=(sock,), name="holdfast-serve", daemon=True).start()
+        except RuntimeError:
+            self._drop(sock)
+            raise
+        if self._closing.is_set():  # by somebody who did not see this line yet
+            _shut(sock)
+
+    def _drop(self, sock: socket.socket) -> None:
+        with self._lines_lock:
+            self._lines.discard(sock)
+        self._strangers.release(sock)
+        _shut(sock)
+
+    def _serve(self, sock: socket.socket) -> None:
+        nonce = os.urandom(NONCE_SIZE_BYTES)
+        link = Link(self._codec, self._token, nonce, service=self._service, role=None, refused=self.refused)
+        try:
+            tune(sock)
+            stranger, deadline_s = True, time.monotonic() + HANDSHAKE_TIMEOUT_S
+            sock.settimeout(HANDSHAKE_TIMEOUT_S)
+            sock.sendall(link.take_output())
+            while data := sock.recv(RECEIVE_SIZE_BYTES):
+                messages = link.receive(data)
+                if stranger:
+                    stranger = not link.open
+                    sock.settimeout(self._patience_s(sock, link, deadline_s))
+                for message in messages:
+                    answer, raw = self._answer(message)
+                    link.send(answer)
+                    sock.sendall(link.take_output())
+                    if raw:
+                        _send(sock, raw, link)
+                sock.sendall(link.take_output())
+        except ProtocolError:
+            with contextlib.suppress(OSError):
+                sock.sendall(link.take_output())  # why a stranger is refused
+        except OSError:
+            pass  # whoever asked is gone
+        finally:
+            self._drop(sock)
+
+    def _patience_s(self, sock: socket.socket, link: Link[M], deadline_s: float) -> float:
+        """How long the next bytes may take: all of the handshake has one deadline, however a stranger drips."""
+        if link.open:
+            self._strangers.release(sock)
+            return TIMEOUT_S
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("no handshake in time")
+        return left_s
+
+
+def _send(sock: socket.socket, batch: Sequence[memoryview], link: Link[M]) -> None:
+    """Raw bytes and their tag, which is made while the bytes before are on their way."""
+    seal = link.seal_batch(local=is_local(sock))
+    for view in batch:
+        for start in range(0, len(view), PART_SIZE_BYTES):
+            part = view[start : start + PART_SIZE_BYTES]
+            sock.sendall(part)
+            seal.update(part)
+    sock.sendall(tag_of(seal))
+
+
+def _shut(sock: socket.socket) -> None:
+    try:
+        sock.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # not connected, or closed already
+    sock.close()

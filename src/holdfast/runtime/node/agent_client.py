@@ -1,0 +1,80 @@
+"""What a launcher or a command line does with an agent: start it, ask it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from holdfast.core.protocol.messages import Ack, ExitRun, StopRun
+from holdfast.errors import AuthError, FaultError, ProtocolError
+from holdfast.runtime.net.channel import BlockingChannel
+from holdfast.runtime.net.service_names import agent_of
+from holdfast.runtime.node.rundir import Endpoint, RunDir, open_log
+from holdfast.wire import MESSAGES, WireMessage
+
+RETRY_S = 0.05
+
+
+def start_agent(run_dir: Path) -> subprocess.Popen[bytes]:
+    """Start the agent of a run directory (made, with settings saved) in its own session.
+
+    Its exit code is that of the run. It watches the caller: when the caller dies, it asks for a graceful exit.
+    """
+    with os.fdopen(open_log(run_dir / "agent.log"), "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "holdfast.runtime.agent.agentd", str(run_dir)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+
+class AgentLink:
+    """Asks the agent of a run. ``request`` connects each time, so a successor agent is found by itself."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run = RunDir(run_dir)
+
+    def request(self, message: ExitRun | StopRun, *, timeout_s: float = 5.0) -> Ack:
+        """Send a request and wait for its answer.
+
+        Raises:
+            AuthError: the token of the run directory is not that of the agent, or cannot be read.
+            FaultError: no agent answers: the run is over, or its agent just died.
+        """
+        token = self._run.token()
+        deadline_s = time.monotonic() + timeout_s
+        reason = "it never published where it listens"
+        while time.monotonic() < deadline_s:
+            endpoint = self._run.read_endpoint("agent")
+            if endpoint is not None:
+                try:
+                    return self._ask(endpoint, token, message, deadline_s)
+                except AuthError:
+                    raise
+                except (OSError, ProtocolError) as error:
+                    reason = str(error)
+            time.sleep(RETRY_S)
+        raise FaultError(
+            f"no agent of {self._run.path} answers: {reason}",
+            hint=f"holdfast status {shlex.quote(str(self._run.path))}",
+        )
+
+    def _ask(self, to: Endpoint, token: bytes, message: WireMessage, deadline_s: float) -> Ack:
+        left_s = max(RETRY_S, deadline_s - time.monotonic())
+        channel = BlockingChannel.connect(
+            MESSAGES, to.host, to.port, token, agent_of(to.node), "cli", timeout_s=left_s
+        )
+        try:
+            channel.send(message)
+            while True:
+                answer = channel.receive(max(0.0, deadline_s - time.monotonic()))
+                if isinstance(answer, Ack):
+                    return answer
+        finally:
+            channel.close()

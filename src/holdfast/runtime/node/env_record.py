@@ -1,0 +1,97 @@
+"""What a worker started with: versions and environment, one line of JSON per worker that ever held a rank.
+
+Only variables of an allow-list are written, and none whose name or value looks like a secret; the rest is counted.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import sys
+import time
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+
+from holdfast.runtime.node.rundir import open_log
+
+NAMES = frozenset(
+    "CONDA_DEFAULT_ENV CUDA_HOME HOME HOSTNAME LANG LC_ALL LD_LIBRARY_PATH LD_PRELOAD MALLOC_ARENA_MAX "
+    "MASTER_ADDR MASTER_PORT PATH PWD PYTHONDONTWRITEBYTECODE PYTHONHASHSEED PYTHONPATH PYTHONUNBUFFERED RANK "
+    "LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_RANK ROLE_WORLD_SIZE ROLE_NAME "
+    "RANK_ID RANK_SIZE RANK_TABLE_FILE DEVICE_ID TMPDIR TZ VIRTUAL_ENV TF_CONFIG".split()
+)
+PREFIXES = (
+    "ASCEND_", "CUBLAS_", "CUDA_", "CUDNN_", "GLOO_", "GOMP_", "GRPC_", "HCCL_", "HOLDFAST_", "KMP_", "MKL_", "MS_",
+    "NCCL_", "NVIDIA_", "OMP_", "OPENBLAS_", "PYTORCH_", "SLURM_JOB", "SLURM_NODE", "SLURM_PROCID", "TF_",
+    "TORCHELASTIC_", "TORCH_", "XLA_",
+)  # fmt: skip
+SECRET = re.compile(r"TOKEN|SECRET|PASS|CREDENTIAL|AUTH|PRIVATE|COOKIE|(^|_)KEYS?($|_)|API", re.IGNORECASE)
+ADDRESS_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]*@")
+VALUE_SIZE_MAX = 4096
+PACKAGES = (
+    "holdfast", "numpy", "torch", "mindspore", "tensorflow-cpu", "tensorflow", "tf-keras", "transformers", "accelerate",
+    "lightning", "megatron-core", "msgspec",
+)  # fmt: skip
+
+FRAMEWORKS = ("torch", "mindspore", "tensorflow-cpu", "tensorflow")
+
+
+class Started(msgspec.Struct, frozen=True):
+    """One line. ``withheld``: variables that are not shown."""
+
+    at: float  # Unix time
+    rank: int
+    member_id: int
+    pid: int
+    host: str
+    versions: dict[str, str]
+    environment: dict[str, str]
+    withheld: int
+
+
+@cache
+def versions() -> dict[str, str]:
+    """Python, the kernel, and those of the packages that are installed; nothing is imported."""
+    found = {"python": sys.version.split()[0], "kernel": f"{platform.system()} {platform.release()}"}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def alike() -> dict[str, str]:
+    """What all nodes of a job should have in the same version: Python (its minor one), and the frameworks."""
+    found = {name: text for name, text in versions().items() if name in FRAMEWORKS}
+    return {"python": "{}.{}".format(*sys.version_info), **found}
+
+
+def allowed(environment: Mapping[str, str]) -> dict[str, str]:
+    """The variables that may be written down, sorted."""
+    return {
+        name: os.fsencode(value).decode(errors="replace")[:VALUE_SIZE_MAX]
+        for name, value in sorted(environment.items())
+        if (name in NAMES or name.startswith(PREFIXES))
+        and SECRET.search(name) is None
+        and ADDRESS_WITH_PASSWORD.search(value) is None
+    }
+
+
+def record(path: Path, rank: int, member_id: int) -> None:
+    """Add the line of this process to ``path`` (mode 0600).
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    shown = allowed(os.environ)
+    line = Started(
+        time.time(), rank, member_id, os.getpid(), platform.node(), versions(), shown, len(os.environ) - len(shown)
+    )  # fmt: skip
+    with os.fdopen(open_log(path), "ab") as file:
+        file.write(msgspec.json.encode(line) + b"\n")

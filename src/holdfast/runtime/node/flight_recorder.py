@@ -1,0 +1,106 @@
+"""The flight recorder: the last collectives of a process, in its status page, for whoever asks why it stands still.
+
+A slot is written with a few stores and no system call. What is read in the middle of that may be half of one record and
+half of another: it is evidence beside other evidence, read when nothing moves any more.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from typing import NamedTuple
+
+from holdfast.core.protocol.status_page import FLIGHT_SLOT_BYTES, FLIGHT_SLOTS, Word
+
+HEAD_WORDS = 4
+_SLOT_WORDS = FLIGHT_SLOT_BYTES // 8
+TEXT_SIZE_BYTES = FLIGHT_SLOT_BYTES - 8 * HEAD_WORDS
+_SLOT = struct.Struct(f"={HEAD_WORDS}q{TEXT_SIZE_BYTES}s")
+
+
+class Recorded(NamedTuple):
+    """One collective: ``order`` of all of this process, ``number`` of its group; ``ended_ns`` is 0 while under way."""
+
+    order: int
+    group: str
+    number: int
+    what: str
+    begun_ns: int
+    ended_ns: int
+    broken: bool
+
+    def __str__(self) -> str:
+        state = "broken" if self.broken else "done" if self.ended_ns else "under way"
+        took = f" after {(self.ended_ns - self.begun_ns) / 1e6:.1f} ms" if self.ended_ns else ""
+        return f"#{self.number} of group {self.group}: {self.what}, {state}{took}"
+
+
+def text_of(group: str, what: str) -> bytes:
+    """As :meth:`Flight.begin` takes it."""
+    return f"{group}\t{what}".encode()[:TEXT_SIZE_BYTES].ljust(TEXT_SIZE_BYTES, b"\0")
+
+
+class Flight:
+    """The ring.
+
+    Args:
+        area: ``FLIGHT_SLOTS * FLIGHT_SLOT_BYTES`` bytes of the page.
+        words: of the page.
+    """
+
+    def __init__(self, area: memoryview, words: memoryview) -> None:
+        self._bytes = area
+        self._slots = area.cast("q")
+        self._words = words
+
+    def begin(self, count: int, number: int, text: bytes) -> None:
+        """Collective ``count`` of this process, ``number`` of its group, begins; ``text`` from :func:`text_of`."""
+        _SLOT.pack_into(
+            self._bytes, count % FLIGHT_SLOTS * FLIGHT_SLOT_BYTES, number, time.monotonic_ns(), 0, count, text
+        )
+
+    def end(self, count: int, broken: bool = False) -> None:
+        """It has ended."""
+        at = count % FLIGHT_SLOTS * _SLOT_WORDS
+        if self._slots[at + 3] == count:
+            now_ns = time.monotonic_ns()
+            self._slots[at + 2] = -now_ns if broken else now_ns
+            if broken and not self._words[Word.FREED_NS]:  # a fence sets it back
+                self._words[Word.FREED_NS] = now_ns
+
+    def counted(self, count: int) -> None:
+        """Show the number of collectives, for a script whose session does not."""
+        self._words[Word.COLLECTIVES] = self._words[Word.SEQUENCE] = count
+
+    def waits(self) -> bool:
+        """Is the newest collective under way? (An older one may have been left without a wait.)"""
+        ended_ns, count = self._newest()
+        return count != 0 and ended_ns == 0
+
+    def rests(self) -> bool:
+        """Is the newest collective over? False also when there was none."""
+        return self._newest()[0] != 0
+
+    def _newest(self) -> tuple[int, int]:
+        """When the newest collective ended (0: not yet), and its number (0: there was none)."""
+        at = self._words[Word.COLLECTIVES] % FLIGHT_SLOTS * _SLOT_WORDS
+        return self._slots[at + 2], self._slots[at + 3]
+
+    def read(self) -> list[Recorded]:
+        """What is there, oldest first."""
+        found = []
+        for slot in range(FLIGHT_SLOTS):
+            at = slot * _SLOT_WORDS
+            number, begun_ns, ended_ns, count = self._slots[at : at + HEAD_WORDS]
+            if not count or count % FLIGHT_SLOTS != slot:
+                continue
+            start = slot * FLIGHT_SLOT_BYTES + 8 * HEAD_WORDS
+            raw = bytes(self._bytes[start : start + TEXT_SIZE_BYTES]).rstrip(b"\0")
+            group, _, what = raw.decode("utf-8", "replace").partition("\t")
+            found.append(Recorded(count, group, number, what, begun_ns, abs(ended_ns), ended_ns < 0))
+        return sorted(found)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        self._slots.release()
+        self._bytes.release()

@@ -1,0 +1,190 @@
+"""What a run was asked to do (``run.json``): made by the launcher, read by agent, controller and workers."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from holdfast.core.ids import RUN_ID_LENGTH_MAX
+from holdfast.core.watch.stall_detector import Limits
+from holdfast.errors import UsageError
+from holdfast.runtime.node.framework_registry import FrameworkName
+from holdfast.runtime.node.rundir import write_private
+from holdfast.runtime.node.secret_masking import masked
+from holdfast.text import plural
+
+SETTINGS_FILE = "run.json"
+ARGUMENTS_FILE = "arguments.json"
+"""Arguments of the script as they are, where ``run.json`` has them masked."""
+JOIN_S = 120.0
+
+TargetKind = Literal["script", "module", "executable"]
+
+
+def new_launch() -> str:
+    """A value for ``RunSettings.launch``."""
+    return f"s{secrets.token_hex(3)}"
+
+
+def without_launch(name: str) -> str:
+    """The part of ``RunSettings.saves_as`` that all starts of the run share."""
+    return re.sub(r"-s[0-9a-f]{6}$", "", name)
+
+
+def shape(nodes: int, counts: Sequence[int]) -> str:
+    """In words: ``2 nodes of 8 workers``, ``2 nodes of 8 and 4 workers``."""
+    *first, last = map(str, counts)
+    workers = f"{', '.join(first)} and {last} workers" if first else plural(counts[0], "worker")
+    return f"{plural(nodes, 'node')} of {workers}"
+
+
+class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one run. Times in seconds, paths absolute.
+
+    ``kind`` says how ``target`` is started: ``script`` (path), ``module`` (``python -m``) or ``executable``
+    (``--no-python``: any program, started directly). ``redirects`` and ``tee`` follow torchrun (``0`` none,
+    ``1`` stdout, ``2`` stderr, ``3`` both, or ``rank:n,...``); the log file always receives both streams, the
+    launcher shows what they ask for.
+    """
+
+    run_id: str
+    launch: str = ""  # tells this start of the run from every other one under the same ``run_id``
+    kind: TargetKind = "script"
+    target: str = ""
+    typed: str = ""  # the target as it was given: a script's ``sys.argv[0]``; empty: ``target``
+    args: tuple[str, ...] = ()
+    command: tuple[str, ...] = ()  # the command line as typed, for reports
+    created_at: float = 0.0  # Unix time
+
+    nproc: int = 1  # workers of this node
+    nprocs: tuple[int, ...] = ()  # of each node that holds ranks, by their numbers; empty: ``nproc`` on all
+    nnodes: int = 1  # nodes that hold ranks
+    nnodes_max: int = 1  # with those that wait as spares
+    nnodes_min: int = 0  # fewest to go on with when some are lost; 0: never with fewer
+    node: str = "node0"  # name of this node, the same for a successor agent
+    job: str = ""  # name of the job that several nodes share; empty: ``run_id``
+    # "host:port" of agents to ask first; the owner of the first one founds the job.
+    contacts: tuple[str, ...] = ()
+    first_contacts: int = 1  # so many of them are addresses of the first one
+    join_s: float = JOIN_S  # the nodes meet within this
+    bind: str = "127.0.0.1"  # where this node listens for others
+    witness: str = ""  # place on shared storage that decides between two nodes
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0  # 0: the agent picks a free one per attempt
+    role: str = "default"
+    rank_table: str = ""  # path of the table that this run follows; empty: none
+    device_ids: tuple[int, ...] = ()  # of this host in it, by local rank
+
+    max_restarts: int = 16
+    restart_window_s: float = 3600.0
+    on_fault: str = "auto"  # see ``core.decide.ladder``
+    monitor_interval_s: float = 0.1
+    grace_s: float = 300.0
+    quiesce_s: float = 5.0
+    orphan_s: float = 30.0
+    spares: int = 0  # processes per node that are built before they are needed
+    hang_factor: float = 10.0  # median steps without progress; 0: hangs are not looked for
+    hang_floor_s: float = 1.5
+    hang_start_s: float = 1800.0
+    verify_every: int = 50  # steps within which all copies of the state are compared; 0: never
+    replace_slower_than: float = 0.0  # 0: stragglers are reported only
+    memory_every: int = -1  # steps between two states of a rank kept in memory; 0: none, -1: as it pays
+
+    framework: FrameworkName = "torch"  # what workers and zygote are made ready for
+    preload: tuple[str, ...] = ()  # further modules that the zygote imports
+    cwd: str = ""  # empty: the agent's
+    python: str = ""  # interpreter of the workers; empty: the agent's
+    env: dict[str, str] = {}  # set in every worker, over the agent's own environment
+    log_dir: str = ""  # where attempt-NNN/ goes; empty: the run directory
+    redirects: str = "0"
+    tee: str = "0"
+    zygote: bool = True  # fork workers from a preloaded process; false: always spawn
+    library: bool = False  # the workers were started by someone else (torchrun, srun, mpirun)
+
+    def limits(self) -> Limits:
+        """How long a worker may show no progress."""
+        return Limits(
+            factor=self.hang_factor,
+            floor_s=self.hang_floor_s,
+            start_s=self.hang_start_s,
+            idle_s=self.hang_start_s / 3,
+            section_s=2 * self.hang_start_s,
+            look_s=min(max(self.monitor_interval_s, 0.02), 1.0),
+        )
+
+    @property
+    def job_id(self) -> str:
+        """The name of the job: the same on all nodes."""
+        return self.job or self.run_id
+
+    @property
+    def saves_as(self) -> str:
+        """The name that checkpoints carry: the same on all nodes, and none of an earlier start."""
+        if self.job or not self.launch:
+            return self.job_id
+        return f"{self.run_id[: RUN_ID_LENGTH_MAX - len(self.launch) - 1]}-{self.launch}"
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Workers of each node; one number where all have as many."""
+        return self.nprocs or (self.nproc,)
+
+    @property
+    def workers(self) -> int:
+        """Ranks of the job when all nodes are there."""
+        return sum(self.nprocs) or self.nproc * self.nnodes
+
+    def group(self, rank: int) -> tuple[int, int]:
+        """The number of the node whose place ``rank`` has, and how many workers it has."""
+        if not self.nprocs:
+            return rank // self.nproc, self.nproc
+        ends = list(accumulate(self.nprocs))
+        number = bisect_right(ends, rank)
+        return number, self.nprocs[number]
+
+    @property
+    def several(self) -> bool:
+        """More than one node may take part."""
+        return self.nnodes_max > 1
+
+    @property
+    def node_of_several(self) -> str:
+        """The name of this node, empty when there is no other."""
+        return self.node if self.several else ""
+
+    def save(self, run_dir: Path) -> None:
+        """Write ``run.json`` (0600), secrets in command lines masked; arguments that the script needs lie beside it."""
+        written = msgspec.structs.replace(self, args=masked(self.args), command=masked(self.command))
+        if written.args != self.args:
+            write_private(run_dir / ARGUMENTS_FILE, msgspec.json.encode(self.args))
+        write_private(run_dir / SETTINGS_FILE, msgspec.json.format(msgspec.json.encode(written), indent=2))
+
+    @staticmethod
+    def load(run_dir: Path) -> RunSettings:
+        """Read ``run.json``.
+
+        Raises:
+            UsageError: missing, or not the settings of a run.
+        """
+        path = run_dir / SETTINGS_FILE
+        try:
+            settings = msgspec.json.decode(path.read_bytes(), type=RunSettings)
+            if (run_dir / ARGUMENTS_FILE).exists():
+                path = run_dir / ARGUMENTS_FILE
+                args = msgspec.json.decode(path.read_bytes(), type=tuple[str, ...])
+                settings = msgspec.structs.replace(settings, args=args)
+            return settings
+        except FileNotFoundError as error:
+            raise UsageError(
+                f"{run_dir} is no run directory: it has no {SETTINGS_FILE}",
+                hint="give the directory that holdfast run printed when it started, by default runs/ID",
+            ) from error
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise UsageError(f"{path} is damaged: {error}", hint="start the run again") from error

@@ -1,0 +1,351 @@
+"""The directory of one run: where each file is, and how private files are written."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import secrets
+import shutil
+import stat
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from holdfast.core.ids import MemberId
+from holdfast.errors import AuthError, UsageError
+from holdfast.runtime.net.multiprocessing_sockets import remove_sockets_of
+from holdfast.runtime.node.process_info import serves
+from holdfast.store.backends.durable_files import sync_directory
+
+TOKEN_SIZE_BYTES = 32
+TOKEN_DISTINCT_MIN = 8  # of 64 random hexadecimal digits fewer are different once in 10^19 tokens
+TOKEN_FILE_SIZE_BYTES_MAX = 4096
+SHARED_MEMORY = Path("/dev/shm")
+PAGES_PREFIX = "holdfast-"
+OWNER = "run"  # in a directory of pages: whose they are; locked as long as the agent or the launcher lives
+PAGE = "page-"
+ATTEMPT = "attempt-"
+SPARE_PAGE = "spare-"
+LAST_LINES = 20
+MODULES = {
+    "agent": "holdfast.runtime.agent.agentd",
+    "controller": "holdfast.runtime.controller.controllerd",
+    "zygote": "holdfast.runtime.agent.zygote",
+}
+"""What each endpoint of a run is started as."""
+TAIL_SIZE_BYTES = 64 * 1024
+ROOM_SIZE_BYTES = 64 * 1024  # for the first lines of an agent
+
+
+class Endpoint(msgspec.Struct, frozen=True):
+    """Where a process of the run listens."""
+
+    host: str
+    port: int
+    pid: int
+    term: int = 0  # of a controller
+    node: str = ""
+
+
+def write_private(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Replace ``path`` by a 0600 file with ``data``, atomically; with ``durable`` it is on the disk on return.
+
+    Raises:
+        OSError: the directory cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
+        os.replace(temporary, path)
+        if durable:
+            sync_directory(path.parent)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def open_log(path: Path) -> int:
+    """A file descriptor that appends to ``path`` (made with mode 0600); the caller closes it.
+
+    Raises:
+        OSError: it cannot be written, or is a link: it would lead to any file of this user.
+    """
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+def read_token(path: Path) -> bytes:
+    """The secret in a file.
+
+    Raises:
+        AuthError: missing, readable by others, too short, weak, or no token at all.
+    """
+    try:
+        with path.open("rb") as file:  # one descriptor: what is looked at is what is read
+            mode = os.fstat(file.fileno()).st_mode
+            token = file.read(TOKEN_FILE_SIZE_BYTES_MAX + 1)
+    except OSError as error:
+        raise AuthError(
+            f"cannot read the token {path}: {error.strerror}", hint="check the path, and who may read it"
+        ) from error
+    if stat.S_IMODE(mode) & 0o077:
+        raise AuthError(
+            f"the token {path} can be read by others (mode {stat.S_IMODE(mode):o})", hint=f"chmod 600 {path}"
+        )
+    if len(token) > TOKEN_FILE_SIZE_BYTES_MAX:
+        raise AuthError(
+            f"{path} is no token: it has more than {TOKEN_FILE_SIZE_BYTES_MAX} bytes", hint="check the path"
+        )
+    token = token.strip()
+    if len(token) < TOKEN_SIZE_BYTES:
+        raise AuthError(
+            f"the token {path} has only {len(token)} bytes, {TOKEN_SIZE_BYTES} are needed",
+            hint=f"umask 077; openssl rand -hex {TOKEN_SIZE_BYTES} > {path}; copy it to every host",
+        )
+    if len(set(token)) < TOKEN_DISTINCT_MIN or token in (2 * token)[1:-1]:
+        raise AuthError(
+            f"the token {path} can be guessed: it repeats itself, or has fewer than {TOKEN_DISTINCT_MIN} "
+            "different characters",
+            hint=f"umask 077; openssl rand -hex {TOKEN_SIZE_BYTES} > {path}; copy it to every host",
+        )
+    return token
+
+
+def try_lock(path: Path) -> int | None:
+    """A file descriptor that holds the lock until it is closed or this process ends; None: another one has it.
+
+    Raises:
+        OSError: the file cannot be made or opened.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        return None
+    return fd
+
+
+def is_free(lock: Path) -> bool:
+    """Nobody holds it, or it was never made."""
+    if not lock.exists():
+        return True
+    fd = try_lock(lock)
+    if fd is not None:
+        os.close(fd)
+    return fd is not None
+
+
+class RunDir:
+    """Paths below the directory of one run. Nothing is touched before a method asks for it."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path).absolute()
+        self.journal = self.path / "events.jsonl"
+        self.token_file = self.path / "token"
+        self.pages_link = self.path / "pages"
+        self.checkpoints = self.path / "checkpoints"
+        self.ballot = self.path / "ballot.json"
+        self.peers = self.path / "peers.json"
+        self.agent_lock = self.path / "agent.lock"
+        self.launcher_lock = self.path / "launcher.lock"
+
+    def create(self, token: bytes = b"") -> None:
+        """Make the directory (0700), its token (by default a new one) and its private directory for status pages.
+
+        Raises:
+            UsageError: it exists already or cannot be written.
+        """
+        try:
+            self.path.mkdir(mode=0o700, parents=True)
+            write_private(self.token_file, token or secrets.token_hex(TOKEN_SIZE_BYTES).encode())
+        except FileExistsError as error:
+            raise UsageError(
+                f"{self.path} exists already, and is no run that could go on",
+                hint="choose another --run-id, or another place with --run-dir",
+            ) from error
+        except OSError as error:
+            raise UsageError(
+                f"cannot make the run directory {self.path}: {error.strerror}",
+                hint="choose a writable place with --run-dir",
+            ) from error
+        try:
+            self.pages()
+        except OSError as error:
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise UsageError(
+                f"no room for status pages in {SHARED_MEMORY}: {error.strerror}",
+                hint=f"df -h {SHARED_MEMORY}; in a container: --shm-size",
+            ) from error
+
+    def no_room(self) -> str:
+        """Why nothing can be written here now; empty: it can."""
+        probe = self.path / "room"
+        try:
+            write_private(probe, bytes(ROOM_SIZE_BYTES))
+            probe.unlink()
+        except OSError as error:
+            return error.strerror or str(error)
+        return ""
+
+    def hold_launch(self) -> None:
+        """As long as this process lives the run has a launcher: its workers look, and another start of the run does."""
+        try_lock(self.launcher_lock)
+
+    def launcher_is_gone(self) -> bool:
+        """The launcher of this run has ended or was killed: nobody starts a successor of its agent.
+
+        False in library mode, where there never was one.
+        """
+        return self.launcher_lock.exists() and is_free(self.launcher_lock)
+
+    def token(self) -> bytes:
+        """The secret of the run.
+
+        Raises:
+            AuthError: missing, readable by others, or too short.
+        """
+        return read_token(self.token_file)
+
+    def pages(self) -> Path:
+        """The directory of the status pages, made at need: in shared memory, or in the run directory."""
+        if self.pages_link.is_dir():
+            return self.pages_link.resolve()
+        if os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
+            target = Path(tempfile.mkdtemp(prefix=PAGES_PREFIX, dir=SHARED_MEMORY))
+            try:
+                write_private(target / OWNER, os.fsencode(self.path))
+            except OSError:
+                target.rmdir()
+                raise
+            self.pages_link.unlink(missing_ok=True)
+            self.pages_link.symlink_to(target)
+            return target
+        self.pages_link.mkdir(mode=0o700)
+        return self.pages_link
+
+    def hold_pages(self) -> None:
+        """As long as this process lives its pages are in use, also for those who cannot see the run directory."""
+        with contextlib.suppress(FileNotFoundError):  # in the run directory
+            fd = os.open(self.pages() / OWNER, os.O_RDONLY | os.O_CLOEXEC)
+            fcntl.flock(fd, fcntl.LOCK_SH)
+
+    def page_path(self, member_id: MemberId) -> Path:
+        """The status page of one member, or of a spare, which gets a member's name when it is called."""
+        return self.pages() / (f"{PAGE}{member_id}" if member_id >= 0 else f"{SPARE_PAGE}{-member_id}")
+
+    def remove_pages(self) -> None:
+        """Remove all status pages and their directory; the agent and its launcher may both be at it.
+
+        A link that leads elsewhere than to the pages of this run is removed alone.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            if self._made_pages():
+                pages = self.pages_link.resolve(strict=True)
+                remove_sockets_of(pages)
+                empty_out(pages)
+        if self.pages_link.is_symlink():
+            self.pages_link.unlink(missing_ok=True)
+
+    def _made_pages(self) -> bool:
+        """The directory of the pages is in the run directory, or this run has made it in shared memory.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        if not self.pages_link.is_symlink():
+            return self.pages_link.is_dir()
+        target = Path(os.readlink(self.pages_link))
+        about = target.lstat()
+        if target.parent != SHARED_MEMORY or not target.name.startswith(PAGES_PREFIX):
+            return False
+        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
+            return False
+        return Path(os.fsdecode((target / OWNER).read_bytes())).samefile(self.path)
+
+    def endpoint_path(self, name: str) -> Path:
+        """File of the endpoint of ``agent``, ``controller`` or ``zygote``."""
+        return self.path / f"{name}.json"
+
+    def write_endpoint(self, name: str, host: str, port: int, term: int = 0, node: str = "") -> None:
+        """Publish where this process listens."""
+        endpoint = Endpoint(host, port, os.getpid(), term, node)
+        write_private(self.endpoint_path(name), msgspec.json.encode(endpoint))
+
+    def read_endpoint(self, name: str) -> Endpoint | None:
+        """Where ``name`` listens; None when it never said, or said nonsense."""
+        try:
+            return msgspec.json.decode(self.endpoint_path(name).read_bytes(), type=Endpoint)
+        except (OSError, msgspec.MsgspecError, RecursionError):
+            return None
+
+    def serving(self, name: str) -> int:
+        """Process id of the one that listens as ``name``; 0: it is gone, whoever may have its number by now."""
+        endpoint = self.read_endpoint(name)
+        return endpoint.pid if endpoint is not None and serves(endpoint.pid, MODULES[name], self.path) else 0
+
+    def remove_endpoint(self, name: str) -> None:
+        """Withdraw this process's endpoint; a successor's stays."""
+        endpoint = self.read_endpoint(name)
+        if endpoint is not None and endpoint.pid == os.getpid():
+            self.endpoint_path(name).unlink(missing_ok=True)
+
+
+def empty_out(directory: Path) -> None:
+    """Remove a directory of files.
+
+    Raises:
+        FileNotFoundError: it is gone already.
+    """
+    for file in directory.iterdir():
+        file.unlink(missing_ok=True)
+    directory.rmdir()
+
+
+def probe_path(root: str, job: str, node: str) -> Path:
+    """The file by which a node shows that it reaches the same ``root`` as the others."""
+    return Path(root) / f".holdfast-{job}-{node}"
+
+
+def attempt_dir(log_dir: Path | str, attempt: int) -> Path:
+    """Directory of the logs of one attempt."""
+    return Path(log_dir) / f"{ATTEMPT}{attempt:03d}"
+
+
+def log_path(log_dir: Path | str, attempt: int, rank: int) -> Path:
+    """Log (stdout and stderr) of one rank."""
+    return attempt_dir(log_dir, attempt) / f"rank-{rank:05d}.log"
+
+
+def last_lines(path: Path, count: int = LAST_LINES, *, end: int | None = None) -> list[str]:
+    """The last lines of a log, at most ``TAIL_SIZE_BYTES`` of it; empty when there is none.
+
+    Args:
+        end: what follows so many bytes is somebody else's; None: nothing is.
+    """
+    try:
+        with path.open("rb") as file:
+            size_bytes = min(file.seek(0, 2), sys.maxsize if end is None else end)
+            file.seek(max(0, size_bytes - TAIL_SIZE_BYTES))
+            data = file.read(min(TAIL_SIZE_BYTES, size_bytes))
+    except FileNotFoundError:
+        return []
+    return data.decode(errors="replace").splitlines()[-count:]
+
+
+def error_path(log_dir: Path | str, attempt: int, rank: int) -> Path:
+    """Error file (torchelastic's JSON form) of one rank."""
+    return attempt_dir(log_dir, attempt) / f"rank-{rank:05d}.error.json"
+
+
+def environment_path(error_file: str) -> Path:
+    """Environment and versions of a rank, one line per worker that held it; beside its error file."""
+    path = Path(error_file)
+    return path.with_name(path.name.removesuffix(".error.json") + ".env.jsonl")

@@ -1,0 +1,172 @@
+"""A board in shared memory: what the ranks of one node must agree on, without a message.
+
+Theory. A vote is one small all-reduce that every rank waits for. Over sockets it costs several hand-overs between
+threads and processes, each of them a turn in the scheduler's queue; over shared memory a rank stores its words and
+reads those of the others. Every rank owns two ballots and two notes, used in turn: a rank may write its round n + 2
+only after it has read everybody's round n + 1, and who wrote n + 1 has read round n, so nothing is overwritten that
+someone still needs. Notes have no rounds of their own to wait for: between two notes of a rank lies a vote.
+
+Invariants:
+1. A record is believed only when its sequence number is the one asked for and its digest fits: a store that is seen
+   late, or in another order, is waited for.
+2. A vote that returns has read a ballot of every rank of the board. What a rank has posted stays when the rank dies.
+3. A wait ends: with the record, by ``check``, or because the writer is gone.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import xxhash
+
+from holdfast.errors import InternalError, PeerLost, StateError
+from holdfast.runtime.node.process_info import alive
+
+VOTE_LENGTH_MAX = 1008
+NOTE_SIZE_BYTES_MAX = 128 * 1024
+_HEAD_WORDS = 16  # of a rank: its process id
+_RECORD_HEAD = 3  # sequence, size in bytes, digest
+_BALLOT_WORDS = 1024
+_NOTE_WORDS = NOTE_SIZE_BYTES_MAX // 8 + 16
+_RANK_WORDS = _HEAD_WORDS + 2 * (_BALLOT_WORDS + _NOTE_WORDS)
+_NAP_MIN_S = 20e-6
+_NAP_MAX_S = 1e-3
+_LOOK_S = 0.02  # between two looks whether the awaited process exists
+
+Check = Callable[[], None]
+
+
+class Board:
+    """One generation's board. All ranks open the same file; each writes its own part only.
+
+    Args:
+        path: the file, in a directory of shared memory; made by whoever comes first.
+        rank, world_size: of this process, and of the job: all its ranks are on this node.
+    """
+
+    def __init__(self, path: Path, rank: int, world_size: int) -> None:
+        self._path = path
+        self.rank = rank
+        self._world_size = world_size
+        self._votes = 0
+        self._notes = [0] * world_size
+        self._words: np.ndarray[tuple[int], np.dtype[np.int64]] = np.empty(0, np.int64)
+
+    def start(self) -> Self:
+        """Map the file.
+
+        Raises:
+            StateError: shared memory is full or cannot be written.
+        """
+        size_bytes = 8 * _RANK_WORDS * self._world_size
+        try:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            try:
+                # Without this a full tmpfs shows as SIGBUS at some later store.
+                os.posix_fallocate(fd, 0, size_bytes)
+                mapping = mmap.mmap(fd, size_bytes)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise StateError(
+                f"{self._path}: {size_bytes} bytes of shared memory cannot be had: {error.strerror}",
+                hint="free some space there (df -h /dev/shm)",
+            ) from error
+        self._words = np.frombuffer(mapping, np.int64)
+        self._words[self._base(self.rank)] = os.getpid()
+        return self
+
+    def close(self) -> None:
+        """Take the file away; the mapping goes with the object."""
+        self._path.unlink(missing_ok=True)
+
+    # ------------------------------------------------------------------ use
+
+    def reduce(self, vector: Sequence[int], check: Check) -> list[int]:
+        """Post ``vector`` (int64, the same length everywhere) and sum everybody's, element by element.
+
+        Raises:
+            PeerLost: a rank is gone and has not posted.
+            Exception: what ``check`` raises; it is called while waiting.
+        """
+        if len(vector) > VOTE_LENGTH_MAX:
+            raise InternalError(f"a vote of {len(vector)} words; a board holds {VOTE_LENGTH_MAX}")
+        self._votes += 1
+        turn = self._votes
+        self._post(self._ballot(self.rank, turn), turn, np.array(vector, np.int64).tobytes())
+        total = np.zeros(len(vector), np.int64)
+        for rank in range(self._world_size):
+            total += np.frombuffer(self._await(rank, self._ballot(rank, turn), turn, check), np.int64)
+        return [int(word) for word in total]
+
+    def tell(self, data: bytes) -> None:
+        """Post a note for :meth:`hear`, one per vote. Raises: InternalError above ``NOTE_SIZE_BYTES_MAX``."""
+        if len(data) > NOTE_SIZE_BYTES_MAX:
+            raise InternalError(f"a note of {len(data)} bytes; a board holds {NOTE_SIZE_BYTES_MAX}")
+        self._notes[self.rank] += 1
+        turn = self._notes[self.rank]
+        self._post(self._note(self.rank, turn), turn, data)
+
+    def hear(self, rank: int, check: Check) -> bytes:
+        """The next note of ``rank``. Raises as :meth:`reduce`."""
+        self._notes[rank] += 1
+        turn = self._notes[rank]
+        return self._await(rank, self._note(rank, turn), turn, check)
+
+    # ------------------------------------------------------------------ records
+
+    def _base(self, rank: int) -> int:
+        return rank * _RANK_WORDS
+
+    def _ballot(self, rank: int, turn: int) -> int:
+        return self._base(rank) + _HEAD_WORDS + (turn & 1) * _BALLOT_WORDS
+
+    def _note(self, rank: int, turn: int) -> int:
+        return self._base(rank) + _HEAD_WORDS + 2 * _BALLOT_WORDS + (turn & 1) * _NOTE_WORDS
+
+    def _post(self, at: int, turn: int, data: bytes) -> None:
+        body = self._words[at + _RECORD_HEAD : at + _RECORD_HEAD + -(-len(data) // 8)]
+        body.view(np.uint8)[: len(data)] = np.frombuffer(data, np.uint8)
+        self._words[at + 1] = len(data)
+        self._words[at + 2] = _digest(turn, data)
+        self._words[at] = turn
+
+    def _read(self, at: int, turn: int) -> bytes | None:
+        if self._words[at] != turn:
+            return None
+        size_bytes = int(self._words[at + 1])
+        if not 0 <= size_bytes <= NOTE_SIZE_BYTES_MAX:
+            return None
+        body = self._words[at + _RECORD_HEAD : at + _RECORD_HEAD + -(-size_bytes // 8)]
+        data = body.tobytes()[:size_bytes]
+        return data if int(self._words[at + 2]) == _digest(turn, data) else None
+
+    def _await(self, rank: int, at: int, turn: int, check: Check) -> bytes:
+        data = self._read(at, turn)
+        began_s = looked_s = time.monotonic()
+        while data is None:
+            check()
+            now_s = time.monotonic()
+            time.sleep(min(max((now_s - began_s) / 16, _NAP_MIN_S), _NAP_MAX_S))
+            gone = False
+            if now_s - looked_s > _LOOK_S:
+                looked_s = now_s
+                gone = self._gone(rank)
+            data = self._read(at, turn)  # after the look: what it posted before it went counts
+            if gone and data is None:
+                raise PeerLost(f"rank {rank} is gone", hint="see the fault that holdfast names")
+        return data
+
+    def _gone(self, rank: int) -> bool:
+        pid = int(self._words[self._base(rank)])
+        return pid != 0 and not alive(pid)  # 0: not here yet, its agent watches over it
+
+
+def _digest(turn: int, data: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(data, seed=turn) >> 1

@@ -1,0 +1,192 @@
+"""How a worker process is described: its environment, and the messages between agent and zygote."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from holdfast.core.ids import Generation, MemberId
+from holdfast.core.job.spares import ANY_RANK, BuildSpare
+from holdfast.core.protocol.messages import Assignment
+from holdfast.runtime.net.addresses import family_of
+from holdfast.runtime.node.run_settings import RunSettings
+from holdfast.runtime.node.rundir import RunDir, error_path, log_path, open_log
+from holdfast.wire import Codec
+
+
+class Spawn(msgspec.Struct, frozen=True, tag=True):
+    """Agent -> zygote: start one worker. ``env`` is set over the zygote's own environment."""
+
+    member_id: MemberId
+    env: dict[str, str]
+    log: str
+
+
+class Spawned(msgspec.Struct, frozen=True, tag=True):
+    """Zygote -> agent: it runs; or ``error`` says why it cannot be forked (spawn it instead)."""
+
+    member_id: MemberId
+    pid: int
+    error: str = ""
+
+
+class Exited(msgspec.Struct, frozen=True, tag=True):
+    """Zygote -> agent: it ended. Sent again to a new agent."""
+
+    member_id: MemberId
+    pid: int
+    code: int | None
+    signal: int | None
+
+
+FORKS = "HOLDFAST_FORKS"
+"""A variable that the zygote is started with: the environment of a process at its start tells a fork of it."""
+
+QUIET_DEVICES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+"""For the zygote, whose modules may ask at their import whether there is a GPU: torch answers without the state of the
+driver in the process, with which no fork can use a GPU."""
+
+
+class Preloaded(msgspec.Struct, frozen=True, tag=True):
+    """Zygote -> agent, first: it can fork. ``imports_s`` by what was imported; ``missing``: what could not be.
+
+    ``unfit``: why its forks would be of no use, empty when they are.
+    """
+
+    imports_s: dict[str, float]
+    missing: dict[str, str]
+    threads: int
+    unfit: str = ""
+
+
+class Quit(msgspec.Struct, frozen=True, tag=True):
+    """Agent -> zygote: the run is over."""
+
+
+ZygoteMessage = Spawn | Spawned | Exited | Preloaded | Quit
+ZYGOTE_MESSAGES: Codec[ZygoteMessage] = Codec(ZygoteMessage)  # type: ignore[arg-type]  # a union is no type[M]
+
+
+class Order(msgspec.Struct, frozen=True):
+    """One worker to start: the assignment and what it shares with its generation."""
+
+    assignment: Assignment
+    generation: Generation
+    world_size: int
+    attempt: int
+    restart_count: int
+    resume: str
+    join: bool
+    master_host: str  # empty: from the settings
+    master_port: int
+    spare: Literal["", "any", "fixed"] = ""  # to be called later, as any rank or as this one
+    rank_table: str = ""  # of this generation; empty: from the settings
+
+
+def log_root(run: RunDir, settings: RunSettings) -> str:
+    """Where ``attempt-NNN/`` directories are."""
+    return settings.log_dir or str(run.path)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that nobody listens on at this moment."""
+    with socket.socket(family_of(host)) as sock:
+        sock.bind((host, 0))
+        return int(sock.getsockname()[1])
+
+
+def thread_count(settings: RunSettings) -> int:
+    """OpenMP threads of each worker: the user's word, else all cores for a single worker, or 1: as in torchrun, several
+    that each take all cores would only get in each other's way."""
+    said = settings.env.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS", "")
+    if said.isdigit() and int(said) > 0:
+        return int(said)
+    return 1 if settings.nproc > 1 else len(os.sched_getaffinity(0))
+
+
+def worker_env(run: RunDir, settings: RunSettings, order: Order) -> dict[str, str]:
+    """The variables of one worker: torchrun's, ours, and the user's on top."""
+    member = order.assignment
+    group, here = settings.group(member.rank)
+    groups = len(settings.nprocs) or order.world_size // settings.nproc
+    return {
+        "RANK": str(member.rank),
+        "LOCAL_RANK": str(member.local_rank),
+        "WORLD_SIZE": str(order.world_size),
+        "LOCAL_WORLD_SIZE": str(here),
+        "GROUP_RANK": str(group),
+        "GROUP_WORLD_SIZE": str(groups),
+        "ROLE_RANK": str(member.rank),
+        "ROLE_WORLD_SIZE": str(order.world_size),
+        "ROLE_NAME": settings.role,
+        "MASTER_ADDR": order.master_host or settings.master_addr,
+        "MASTER_PORT": str(order.master_port),
+        "TORCHELASTIC_RESTART_COUNT": str(order.restart_count),
+        "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts),
+        "TORCHELASTIC_RUN_ID": settings.job_id,
+        # False: env:// without our groups makes rank 0 serve the store, as the agent serves none at MASTER_PORT.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_ERROR_FILE": str(error_path(log_root(run, settings), order.attempt, member.rank)),
+        "OMP_NUM_THREADS": str(thread_count(settings)),
+        "HOLDFAST_RUN_DIR": str(run.path),
+        "HOLDFAST_MEMBER_ID": str(member.member_id),
+        "HOLDFAST_GENERATION": str(order.generation),
+        "HOLDFAST_RESUME": order.resume,
+        "HOLDFAST_JOIN": "1" if order.join else "",
+        "HOLDFAST_PARTS": str(settings.workers // order.world_size),
+        "HOLDFAST_SPARE": order.spare,
+        "HOLDFAST_PAGE": str(run.page_path(member.member_id)),
+        **_table_env(settings, order),
+        **settings.env,
+    }
+
+
+def _table_env(settings: RunSettings, order: Order) -> dict[str, str]:
+    """What a script written for a rank table reads; nothing without one."""
+    if not settings.rank_table:
+        return {}
+    return {
+        "RANK_TABLE_FILE": order.rank_table or settings.rank_table,
+        "RANK_ID": str(order.assignment.rank),
+        "RANK_SIZE": str(order.world_size),
+        "DEVICE_ID": str(settings.device_ids[order.assignment.local_rank]),
+    }
+
+
+def spare_order(build: BuildSpare, settings: RunSettings) -> Order:
+    """A process that knows no generation of its own yet."""
+    place = build.rank if build.rank != ANY_RANK else build.world_size - 1
+    return Order(
+        Assignment(build.member_id, place, build.local_rank),
+        build.generation,
+        build.world_size,
+        attempt=0,
+        restart_count=0,
+        resume="",
+        join=True,
+        master_host="",
+        master_port=settings.master_port or free_port(),
+        spare="any" if build.rank == ANY_RANK else "fixed",
+    )
+
+
+def worker_log(run: RunDir, settings: RunSettings, order: Order) -> str:
+    """The log file of one worker, or of a spare until it is called."""
+    if order.spare:
+        return str(Path(log_root(run, settings)) / "spares" / f"spare{order.assignment.member_id}.log")
+    return str(log_path(log_root(run, settings), order.attempt, order.assignment.rank))
+
+
+def open_worker_log(run: RunDir, settings: RunSettings, order: Order) -> int:
+    """A file descriptor that appends to it; the caller closes it.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    path = Path(worker_log(run, settings, order))
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return open_log(path)

@@ -1,0 +1,244 @@
+"""The shared-memory status page of one worker (layout: ``core/protocol/status_page.py``).
+
+The agent creates the file before the worker starts and reads it after the worker is gone; the worker maps it
+and stores single words. After the mapping exists nothing here makes a system call, except a drill's trap.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import xxhash
+
+from holdfast.core.protocol.status_page import (
+    FILE_SIZE_BYTES,
+    FLIGHT_AT,
+    LOCAL_SLOT_BYTES,
+    LOCAL_SLOTS,
+    PAGE_MAGIC,
+    PAGE_SIZE_BYTES,
+    PAGE_VERSION,
+    SECTION_SIZE_BYTES,
+    Phase,
+    TrapAction,
+    Word,
+    pack_state,
+    unpack_state,
+    unpack_trap,
+)
+from holdfast.errors import ProtocolError, StateError
+from holdfast.runtime.node.flight_recorder import Flight
+
+_STATE = int(Word.STATE)
+_ENTERED_NS = int(Word.ENTERED_NS)
+_TRAP = int(Word.TRAP)
+_SECTION_AT = 8 * int(Word.SECTION)
+_HEADER_WORDS = 4  # sequence, step, length, digest
+_HEADER_BYTES = 8 * _HEADER_WORDS
+LOCAL_SIZE_BYTES_MAX = LOCAL_SLOT_BYTES - _HEADER_BYTES
+
+
+class Page:
+    """One mapped status page. Make it with :meth:`create` or :meth:`open`; ``close`` keeps the file."""
+
+    def __init__(self, path: Path, mapping: mmap.mmap) -> None:
+        self.path = path
+        self._map = mapping
+        self._bytes = memoryview(mapping)
+        self._words = self._bytes[:PAGE_SIZE_BYTES].cast("q")
+        self.flight = Flight(self._bytes[FLIGHT_AT:FILE_SIZE_BYTES], self._words)
+        self._actions: dict[TrapAction, Callable[[], object]] = {}
+        self._sequence = max((header[0] for header in self._headers()), default=0)
+
+    @staticmethod
+    def create(path: Path | str, *, generation: int = 0, member: int = 0, rank: int = 0) -> Page:
+        """Make the file (0600, zeroed, its memory reserved) and map it.
+
+        Raises:
+            OSError: the file exists, or the memory behind it is full.
+        """
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            # Without this a full tmpfs shows as SIGBUS at some later store.
+            os.posix_fallocate(fd, 0, FILE_SIZE_BYTES)
+            page = Page(Path(path), mmap.mmap(fd, FILE_SIZE_BYTES))
+        except OSError:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(fd)
+        page[Word.VERSION] = PAGE_VERSION
+        page[Word.GENERATION] = generation
+        page[Word.MEMBER] = member
+        page[Word.RANK] = rank
+        page[Word.MAGIC] = PAGE_MAGIC
+        return page
+
+    @staticmethod
+    def open(path: Path | str) -> Page:
+        """Map an existing page, for reading and writing.
+
+        Raises:
+            OSError: no such file.
+            ProtocolError: the file is no page of this version.
+        """
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_size != FILE_SIZE_BYTES:
+                raise ProtocolError(
+                    f"status page {path} has {os.fstat(fd).st_size} bytes, not {FILE_SIZE_BYTES}"
+                )
+            page = Page(Path(path), mmap.mmap(fd, FILE_SIZE_BYTES))
+        finally:
+            os.close(fd)
+        magic, version = page[Word.MAGIC], page[Word.VERSION]
+        if magic != PAGE_MAGIC or version != PAGE_VERSION:
+            page.close()
+            raise ProtocolError(f"status page {path} has magic {magic:#x}, version {version}, not ours")
+        return page
+
+    def close(self) -> None:
+        """Unmap; the file stays."""
+        self.flight.close()
+        self._words.release()
+        self._bytes.release()
+        self._map.close()
+
+    def __getitem__(self, word: int) -> int:
+        return self._words[word]
+
+    def __setitem__(self, word: int, value: int) -> None:
+        self._words[word] = value
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """Store where this worker is, and fall into a drill's trap if one is set here.
+
+        Raises:
+            RuntimeError: a drill injected an exception.
+        """
+        words = self._words
+        words[_STATE] = (step << 8) | phase
+        words[_ENTERED_NS] = time.monotonic_ns()
+        if words[_TRAP]:
+            self._spring(phase, step)
+
+    def state(self) -> tuple[int, Phase]:
+        """Step and phase, from one store of the worker."""
+        return unpack_state(self._words[_STATE])
+
+    def _spring(self, phase: Phase, step: int) -> None:
+        action, at_phase, at_step = unpack_trap(self._words[_TRAP])
+        # A trap that was set late fires at the next such phase instead of never.
+        if phase != at_phase or step < at_step:
+            return
+        self._words[_TRAP] = 0
+        while action is TrapAction.LOOP:
+            pass
+        if action is TrapAction.GIL:
+            _hold_gil()
+        if action in self._actions:
+            self._actions[action]()
+        if action is TrapAction.WAIT:
+            threading.Event().wait()
+        if action is TrapAction.RAISE:
+            raise RuntimeError("drill: injected exception")
+        if action is TrapAction.EXIT:
+            os._exit(1)
+        while action is TrapAction.HOLD:
+            time.sleep(0.05)
+
+    def section(self) -> str:
+        """Name of the last announced section, as far as it fits."""
+        name = bytes(self._bytes[_SECTION_AT : _SECTION_AT + SECTION_SIZE_BYTES])
+        return name.rstrip(b"\0").decode("utf-8", "replace")
+
+    def announce(self, section: str) -> None:
+        """Store the name of a section; :meth:`enter` it next."""
+        name = section.encode()[:SECTION_SIZE_BYTES]
+        self._bytes[_SECTION_AT : _SECTION_AT + SECTION_SIZE_BYTES] = name.ljust(SECTION_SIZE_BYTES, b"\0")
+
+    def on_trap(self, action: TrapAction, act: Callable[[], object]) -> None:
+        """What a trap of a drill does that only the training script can: start a collective that nobody else starts
+        (``DEADLOCK``), change its own memory (``FLIP``, ``FLIP_STATE``)."""
+        self._actions[action] = act
+
+    def _slot(self, index: int) -> memoryview:
+        start = PAGE_SIZE_BYTES + index * LOCAL_SLOT_BYTES
+        return self._bytes[start : start + LOCAL_SLOT_BYTES]
+
+    def _headers(self) -> list[tuple[int, int, int, int]]:
+        """(sequence, step, length, digest) of every slot, unchecked."""
+        headers = []
+        for index in range(LOCAL_SLOTS):
+            sequence, step, length, digest = self._slot(index)[:_HEADER_BYTES].cast("Q")
+            headers.append((sequence, step, length, digest))
+        return headers
+
+    def write_local(self, step: int, payload: bytes) -> None:
+        """Store rank-local values of committed ``step``; the previous ones stay until this is complete.
+
+        Raises:
+            StateError: more than ``LOCAL_SIZE_BYTES_MAX`` bytes.
+        """
+        if len(payload) > LOCAL_SIZE_BYTES_MAX:
+            raise StateError(
+                f"rank-local values take {len(payload)} bytes, the status page holds {LOCAL_SIZE_BYTES_MAX}",
+                hint="keep less rank-local state (for instance a smaller shuffle buffer of the data loader)",
+            )
+        self._sequence += 1
+        slot = self._slot(self._sequence % LOCAL_SLOTS)
+        slot[_HEADER_BYTES : _HEADER_BYTES + len(payload)] = payload
+        header = slot[:_HEADER_BYTES].cast("Q")
+        header[0], header[1], header[2] = self._sequence, step, len(payload)
+        header[3] = _digest(self._sequence, step, payload)
+
+    def read_locals(self) -> dict[int, bytes]:
+        """Payloads by step of all complete :meth:`write_local`; beside a writer none may be found."""
+        found: dict[int, bytes] = {}
+        for sequence, step, length, digest in sorted(self._headers()):
+            if sequence and length <= LOCAL_SIZE_BYTES_MAX:
+                payload = bytes(self._slot(sequence % LOCAL_SLOTS)[_HEADER_BYTES : _HEADER_BYTES + length])
+                if digest == _digest(sequence, step, payload):
+                    found[step] = payload
+        return found
+
+    def place(self, step: int, phase: Phase) -> None:
+        """Store step and phase without a look at traps (for the agent, before the worker runs)."""
+        self._words[_STATE] = pack_state(step, phase)
+        self._words[_ENTERED_NS] = time.monotonic_ns()
+
+
+def _hold_gil() -> None:
+    """Block in C for ever without giving the GIL back: a read of a pipe that never gets data."""
+    read_end, _ = os.pipe()
+    ctypes.PyDLL(None).read(read_end, ctypes.create_string_buffer(1), 1)
+
+
+def _digest(sequence: int, step: int, payload: bytes) -> int:
+    seed = (sequence * 0x9E3779B97F4A7C15 + step) & 0xFFFFFFFFFFFFFFFF
+    return xxhash.xxh3_64_intdigest(payload, seed=seed)
+
+
+def each_page(directory: Path, prefix: str) -> Iterator[Page]:
+    """The pages below ``directory`` whose names begin so, in their order; each is closed when the next is asked for.
+
+    What cannot be opened is left out: half-made, of another version, or taken away meanwhile.
+    """
+    try:
+        paths = sorted(directory.glob(f"{prefix}*"))
+    except FileNotFoundError:  # the run ended while we looked
+        return
+    for path in paths:
+        try:
+            page = Page.open(path)
+        except (OSError, ProtocolError):
+            continue
+        with closing(page):
+            yield page

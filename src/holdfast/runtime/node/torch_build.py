@@ -1,0 +1,202 @@
+"""Which torch is installed, what is wrong with it, and whether its self-test has passed. Nothing here imports torch.
+
+Theory. Recovery in place uses private names of torch, and a version that is not tested may have changed them. Refusing
+such a version would take the product from every new user on the day of a release. So a torch that is newer than the
+tested ones is tried once: a job of two ranks loses one of them, must replace it in place, and must end with the bits of
+an undisturbed run (``drill/selftest.py``). The verdict is kept for this build of torch and of Holdfast. When the
+self-test fails, torch's own process groups are left alone and all workers start again after a fault.
+
+A torch that cannot work is an error before it is loaded: what the loader would say names a symbol, not the cause.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from holdfast.errors import FrameworkError
+from holdfast.runtime.node.rundir import write_private
+from holdfast.version import VERSION
+
+Version: TypeAlias = tuple[int, int]
+
+TESTED_LEAST: Version = (2, 12)
+TESTED_MOST: Version = (2, 15)
+TESTED = "2.12 to 2.15"
+"""The versions of torch that ``make torches`` runs."""
+
+VARIABLE = "HOLDFAST_TORCH"
+"""Of workers: ``tried``, or why torch's own process groups are left alone."""
+
+TRIED = "tried"
+SELF_TEST = "holdfast.drill.selftest"
+SELF_TEST_S = 120.0
+LAUNCHERS = ("HOLDFAST_", "PET_", "TORCHELASTIC_")
+PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+REASON_LENGTH_MAX = 300
+INSTALL = "pip install 'holdfast[torch]'"
+
+
+class TorchBuild(NamedTuple):
+    """The installed torch. ``identity``: a digest that is another one for another build."""
+
+    text: str
+    identity: str
+
+    @property
+    def version(self) -> Version:
+        """Major and minor number."""
+        return version_of(self.text)
+
+    @property
+    def is_newer(self) -> bool:
+        """It is newer than every tested version."""
+        return self.version > TESTED_MOST
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """What the self-test of one build has shown. ``reason``: what failed; empty: it has passed."""
+
+    torch: str
+    reason: str
+
+
+def version_of(text: str) -> Version:
+    """``2.15.0+cu132`` -> (2, 15); (0, 0) for a text that begins with no version."""
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
+
+
+def torch_build() -> TorchBuild | None:
+    """The torch that an import would find; None when there is none.
+
+    Raises:
+        FrameworkError: it is older than the oldest tested one, or one half of it is of another version.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    try:
+        text = Path(spec.origin).with_name("version.py").read_text()
+    except OSError:
+        return None  # another package of this name, or one without files: its import says what it is
+    found = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
+    if found is None:
+        return None
+    installed, recorded = found[1], _recorded()
+    if recorded and recorded.partition("+")[0] != installed.partition("+")[0]:
+        raise FrameworkError(
+            f"torch is installed by halves: its files are of {installed}, the installation records {recorded}",
+            hint=f"pip install --force-reinstall --no-deps torch=={recorded}",
+        )
+    if version_of(installed) < TESTED_LEAST:
+        raise FrameworkError(f"torch {installed} is too old: Holdfast runs with {TESTED}", hint=INSTALL)
+    return TorchBuild(installed, hashlib.blake2b(text.encode(), digest_size=16).hexdigest())
+
+
+def _recorded() -> str:
+    try:
+        return version("torch")
+    except PackageNotFoundError:  # found by PYTHONPATH, or built in its directory
+        return ""
+
+
+def cannot_load(error: Exception) -> FrameworkError:
+    """What an import of the installed torch has raised, with the next command."""
+    if isinstance(error, FrameworkError):
+        return error
+    said = str(error).strip().splitlines()
+    return FrameworkError(
+        f"torch cannot be loaded: {said[0] if said else type(error).__name__}"[:REASON_LENGTH_MAX],
+        hint="its libraries are incomplete: pip install --force-reinstall torch, then holdfast doctor",
+    )
+
+
+def check_loaded(torch: ModuleType) -> None:
+    """Raises: FrameworkError: this torch has no process groups."""
+    if not torch.distributed.is_available():
+        raise FrameworkError(
+            f"torch {torch.__version__} was built without torch.distributed",
+            hint=f"install a build with it: {INSTALL}",
+        )
+
+
+def all_restart(torch: str, reason: str) -> str:
+    """What a user is told of a torch whose groups are left alone."""
+    return (
+        f"torch {torch}: {reason}: all workers start again after a fault, none is replaced in place "
+        f"(tested: torch {TESTED})"
+    )
+
+
+def why_untouched() -> str:
+    """Why torch's own process groups are left alone in this process; empty: Holdfast's are put behind them.
+
+    The launcher has said it, or the self-test says it here.
+    """
+    told = os.environ.get(VARIABLE)
+    if told is not None:
+        return "" if told == TRIED else told
+    build = torch_build()
+    return try_out(build).reason if build is not None and build.is_newer else ""
+
+
+@functools.cache
+def try_out(build: TorchBuild) -> Verdict:
+    """The verdict on a build: the one that is on record, or that of the self-test now (a few seconds)."""
+    kept = _kept_at(build)
+    try:
+        verdict = msgspec.json.decode(kept.read_bytes(), type=Verdict)
+    except (OSError, msgspec.MsgspecError):
+        pass  # not tried yet, or half of an older file
+    else:
+        return verdict
+    verdict = Verdict(build.text, _self_test())
+    try:
+        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_private(kept, msgspec.json.encode(verdict))
+    except OSError:
+        pass  # a home that cannot be written: it is tried again in the next process
+    return verdict
+
+
+def _kept_at(build: TorchBuild) -> Path:
+    """The file of one verdict: another build, another Holdfast, another file."""
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    cache = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
+    ours = hashlib.blake2b(digest_size=16)
+    for file in sorted(Path(__file__).parents[1].glob("adapters/torch/*.py")):
+        ours.update(file.read_bytes())
+    mark = f"{build.identity}-{ours.hexdigest()}-{VERSION}-{sys.version_info[0]}.{sys.version_info[1]}"
+    return cache / "holdfast" / "torch" / f"{hashlib.blake2b(mark.encode(), digest_size=16).hexdigest()}.json"
+
+
+def _self_test() -> str:
+    """Run it. Returns: what failed, or nothing."""
+    command = [sys.executable, "-m", SELF_TEST]
+    # What a launcher has said to this process is not meant for another job.
+    env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and k not in PLACES}
+    with tempfile.TemporaryDirectory(prefix="holdfast-selftest-") as place:
+        try:
+            done = subprocess.run(
+                command, cwd=place, env={**env, VARIABLE: TRIED}, stdin=subprocess.DEVNULL,
+                capture_output=True, text=True, timeout=SELF_TEST_S, check=False,
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return str(error)[:REASON_LENGTH_MAX]
+    if done.returncode == 0:
+        return ""
+    said = [line for line in done.stdout.splitlines() if line] or done.stderr.strip().splitlines()
+    return (said[-1] if said else f"exit code {done.returncode}")[:REASON_LENGTH_MAX]

@@ -1,0 +1,45 @@
+"""What HCCL, the collective library of Ascend devices, asks of a rank table beyond its form.
+
+A host has eight devices, 0 to 3 on one network and 4 to 7 on another. On one host a cluster has 1, 2, 4 or 8 devices,
+and those of 2 or 4 are on one network. A cluster of several hosts has all eight of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from holdfast.runtime.rank_table.table import Mistake, RankTable, Server
+from holdfast.text import plural
+
+DEVICES = 8
+NETWORKS = (frozenset(range(4)), frozenset(range(4, DEVICES)))
+SIZES = (1, 2, 4, DEVICES)
+ONE_SWITCH = "all hosts must be on one switch: no rank table shows that"
+
+
+def hccl_mistakes(table: RankTable) -> tuple[Mistake, ...]:
+    """What HCCL would refuse in a table without other mistakes."""
+    return tuple(mistake for server in table.servers for mistake in _of_host(server, len(table.servers)))
+
+
+def hccl_notes(table: RankTable) -> tuple[str, ...]:
+    """What HCCL asks for, and no table can show."""
+    return (ONE_SWITCH,) if len(table.servers) > 1 else ()
+
+
+def _of_host(server: Server, hosts: int) -> Iterator[Mistake]:
+    where = server.name or "the host"
+    ids = sorted(device.device_id for device in server.devices)
+    listed = f"{plural(len(ids), 'device')} ({', '.join(map(str, ids))})"
+    if ids[-1] >= DEVICES:
+        yield Mistake(where, f"device {ids[-1]}: a host has devices 0 to {DEVICES - 1}")
+    elif hosts > 1 and len(ids) != DEVICES:
+        yield Mistake(where, f"{listed}: of several hosts HCCL takes all {DEVICES} devices of each")
+    elif len(ids) not in SIZES:
+        yield Mistake(
+            where, f"{listed}: on one host HCCL takes {', '.join(map(str, SIZES[:-1]))} or {DEVICES}"
+        )
+    elif len(ids) < DEVICES and not any(network.issuperset(ids) for network in NETWORKS):
+        yield Mistake(
+            where, f"{listed}: 0 to 3 and 4 to 7 are on two networks, and HCCL takes both with all 8 only"
+        )

@@ -1,0 +1,113 @@
+"""The rank table of a generation whose ranks are not where the user's table has them: a spare has taken a host's ranks.
+
+Hosts that are still there keep their entries; the ranks in them are those of now. A spare gets an entry with its
+address and its devices from 0 on; addresses of its devices are not known. Version 1.0 orders hosts by their names:
+where the address of the spare would stand elsewhere, its entry keeps the name of the host whose place it has.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from holdfast.core.protocol.messages import StartMembers
+from holdfast.errors import UsageError
+from holdfast.runtime.node.run_settings import RunSettings
+from holdfast.runtime.node.rundir import RunDir, write_private
+from holdfast.runtime.rank_table.table import FILE_SIZE_MAX_BYTES, SERVER_VERSIONS, check
+from holdfast.store.backends.user_files import read_given
+
+
+class NodeRanks(NamedTuple):
+    """The ranks of one node. ``number``: of the node, which beyond the table's hosts is a spare."""
+
+    number: int
+    address: str
+    ranks: range
+
+
+class Written(NamedTuple):
+    """``path``: of the table for the workers; ``kept``: why that is the user's, which does not fit; empty: it fits."""
+
+    path: str
+    kept: str = ""
+
+
+def table_of(run: RunDir, settings: RunSettings, order: StartMembers) -> Written:
+    """The table for the workers of ``order``, written where the user's does not fit; empty in a run that has none."""
+    blocks, first = [], 0
+    for place, (node_id, address) in enumerate(order.places):
+        count = settings.counts[place % len(settings.counts)]
+        blocks.append(NodeRanks(int(node_id.removeprefix("node")), address, range(first, first + count)))
+        first += count
+    if not settings.rank_table or [b.number for b in blocks] == list(range(settings.nnodes)) or not blocks:
+        return Written(settings.rank_table)
+    path = run.path / f"rank-table-{order.generation}.json"
+    try:
+        write_private(path, rewrite(read_given(Path(settings.rank_table), FILE_SIZE_MAX_BYTES), blocks))
+    except OSError as error:
+        return Written(settings.rank_table, f"{path}: {error.strerror}")
+    except UsageError as error:
+        return Written(settings.rank_table, error.message)
+    return Written(str(path))
+
+
+def rewrite(data: bytes, blocks: Sequence[NodeRanks]) -> bytes:
+    """The table ``data`` for the nodes of ``blocks``, which lie in rank order.
+
+    Raises:
+        UsageError: it is no table of at least so many hosts any more, or the result would have mistakes.
+    """
+    table = check(data).table
+    if table is None or table.version not in SERVER_VERSIONS or len(table.servers) < len(blocks):
+        raise UsageError(
+            f"the rank table is not the one of the start: it has no {len(blocks)} hosts without a mistake",
+            hint="the table must stay as it was given as long as the run lasts",
+        )
+    value = json.loads(data)
+    servers = sorted(
+        value["server_list"], key=lambda server: min(int(d["rank_id"]) for d in server["device"])
+    )
+    mistakes: tuple[object, ...] = ()
+    for renamed in (True, False):
+        made = (json.dumps(_filled(value, servers, blocks, renamed=renamed), indent=1) + "\n").encode()
+        mistakes = check(made).mistakes
+        if not mistakes:
+            return made
+    raise UsageError(
+        "\n  ".join(["no rank table can be made for the hosts that are left:", *map(str, mistakes)]),
+        hint="start again with a table of these hosts: holdfast ranktable make",
+    )
+
+
+def _filled(
+    value: Mapping[str, Any], servers: Sequence[dict[str, Any]], blocks: Sequence[NodeRanks], *, renamed: bool
+) -> dict[str, Any]:
+    entries, pods = [], _pods(value)
+    own: dict[str, list[dict[str, str]]] = {}
+    for place, block in enumerate(blocks):
+        known = block.number < len(servers)
+        entry = copy.deepcopy(servers[block.number if known else place])
+        pod = pods.get(entry["server_id"], "")
+        if not known:
+            name = block.address if renamed else entry["server_id"]
+            entry = {"server_id": name, "host_ip": block.address, "device": [], "host_nic_ip": "reserve"}
+        devices = entry["device"] if known else [{"device_id": str(k)} for k in range(len(block.ranks))]
+        entry["device"] = [
+            {**device, "rank_id": str(rank)} for device, rank in zip(devices, block.ranks, strict=False)
+        ]
+        entries.append(entry)
+        own.setdefault(pod, []).append({"server_id": entry["server_id"]})
+    filled = {**value, "server_count": str(len(entries)), "server_list": entries}
+    if pods:
+        filled["super_pod_list"] = [{"super_pod_id": pod, "server_list": hosts} for pod, hosts in own.items()]
+    return filled
+
+
+def _pods(value: Mapping[str, Any]) -> dict[str, str]:
+    """Pod by host."""
+    pods = value.get("super_pod_list", [])
+    return {host["server_id"]: pod["super_pod_id"] for pod in pods for host in pod["server_list"]}

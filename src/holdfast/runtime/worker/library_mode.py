@@ -1,0 +1,239 @@
+"""Library mode: the script was started by torchrun, srun, mpirun or a shell loop, so there is no agent yet.
+
+The process with local rank 0 starts one (``RunSettings.library``: it watches, saves and never starts workers) in its
+own session, and leaves a pointer file whose name all local ranks derive from the same variables. A pointer counts only
+while the process that wrote it lives, so a run before this one under the same address cannot be mistaken for it. It
+lies in a private directory of this user, because a shell loop may start each rank in a directory of its own. Several
+nodes have an agent each; ``library_nodes.py`` lets them meet.
+
+Invariant: two processes never take the same rank of one agent. Where two jobs have the same variables, one is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+
+from holdfast.core.ids import Generation, MemberId
+from holdfast.core.launch_environment import RANK_TABLE, Seat
+from holdfast.core.protocol.status_page import Word
+from holdfast.errors import AuthError, GroupError, UsageError
+from holdfast.runtime.node.death_watch import hold
+from holdfast.runtime.node.file_owners import doubt
+from holdfast.runtime.node.hang_evidence import offer_stacks, stacks_path
+from holdfast.runtime.node.process_info import start_ticks
+from holdfast.runtime.node.run_settings import RunSettings
+from holdfast.runtime.node.rundir import RunDir, write_private
+from holdfast.runtime.node.status_page import Page
+from holdfast.runtime.worker.library_nodes import JOIN_S, Exchange, Nodes, agree, refuse_unknown, wait_for_job
+from holdfast.runtime.worker.worker_client import Client
+
+FIRST_GENERATION = Generation(1, 1)
+JOIN_TIMEOUT_S = 30.0
+POLL_S = 0.02
+NO_PLACE = "no place"
+_OF_A_START = ("TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID", RANK_TABLE)
+_OF_A_JOB = (
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+    "SLURM_STEP_ID",
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+    "MS_SCHED_PORT",
+)
+"""Variables that differ between two jobs at the same time; without any of them the session of the terminal counts."""
+_ADDRESSES = ("MASTER_ADDR", "MS_SCHED_HOST")
+
+
+class Pointer(msgspec.Struct, frozen=True):
+    """Who started the agent of these local ranks, and where its run directory is."""
+
+    run_dir: str
+    pid: int
+    started: int  # start time of ``pid``, in clock ticks since boot
+
+
+def join_or_start_agent(seat: Seat, exchange: Exchange | None = None) -> Client:
+    """The started client of this process; local rank 0 starts the agent first, below ``runs`` in the working directory.
+
+    Args:
+        seat: of this process, as its launcher says.
+        exchange: sums over all ranks without an agent; None: this framework cannot, so the job has one node.
+
+    Raises:
+        UnsupportedError: the job has several nodes, and no ``exchange`` or nodes of different sizes.
+        UsageError: another process has the same rank, or another job the same variables; ``runs`` cannot be written.
+        GroupError: the agent did not come up in ``JOIN_TIMEOUT_S``, or those of the nodes did not meet.
+        AuthError: another user has made what names the agent.
+        PeerLost: a rank of another node is gone.
+    """
+    nodes = None
+    if not seat.one_node:
+        refuse_unknown(seat, may_exchange=exchange is not None)
+        assert exchange is not None, "refused above"
+        nodes = agree(seat, exchange)
+    pointer = _pointers() / f"library-{_key(seat, nodes)}.json"
+    run = _start_agent(pointer, seat, nodes) if seat.local_rank == 0 else _find_agent(pointer)
+    if nodes is not None:
+        wait_for_job(run)
+    member_id = MemberId(seat.rank + 1)
+    try:
+        page = Page.create(
+            run.page_path(member_id), generation=FIRST_GENERATION.pack(), member=member_id, rank=seat.rank
+        )
+    except FileExistsError as error:
+        raise UsageError(
+            f"another process is rank {seat.rank} of {run.path} already; this one has {seat.said}",
+            hint="give each process a rank of its own; for two jobs at the same time: another MASTER_PORT for each",
+        ) from error
+    page[Word.PID] = os.getpid()
+    client = Client(
+        member_id=member_id,
+        generation=FIRST_GENERATION,
+        rank=seat.rank,
+        local_rank=seat.local_rank,
+        world_size=seat.world_size,
+        local_world_size=seat.local_world_size,
+        page=page,
+        run_dir=run.path,
+    )
+    hold(page.path)
+    client.start()
+    offer_stacks(stacks_path(run, member_id), page)
+    return client
+
+
+def agree_on_root(client: Client, root: str) -> None:
+    """All ranks must save to one place: a shell loop may start each of them in a directory of its own.
+
+    Raises:
+        UsageError: another rank saves elsewhere.
+    """
+    mine = (root or NO_PLACE).encode()
+    first = client.kv("compare_set", ("holdfast/root",), value=mine).value
+    if first != mine:
+        raise UsageError(
+            f"rank {client.rank} saves to {mine.decode()}, another rank to {first.decode()}: "
+            "no checkpoint would be complete",
+            hint="give an absolute path that is the same for all ranks: holdfast.session(checkpoint=...)",
+        )
+
+
+def _key(seat: Seat, nodes: Nodes | None) -> str:
+    env = os.environ
+    known = {name: env.get(name, "") for name in (*_OF_A_START, *_OF_A_JOB, *_ADDRESSES)}
+    if not any(known[name] for name in _OF_A_JOB):
+        known["session"] = str(os.getsid(0))
+    known["node"] = str(None if nodes is None else nodes.number)
+    text = "|".join(f"{name}={value}" for name, value in known.items()) + f"|{seat.world_size}|{os.getuid()}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _pointers() -> Path:
+    """The directory of the pointers of this user. Raises: AuthError: it is not this user's alone."""
+    directory = Path(tempfile.gettempdir()) / f"holdfast-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    _check_owner(directory)
+    return directory
+
+
+def _start_agent(pointer: Path, seat: Seat, nodes: Nodes | None) -> RunDir:
+    _refuse_twice(pointer, seat)
+    base = Path("runs").absolute()
+    # In containers that share a directory the process numbers are equal, too.
+    run_id = f"library-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{secrets.token_hex(2)}"
+    run = RunDir(base / run_id)
+    run.create(b"" if nodes is None else nodes.token)
+    settings = RunSettings(
+        run_id=run_id,
+        target=sys.argv[0] or "python",
+        args=tuple(sys.argv[1:]),
+        command=tuple(sys.orig_argv),
+        created_at=time.time(),
+        nproc=seat.local_world_size,
+        library=True,
+    )
+    if nodes is not None:
+        settings = msgspec.structs.replace(
+            settings,
+            nnodes=nodes.total,
+            nnodes_max=nodes.total,
+            node=f"node{nodes.number}",
+            contacts=(nodes.contact,),
+            bind=nodes.address,
+            join_s=JOIN_S,
+        )
+    settings.save(run.path)
+    log = str(run.path / "agent.log")
+    append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    # No Popen: its object would complain about a running child when the script ends; nobody waits for this one.
+    os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-m", "holdfast.runtime.agent.agentd", str(run.path)],
+        os.environ,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, log, append, 0o600),
+            (os.POSIX_SPAWN_OPEN, 2, log, append, 0o600),
+        ],
+        setsid=True,
+    )
+    write_private(pointer, msgspec.json.encode(Pointer(str(run.path), os.getpid(), start_ticks(os.getpid()))))
+    return run
+
+
+def _refuse_twice(pointer: Path, seat: Seat) -> None:
+    """Pointers of processes that have ended are removed. Raises: UsageError: one of this name is in use."""
+    for path in pointer.parent.glob("library-*.json"):
+        found = _read(path)
+        if found is None:
+            with suppress(FileNotFoundError):
+                path.unlink()
+        elif path == pointer:
+            raise UsageError(
+                f"the process {found.pid} has started a job with the same variables, and it still runs "
+                f"({found.run_dir}); this one has {seat.said}",
+                hint="give each process a rank of its own; for two jobs at the same time: another MASTER_PORT for each",
+            )
+
+
+def _read(pointer: Path) -> Pointer | None:
+    """None: there is none, or the process that has written it has ended."""
+    try:
+        found = msgspec.json.decode(pointer.read_bytes(), type=Pointer)
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return found if found.started == start_ticks(found.pid) else None
+
+
+def _check_owner(path: Path) -> None:
+    """What another user has put there may not lead this process to an agent. Raises: AuthError."""
+    why = doubt(path)
+    if why:
+        raise AuthError(
+            f"{path} {why}: the agent it names is not trusted", hint="start in a directory of your own"
+        )
+
+
+def _find_agent(pointer: Path) -> RunDir:
+    deadline = time.monotonic() + JOIN_TIMEOUT_S
+    while time.monotonic() < deadline:
+        found = _read(pointer)
+        if found is not None:
+            _check_owner(pointer)
+            _check_owner(Path(found.run_dir))
+            return RunDir(found.run_dir)
+        time.sleep(POLL_S)
+    raise GroupError(
+        f"local rank 0 started no agent within {JOIN_TIMEOUT_S:g} s (looked at {pointer})",
+        hint="open the session on every local rank; where the ranks are on several nodes, set LOCAL_RANK and "
+        "LOCAL_WORLD_SIZE, or start the script with `holdfast run`",
+    )

@@ -1,0 +1,139 @@
+"""Library mode over several nodes: how the agents that the nodes start for themselves find each other.
+
+No launcher has given them an address or a token. The ranks can add up already, over the framework's own group, so rank
+0 gives both to all in one sum: the token travels as the gradients do. Ranks must lie in blocks of one size, as torchrun
+lays them: the number of a node then follows from a rank, on every node alike.
+
+Invariant: every refusal is decided from sums, so all ranks refuse or none does, and nobody waits for one that has left.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from holdfast.core.launch_environment import Seat
+from holdfast.core.worker.vote import all_equal
+from holdfast.errors import GroupError, UnsupportedError
+from holdfast.runtime.net.addresses import endpoint, family_of
+from holdfast.runtime.node.run_settings import RunSettings
+from holdfast.runtime.node.rundir import TOKEN_SIZE_BYTES, RunDir
+from holdfast.runtime.node.spawn import free_port
+
+Exchange = Callable[[list[int]], list[int]]
+"""A sum over all ranks that needs no agent."""
+
+JOIN_S = 60.0
+LATE_S = 5.0  # the agent says itself, in its event log, that the others did not come
+POLL_S = 0.05
+ADDRESS_SIZE_BYTES = 64
+ANY_PORT = 9  # a UDP socket that is connected sends nothing
+REMEDY = (
+    "start the script on each host with `holdfast run --nnodes N --node-rank K --master-addr HOST0 --token-file FILE "
+    "--nproc-per-node M` (docs/several-nodes.md)"
+)
+
+
+class Nodes(NamedTuple):
+    """How this node meets the others. ``address``: of this node; ``contact``: "host:port" of the agent of rank 0;
+    ``total``: nodes of the job."""
+
+    number: int
+    total: int
+    address: str
+    contact: str
+    token: bytes
+
+
+def refuse_unknown(seat: Seat, *, may_exchange: bool) -> None:
+    """Several nodes need a framework whose ranks have met. Raises: UnsupportedError."""
+    if may_exchange and seat.local_world_size:
+        return
+    here = f"{seat.local_world_size} of them" if seat.local_world_size else "an unknown number of them"
+    last = (
+        "" if seat.local_world_size else "; or set LOCAL_WORLD_SIZE, where you know how many are on each node"
+    )
+    raise UnsupportedError(
+        f"without `holdfast run` this job may have one node: it has {seat.world_size} ranks, {here} on this node "
+        f"({seat.said})",
+        hint=REMEDY + last,
+    )
+
+
+def agree(seat: Seat, exchange: Exchange) -> Nodes:
+    """Contact and token of the job; called by all ranks.
+
+    Raises:
+        UnsupportedError: ranks that do not lie in blocks of one size.
+        PeerLost: a rank is gone.
+    """
+    size, local = seat.world_size, seat.local_world_size
+    address, said = "", bytes(TOKEN_SIZE_BYTES + ADDRESS_SIZE_BYTES + 2)
+    if seat.rank == 0:
+        address = own_address(seat.master)
+        port = free_port(address).to_bytes(2)
+        said = (
+            secrets.token_bytes(TOKEN_SIZE_BYTES) + port + address.encode().ljust(ADDRESS_SIZE_BYTES, b"\0")
+        )
+    misplaced = seat.rank % local != seat.local_rank
+    total, squares, wrong, *words = exchange([local, local * local, int(misplaced), *said])
+    if not all_equal(size, total, squares) or size % local or wrong:
+        raise UnsupportedError(
+            f"without `holdfast run` all nodes must have as many ranks, one after the other; this one has {local} of "
+            f"{size} ({seat.said})",
+            hint=REMEDY,
+        )
+    data = bytes(words)
+    token, port, text = data[:TOKEN_SIZE_BYTES], data[TOKEN_SIZE_BYTES:][:2], data[TOKEN_SIZE_BYTES + 2 :]
+    first = text.rstrip(b"\0").decode()
+    return Nodes(
+        number=seat.rank // local,
+        total=size // local,
+        address=address or towards(first),
+        contact=endpoint(first, int.from_bytes(port)),
+        token=token.hex().encode(),
+    )
+
+
+def own_address(master: str) -> str:
+    """The address of the node of rank 0: what ``master`` means here, else that of this host's name."""
+    for name in (master, socket.gethostname()):
+        try:
+            found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM) if name else []
+        except OSError:
+            continue
+        for _, _, _, _, place in sorted(found):
+            try:
+                with socket.socket(family_of(str(place[0]))) as probe:
+                    probe.bind((place[0], 0))
+                return str(place[0])
+            except OSError:  # the address of another host
+                continue
+    return "127.0.0.1"
+
+
+def towards(address: str) -> str:
+    """The address of this host from which it reaches ``address``."""
+    with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
+        probe.connect((address, ANY_PORT))
+        return str(probe.getsockname()[0])
+
+
+def wait_for_job(run: RunDir) -> None:
+    """Until the agents have met: the name that they then give the job is a part of what is saved.
+
+    Raises:
+        GroupError: they did not meet within ``JOIN_S``.
+    """
+    deadline_s = time.monotonic() + JOIN_S + LATE_S
+    while not (settings := RunSettings.load(run.path)).job:
+        if time.monotonic() > deadline_s:
+            raise GroupError(
+                f"the agents of {settings.nnodes} nodes did not meet within {JOIN_S:g} s: this is {settings.node} at "
+                f"{settings.bind}, the first contact is {settings.contacts[0]}; their events are in {run.journal}",
+                hint=f"is that port open between the nodes? Without it: {REMEDY}",
+            )
+        time.sleep(POLL_S)

@@ -1,0 +1,286 @@
+"""State from process to process: survivors serve their boxes, a newcomer fetches those it needs.
+
+Theory. A newcomer knows from the layouts which ranks hold a box identical to its own. It cuts every box into pieces,
+gives each piece to the holder with the least to do, and asks all of them at once, one connection and one thread each.
+Pieces travel in batches, from the memory of the one into the memory of the other; a tag follows each (``sealing.py``):
+these are the bytes that the holder has sent. Another holder makes up for one whose tag does not fit, and for one that
+falls away. Nothing is written to disk, and nothing is allocated by what a peer says: the sizes come from the layout.
+
+Invariants:
+1. When :func:`fetch` returns, every byte of every buffer came with a tag that fits.
+2. A server gives only what its rank declared; it ends with :meth:`StateServer.close`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import NoReturn, TypeVar
+
+import msgspec
+
+from holdfast.core.ids import Generation
+from holdfast.errors import HoldfastError, PeerLost, ProtocolError
+from holdfast.runtime.net.channel import BlockingChannel
+from holdfast.runtime.net.request_server import TIMEOUT_S, AnswerServer
+from holdfast.runtime.net.service_names import state_of
+from holdfast.store.layouts.layout import Box
+from holdfast.wire import Codec
+
+PIECE_SIZE_BYTES = 4 * 1024 * 1024
+ROLE = "worker"
+A = TypeVar("A")
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """Bytes ``start`` to ``start + size_bytes`` of a box."""
+
+    fqn: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    size_bytes: int
+
+
+class AskPieces(msgspec.Struct, frozen=True, tag=True):
+    """Together at most ``PIECE_SIZE_BYTES``."""
+
+    pieces: tuple[Piece, ...]
+
+
+class AskValues(msgspec.Struct, frozen=True, tag=True):
+    """The plain values that are common to all ranks."""
+
+
+class Pieces(msgspec.Struct, frozen=True, tag=True):
+    """An answer: the bytes follow in the order of the question, then their tag."""
+
+
+class Values(msgspec.Struct, frozen=True, tag=True):
+    """An answer."""
+
+    data: bytes
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """The server does not hold that."""
+
+    reason: str
+
+
+Talk = AskPieces | AskValues | Pieces | Values | Refusal
+_CODEC: Codec[Talk] = Codec(Talk)  # type: ignore[arg-type]
+
+View = Callable[[str, Box, int, int], memoryview]
+"""Bytes from a first one up to another of a box, fewer where the box ends before."""
+
+
+class Wanted(msgspec.Struct, frozen=True):
+    """A box to fetch into ``buffer`` (writable, C-contiguous bytes), and the ranks that hold it."""
+
+    fqn: str
+    box: Box
+    buffer: memoryview
+    holders: tuple[int, ...]
+
+
+class StateServer(AnswerServer[Talk]):
+    """Serves one frozen state to processes of the same run.
+
+    Args:
+        view: bytes of a box that this rank holds; raises :class:`HoldfastError` for others, and where it
+            cannot read it.
+        values: the encoded plain values.
+        token: of the run.
+        service: whose state this is, see ``service_names.py``.
+        moved: called with the number of bytes that are about to be given.
+    """
+
+    def __init__(
+        self, view: View, values: bytes, token: bytes, service: str, moved: Callable[[int], object] = int
+    ) -> None:
+        super().__init__(_CODEC, token, service)
+        self._moved = moved
+        self._view = view
+        self._values = values
+        self._lock = threading.Lock()  # a view may copy; one at a time bounds the memory
+
+    def _answer(self, message: Talk) -> tuple[Talk, Sequence[memoryview]]:
+        if isinstance(message, AskValues):
+            return Values(self._values), ()
+        if not isinstance(message, AskPieces) or not _is_right(message.pieces):
+            return Refusal("not a request"), ()
+        try:
+            with self._lock:
+                found = [self._find(piece) for piece in message.pieces]
+        except HoldfastError as error:
+            return Refusal(error.message), ()
+        self._moved(sum(map(len, found)))
+        return Pieces(), found
+
+    def _find(self, piece: Piece) -> memoryview:
+        end = piece.start + piece.size_bytes
+        data = self._view(piece.fqn, Box(piece.offsets, piece.sizes), piece.start, end)
+        if len(data) != piece.size_bytes:
+            raise ProtocolError(f"{piece.fqn} has no {end} bytes here, as many were asked for")
+        return data
+
+
+def fetch(
+    sources: Mapping[int, tuple[str, int]],
+    wanted: Sequence[Wanted],
+    token: bytes,
+    generation: Generation,
+    values_from: Sequence[int] = (),
+    moved: Callable[[int], object] = int,
+) -> bytes:
+    """Fill all buffers from their holders, and return the plain values.
+
+    Args:
+        sources: rank -> host and port of its server.
+        generation: for which they serve.
+        values_from: sources to ask for the values, the next one when one does not answer; by rank when empty.
+        moved: called with the number of bytes of each batch that was taken.
+
+    Raises:
+        PeerLost: a piece has no holder left that gives it.
+    """
+    peers = {rank: _Peer(rank, at, token, state_of(rank, generation)) for rank, at in sources.items()}
+    try:
+        with ThreadPoolExecutor(max(1, len(peers)), thread_name_prefix="holdfast-fetch") as pool:
+            order = [peers[rank] for rank in values_from or sorted(peers)]
+            values = pool.submit(_first_values, order)
+            todo = _parts(wanted)
+            while todo:
+                shares = _share_out(todo, peers)
+                takers = [peers[rank] for rank in shares]
+                refused = pool.map(partial(_take, moved=moved), takers, shares.values())
+                todo = [part for parts in refused for part in parts]
+            return values.result()
+    finally:
+        for peer in peers.values():
+            peer.close()
+
+
+class _Part(msgspec.Struct):
+    """One piece of a wanted box."""
+
+    wanted: Wanted
+    start: int
+    size_bytes: int
+
+    @property
+    def piece(self) -> Piece:
+        box = self.wanted.box
+        return Piece(self.wanted.fqn, box.offsets, box.sizes, self.start, self.size_bytes)
+
+    @property
+    def goal(self) -> memoryview:
+        return self.wanted.buffer[self.start : self.start + self.size_bytes]
+
+
+class _Peer:
+    """One connection, made at its first use. ``lost`` says why it is not used any more."""
+
+    def __init__(self, rank: int, at: tuple[str, int], token: bytes, service: str) -> None:
+        self.rank = rank
+        self.lost = ""
+        self._at = at
+        self._token = token
+        self._service = service
+        self._lock = threading.Lock()
+        self._channel: BlockingChannel[Talk] | None = None
+
+    def values(self) -> bytes:
+        """The plain values. Raises: PeerLost."""
+        with self._lock:
+            return self._ask(AskValues(), Values, ()).data
+
+    def take(self, parts: Sequence[_Part]) -> None:
+        """Fill the memory of ``parts``. Raises: PeerLost."""
+        goals = [part.goal for part in parts]
+        with self._lock:
+            self._ask(AskPieces(tuple(part.piece for part in parts)), Pieces, goals)
+
+    def _ask(self, question: Talk, kind: type[A], goals: Sequence[memoryview]) -> A:
+        if self.lost:
+            raise PeerLost(self.lost)
+        try:
+            if self._channel is None:
+                self._channel = BlockingChannel.connect(_CODEC, *self._at, self._token, self._service, ROLE)
+            self._channel.send(question)
+            answer = self._channel.receive_answer(TIMEOUT_S)
+            if isinstance(answer, kind):
+                if goals:
+                    self._channel.receive_batch(goals, TIMEOUT_S)
+                return answer
+        except (OSError, ProtocolError) as error:
+            self._give_up(f"does not give its state: {error}")
+        self._give_up(f"does not give its state: {getattr(answer, 'reason', 'it answers nonsense')}")
+
+    def _give_up(self, why: str) -> NoReturn:
+        self.lost = f"rank {self.rank} {why}"
+        raise PeerLost(self.lost)
+
+    def close(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+
+
+def _first_values(peers: Sequence[_Peer]) -> bytes:
+    """Those of the first peer that has them."""
+    for peer in peers[:-1]:
+        try:
+            return peer.values()
+        except PeerLost:
+            continue
+    return peers[-1].values()
+
+
+def _parts(wanted: Sequence[Wanted]) -> list[_Part]:
+    return [
+        _Part(want, start, min(PIECE_SIZE_BYTES, len(want.buffer) - start))
+        for want in wanted
+        for start in range(0, len(want.buffer), PIECE_SIZE_BYTES)
+    ]
+
+
+def _share_out(parts: Sequence[_Part], peers: Mapping[int, _Peer]) -> dict[int, list[_Part]]:
+    """Each piece to the holder with the least to do. Raises: PeerLost."""
+    shares: dict[int, list[_Part]] = {}
+    load = dict.fromkeys(peers, 0)
+    for part in sorted(parts, key=lambda p: -p.size_bytes):
+        holders = [rank for rank in part.wanted.holders if rank in peers and not peers[rank].lost]
+        if not holders:
+            reasons = "; ".join(peer.lost for peer in peers.values() if peer.lost)
+            raise PeerLost(
+                f"nobody gives {part.wanted.fqn}{part.wanted.box} ({reasons or 'nobody holds it'})"
+            )
+        rank = min(holders, key=lambda r: (load[r], r))
+        load[rank] += part.size_bytes
+        shares.setdefault(rank, []).append(part)
+    return shares
+
+
+def _take(peer: _Peer, parts: Sequence[_Part], moved: Callable[[int], object]) -> list[_Part]:
+    """Fetch from one peer; returns what it did not give."""
+    done = 0
+    while done < len(parts):
+        end, size_bytes = done, 0
+        while end < len(parts) and size_bytes + parts[end].size_bytes <= PIECE_SIZE_BYTES:
+            size_bytes += parts[end].size_bytes
+            end += 1
+        try:
+            peer.take(parts[done:end])
+        except PeerLost:
+            return list(parts[done:])
+        moved(size_bytes)
+        done = end
+    return []
+
+
+def _is_right(pieces: Sequence[Piece]) -> bool:
+    sizes = [piece.size_bytes for piece in pieces]
+    return min(sizes, default=0) > 0 <= min(p.start for p in pieces) and sum(sizes) <= PIECE_SIZE_BYTES

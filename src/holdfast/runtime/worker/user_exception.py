@@ -1,0 +1,157 @@
+"""An exception of user code that ends its process: the log, the error file and the controller hear of it.
+
+Theory. It is said as soon as it is known: the session says it while the process still holds the state, and waits for a
+word (``stays``), since all ranks may fall over the same thing at once, and then nobody else has it. What no session
+sees is said when the script has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import os
+import re
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import msgspec
+
+from holdfast.core.protocol.messages import TEXT_SIZE_MAX, WorkerFailed
+from holdfast.errors import FaultError, StoreError, UserError
+from holdfast.runtime.node.rundir import write_private
+from holdfast.runtime.node.traceback_folding import is_own_mistake, without_own_frames
+from holdfast.runtime.worker.worker_client import Client
+
+FENCE_WAIT_S = 5.0
+"""A rank that has lost a peer hears which one within milliseconds; the loss of a node is noticed within 3 s."""
+POLL_S = 0.005
+_CAUGHT = re.compile(r"(Caught \S+ in [^\n]*)\.\nOriginal Traceback ")
+NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
+
+
+def show(error: BaseException) -> None:
+    """Print the traceback, frames of Holdfast folded, and write the error file that elastic launchers read."""
+    printed = io.StringIO()
+    with contextlib.redirect_stderr(
+        printed
+    ):  # torch's hook marks each line with the rank, a script's may do more
+        sys.excepthook(type(error), error, error.__traceback__)
+    text = printed.getvalue()
+    sys.stderr.write(text if is_own_mistake(error) else without_own_frames(text))
+    _write_error_file(f"{type(error).__name__}: {words_of(error)}", _text(error))
+
+
+def follows(client: Client, error: BaseException) -> bool:
+    """The exception only says that a peer is lost, and the fault of that peer is known: waits for it, with a bound."""
+    if not _lost_peer(error):
+        return False
+    deadline_s = time.monotonic() + FENCE_WAIT_S
+    while not (client.fenced or client.orphaned) and time.monotonic() < deadline_s:
+        time.sleep(POLL_S)
+    return client.fenced
+
+
+def show_following(client: Client, error: BaseException) -> None:
+    """One line in place of a traceback that hides the one of the rank that failed; the error file has the text."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({frames[0].filename}:{frames[0].lineno})" if frames else ""
+    sys.stderr.write(f"holdfast: rank {client.rank} follows a fault{place}: {client.fence_reason}\n")
+    _write_error_file(f"{type(error).__name__}: {words_of(error)}", _text(error))
+
+
+def _lost_peer(error: BaseException | None) -> bool:
+    """It is of Holdfast's own kind, or torch has put such a one into words (an error in a callback of autograd)."""
+    while error is not None:
+        if isinstance(error, FaultError) or "PeerLost: " in words_of(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def tell(
+    client: Client, error: BaseException, what: str = "", *, stays: bool = False, between: bool = False
+) -> bool:
+    """Tell the controller that user code ends this process, once. Returns True for an error that the user has to fix.
+
+    Args:
+        what: in place of the exception's own text.
+        stays: the process waits until it is told to go.
+        between: it was raised between two steps.
+    """
+    user_error = isinstance(error, UserError | StoreError)
+    if client.failed is not error:
+        client.failed = error
+        client.send(
+            WorkerFailed(
+                member_id=client.member_id,
+                generation=client.generation,
+                step=client.page.state()[0],
+                kind=type(error).__name__,
+                what=what or words_of(error),
+                traceback=_text(error),
+                digest=digest(error),
+                user_error=user_error,
+                stays=stays,
+                between=between,
+            )
+        )
+    return user_error
+
+
+def tell_exit(client: Client, error: SystemExit, step: int) -> None:
+    """The script leaves the block of ``step`` by ``sys.exit()``: with code 0, too, the others would wait for it."""
+    if client.fenced:
+        return
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f", {frames[-1].filename}:{frames[-1].lineno}" if frames else ""
+    code = error.code if isinstance(error.code, int) else int(error.code is not None)
+    tell(client, error, f"exit code {code} inside the block of step {step}{place}")
+
+
+def digest(error: BaseException) -> str:
+    """Identity of an exception: type, place that raised it, and text without the numbers in it: they are those of a
+    rank, a step or an address."""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f"{frames[-1].filename}:{frames[-1].lineno}:{frames[-1].name}" if frames else ""
+    text = f"{type(error).__qualname__}|{NUMBER.sub('0', words_of(error))}|{place}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def words_of(error: BaseException) -> str:
+    """The text of an exception, also of one whose class cannot say it."""
+    try:
+        return _with_cause(_sendable(str(error)))[:TEXT_SIZE_MAX]
+    except Exception as broken:
+        return f"(its text cannot be told: {type(broken).__name__})"
+
+
+def _with_cause(text: str) -> str:
+    """torch says in its first line only where an exception was caught, and in the last one which."""
+    caught = _CAUGHT.match(text)
+    return (
+        f"{caught[1]}: {text.rstrip().rpartition(chr(10))[2]}{text[caught.end(1) + 1 :]}" if caught else text
+    )
+
+
+def _text(error: BaseException) -> str:
+    return _sendable("".join(traceback.format_exception(error)))[-TEXT_SIZE_MAX:]
+
+
+def _sendable(text: str) -> str:
+    """As UTF-8 has it: a name of a file may be of other bytes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _write_error_file(what: str, text: str) -> None:
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE", "")
+    if not path or Path(path).exists():  # torch's @record was there first
+        return
+    extra = {"py_callstack": text, "timestamp": str(int(time.time()))}
+    document = msgspec.json.encode({"message": {"message": what, "extraInfo": extra}})
+    try:
+        write_private(Path(path), document)
+    except OSError as error:
+        sys.stderr.write(f"holdfast: cannot write the error file {path}: {error.strerror}\n")

@@ -1,0 +1,487 @@
+"""A worker's line to the agent of its node: one daemon thread with stdlib sockets.
+
+The thread works while the main thread sits in C++ (every collective releases the GIL), so a fence always
+arrives. When the agent dies, the thread reads the endpoint file until a successor answers; what was queued
+meanwhile is sent then, and the last message of each kind in ``REPEATED`` is sent again, because the dead agent may
+not have passed it on; so is what this process was told and the next agent may not know.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import select
+import sys
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal, TypeVar, cast
+
+from holdfast.core.agent import REPEATED
+from holdfast.core.ids import Generation, MemberId
+from holdfast.core.job.spares import Called, SpareWaits
+from holdfast.core.protocol.messages import (
+    Fence,
+    KvReply,
+    KvRequest,
+    Leave,
+    Message,
+    RankState,
+    Resume,
+    Settled,
+    WorkerFailed,
+    WorkerHello,
+)
+from holdfast.core.protocol.status_page import Phase, Word
+from holdfast.errors import InternalError, ProtocolError, UnsupportedError
+from holdfast.exit_codes import Exit
+from holdfast.runtime.net.channel import BlockingChannel
+from holdfast.runtime.net.service_names import agent_of
+from holdfast.runtime.node.deferred_rank import StandIn
+from holdfast.runtime.node.flight_recorder import Flight
+from holdfast.runtime.node.rundir import RunDir
+from holdfast.runtime.node.status_page import Page
+from holdfast.wire import MESSAGES, WireMessage
+
+QUEUE_LENGTH_MAX = 10_000
+ORPHAN_LOOK_S = 1.0  # without an agent for so long: does the launcher live, which would start another one?
+RETRY_S = 0.05
+CLOSE_TIMEOUT_S = 2.0
+KV_SLACK_S = 5.0
+
+KvOp = Literal["set", "get", "add", "wait", "check", "compare_set", "delete", "count", "append"]
+M = TypeVar("M", bound=Message)
+
+
+class _Request:
+    """A key-value request on its way."""
+
+    def __init__(self, message: KvRequest) -> None:
+        self.message = message
+        self.sent = False
+        self.done = threading.Event()
+        self.reply = KvReply(request_id=message.request_id, ok=False, error="timeout")
+
+
+def _starting() -> tuple[RankState, int]:
+    return "starting", 0
+
+
+class Client:
+    """One process life's connection to its agent. ``start`` begins, ``close`` sends what is queued and ends.
+
+    ``hello`` gives state and step for :class:`WorkerHello`; a session sets it. ``on_fence_default`` poisons the process
+    groups of a script that has no session. ``fenced`` is True from the first fence until a :class:`Resume`;
+    ``orphaned`` from when no agent is to be expected any more until one answers all the same.
+    """
+
+    _current: Client | None = None
+
+    def __init__(
+        self,
+        *,
+        member_id: MemberId,
+        generation: Generation,
+        rank: int,
+        local_rank: int,
+        world_size: int,
+        local_world_size: int,
+        page: Page,
+        run_dir: Path | None,
+        resume: str = "",
+        joining: bool = False,
+        spare: Literal["", "any", "fixed"] = "",
+        orphan_s: float = 30.0,
+    ) -> None:
+        self.member_id = member_id
+        self.generation = generation
+        self.rank = rank
+        self.local_rank = local_rank
+        self.world_size = world_size
+        self.page = page
+        self.shared = page.path.parent if local_world_size == world_size else None
+        self.flight: Flight | None = page.flight
+        self.run_dir = run_dir
+        self.resume = resume
+        self.joining = joining
+        self.stand_in = StandIn(spare == "fixed", self._waits) if spare else None
+        self._on_call: Callable[[str], None] = lambda log: None
+        self.orphan_s = orphan_s
+        self.hello: Callable[[], tuple[RankState, int]] = _starting
+        self.on_fence_default: Callable[[str], None] | None = None
+        self.fenced = False
+        self.fence_reason = ""
+        self.failed: BaseException | None = None  # the exception that the controller was told
+        self.connected = False
+        self.orphaned = False
+        self.refused_stale = 0
+        self._newest = generation
+        self._resumed_in: Generation | None = None
+        self._has_session = False
+        self._handlers: dict[type[Message], Callable[[Message], None]] = {}
+        self._orphan_handlers: list[Callable[[], None]] = []
+        self._outbox: deque[Message] = deque()
+        self._repeated: dict[type[Message], Message] = {}
+        self._requests: dict[int, _Request] = {}
+        self._numbers = itertools.count(1)
+        self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closing = False
+        self._channel: BlockingChannel[WireMessage] | None = None
+        self._wake_read, self._wake_write = -1, -1
+        self._thread = threading.Thread(target=self._guard(self._run), name="holdfast-client", daemon=True)
+        self._task_thread = threading.Thread(
+            target=self._guard(self._work), name="holdfast-task", daemon=True
+        )
+        self.on(Fence, self._fence)
+        self.on(Leave, self._leave)
+        self.on(Called, self._called)
+
+    @staticmethod
+    def current() -> Client | None:
+        """The client of this process, if a launcher started it."""
+        return Client._current
+
+    def open_session(self) -> None:
+        """A session of this process begins.
+
+        Raises:
+            UnsupportedError: it is not the first: a newcomer, which runs the script from its top, would join in the
+                first one while the others are in the second.
+        """
+        if self._has_session:
+            raise UnsupportedError(
+                "a second session in one process: a job has one",
+                hint="train in one session (its loop may change loaders and learning rates), or make it two jobs: the "
+                "second script loads the first one's weights with holdfast.load(path, model)",
+            )
+        self._has_session = True
+
+    def start(self) -> None:
+        """Start both threads and become :meth:`current`."""
+        if self.run_dir is None:
+            raise InternalError("a client without a run directory cannot start")
+        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        Client._current = self
+        os.register_at_fork(after_in_child=self._forget)
+        self._thread.start()
+        self._task_thread.start()
+
+    def close(self) -> None:
+        """Send what is queued (bounded by ``CLOSE_TIMEOUT_S``) and end both threads."""
+        self._closing = True
+        self._tasks.put(None)
+        self._wake()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_TIMEOUT_S + 1.0)
+        if Client._current is self:
+            Client._current = None
+
+    def send(self, message: Message) -> None:
+        """Queue a message; callable from any thread and from signal handlers.
+
+        Raises:
+            ProtocolError: the agent has been away for so long that the queue is full.
+        """
+        if len(self._outbox) >= QUEUE_LENGTH_MAX:
+            raise ProtocolError(f"{QUEUE_LENGTH_MAX} messages wait for an agent that does not come back")
+        self._outbox.append(message)
+        self._wake()
+
+    def repeat(self, message: Message) -> None:
+        """Say ``message``, of which this process has heard, to every agent to come, after the hello."""
+        self._repeated[type(message)] = message
+
+    def on(self, kind: type[M], handler: Callable[[M], None]) -> None:
+        """Call ``handler`` in the client thread for each message of ``kind``; it replaces the one before."""
+        self._handlers[kind] = cast(Callable[[Message], None], handler)
+
+    def run_task(self, task: Callable[[], None]) -> None:
+        """Run ``task`` after the tasks before it, in the task thread."""
+        self._tasks.put(task)
+
+    def on_orphaned(self, handler: Callable[[], None]) -> None:
+        """Call ``handler`` when no agent answered for ``orphan_s``. Without one the process exits ``ORPHANED``."""
+        self._orphan_handlers.append(handler)
+
+    def kv(
+        self,
+        op: KvOp,
+        keys: tuple[str, ...] = (),
+        value: bytes = b"",
+        expected: bytes = b"",
+        amount: int = 0,
+        timeout_s: float = 300.0,
+    ) -> KvReply:
+        """One operation on the agent's key-value store (see ``runtime/agent/kv_server.py``); blocks.
+
+        ``error`` is ``timeout``, ``missing``, ``full``, ``not a number``, or one of those that mean that whatever this
+        belonged to is over: ``fenced``, a new generation began; ``orphaned``, nobody is there who would answer.
+        """
+        if threading.current_thread() is self._thread:
+            raise InternalError("kv() would wait for itself in the client thread")
+        number = next(self._numbers)
+        message = KvRequest(
+            request_id=number,
+            op=op,
+            keys=keys,
+            value=value,
+            expected=expected,
+            amount=amount,
+            timeout_s=timeout_s,
+        )
+        request = self._requests[number] = _Request(message)
+        if self.fenced or self.orphaned:  # looked at after it was noted: what comes later ends what is noted
+            self._requests.pop(number, None)
+            return KvReply(request_id=number, ok=False, error="fenced" if self.fenced else "orphaned")
+        self._wake()
+        request.done.wait(timeout_s + KV_SLACK_S)
+        self._requests.pop(number, None)
+        return request.reply
+
+    def on_called(self, handler: Callable[[str], None]) -> None:
+        """A spare that is called moves its output: ``handler(log)`` in the client thread."""
+        self._on_call = handler
+
+    # ------------------------------------------------------------ client thread
+
+    def _waits(self, ready: bool) -> None:
+        """A spare cannot, or need not, go on before it is called."""
+        self.page.announce("at its first step" if ready else "where its script needs its rank or a device")
+        self.page.place(0, Phase.SPARE)
+        self.send(SpareWaits(member_id=self.member_id, ready=ready))
+
+    def _called(self, called: Called) -> None:
+        """A spare is a member from now on."""
+        if self.stand_in is None:
+            return
+        self.member_id, self.generation = called.member_id, called.generation
+        self.rank, self.local_rank, self.world_size = called.rank, called.local_rank, called.world_size
+        os.environ.update(called.env)
+        self._on_call(called.log)
+        self.send(self._hello(*self.hello()))
+        self.stand_in.call(called.rank, called.ending)
+
+    def _wake(self) -> None:
+        if self._wake_write < 0:
+            return  # not started: the thread begins with a look at what is queued
+        try:
+            os.write(self._wake_write, b"x")
+        except BlockingIOError:
+            return  # the pipe is full of wake-ups already
+
+    def _guard(self, body: Callable[[], None]) -> Callable[[], None]:
+        """An exception in one of our threads ends the process loudly: a deaf worker could hang the job."""
+
+        def run() -> None:
+            try:
+                body()
+            except BaseException as error:
+                traceback.print_exc()
+                self._crash(error)
+
+        return run
+
+    def _crash(self, error: BaseException) -> None:
+        text = f"{type(error).__name__}: {error}"
+        state, step = self.hello()
+        failed = WorkerFailed(
+            member_id=self.member_id,
+            generation=self.generation,
+            step=step,
+            kind=type(error).__name__,
+            what=f"in a thread of holdfast ({state}): {text}"[:1000],
+            traceback=traceback.format_exc()[-8000:],
+            digest=text[:200],
+        )
+        if self._channel is not None:
+            try:
+                self._channel.send(failed)
+            except OSError:
+                sys.stderr.write("holdfast: the agent is gone, it cannot be told\n")
+        leave_process(Exit.INTERNAL)
+
+    def _run(self) -> None:
+        away_since = time.monotonic()
+        while True:
+            channel = self._connect()
+            if channel is not None:
+                self.orphaned = False
+                self._serve(channel)
+                if self.stand_in is not None and not self.stand_in.called and not self._closing:
+                    leave_process(Exit.RESTART)  # a spare belongs to its agent
+                away_since = time.monotonic()
+            elif not self.orphaned and self._is_orphan(time.monotonic() - away_since):
+                self._be_orphan()
+            if self._closing and (not self._outbox or time.monotonic() - away_since > CLOSE_TIMEOUT_S):
+                return
+            if channel is None:
+                time.sleep(RETRY_S)
+
+    def _is_orphan(self, away_s: float) -> bool:
+        """No successor of the agent is to be expected any more."""
+        if away_s <= min(ORPHAN_LOOK_S, self.orphan_s):
+            return False
+        assert self.run_dir is not None
+        return away_s > self.orphan_s or RunDir(self.run_dir).launcher_is_gone()
+
+    def _connect(self) -> BlockingChannel[WireMessage] | None:
+        assert self.run_dir is not None
+        run = RunDir(self.run_dir)
+        endpoint = run.read_endpoint("agent")
+        if endpoint is None:
+            return None
+        try:
+            at, service = (endpoint.host, endpoint.port), agent_of(endpoint.node)
+            return BlockingChannel.connect(MESSAGES, *at, run.token(), service, "worker")
+        except (OSError, ProtocolError):
+            return None  # a successor may be about to publish another endpoint; bounded by orphan_s
+
+    def _serve(self, channel: BlockingChannel[WireMessage]) -> None:
+        """Talk until the connection breaks or ``close`` has nothing left to send."""
+        self._channel = channel
+        for request in list(self._requests.values()):
+            request.sent = False
+        hello = self._hello(*self.hello())
+        poller = select.poll()
+        poller.register(channel, select.POLLIN)
+        poller.register(self._wake_read, select.POLLIN)
+        try:
+            for message in (hello, *self._repeated.values()):
+                channel.send(cast(WireMessage, message))
+            self.connected = True
+            while True:
+                self._flush(channel)
+                if self._closing:
+                    return
+                for fd, _ in poller.poll():
+                    if fd == self._wake_read:
+                        self._drain_wakes()
+                    else:
+                        for message in channel.drain():
+                            self._dispatch(message)
+        except (OSError, ProtocolError):
+            return  # the agent is gone or talks nonsense: connect again
+        finally:
+            self.connected = False
+            self._channel = None
+            channel.close()
+
+    def _hello(self, state: RankState, step: int) -> WorkerHello:
+        return WorkerHello(
+            member_id=self.member_id,
+            generation=self.generation,
+            rank=self.rank,
+            pid=os.getpid(),
+            state=state,
+            step=step,
+        )
+
+    def _drain_wakes(self) -> None:
+        try:
+            while os.read(self._wake_read, 4096):
+                pass
+        except BlockingIOError:
+            return
+
+    def _flush(self, channel: BlockingChannel[WireMessage]) -> None:
+        while self._outbox:
+            message = self._outbox[0]
+            if isinstance(message, REPEATED):
+                self._repeated[type(message)] = message
+            channel.send(cast(WireMessage, message))
+            self._outbox.popleft()
+        for request in list(self._requests.values()):
+            if not request.sent:
+                request.sent = True
+                channel.send(request.message)
+
+    def _dispatch(self, message: Message) -> None:
+        if isinstance(message, KvReply):
+            request = self._requests.pop(message.request_id, None)
+            if request is not None:
+                request.reply = message
+                request.done.set()
+            return
+        generation = getattr(message, "generation", None)
+        if isinstance(generation, Generation):
+            if generation < self._newest:
+                self.refused_stale += 1
+                return
+            self._newest = generation
+        if isinstance(message, Fence):
+            self.fence_reason = message.reason
+            self.fenced = True
+            self.page[Word.FENCED], self.page[Word.DUE] = message.generation.pack(), 0
+            self._fail_requests("fenced")
+        elif isinstance(message, Resume):
+            self.generation = message.generation
+            self.page[Word.GENERATION] = message.generation.pack()
+            if message.generation != self._resumed_in:  # a controller that takes over says it again
+                self.page[Word.DUE] = 1
+            self.fenced = False  # last: other threads that see it are in the new generation
+        handler = self._handlers.get(type(message))
+        if handler is not None:
+            handler(message)
+
+    def moved(self, size_bytes: int) -> None:
+        """So many bytes of the state were given, taken, compared or written: the controller waits for the rest."""
+        self.page[Word.WORK] += size_bytes
+
+    def resumed(self, generation: Generation) -> None:
+        """The main thread has come to where the job goes on in ``generation``."""
+        self._resumed_in = generation
+        self.page[Word.FENCED] = self.page[Word.DUE] = 0
+
+    def _fail_requests(self, error: str) -> None:
+        for number, request in list(self._requests.items()):
+            self._requests.pop(number, None)
+            request.reply = KvReply(request_id=number, ok=False, error=error)
+            request.done.set()
+
+    def _be_orphan(self) -> None:
+        if not self._orphan_handlers:
+            sys.stderr.write("holdfast: launcher and agent are lost, this worker leaves\n")
+            leave_process(Exit.ORPHANED)
+        for handler in self._orphan_handlers:
+            handler()
+        self.orphaned = True  # last: whoever is refused an answer finds that the session knows why
+        self._fail_requests("orphaned")
+
+    def _fence(self, fence: Fence) -> None:
+        if self.on_fence_default is not None:
+            self.on_fence_default(fence.reason)
+        state, step = self.hello()
+        settled = Settled(member_id=self.member_id, generation=fence.generation, state=state, step=step)
+        self.send(settled)
+
+    def _leave(self, leave: Leave) -> None:
+        leave_process(leave.code)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            task()
+
+    def _forget(self) -> None:
+        """In a forked child (a data loader's): the line is the parent's; do not keep its socket open."""
+        if Client._current is self:
+            Client._current = None
+            if self._channel is not None:
+                self._channel.close()
+
+
+def leave_process(code: int) -> None:
+    """Flush the standard streams (bounded: the main thread may hold their locks) and exit at once."""
+    flusher = threading.Thread(target=_flush_streams, daemon=True)
+    flusher.start()
+    flusher.join(1.0)
+    os._exit(code)
+
+
+def _flush_streams() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None and not stream.closed:
+            stream.flush()

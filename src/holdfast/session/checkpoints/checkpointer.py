@@ -1,0 +1,559 @@
+"""Saving: periodic and asked-for checkpoints beside the training, last-gasp checkpoints from the decision.
+
+Theory. Who writes what follows from the layouts of all ranks alone, so a save needs no communication: each rank writes
+its share, and whoever sees all shares seals. A periodic save copies the share and returns; exit, final and last-gasp
+saves are written from the state itself, which cannot change meanwhile. The last-gasp runs in the client's task thread:
+the main thread may be anywhere, but it cannot pass the step boundary, and what an aborted block changed is read from
+the copies made when it began.
+
+Invariants:
+1. A save id is the same on all ranks: (run, generation, step, attempt) and the kind come from the vote or the order.
+2. Every accepted save ends in one ``SaveReported``.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from holdfast.core.ids import Generation, SaveId
+from holdfast.core.protocol.health_messages import CopyDigest, Vouched
+from holdfast.core.protocol.layout_messages import Layout, Layouts
+from holdfast.core.protocol.messages import SaveReported, Settle
+from holdfast.core.protocol.status_page import Phase
+from holdfast.core.worker.vote import Ballot
+from holdfast.errors import HoldfastError, InternalError, PeerLost, StateError, StoreWriteError
+from holdfast.frameworks.common.adapter import Adapter, Collected, KnowsWeights, PinsMemory
+from holdfast.runtime.worker.worker_client import Client
+from holdfast.session.checkpoints.memory_tier import Tier
+from holdfast.session.checkpoints.save_schedule import Pace
+from holdfast.session.checkpoints.sole_writer import SoleUse
+from holdfast.session.checkpoints.state_transfer import Giver
+from holdfast.session.checkpoints.transfer_snapshot import Given
+from holdfast.session.failure_reason import hear_why, tell_why
+from holdfast.session.steps.participant import POLL_S, TEXT_LENGTH_MAX, Rank
+from holdfast.session.steps.replica_check import Verifier
+from holdfast.session.steps.voting import Votes
+from holdfast.store.backends.local_store import threads_of_rank
+from holdfast.store.backends.location import Place, place_of
+from holdfast.store.backends.registry import open_attempt
+from holdfast.store.format.json_values import decode_values
+from holdfast.store.format.manifest import SEAL_NAME
+from holdfast.store.layouts.layout import Catalogue
+from holdfast.store.layouts.layout_completion import catalogue_of
+from holdfast.store.layouts.save_plan import Plan, plan
+from holdfast.store.manage.checkpoint_root import Root
+from holdfast.store.manage.lineage import Lineage
+from holdfast.store.manage.retention import KeepPolicy
+from holdfast.store.read.validation import inspect
+from holdfast.store.write.async_save import BackgroundSaver
+from holdfast.store.write.writer import Written, write_share
+
+log = logging.getLogger("holdfast")
+
+SEAL_TIMEOUT_S = 60.0
+SCRIPT_TIMEOUT_S = 10.0
+"""Less than what a survivor has to serve its state (``core/config.py``)."""
+WEIGHTS_TIMEOUT_S = 30.0
+"""For other weights in their place to go, before a save; less than what a last-gasp may take as a whole."""
+WEIGHTS_POLL_S = 0.05
+SEAL_POLL_S = 0.02
+SEAL_POLL_MAX_S = 0.32  # many ranks ask one server
+
+
+Values = Callable[[Collected], dict[str, object]]
+Locals = Callable[[], dict[str, object]]
+
+
+class Saver:
+    """All saves of one session.
+
+    Args:
+        rank, adapter: of the session.
+        root: where checkpoints go, or None.
+        run: first part of every save id.
+        keep: which valid checkpoints of this lineage pruning leaves.
+        values: plain values common to all ranks, given the collected state.
+        locals_: plain values of this rank alone, of the last committed step.
+        pace: hears what saves cost.
+        votes: of this rank.
+        verifier: compares the copies of the state before any of it is written.
+        copies: of everything that is saved beside training, on as many ranks as hold it.
+        tier: what this rank keeps in memory.
+        lineage: this run, and those that it came from.
+        watched: a launcher reads the event log, and tells what was saved.
+
+    Attributes:
+        given: what newcomers get.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        adapter: Adapter,
+        root: Place | None,
+        run: str,
+        keep: KeepPolicy,
+        values: Values,
+        locals_: Locals,
+        pace: Pace,
+        votes: Votes,
+        verifier: Verifier,
+        tier: Tier,
+        *,
+        lineage: Callable[[], Lineage],
+        copies: int = 1,
+        watched: bool = False,
+    ) -> None:
+        self._level = logging.DEBUG if watched else logging.INFO
+        self.root = root
+        self._saved: tuple[Generation, int] | None = None
+        self._unwritten: tuple[Generation, int] | None = None  # a save whose share could not be written
+        self._wrecks: list[SaveId] = []  # this rank could not write its share; others may still be at theirs
+        self._rank = rank
+        self._adapter = adapter
+        self._run = run
+        self._keep = keep
+        self._lineage = lineage
+        self._values = values
+        self._locals = locals_
+        self._pace = pace
+        self._votes = votes
+        self._verifier = verifier
+        self._copies = copies
+        self._sole = SoleUse()
+        self._noting = threading.Lock()  # a small save is written before its cost is known
+        self._costs: dict[SaveId, tuple[float, int]] = {}  # seconds of stall, steps put off
+        self._attempts: dict[tuple[Generation, int], int] = {}
+        self._planned: tuple[Mapping[int, Layout], Catalogue, Plan] | None = None
+        # All that one decision asks for waits once.
+        self._script_until: tuple[Generation, float] | None = None
+        self._weights_until: tuple[Generation, float] | None = None
+        self.given = Given(rank, adapter)
+        self._giver: Giver | None = None
+        if rank.client is not None:
+            self._giver = Giver(
+                rank.client,
+                self._await_boundary,
+                self._collected_to_give,
+                self._values_to_give,
+                tier,
+                rank.refuse,
+            )
+        self._background = BackgroundSaver(
+            self._done,
+            threads=threads_of_rank(),
+            pin=adapter.pin if isinstance(adapter, PinsMemory) else None,
+        )
+
+    def start(self) -> None:
+        """Begin: the writer thread."""
+        if self.root is not None:
+            self._background.__enter__()
+
+    @property
+    def busy(self) -> bool:
+        """A save is being written in the background."""
+        return self._background.busy
+
+    def claim(self, *, begins: bool) -> None:
+        """The first rank of a run that ``begins``, or goes on, will save here."""
+        if self._adapter.rank == 0:
+            self._sole = SoleUse(self.root, tells=begins)
+
+    def close(self) -> None:
+        """Finish the save in flight."""
+        self.resumed()
+        self._background.close()
+        self._sole.close()
+
+    def resumed(self) -> None:
+        """The job goes on: the state moves again, and is not served any more."""
+        if self._giver is not None:
+            self._giver.stop()
+
+    def saved(self, step: int) -> None:
+        """All ranks of this generation have saved (or loaded) ``step``, or tried to: see :meth:`is_written`."""
+        self._saved = self._rank.machine.generation, step
+
+    @property
+    def is_saved(self) -> bool:
+        """This step was saved in this generation: a newcomer knows of no other, and all ranks must say the same."""
+        return self._saved == (self._rank.machine.generation, self._rank.step)
+
+    def is_written(self) -> bool:
+        """This step was saved, and what was handed over has been written, by all ranks (which all ask).
+
+        Raises:
+            PeerLost: the vote broke.
+        """
+        if not self.is_saved:
+            return False
+        self._background.wait()
+        return self.all_say(self._unwritten != self._saved)
+
+    def all_say(self, yes: bool) -> bool:
+        """Whether every rank says so, which they all are asked between the same steps. Raises: PeerLost."""
+        ballot = Ballot(step=self._rank.step, between=True, save=not yes)
+        tally = self._votes.cast(ballot)
+        return tally.passed and not tally.save
+
+    def _collected_to_give(self, frozen: bool) -> Collected:
+        """The state for newcomers. What the script has put into it since the last step is told before it is offered."""
+        collected = self.given.collect(frozen)
+        self._votes.tell(collected)
+        return collected
+
+    def _values_to_give(self, collected: Collected) -> dict[str, object]:
+        return {**self._values(collected), "at_block": self.given.at_block}
+
+    def _plan(self) -> tuple[Catalogue, Plan]:
+        """Catalogue and plan over all ranks, which have agreed on their layouts. Raises: StateError."""
+        layouts = self._votes.layouts()
+        if self._planned is None or self._planned[0] != layouts:
+            catalogue = Catalogue.from_encoded(layouts)
+            made = plan(catalogue, frozenset(range(self._adapter.world_size)), self._copies)
+            self._planned = (layouts, catalogue, made)
+        return self._planned[1:]
+
+    # ------------------------------------------------------------------ saves of a running job
+
+    def save(self, kind: str, *, wait: bool) -> bool:
+        """Save the state now, at READY. With ``wait`` it is written when this returns; True = it is sealed.
+
+        Raises:
+            StoreWriteError: with ``wait``: it could not be written.
+        """
+        if self.root is None:
+            return False
+        # A newcomer has not seen the saves of earlier generations: the number must not depend on them.
+        now = self._rank.machine.generation, self._rank.step
+        attempt = self._attempts.get(now, 0)
+        self._attempts[now] = attempt + 1
+        save_id = SaveId(self._run, *now, attempt, kind)
+        self._rank.enter(Phase.SAVE)
+        try:
+            return self._save(save_id, self.root, wait)
+        except PeerLost:
+            self._rank.await_fence()
+            return False
+        except HoldfastError as error:
+            if self._rank.fenced:
+                return False  # the others are gone: the decision that follows saves this step
+            self._report(save_id, error)
+            if wait:
+                raise
+            # The others have handed theirs over, and ask all ranks whether it is written.
+            self.saved(save_id.step)
+            self._unwritten = self._saved
+            return False
+        finally:
+            if not self._rank.fenced:
+                self._rank.enter(Phase.READY)
+
+    def _save(self, save_id: SaveId, root: Place, wait: bool) -> bool:
+        started_s = time.perf_counter()
+        collected, catalogue, made = self._verified()
+        rank = self._adapter.rank
+        values, own = self._values(collected), {rank: self._locals()}
+        if not wait:
+            self._background.wait()
+            with self._noting:
+                self._background.save(root, save_id, catalogue, made, rank, collected, values, own)
+                self._rank.staged(save_id.step)
+                stall_s = time.perf_counter() - started_s
+                self._costs[save_id] = (stall_s, self._pace.take_delay())
+            self._pace.measured(stall_s=stall_s)
+            self.saved(save_id.step)
+            return False
+        self._background.wait()
+        started_s = time.perf_counter()
+        threads = threads_of_rank()
+        try:
+            written = write_share(
+                root, save_id, catalogue, made, rank, collected, values, own, threads=threads
+            )
+        except HoldfastError as error:
+            tell_why(self._rank.client, _why_key(save_id), rank, error)
+            self.all_say(False)  # the others wait for this share, and are at theirs no more
+            self._abandon(save_id)
+            raise
+        self._costs[save_id] = (time.perf_counter() - started_s, 0)
+        self._done(save_id, written)
+        if not self.all_say(True):
+            why, hint = hear_why(self._rank.client, _why_key(save_id))
+            raise StoreWriteError(f"step {save_id.step} is not saved: {why}", hint=hint)
+        self.saved(save_id.step)
+        return written.sealed or self._await_seal(root / save_id.directory())
+
+    def require_sealed(self, sealed: bool) -> None:
+        """Without a seal a checkpoint is none. Raises: StoreWriteError, unless a recovery comes first."""
+        if not sealed and self.root is not None and not self._rank.fenced:
+            raise StoreWriteError(
+                f"step {self._rank.step} is written, but not whole: some shares did not come to {self.root}",
+                hint="do all ranks save in the same directory? holdfast ckpt ls says which shares are there",
+            )
+
+    def verify(self) -> bool:
+        """Compare the copies of the whole state with all ranks, once per step and generation; False: a peer is lost.
+
+        Does not return when they differ: all ranks start again from a state that was compared.
+        """
+        try:
+            if self._verifier.active:
+                self._verified()
+        except PeerLost:
+            self._rank.await_fence()
+            return False
+        return True
+
+    def _verified(self) -> tuple[Collected, Catalogue, Plan]:
+        """The state, when all its copies are equal, and how it is written."""
+        try:
+            collected = self._adapter.collect()
+            self._votes.tell(collected)
+        except HoldfastError:
+            self._verifier.agree(None)  # the others wait for this rank's word
+            raise
+        if not self._verifier.agree(collected):
+            self._rank.await_end()
+        return collected, *self._plan()
+
+    def _await_seal(self, path: Place) -> bool:
+        """The other ranks are writing their shares."""
+        deadline_s, pause_s = time.monotonic() + SEAL_TIMEOUT_S, SEAL_POLL_S
+        while time.monotonic() < deadline_s and not self._rank.fenced:
+            with open_attempt(path) as attempt:
+                sealed = attempt.exists(SEAL_NAME)
+            if sealed and inspect(path).valid:
+                return True
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, SEAL_POLL_MAX_S)
+        return False
+
+    def _done(self, save_id: SaveId, result: Written | HoldfastError) -> None:
+        """A share is written, or not; in the writer thread for a save in the background."""
+        self._report(save_id, result)
+        if not isinstance(result, Written):
+            self._unwritten = save_id.generation, save_id.step
+            self._abandon(save_id)
+            return
+        self._pace.measured(durable_s=result.duration_s)
+        if result.sealed:
+            saved = "holdfast: saved step %d (%s) in %.2f s"
+            log.log(self._level, saved, save_id.step, save_id.kind, result.duration_s)
+        self._tidy(prune=result.sealed)
+
+    def _abandon(self, save_id: SaveId) -> None:
+        """A save is of no use: this rank could not write its share."""
+        self._wrecks.append(save_id)
+        self._tidy(prune=False)
+
+    def _tidy(self, *, prune: bool) -> None:
+        """Remove what is of no use any more. What a full disk holds of a failed save would let the next fail, too."""
+        if self.root is None or not (prune or self._wrecks):
+            return
+        root = Root(self.root)
+        try:
+            self._wrecks = [wreck for wreck in self._wrecks if not root.discard(wreck)]
+            if prune:
+                root.prune(self._keep, lineage=self._lineage())
+        except HoldfastError as error:
+            log.warning("holdfast: old checkpoints stay: %s", error.message)
+        except Exception:  # the save is good all the same: no training ends because of this
+            log.exception("holdfast: old checkpoints stay")
+
+    def _report(self, save_id: SaveId, result: Written | HoldfastError) -> None:
+        written = result if isinstance(result, Written) else None
+        if written is None:
+            log.error("holdfast: step %d was not saved: %s", save_id.step, result)
+        with self._noting:
+            stall_s, delayed_steps = self._costs.pop(save_id, (0.0, 0))
+        client = self._rank.client
+        if client is None:
+            return
+        client.send(
+            SaveReported(
+                member_id=client.member_id,
+                generation=self._rank.machine.fenced or self._rank.machine.generation,
+                save_id=save_id,
+                sealed=written is not None and written.sealed,
+                size_bytes=0 if written is None else written.size_bytes,
+                duration_s=0.0 if written is None else written.duration_s,
+                stall_s=stall_s,
+                delayed_steps=delayed_steps,
+                error="" if written is not None else str(result)[:TEXT_LENGTH_MAX],
+            )
+        )
+
+    # ------------------------------------------------------------------ last-gasp
+
+    def on_settle(self, settle: Settle) -> None:
+        """In the client thread: start the save that the decision orders, if this rank is a source."""
+        client = self._rank.client
+        if client is None:
+            return
+        if settle.vouch:
+            client.run_task(lambda: self._vouch(client, settle))
+        if settle.then == "replace" and self._giver is not None:
+            giver = self._giver
+            client.run_task(lambda: giver.give(settle))
+        if settle.save is not None and self._adapter.rank in settle.save.sources:
+            client.run_task(lambda: self._last_gasp(settle))
+
+    def _vouch(self, client: Client, settle: Settle) -> None:
+        """Tell what this rank is about to save or to give: its layout, if it has changed, and the digests."""
+        copies: tuple[CopyDigest, ...] = ()
+        try:
+            collected = self._collected_to_give(self._await_boundary(settle))
+            if self._verifier.active:
+                copies = self._verifier.digests(collected)
+        except HoldfastError as error:
+            log.warning("holdfast: this rank's copies cannot be compared: %s", error)
+        client.send(
+            Vouched(member_id=client.member_id, generation=settle.generation, step=settle.step, copies=copies)
+        )
+
+    def _last_gasp(self, settle: Settle) -> None:
+        order = settle.save
+        assert order is not None
+        try:
+            frozen = self._await_boundary(settle)
+            written = self._gasp(
+                place_of(order.root), order.save_id, order.sources, order.layouts, order.dead_locals, frozen
+            )
+        except HoldfastError as error:
+            self._done(order.save_id, error)
+        except Exception as error:
+            log.exception("holdfast: last-gasp")
+            self._done(order.save_id, InternalError(f"the last-gasp failed: {type(error).__name__}: {error}"))
+        else:
+            self._done(order.save_id, written)
+
+    def _await_boundary(self, settle: Settle) -> bool:
+        """Wait until this rank stands at the decided step; True when that is the start of an aborted block.
+
+        The controller's bounds, or another fence, end the wait.
+        """
+        rank = self._rank
+        with rank.changed:
+            while rank.goes_back or not (
+                rank.state in ("ready", "aborted", "finished") and rank.step == settle.step
+            ):
+                if rank.state == "torn" or rank.machine.fenced != settle.generation:
+                    raise StateError(f"this rank is {rank.state} at step {rank.step}, not at {settle.step}")
+                rank.changed.wait(POLL_S)
+            self._await_script(settle)
+            aborted = rank.state == "aborted"
+        if settle.rewind < 0:  # else what is in memory counts
+            self._await_weights(settle)
+        return aborted
+
+    def _await_script(self, settle: Settle) -> None:
+        """The script may be behind the block, or the loop, of the step: what it does there is a part of the state.
+
+        What it does before the block of the step is not, but a newcomer need not do what this rank has
+        (``transfer_snapshot.py``).
+        """
+        if self._rank.behind == "out" and (settle.then != "replace" or self.given.by_framework):
+            return
+        rank = self._rank
+        if self._script_until is None or self._script_until[0] != settle.generation:
+            self._script_until = settle.generation, time.monotonic() + SCRIPT_TIMEOUT_S
+        while rank.comes_back and rank.machine.fenced == settle.generation:
+            if time.monotonic() > self._script_until[1]:
+                if rank.behind == "block":
+                    log.warning(
+                        "holdfast: the script has been behind the block of step %d for %g s: all ranks start again and "
+                        "do not do it again; what takes long belongs before a block, or behind the loop",
+                        rank.step - 1,
+                        SCRIPT_TIMEOUT_S,
+                    )
+                    rank.stray()
+                return
+            rank.changed.wait(POLL_S)
+
+    def _await_weights(self, settle: Settle) -> None:
+        """The script, out of the block, may have other weights in the model for a while: an average that it evaluates.
+
+        Raises:
+            StateError: for longer than the others can wait.
+        """
+        rank = self._rank
+        if self._weights_until is None or self._weights_until[0] != settle.generation:
+            limit_s = SCRIPT_TIMEOUT_S if settle.then == "replace" else WEIGHTS_TIMEOUT_S
+            self._weights_until = settle.generation, time.monotonic() + limit_s
+        while self._has_other_weights() and rank.machine.fenced == settle.generation:
+            with rank.changed:
+                if time.monotonic() > self._weights_until[1]:
+                    rank.stray()
+                    break
+                rank.changed.wait(WEIGHTS_POLL_S)
+        self._require_weights()
+
+    def _has_other_weights(self) -> bool:
+        adapter = self._adapter  # in the block the script trains with what it has put there
+        return bool(self._rank.behind) and isinstance(adapter, KnowsWeights) and not adapter.holds_weights()
+
+    def _require_weights(self) -> None:
+        """Raises: StateError."""
+        if self._has_other_weights():
+            raise StateError(
+                f"step {self._rank.step}: the script has changed weights since the block, and is not back at one",
+                hint="evaluate averages of weights in a copy of the model (copy.deepcopy), not in their place",
+            )
+
+    def _gasp(
+        self,
+        root: Place,
+        save_id: SaveId,
+        sources: tuple[int, ...],
+        layouts: Layouts,
+        dead_locals: Mapping[str, bytes],
+        frozen: bool,
+    ) -> Written:
+        rank = self._adapter.rank
+        # All start again before the block, with what the script does there.
+        collected = self._adapter.collect(frozen=frozen, before=save_id.step)
+        own_layout = collected.layout(rank, self._adapter.world_size).encode()
+        catalogue = catalogue_of({**layouts.by_rank(), rank: own_layout})
+        made = plan(catalogue, frozenset(sources))
+        own: dict[int, Any] = {
+            int(r): decode_values(data, f"locals of rank {r}") for r, data in dead_locals.items() if data
+        }
+        own[rank] = self._locals()
+        values = self._values(collected)
+        self._require_weights()
+        return write_share(
+            root, save_id, catalogue, made, rank, collected, values, own,
+            progress=self._wrote,
+        )  # fmt: skip
+
+    def _wrote(self, size_bytes: int) -> None:
+        """Of a last-gasp: the controller waits for the rest, and the script goes on meanwhile."""
+        if self._rank.client is not None:
+            self._rank.client.moved(size_bytes)
+        self._require_weights()
+
+    def rescue(self, frozen: bool) -> None:
+        """A process without a launcher is about to end by an exception: keep its last committed step."""
+        if self.root is None or self._rank.client is not None:
+            return
+        self._background.wait()
+        if self.is_saved and self._unwritten != self._saved:
+            return
+        save_id = SaveId(self._run, self._rank.machine.generation, self._rank.step, 1, "last-gasp")
+        try:
+            alone = Layouts((), {})
+            written = self._gasp(self.root, save_id, (self._adapter.rank,), alone, {}, frozen)
+        except (StateError, StoreWriteError) as error:
+            self._done(save_id, error)
+        else:
+            self._done(save_id, written)
+
+
+def _why_key(save_id: SaveId) -> str:
+    return f"holdfast/unsaved/{save_id.directory()}"

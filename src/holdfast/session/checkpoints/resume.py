@@ -1,0 +1,432 @@
+"""Which checkpoint a session starts from: all ranks agree on one, or none of them starts.
+
+Theory. Rank 0 lists the candidates, newest first, and tells the others. Every rank loads and verifies the first one;
+a sum over the ranks says how many could, and how many met what no older candidate would mend (another model, a state
+that cannot be restored, an error of the user's own ``load_state_dict``). All could: they go on. Anybody met the latter:
+all stop, each with an error. Otherwise the next older one follows. Each rejected candidate is logged with its reason.
+An empty root means a fresh start, in one printed line, and so does one with saves that were never finished alone: the
+machine lost its power during the first one. A root with a finished save and none that is valid is an error, because
+somebody saved there and expects to go on.
+
+Invariants:
+1. No rank leaves the search alone: whatever a candidate does to one rank, it is told to all before anyone acts on it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import socket
+import zlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from holdfast.core.ids import MEMORY
+from holdfast.core.worker.vote import all_equal
+from holdfast.errors import (
+    CheckpointInvalid,
+    CheckpointMismatch,
+    GroupError,
+    HoldfastError,
+    InternalError,
+    NothingToResume,
+    PeerLost,
+    StoreError,
+    UsageError,
+)
+from holdfast.frameworks.common.adapter import Adapter
+from holdfast.frameworks.common.imported_checkpoint import import_id
+from holdfast.frameworks.common.weight_selection import beside_the_model, extra_states, joined_values
+from holdfast.runtime.node.file_owners import planted
+from holdfast.runtime.worker.worker_client import Client
+from holdfast.session.failure_reason import KEY_TIMEOUT_S, hear_why, tell_why
+from holdfast.store.backends.location import Place, place_of
+from holdfast.store.layouts.layout import Catalogue, TensorMeta
+from holdfast.store.manage.checkpoint_root import Found, Root, find
+from holdfast.store.manage.lineage import lineage_of
+from holdfast.store.read.load import Target, load_catalogue, load_into, load_locals, opened
+from holdfast.store.read.validation import Validity
+from holdfast.text import closest, plural
+
+log = logging.getLogger("holdfast")
+
+
+class Resumed(NamedTuple):
+    """What was loaded: ``session`` are the session's own values, ``local`` this rank's.
+
+    ``begun``: the block of ``step`` had begun, and what the script did before it is in the state.
+    """
+
+    path: Place
+    step: int
+    session: Mapping[str, Any]
+    local: Mapping[str, Any]
+    begun: bool = False
+
+    @property
+    def turns(self) -> int:
+        """Of epochs and phases, that the whole job had done."""
+        return int(self.session.get("place", {}).get("turns", {}).get("passed", 0))
+
+    @property
+    def caveat(self) -> str:
+        """What a user should know of it."""
+        imported = self.step and self.path.name == import_id(self.step).directory()
+        return " (imported without a place in the data: the loader begins at its start)" if imported else ""
+
+
+class Candidates(NamedTuple):
+    """Paths to try, newest first, and why others are not among them."""
+
+    paths: tuple[Place, ...]
+    rejected: tuple[str, ...]
+
+
+def candidates(
+    resume: str, root: Place | None, client: Client | None, run: str, restarted: bool
+) -> Candidates:
+    """Where this job may start from; called on rank 0.
+
+    Args:
+        resume: ``auto``, ``never``, a checkpoint, a root, or ROOT@STEP.
+        root: of this session.
+        client: names the save to try first after a fault.
+        run: id of this run: a restart within it goes on with its own saves, whatever ``resume`` says.
+        restarted: this process replaces one that was lost.
+
+    Raises:
+        UsageError, NothingToResume, StoreUnreachable: see ``store.manage.checkpoint_root.find``.
+    """
+    own: tuple[Place, ...] = ()
+    place = None if root is None else Root(root)
+    first = "" if client is None else client.resume
+    if first.startswith(MEMORY):
+        rest = candidates(resume, root, None, run, restarted)
+        return Candidates((place_of(first), *rest.paths), rest.rejected)
+    if restarted and place is not None:
+        names = [name for name in place.names(run) if name != first]
+        own = tuple(place.path / name for name in ([first] if first else []) + names)
+    if resume == "never":
+        if place is not None and not restarted:
+            _warn_of_others(place)
+        return Candidates(own, ())
+    if resume != "auto":
+        meant = _named(resume)
+        return Candidates((*own, meant.path), tuple(f"{v.name}: {v.reason}" for v in meant.passed_over))
+    if place is None:
+        return Candidates((), ())
+    found = place.list()
+    strange = _of_others(place, found, {first, *(name.name for name in own)})
+    found = [v for v in found if v.name not in strange]
+    if not restarted:
+        _warn_of_another_run(place, [v for v in found if v.valid])
+    # What may not be read may be the newest: who comes to it is told so, and does not go on from an older one.
+    paths = [place_of(v.path) for v in found if v.valid or v.denied]
+    if found and not strange and all(v.unfinished for v in found):
+        log.warning(
+            "holdfast: %s holds nothing but %s that never came to an end, so nothing is lost: training begins anew",
+            place.path,
+            plural(len(found), "save"),
+        )
+        return Candidates((), ())
+    rejected = tuple(f"{v.name}: {v.reason}" for v in found if not (v.valid or v.denied))
+    rejected += tuple(f"{name}: {why}" for name, why in strange.items())
+    if first and place.path / first in paths:
+        paths.remove(place.path / first)
+        paths.insert(0, place.path / first)
+    return Candidates(tuple(paths), rejected)
+
+
+def _of_others(root: Root, found: Sequence[Validity], own: Collection[str]) -> dict[str, str]:
+    """Good checkpoints that anybody may have planted: the highest step would be taken. Why they are not, by name.
+
+    Args:
+        own: names that this run knows as its saves.
+    """
+    if not isinstance(root.path, Path):  # of objects in a bucket nothing says who made them
+        return {}
+    good = [v for v in found if (v.valid or v.denied) and v.name not in own]
+    paths = {v.name: v.path for v in good}
+    return {
+        name: f"{why}; to take it: resume={paths[name]!r}" for name, why in planted(root.path, paths).items()
+    }
+
+
+def _named(resume: str) -> Found:
+    """What ``resume=`` names. Raises: as ``store.manage.checkpoint_root.find``."""
+    try:
+        return find(resume)
+    except UsageError as error:
+        close = closest(str(resume), ["auto", "never"])
+        meant = f"did you mean resume={close!r}? Else " if close else "resume='auto', 'never', or "
+        raise UsageError(f"resume={resume!r}: {error.message}", hint=f"{meant}{error.hint}") from None
+
+
+def _warn_of_others(root: Root) -> None:
+    """Who begins anew among other runs' checkpoints will not be found by the next ``auto``, unless it is ahead."""
+    names = root.names()
+    if names:
+        log.warning(
+            "holdfast: %s holds checkpoints of another run, the newest is %s; a start with resume='auto' goes on from "
+            "the highest step, whosever it is: give this run a directory of its own",
+            root.path,
+            names[0],
+        )
+
+
+def _warn_of_another_run(root: Root, valid: Sequence[Validity]) -> None:
+    """The highest step is the newest, also where another run, which did not come from it, has saved since."""
+    if len({v.save_id.run for v in valid if v.save_id}) < 2:
+        return
+    chosen = valid[0]
+    try:
+        last = root.written_last(valid)
+        if last.path == chosen.path:
+            return
+        if lineage_of(chosen.path).holds(last.name) or lineage_of(last.path).holds(chosen.name):
+            return
+    except StoreError:
+        return  # one that is just being removed: this only warns
+    log.warning(
+        "holdfast: %s has the highest step, but another run, which did not come from it, saved last: %s; "
+        "to go on with that one: resume=%r",
+        chosen.name,
+        last.name,
+        last.path,
+    )
+
+
+def _spelled(root: Place | None) -> str:
+    """The same text for the same place, as far as links on this host go."""
+    return os.path.realpath(root) if isinstance(root, Path) else str(root or "")
+
+
+class Resume:
+    """One search for a checkpoint.
+
+    Args:
+        adapter: the framework.
+        client: to tell the other ranks the list; None in a single process.
+        agree: sums a list of numbers over the ranks, element by element.
+        remember: loads this rank's state of a step from memory. Raises: CheckpointInvalid.
+    """
+
+    def __init__(
+        self,
+        adapter: Adapter,
+        client: Client | None,
+        agree: Callable[[list[int]], list[int]],
+        remember: Callable[[int], Resumed],
+    ) -> None:
+        self._remember = remember
+        self._adapter = adapter
+        self._client = client
+        self._agree = agree
+
+    def run(self, look: Callable[[], Candidates], root: Place | None) -> Resumed | None:
+        """The loaded checkpoint, or None for a fresh start.
+
+        Raises:
+            NothingToResume: there were candidates and none could be loaded by all ranks.
+            UsageError: what the user named does not exist.
+            CheckpointMismatch: the newest valid checkpoint is of another model or optimizer, on this rank or another.
+            StoreUnreachable: the newest cannot be read now, which says nothing about it.
+            Exception: what restoring raised on this rank, for instance in the user's ``load_state_dict``.
+        """
+        found = self._share(look, root)
+        reasons = list(found.rejected)
+        for reason in reasons:
+            log.warning("holdfast: rejected checkpoint %s", reason)
+        built = self._names_of_all() if found.paths else frozenset()
+        for path in found.paths:
+            loaded, reason, fatal = self._try(path, built)
+            if fatal is not None:
+                tell_why(self._client, self._why_key(), self._adapter.rank, fatal)
+            turns = 0 if loaded is None else loaded.turns
+            all_loaded, stopped, total, squares = self._agree(
+                [int(loaded is not None), int(fatal is not None), turns, turns**2]
+            )
+            if all_loaded == self._adapter.world_size:
+                if all_equal(all_loaded, total, squares):
+                    return loaded
+                reason = f"it is of {turns} ended epochs and phases on this rank, of another number on another rank"
+            if stopped:
+                if fatal is None:
+                    why, hint = hear_why(self._client, self._why_key())
+                    told = f"{path} cannot be loaded by {plural(stopped, 'rank')}; {why}"
+                    log.error("holdfast: %s", told)
+                    fatal = CheckpointMismatch(told, hint=hint)
+                # Nobody leaves before all have heard and told why: the first one who does ends the run.
+                self._agree([0])
+                raise fatal
+            reason = reason or "another rank could not load it"
+            log.warning("holdfast: rejected checkpoint %s: %s", path.name, reason)
+            reasons.append(f"{path.name}: {reason}")
+        if reasons:
+            listing = "".join(f"\n  {reason}" for reason in reasons)
+            raise NothingToResume(
+                f"no valid checkpoint in {root or 'the place named by resume='}; rejected:{listing}",
+                hint="repair or remove these, or start anew on purpose with resume='never'",
+            )
+        return None
+
+    def _share(self, look: Callable[[], Candidates], root: Place | None) -> Candidates:
+        """Rank 0 looks, all get the same list.
+
+        Raises:
+            UsageError: rank 0 saves elsewhere on this host: no checkpoint would ever have all shares.
+        """
+        if self._adapter.world_size == 1:
+            return look()
+        if self._client is None:
+            raise InternalError("several ranks without a control plane")
+        key = (f"holdfast/resume/{self._client.generation}",)
+        if self._adapter.rank == 0:
+            try:
+                found = look()
+                message: dict[str, Any] = {
+                    "paths": [str(p) for p in found.paths],
+                    "rejected": found.rejected,
+                    "host": socket.gethostname(),
+                    "root": _spelled(root),
+                }
+            except HoldfastError as error:
+                refusal = {"error": error.message, "hint": error.hint, "host": socket.gethostname()}
+                self._client.kv("set", key, json.dumps(refusal).encode())
+                raise
+            self._client.kv("set", key, json.dumps(message).encode())
+            return found
+        self._client.kv("wait", key, timeout_s=KEY_TIMEOUT_S)
+        reply = self._client.kv("get", key, timeout_s=KEY_TIMEOUT_S)
+        if reply.error == "orphaned":
+            raise GroupError("launcher and agent were lost before rank 0 had said what to resume from")
+        if not reply.ok or reply.error:
+            raise NothingToResume(f"rank 0 did not say what to resume from ({reply.error})")
+        told = json.loads(reply.value)
+        if "error" in told:
+            elsewhere = "" if told["host"] == socket.gethostname() else f"rank 0 on {told['host']}: "
+            raise UsageError(f"{elsewhere}{told['error']}", hint=told["hint"])
+        if told["host"] == socket.gethostname() and told["root"] != _spelled(root):
+            raise UsageError(
+                f"rank {self._adapter.rank} saves in {root}, rank 0 in {told['root']}: "
+                "each would hold half a checkpoint",
+                hint="give all ranks the same place: checkpoint= an absolute path, or before the script changes its "
+                "directory",
+            )
+        return Candidates(tuple(place_of(p) for p in told["paths"]), tuple(told["rejected"]))
+
+    def _names_of_all(self) -> frozenset[str]:
+        """Names of all tensors that some rank of this job has built: the stages of a pipeline have different ones."""
+        own = sorted(frozenset().union(*_built(self._adapter)))
+        client = self._client
+        if client is None:
+            return frozenset(own)
+        data = zlib.compress(json.dumps(own).encode())
+        lists = f"holdfast/resume/{client.generation}/names"
+        key = f"{lists}/{xxhash.xxh3_128_hexdigest(data)}"
+        if not client.kv("check", (key,)).ok:
+            client.kv("set", (key,), data)
+            client.kv("append", (lists,), f"{key} ".encode())  # twice at worst
+        self._agree([1])  # everyone's list is there
+        known = client.kv("get", (lists,)).value.decode().split()
+        replies = [client.kv("get", (each,)).value for each in sorted(set(known))]
+        return frozenset(name for reply in replies for name in json.loads(zlib.decompress(reply)))
+
+    def _why_key(self) -> str:
+        return f"holdfast/resume/{self._client.generation}/why" if self._client is not None else ""
+
+    def _try(self, path: Place, built: Collection[str]) -> tuple[Resumed | None, str, Exception | None]:
+        """Load and verify one candidate on this rank: what was loaded, why not, and the error that ends the search."""
+        try:
+            if path.name.startswith(MEMORY):
+                return self._remember(int(path.name.removeprefix(MEMORY))), "", None
+            return load_state(self._adapter, path, built), "", None
+        except CheckpointInvalid as error:
+            return None, error.message, None
+        except PeerLost:
+            raise  # a fault: the others are told of it by the control plane
+        except Exception as error:  # raised again when the others know
+            return None, str(error), error
+
+
+def load_state(adapter: Adapter, path: Place, built: Collection[str] = ()) -> Resumed:
+    """Load everything of one checkpoint into this rank.
+
+    Args:
+        built: names of the tensors that the ranks of this job have built: together they must be the checkpoint's.
+
+    Raises:
+        CheckpointInvalid: damaged; parameters may hold garbage now.
+        CheckpointMismatch: of another model, or of another optimizer.
+    """
+    ours = _built(adapter)
+    with opened(path) as source:
+        catalogue = load_catalogue(source)
+        values = joined_values(source, ours.tensors, adapter.rank)
+        for key in ("session", "optimizers", "schedulers", "state"):
+            if not isinstance(values.get(key), dict):
+                raise CheckpointMismatch(
+                    f"{path} was not written by a session: it has no {key}",
+                    hint="holdfast.load(path, model) reads weights alone",
+                )
+        try:
+            restore = adapter.restore(catalogue, values)
+        except CheckpointMismatch as error:
+            raise CheckpointMismatch(f"{path}: {error.message}", hint=error.hint) from error
+        targets = [Target(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()]
+        wanted = {target.fqn for target in targets}
+        beside = beside_the_model(catalogue.by_fqn, values)
+        if not {t.fqn for t in catalogue.tensors} <= wanted | beside | set(built):
+            beside |= beside_the_model(catalogue.by_fqn, joined_values(source))  # state of other ranks alone
+        # Names beside the model need not be asked for: other stages keep state of their own parameters, and a parameter
+        # of ours may have none yet. That the optimizer is the same one, ``restore`` has looked.
+        known = [
+            t.fqn for t in catalogue.tensors if t.fqn not in wanted and (t.fqn in beside or t.fqn in built)
+        ]
+        strange = sorted(extra_states(values) - ours.extra - set(built))
+        report = load_into(source, targets, known=known, unexpected=strange)
+        for healed in report.healed:
+            log.warning("holdfast: %s (another copy was used)", healed)
+        restore.finish()
+        session = values["session"]
+        assert isinstance(session, dict)
+        return Resumed(path, report.step, session, load_locals(source, adapter.rank))
+
+
+def refuse_another_model(catalogue: Catalogue, built: Iterable[TensorMeta], where: str) -> None:
+    """Bytes say nothing of what they are: bfloat16 would be taken for float16.
+
+    Args:
+        where: the ``catalogue`` is of, in words.
+
+    Raises:
+        CheckpointMismatch: this process has built a tensor of another dtype or shape.
+    """
+    for meta in built:
+        there = catalogue.by_fqn.get(meta.fqn)
+        if there is not None and (there.dtype, there.shape) != (meta.dtype, meta.shape):
+            raise CheckpointMismatch(
+                f"{meta.fqn} is {there.dtype} {list(there.shape)} {where}, and {meta.dtype} {list(meta.shape)} in this "
+                "process",
+                hint="build the same model in every process, on whatever host it is",
+            )
+
+
+class _Built(NamedTuple):
+    """Names of what the model on this rank is made of."""
+
+    tensors: frozenset[str]
+    extra: frozenset[str]  # extra state of modules, under all of its names
+
+
+def _built(adapter: Adapter) -> _Built:
+    collected = adapter.collect()
+    names = frozenset(meta.fqn for meta in collected.layout(adapter.rank, adapter.world_size).tensors)
+    values = collected.values
+    extra = extra_states(values)
+    aliases = {alias for alias, fqn in values.get("aliases", {}).items() if fqn in extra}
+    return _Built(names - beside_the_model(names, values), frozenset(extra | aliases))

@@ -1,0 +1,97 @@
+"""When a session saves: policies are asked at every step, the vote agrees, and a busy disk puts the save off.
+
+Theory. Clocks and measurements differ between ranks, so no rank acts on its own policy: it votes ``due``, and all read
+the same tally. A save that came while the one before is in flight would have to wait for the disk, in the step; so
+each rank also votes ``busy``, and then nobody saves. Nothing is remembered: a policy says yes until the save is made.
+
+Invariants:
+1. What :meth:`Pace.agreed` returns is the same on all ranks.
+2. A slow disk makes saves rarer, never a step longer, and it is said.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from holdfast.core.worker.vote import Tally
+from holdfast.store.manage.retention import Moment, SavePolicy
+
+log = logging.getLogger("holdfast")
+
+MEASURED_MAX = 5
+
+
+class Pace:
+    """Decides about the saves of one session.
+
+    Args:
+        policies: any of them is enough.
+        faults: of this run, before this session was opened.
+        run_s: how long the run had lasted by then.
+    """
+
+    def __init__(self, policies: Sequence[SavePolicy], *, faults: int = 0, run_s: float = 0.0) -> None:
+        self.asked = False
+        self._policies = tuple(policies)
+        self._faults = faults
+        self._began_s = time.monotonic() - run_s
+        self._last_step = 0
+        self._last_s = time.monotonic()
+        self._stalls_s: deque[float] = deque(maxlen=MEASURED_MAX)
+        self._durable_s = 0.0
+        self._delayed_steps = 0
+        self._said = False
+
+    def start(self, step: int) -> None:
+        """The session stands at ``step``: what there is of it is saved already, or fresh."""
+        self._last_step, self._last_s = step, time.monotonic()
+
+    def measured(self, *, stall_s: float = 0.0, durable_s: float = 0.0) -> None:
+        """What a save cost."""
+        if stall_s:
+            self._stalls_s.append(stall_s)
+        self._durable_s = durable_s or self._durable_s
+
+    def due(self, step: int) -> bool:
+        """Do the policies want a save when ``step`` updates are done?"""
+        if not self._policies:
+            return False
+        now_s = time.monotonic()
+        now = Moment(
+            step=step,
+            since_steps=step - self._last_step,
+            since_s=now_s - self._last_s,
+            stall_s=statistics.median(self._stalls_s) if self._stalls_s else 0.0,
+            durable_s=self._durable_s,
+            faults=self._faults,
+            run_s=now_s - self._began_s,
+        )
+        return any(policy(now) for policy in self._policies)
+
+    def agreed(self, tally: Tally, step: int) -> str:
+        """The kind of the save that all ranks make now at ``step``, or empty."""
+        if not (tally.save or tally.due):
+            return ""
+        if tally.busy:
+            self._delayed_steps += 1
+            if not self._said:
+                self._said = True
+                log.warning(
+                    "holdfast: the save due at step %d waits, the one of step %d is still being written: training goes "
+                    "on, and saves come as often as the disk allows",
+                    step,
+                    self._last_step,
+                )
+            return ""
+        self.asked = False
+        self.start(step)
+        return "request" if tally.save else "periodic"
+
+    def take_delay(self) -> int:
+        """Steps by which the save that is made now was put off."""
+        delayed, self._delayed_steps = self._delayed_steps, 0
+        return delayed

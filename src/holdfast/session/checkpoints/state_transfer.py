@@ -1,0 +1,246 @@
+"""Live recovery in a session: a survivor gives its state, a newcomer takes one and joins.
+
+Theory. When only the lost ranks are replaced, every survivor that stands at the decided step serves its state as it was
+at the last commit (what an aborted block changed is read from the copies made when it began) until the job resumes.
+A newcomer has built the same model without peers; it fills its own boxes from identical ones of the survivors, takes
+the plain values from one of them and its rank-local values from the page of the rank that it replaces. What the script
+does before the block of the step: ``transfer_snapshot.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from holdfast.core.ids import Generation
+from holdfast.core.protocol.messages import Receive, Settle, StateOffered, StateRefused
+from holdfast.errors import CheckpointInvalid, CheckpointMismatch, HoldfastError
+from holdfast.frameworks.common.adapter import Adapter, Collected, GivesPieces, LogsUpdates
+from holdfast.runtime.net.service_names import state_of
+from holdfast.runtime.node.run_settings import RunSettings
+from holdfast.runtime.node.rundir import RunDir
+from holdfast.runtime.worker.state_transfer import StateServer, View, Wanted, fetch
+from holdfast.runtime.worker.worker_client import Client
+from holdfast.session.checkpoints.memory_tier import Tier
+from holdfast.session.checkpoints.resume import Resumed, refuse_another_model
+from holdfast.session.steps.participant import TEXT_LENGTH_MAX, Rank
+from holdfast.store.format.json_values import decode_mapping, encode_values
+from holdfast.store.layouts.layout import Box, Catalogue
+from holdfast.store.layouts.layout_completion import catalogue_of
+from holdfast.store.layouts.value_sources import speakers
+
+log = logging.getLogger("holdfast")
+
+LOOPBACK = "127.0.0.1"
+
+
+class Kept(Protocol):
+    """What a survivor is asked about its memory tier."""
+
+    def verify(self, step: int) -> None:
+        """Raises: CheckpointInvalid: the state of ``step`` in memory is not sound."""
+
+    def require_replayable(self, step: int) -> None:
+        """Raises: StateError: the state of ``step`` is not what the optimizer's updates made of the one before."""
+
+
+class Giver:
+    """A survivor's side.
+
+    Args:
+        client: tells the controller where the state is served.
+        boundary: waits until this rank stands at the decided step; True when that is the start of an aborted block.
+        collect: the state at that moment.
+        values: plain values common to all ranks, given the collected state.
+        memory: of this rank.
+        refuse: tells the controller that it is not.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        boundary: Callable[[Settle], bool],
+        collect: Callable[[bool], Collected],
+        values: Callable[[Collected], Mapping[str, object]],
+        memory: Kept,
+        refuse: Callable[[Generation, int, CheckpointInvalid], None],
+    ) -> None:
+        self._memory = memory
+        self._refuse = refuse
+        self._client = client
+        self._boundary = boundary
+        self._collect = collect
+        self._values = values
+        self._server: StateServer | None = None
+        self._given: tuple[Settle, int] | None = None  # what the server is for, and its port
+        self._host = _reachable(client)
+
+    def give(self, settle: Settle) -> None:
+        """Serve the state of ``settle.step``, or see that the one to go back to is sound; in the task thread.
+
+        An order that comes again (its answer may have died with an agent) is answered again: newcomers may be reading.
+        By then it may be known that all sources hold the same, and digests are asked for no more.
+        """
+        settle = msgspec.structs.replace(settle, vouch=False)
+        if self._given is not None and self._given[0] == settle:
+            self._offer(settle.generation, settle.step, self._given[1])
+            return
+        if settle.rewind >= 0:
+            try:
+                self._boundary(settle)
+                self._memory.verify(settle.rewind)
+            except CheckpointInvalid as error:
+                self._refuse(settle.generation, settle.rewind, error)
+            except HoldfastError as error:
+                log.error("holdfast: this rank cannot go back: %s", error)  # as below
+            else:
+                self._offer(settle.generation, settle.rewind, 0)
+            return
+        try:
+            frozen = self._boundary(settle)
+        except HoldfastError as error:  # the bound of joining ends the wait
+            log.error("holdfast: this rank cannot give its state: %s", error)
+            return
+        try:
+            if settle.replays:
+                self._memory.require_replayable(settle.step)
+            collected = self._collect(frozen)
+            values = encode_values(dict(self._values(collected)))
+            service = state_of(self._client.rank, settle.generation)
+            token = _token(self._client)
+            server = StateServer(_pieces_of(collected), values, token, service, self._client.moved)
+            port = server.start(self._host)
+        except (HoldfastError, OSError) as error:
+            log.error("holdfast: this rank cannot give its state: %s", error)
+            self._decline(settle, error)
+            return
+        self.stop()
+        self._server, self._given = server, (settle, port)
+        self._offer(settle.generation, settle.step, port)
+
+    def _offer(self, generation: Generation, step: int, port: int) -> None:
+        self._client.send(
+            StateOffered(
+                member_id=self._client.member_id, generation=generation, step=step, host=self._host, port=port
+            )
+        )
+
+    def _decline(self, settle: Settle, error: Exception) -> None:
+        """The state is sound, and this rank lives: the controller finds another way."""
+        self._client.send(
+            StateRefused(
+                member_id=self._client.member_id,
+                generation=settle.generation,
+                step=settle.step,
+                reason=f"it cannot give its state: {error}"[:TEXT_LENGTH_MAX],
+                alone=True,
+            )
+        )
+
+    def stop(self) -> None:
+        """Everyone has joined, or another fault came first."""
+        server, self._server, self._given = self._server, None, None
+        if server is not None:
+            server.close()
+
+
+def _pieces_of(collected: Collected) -> View:
+    """Only what is asked for is copied from a device; elsewhere a view costs nothing."""
+    if isinstance(collected, GivesPieces):
+        return collected.piece
+    return lambda fqn, box, start, stop: collected.view(fqn, box)[start:stop]
+
+
+def take_over(rank: Rank, adapter: Adapter, client: Client, tier: Tier, order: Receive) -> Resumed:
+    """A newcomer: the survivors, or what the one before it left in memory, give what a checkpoint would.
+
+    Raises: as :func:`take`.
+    """
+    if not (order.kept or order.replays):
+        return take(adapter, client, order)
+    try:
+        if order.kept:
+            return tier.load(order.step, order.turns)
+        return take(adapter, client, order, tier.replay(order.step))
+    except CheckpointInvalid as error:
+        rank.refuse(order.generation, order.step, error)
+        rank.await_end()
+
+
+def take(adapter: Adapter, client: Client, order: Receive, again: Collected | None = None) -> Resumed:
+    """Fill this rank's state from the survivors.
+
+    Args:
+        again: has what no survivor holds, made again from memory.
+
+    Raises:
+        CheckpointMismatch: this process has built another model than the one it replaces.
+        CheckpointInvalid: what a survivor gave are no values.
+        PeerLost: a box has no holder left.
+    """
+    token = _token(client)
+    sources = {int(rank): at for rank, at in order.sources.items()}
+    catalogue = catalogue_of(order.layouts.by_rank())
+    own = {t.fqn for t in catalogue.tensors if adapter.rank in catalogue.grids[t.grid].ranks}
+    asked = dict.fromkeys([*speakers(catalogue, own, sources), *sorted(sources)])
+    values = decode_mapping(fetch(sources, [], token, order.generation, tuple(asked)), "values of a survivor")
+    restore = adapter.restore(catalogue, values)
+    buffers = restore.buffers()
+    refuse_another_model(catalogue, (meta for meta, _ in buffers), "in the survivors")
+    # An uneven shard may be empty, and nobody else declares the same nothing.
+    places = [(meta.fqn, meta.box, data) for meta, data in buffers if len(data)]
+    holders = _holders(catalogue, {(fqn, box) for fqn, box, _ in places}, adapter.rank, sources)
+    wanted = [Wanted(fqn, box, data, holders.get((fqn, box), ())) for fqn, box, data in places]
+    lost = [want for want in wanted if not set(want.holders) & set(sources)]
+    missing = [f"{want.fqn}{want.box}" for want in lost]
+    if missing and again is None:
+        raise CheckpointMismatch(
+            f"no survivor holds {missing[0]} and {len(missing) - 1} more that this process has built",
+            hint="build the same model in every process, whatever its rank",
+        )
+    for want in lost:
+        _put(want, adapter, again)
+    fetch(sources, [w for w in wanted if w not in lost], token, order.generation, moved=client.moved)
+    restore.finish()
+    local = decode_mapping(order.local, "locals of the rank that is replaced") if order.local else {}
+    begun = local.get("begun") == order.step and bool(values["at_block"])
+    return Resumed(Path("peers"), order.step, values["session"], local, begun)
+
+
+def _put(want: Wanted, adapter: Adapter, again: Collected | None) -> None:
+    """A box that no survivor holds. Raises: CheckpointInvalid: no update makes it."""
+    if again is None or not (isinstance(adapter, LogsUpdates) and adapter.updates.rebuilds(want.fqn)):
+        raise CheckpointInvalid(f"no survivor holds {want.fqn}{want.box}, and no update makes it")
+    made = again.view(want.fqn, want.box)
+    np.copyto(np.frombuffer(want.buffer, np.uint8), np.frombuffer(made, np.uint8))
+
+
+def _holders(
+    catalogue: Catalogue, places: Collection[tuple[str, Box]], rank: int, sources: Collection[int]
+) -> dict[tuple[str, Box], tuple[int, ...]]:
+    """Who holds each place. What the lost rank had not told any more (state that had just come) its peers have."""
+    found: dict[tuple[str, Box], tuple[int, ...]] = {}
+    for asked in (rank, *sorted(sources)):
+        if all(place in found for place in places):
+            break
+        for tensor, box, ranks in catalogue.held_by(asked):
+            found.setdefault((tensor.fqn, box), ranks)
+    return found
+
+
+def _reachable(client: Client) -> str:
+    """The address at which newcomers find this process: loopback, unless they may be on other hosts."""
+    if client.run_dir is None:
+        return LOOPBACK
+    settings = RunSettings.load(client.run_dir)
+    return settings.bind if settings.several and not settings.library else LOOPBACK
+
+
+def _token(client: Client) -> bytes:
+    assert client.run_dir is not None
+    return RunDir(client.run_dir).token()

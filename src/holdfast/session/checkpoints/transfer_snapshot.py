@@ -1,0 +1,69 @@
+"""What a survivor gives to newcomers, at a step before whose block the script does something.
+
+Theory. What stands before a block (a schedule that goes on there, a score that is noted) may be done by some ranks and
+not yet by others when one is lost, and a newcomer that does it has to have the state of before, one that does not that
+of after. A survivor that has come to its block has done it: the newcomer need not, if the rank in whose place it comes
+had begun the block. But boxes come from several survivors, and where such code changes what ``Adapter.remember`` copies
+they may be of two states. So who has changed something does not give it: all start again at this step, from the state
+of before. One that is still there, or was not given the step, gives that as well, and the newcomer does it, too.
+"""
+
+from __future__ import annotations
+
+import xxhash
+
+from holdfast.errors import StateError
+from holdfast.frameworks.common.adapter import Adapter, Collected
+from holdfast.session.steps.participant import Rank
+from holdfast.store.format.json_values import encode_values
+
+
+class Given:
+    """The state to give.
+
+    Attributes:
+        at_block: what stands before the block of the step is done here.
+        by_framework: the loop is another library's, which does all its work between two steps there, and brings a
+            newcomer to its place itself.
+    """
+
+    def __init__(self, rank: Rank, adapter: Adapter) -> None:
+        self.at_block = self.by_framework = False
+        self._rank = rank
+        self._adapter = adapter
+
+    def collect(self, frozen: bool) -> Collected:
+        """The state, at the start of an aborted block when ``frozen``.
+
+        Raises:
+            StateError: the script has changed it before the block; told, for a decision that starts all again.
+        """
+        rank, adapter = self._rank, self._adapter
+        self.at_block = frozen or rank.at_block or self.by_framework
+        if self.by_framework:
+            return adapter.collect(frozen=frozen)
+        before = adapter.collect(frozen=frozen, before=rank.step)
+        if not self.at_block:
+            return before
+        now = adapter.collect(frozen=frozen)
+        if self._differ(before, now):
+            with rank.changed:
+                rank.stray()
+            raise StateError(
+                f"the script has changed it before the block of step {rank.step}: all ranks start again there"
+            )
+        return now
+
+    def _differ(self, one: Collected, other: Collected) -> bool:
+        """In what a script may change there: plain values, single numbers of optimizers, its own tensors."""
+        if encode_values(one.values) != encode_values(other.values):
+            return True
+        layouts = [each.layout(self._adapter.rank, self._adapter.world_size) for each in (one, other)]
+        if layouts[0].tensors != layouts[1].tensors:
+            return True
+        return any(
+            xxhash.xxh3_128_digest(one.view(meta.fqn, meta.box))
+            != xxhash.xxh3_128_digest(other.view(meta.fqn, meta.box))
+            for meta in layouts[0].tensors
+            if meta.fqn.startswith("state.") or (meta.fqn.startswith("optimizer.") and meta.box.numel == 1)
+        )

@@ -1,0 +1,267 @@
+"""Asked to leave: signals that work while the main thread sits in C++, and a file that a user can write.
+
+Theory. A Python signal handler runs in the main thread between bytecodes, so not while that thread waits inside a
+collective. The interpreter's C handler, however, writes the signal's number into a wake-up descriptor at once; a
+thread reads it there. Handlers and the descriptor that were installed before are called and restored. SIGUSR1 is left
+alone where somebody uses it: scripts have their stacks printed by it.
+
+A forked process (a data loader's, a pool's) inherits handlers and descriptor. A signal to it alone
+(``Process.terminate()``) asks nobody, and ends it. Where its parent is asked at the same time (schedulers signal every
+process) it stays, because the step under way may need it.
+
+The exit file is JSON with ``{"GracefulExit": 1}``. Each version of the file (time, content) counts once: every
+checkpoint says which version has been answered last, so a file that is left over does not stop the next run, and one
+that is there from the start of a job is answered at its first step. A process that comes into a running job leaves what
+was there before to the others. A request that is ignored is said in one line; a file that cannot be read is warned of,
+once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import mmap
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from holdfast.errors import StoreError
+from holdfast.frameworks.common.state_tree import Plain
+from holdfast.store.backends.location import Place
+from holdfast.store.backends.user_files import read_given
+from holdfast.store.manage.checkpoint_root import Root
+from holdfast.store.read.load import load_locals
+
+log = logging.getLogger("holdfast")
+
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
+_UNUSED = (signal.SIG_DFL, signal.SIG_IGN)
+RECORD = "exit_file"
+"""Key of the answered version among the values of one rank."""
+FILE_INTERVAL_S = 0.5
+CHILD_WAIT_S = 1.0  # for the signal that reaches the parent a little later
+FILE_SIZE_BYTES_MAX = 64 * 1024
+
+
+class Version(NamedTuple):
+    """One content of the exit file."""
+
+    time_ns: int
+    content: bytes
+
+    def record(self) -> list[int | str]:
+        """What a checkpoint says of it."""
+        return [self.time_ns, xxhash.xxh3_128_hexdigest(self.content)]
+
+
+class ExitWatch:
+    """Calls ``ask(source)`` when this process is asked to leave, from :meth:`start` to :meth:`stop`.
+
+    Args:
+        ask: called from the watching thread.
+        exit_file: a file to look at, or None.
+        grace_s: after a request the process may stay this long; then ``give_up`` is called. None: for ever.
+        give_up: ends the process.
+        signals: those that ask.
+    """
+
+    def __init__(
+        self,
+        ask: Callable[[str], None],
+        exit_file: Path | None,
+        grace_s: float | None,
+        give_up: Callable[[], None],
+        signals: tuple[signal.Signals, ...] = SIGNALS,
+    ) -> None:
+        self._ask = ask
+        self._file = exit_file
+        self._grace_s = grace_s
+        self._give_up = give_up
+        self._numbers = signals
+        self._leaving = mmap.mmap(-1, 1)  # shared with forked processes: has a signal asked the parent
+        self._forked = False
+        self._deadline_s: float | None = None
+        self._seen: Version | None = None
+        self._answered: Plain = None  # of the version that was answered last
+        self._unreadable = False
+        self._before: dict[signal.Signals, Any] = {}
+        self._before_fd = -1
+        self._read, self._write = -1, -1
+        self._thread = threading.Thread(target=self._watch, name="holdfast-exit", daemon=True)
+        self._ending = False
+        self._quit_read, self._quit_write = -1, -1
+
+    def start(self, known: Mapping[str, Plain] | None = None, say: Callable[[str], None] = log.info) -> None:
+        """Install handlers (in the main thread only; elsewhere only the file is watched) and start the thread.
+
+        Args:
+            known: what was said by :meth:`record` where this process begins; empty: not known; None: nothing was
+                answered yet.
+            say: prints the line about a request that is ignored.
+        """
+        self._answered = None if known is None else known.get(RECORD)
+        found = self._version()
+        ignored = known is not None and (
+            RECORD not in known or found is None or found.record() == self._answered
+        )
+        if ignored and found is not None and self._asks(found):
+            self._seen = found
+            say(
+                f"holdfast: the exit file {self._file} was there before and has been answered: it is ignored; "
+                "write it again to leave"
+            )
+        else:
+            self._look()
+        self._quit_read, self._quit_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        if threading.current_thread() is threading.main_thread():
+            self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            for number in self._numbers:
+                if number is not signal.SIGUSR1 or signal.getsignal(number) in _UNUSED:
+                    self._before[number] = signal.signal(number, self._handle)
+            self._before_fd = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+            os.register_at_fork(after_in_child=self._in_child)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Restore what was there before."""
+        if self._quit_write < 0 or self._ending or self._forked:
+            return
+        self._ending = True
+        self._leaving[0] = 0
+        os.write(self._quit_write, b"x")
+        self._thread.join()
+        if self._write >= 0:
+            signal.set_wakeup_fd(self._before_fd)
+            for number, handler in self._before.items():
+                if signal.getsignal(number) == self._handle:
+                    signal.signal(number, _afterwards(number, handler))
+        for fd in (self._read, self._write, self._quit_read, self._quit_write):
+            if fd >= 0:
+                os.close(fd)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        """In the main thread, whenever it gets there: only the handler that was installed before us."""
+        before = self._before.get(signal.Signals(number))
+        if callable(before):
+            before(number, frame)
+        elif self._forked and before is signal.SIG_DFL and not self._parent_asked():
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+    def _in_child(self) -> None:
+        if self._before and not self._ending:
+            self._forked = True
+            signal.set_wakeup_fd(self._before_fd)
+
+    def _parent_asked(self) -> bool:
+        deadline_s = time.monotonic() + CHILD_WAIT_S
+        while not self._leaving[0] and time.monotonic() < deadline_s:
+            time.sleep(CHILD_WAIT_S / 100)
+        return bool(self._leaving[0])
+
+    def _watch(self) -> None:
+        poller = select.poll()  # no select(): a script may have more than 1024 files open
+        for fd in (self._quit_read, self._read):
+            if fd >= 0:
+                poller.register(fd, select.POLLIN)
+        while True:
+            looks = self._file is not None or self._deadline_s is not None
+            ready = [fd for fd, _ in poller.poll(1000 * FILE_INTERVAL_S if looks else None)]
+            if self._quit_read in ready:
+                return
+            if self._read in ready:
+                self._signals(os.read(self._read, 4096))
+            if self._file is not None:
+                self._look()
+            if self._deadline_s is not None and time.monotonic() > self._deadline_s:
+                self._give_up()
+
+    def _signals(self, numbers: bytes) -> None:
+        if self._before_fd >= 0:
+            with contextlib.suppress(OSError):  # full, or closed by its owner: not what this thread is for
+                os.write(self._before_fd, numbers)
+        for number in self._before:
+            if int(number) in numbers:
+                self._leaving[0] = 1
+                self._asked(number.name)
+
+    def _asked(self, source: str) -> None:
+        if self._grace_s is not None and self._deadline_s is None:
+            self._deadline_s = time.monotonic() + self._grace_s
+        self._ask(source)
+
+    def record(self, *, leaves: bool) -> dict[str, Plain]:
+        """For a checkpoint: which version of the exit file has been answered last.
+
+        Args:
+            leaves: all ranks have agreed to leave, which answers what the file asks for.
+        """
+        found = self._version() if leaves else None
+        if found is not None and self._asks(found):
+            self._answered = found.record()
+        return {RECORD: self._answered}
+
+    def _look(self) -> None:
+        version = self._version()
+        if version == self._seen:
+            return
+        self._seen = version
+        if version is not None and self._asks(version):
+            self._asked(f"file {self._file}")
+
+    def _asks(self, version: Version) -> bool:
+        """It asks to leave; a warning where it is not JSON."""
+        try:
+            asked = json.loads(version.content)
+        except (ValueError, RecursionError):
+            log.warning('holdfast: the exit file %s is not JSON; expected {"GracefulExit": 1}', self._file)
+            return False
+        return isinstance(asked, dict) and asked.get("GracefulExit") == 1
+
+    def _version(self) -> Version | None:
+        """The exit file as it is; None when there is none that can be read."""
+        if self._file is None:
+            return None
+        try:
+            return Version(self._file.stat().st_mtime_ns, read_given(self._file, FILE_SIZE_BYTES_MAX))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            if not self._unreadable:
+                log.warning("holdfast: cannot read the exit file, it asks for nothing: %s", error)
+            self._unreadable = True
+            return None
+
+
+def known_of(local: Mapping[str, Any] | None, root: Place | None, rank: int) -> Mapping[str, Plain] | None:
+    """What :meth:`ExitWatch.start` is told.
+
+    Args:
+        local: what this rank has loaded; None: the job begins.
+        root: of the session: the newest checkpoint there may be one of a job before, which has answered.
+        rank: of this process.
+    """
+    if local is not None or root is None:
+        return local
+    try:
+        names = Root(root).names()
+        found = load_locals(root / names[0], rank) if names else {}
+    except StoreError:
+        return None  # nothing that a job could have left in order
+    return {RECORD: found[RECORD]} if RECORD in found else None
+
+
+def _afterwards(number: signal.Signals, before: Any) -> Any:
+    """The handler after the session. A scheduler's warning to all processes of a run is answered by its launcher: it
+    does not end a worker that evaluates or exports."""
+    launched = "HOLDFAST_MEMBER_ID" in os.environ
+    return signal.SIG_IGN if launched and before is signal.SIG_DFL and number in WARNINGS else before

@@ -1,0 +1,153 @@
+"""What a session gives the script to loop over: steps, epochs and phases."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from holdfast.errors import UnsupportedError, UsageError
+from holdfast.frameworks.common.adapter import Adapter, StandsIn
+from holdfast.runtime.node.deferred_rank import StandIn
+from holdfast.session.checkpoints.after_block import Behind
+from holdfast.session.loops.loop import Loops
+from holdfast.session.loops.script_source import enclosed
+from holdfast.session.loops.turn_position import IDIOM
+from holdfast.session.loops.turns import Turns
+from holdfast.session.steps.accumulation import checked_count, grouped
+from holdfast.session.steps.step import Blocks, Step
+from holdfast.session.steps.warmup import rehearsals
+
+
+class Repeating:
+    """The loops of a :class:`holdfast.session.session.Session`, which sets what is used here when it opens."""
+
+    _adapter: Adapter
+    _parts: int
+    _loops: Loops
+    _turns: Turns
+    _behind: Behind
+    _blocks: Blocks
+    _spare: StandIn | None
+    _rehearsing: bool
+    _entered_by: tuple[FrameType, int] | None
+
+    def _require_entered(self) -> None:
+        raise NotImplementedError
+
+    def _asked(self) -> None:
+        raise NotImplementedError
+
+    def _go_on_stage(self) -> None:
+        raise NotImplementedError
+
+    def takes_loops(self) -> None:
+        """The loops are another library's: no rule for the user's own holds."""
+        self._loops.walk.several = True
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs that are not done: ``for epoch in s.epochs(10): for step in s.steps(loader): ...``.
+
+        Each is done once in the life of the job: what follows its loop over steps is run again only where a fault has
+        cut it off, with the state of the end of that loop. A process that comes in later begins in the open epoch. The
+        numbers are those of the whole job, as is ``step.epoch``.
+
+        Args:
+            count: in all; more at a later start add epochs.
+
+        Raises:
+            UsageError: not a number of epochs, or another one than on other ranks.
+        """
+        if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+            raise UsageError(
+                f"s.epochs({count!r}): not a number of epochs", hint="for epoch in s.epochs(10): ..."
+            )
+        self._asked()
+        return self._turns.run("epochs", count)
+
+    def phase(self, name: str) -> Iterator[str]:
+        """Run once in the life of the job: ``for _ in s.phase("warmup"): for step in s.steps(loader, until=100): ...``.
+
+        Args:
+            name: told in messages; phases are known by their order in the script.
+
+        Raises:
+            UsageError: no name, or another phase stood here before.
+        """
+        if not isinstance(name, str) or not name:
+            raise UsageError(f"s.phase({name!r}): not a name", hint='for _ in s.phase("warmup"): ...')
+        self._asked()
+        return (name for _ in self._turns.run(f'phase "{name}"', 1))
+
+    def steps(
+        self,
+        loader: Any = None,
+        *,
+        until: int | None = None,
+        epochs: int | None = None,
+        batches: int | None = None,
+    ) -> Iterator[Step]:
+        """Steps from where the job is. Use each as ``with step as batch:``.
+
+        What stands before a block is run again when the block is: ``if ... and not step.again:``. There, and after a
+        loop, it is run again when all ranks start again, with schedulers, learning rates and ``state=`` of before.
+        Several loops stand in :meth:`epochs` or :meth:`phase`; in an epoch, the data is that of this epoch.
+
+        Args:
+            loader: a DataLoader or any iterable of batches; None: the block gets None.
+            until: stop when this many updates are done; the loader is cycled (``set_epoch`` is called).
+            epochs: stop after this many passes over the loader; 1 when neither is given.
+            batches: of the loader for one step, which gets a list of them (gradient accumulation); the last list of an
+                epoch may be shorter.
+
+        Raises:
+            UsageError: neither a loader nor ``until``, a loader that cannot be iterated, or ranks that share a sampler
+                have different datasets: another length or, where that is only memory, another content. A dataset that
+                is code may say who it is by an attribute ``fingerprint``, for instance the checksum of its file.
+            UsageError: a second loop outside of epochs and phases, or a loop around this one that is none of them.
+            EmptyLoaderError: the loader yields no batch.
+            StepError: a step was not entered by ``with``.
+        """
+        self._require_entered()
+        if loader is None and until is None:
+            raise UsageError("steps() needs a loader, or until=N", hint="s.steps(loader, until=10_000)")
+        if loader is None and self._parts > 1:
+            raise UnsupportedError(
+                "steps() without a loader cannot be run in parts by fewer ranks than the job began with",
+                hint="s.steps(loader, ...), or start without --shrink-to",
+            )
+        self._turns.close()
+        walk = self._loops.walk
+        if not walk.inside and not walk.several and enclosed(sys._getframe(1), self._entered_by):
+            raise UsageError(
+                "a loop over steps in a loop that the session does not know: its turns would run again at each start",
+                hint=IDIOM,
+            )
+        many = checked_count(batches, loader)
+        passes = epochs if until is not None or epochs is not None else 1
+        self._behind.begin()
+        loop = self._loops.run(
+            loader,
+            passes,
+            until,
+            many,
+            lambda: self._behind.exit_agreed,
+            lambda n: Step(self._blocks, n),
+            self._behind.come_back,
+        )
+        return loop if self._spare is None else self._after_rehearsal(loader, many, loop)
+
+    def _after_rehearsal(self, loader: Any, batches: int | None, loop: Iterator[Step]) -> Iterator[Step]:
+        self._rehearsing = True
+        feed = None if loader is None else grouped(self._adapter.feed(loader), batches)
+        try:
+            yield from rehearsals(self._adapter, self._blocks, feed)
+            self._rehearsing = False
+            self._go_on_stage()
+            if isinstance(self._adapter, StandsIn) and feed is not None and feed.repeatable:
+                self._loops.begun, feed = feed, None
+        finally:
+            if feed is not None:
+                feed.close()
+        yield from loop

@@ -1,0 +1,147 @@
+"""The user's state, and buffers, are those of the job, and the data are shared: told once where it is not so.
+
+Theory. A checkpoint holds it once, and who takes a lost rank's place has that of another rank. What each rank keeps for
+itself (its environment, its own losses, buffers that DDP does not broadcast) would be another rank's after a fault,
+without a word. So each rank says after its first step what it has, by digests, and the first rank compares after the
+next one: by then everybody has voted again, and so has spoken. Only ranks that hold the same tensors of the model are
+compared, as only these stand in for each other, and only what each of them holds whole. The first rank reads all of it
+at once, so a rank whose names would take too much says one digest of all buffers, and one of all items, instead.
+
+Ranks that train different copies of the model are meant to train on different data. Where all of them have drawn the
+same batch for the same step, no sampler shares the data, and each sample counts several times.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence, Set
+from typing import Any
+
+import xxhash
+
+from holdfast.core.protocol.messages import FRAME_SIZE_BYTES_MAX
+from holdfast.frameworks.common.adapter import Adapter, Collected, ComparesCopies, DigestsBatches
+from holdfast.runtime.worker.worker_client import Client
+from holdfast.session.loops.dataset_check import repeat_on_first
+from holdfast.store.format.json_values import encode_values
+from holdfast.store.layouts.layout import Box
+from holdfast.text import plural
+
+log = logging.getLogger("holdfast")
+
+PREFIX = "state."
+SAID_SIZE_BYTES_MAX = FRAME_SIZE_BYTES_MAX // 2
+"""Of all ranks together: they come in one message."""
+Said = tuple[str, dict[str, str], dict[str, str], list[int]]
+"""Which part of the model, a digest by item of the user's state, a digest by buffer; the copy of the model and the
+digests of the batches of its first step, empty where no loader draws them."""
+
+
+class Common:
+    """Compares the user's state of all ranks, once in the life of a process that began with the others."""
+
+    def __init__(self, adapter: Adapter, client: Client | None, state: Mapping[str, Any]) -> None:
+        self._adapter = adapter
+        self._left_out = {name for name, item in state.items() if getattr(item, "may_differ", False)}
+        self._client = None if client is None or client.joining or adapter.world_size == 1 else client
+        self._key = ""
+
+    def committed(self, drawn: Sequence[int]) -> None:
+        """A step counts; ``drawn``: digests of its batches, empty where they are not known."""
+        client, adapter = self._client, self._adapter
+        if client is None:
+            return
+        if not self._key:
+            collected = adapter.collect()
+            self._key = f"holdfast/state/{client.generation}"
+            here = [adapter.copy.number, *drawn] if drawn and isinstance(adapter, DigestsBatches) else []
+            said = (*digests(adapter, collected, self._left_out), here)
+            client.kv("append", (self._key,), spoken(said, SAID_SIZE_BYTES_MAX // adapter.world_size))
+            return
+        self._client = None
+        if adapter.rank == 0:
+            repeat_on_first(client)
+            lines = client.kv("get", (self._key,)).value.decode().splitlines()
+            said_by: list[Said] = [json.loads(words) for words in lines]
+            if copies := all_alike([drawn for *_, drawn in said_by]):
+                log.warning(
+                    "holdfast: all %d copies of the model have drawn the same batch for the first step, so each sample "
+                    "counts %d times: give the loader a DistributedSampler, or let each rank draw data of its own",
+                    copies,
+                    copies,
+                )
+            if buffers := differing([(part, found) for part, _, found, _ in said_by]):
+                log.warning(
+                    "holdfast: not the same on all ranks: %s, %s first: who takes a lost rank's place, "
+                    "or starts from a checkpoint, has those of another rank; DDP(broadcast_buffers=True) keeps them "
+                    "equal",
+                    plural(len(buffers), "buffer"),
+                    buffers[0],
+                )
+            for name in differing([(part, found) for part, found, *_ in said_by]):
+                log.warning(
+                    'holdfast: state "%s" is not the same on all ranks: it is that of the job, and who takes a lost '
+                    "rank's place, or starts from a checkpoint, has that of another rank; what is one rank's belongs "
+                    "into s.own (plain values), or is made from the number of the step",
+                    name,
+                )
+
+
+def spoken(said: Said, size_bytes_max: int) -> bytes:
+    """A line of what this rank says, without the names where they would take more than ``size_bytes_max``."""
+    line = f"{json.dumps(said)}\n".encode()
+    if len(line) <= size_bytes_max:
+        return line
+    part, items, buffers, drawn = said
+    return f"{json.dumps((part, _together(items), _together(buffers), drawn))}\n".encode()
+
+
+def _together(found: Mapping[str, str]) -> dict[str, str]:
+    total = xxhash.xxh3_64(json.dumps(found, sort_keys=True).encode())
+    return {f"one of {len(found)}": total.hexdigest()} if found else {}
+
+
+def all_alike(drawn: Sequence[Sequence[int]]) -> int:
+    """How many copies of the model have all drawn the same batches; 0: they have not, or a rank has not said.
+
+    Args:
+        drawn: of each rank: the number of its copy, and the digests of the batches of one step.
+    """
+    if not all(drawn):
+        return 0
+    copies = {copy for copy, *_ in drawn}
+    batches = {tuple(found) for _, *found in drawn}
+    return len(copies) if len(copies) > 1 and len(batches) == 1 else 0
+
+
+def digests(
+    adapter: Adapter, collected: Collected, left_out: Set[str]
+) -> tuple[str, dict[str, str], dict[str, str]]:
+    """Which part of the model this rank holds, and digests of each item of the user's state, and of each buffer."""
+    state = collected.values.get("state", {})
+    compared = {name: value for name, value in state.items() if name not in left_out}
+    totals = {name: xxhash.xxh3_64(encode_values(value, name)) for name, value in compared.items()}
+    buffers: dict[str, str] = {}
+    part = xxhash.xxh3_64()
+    for meta in collected.layout(adapter.rank, adapter.world_size).tensors:
+        if not meta.fqn.startswith(PREFIX):
+            part.update(meta.fqn.encode())
+            if isinstance(adapter, ComparesCopies) and not adapter.compares(meta.fqn):
+                buffers[meta.fqn] = xxhash.xxh3_64_hexdigest(collected.view(meta.fqn, meta.box))
+        elif meta.box == Box.whole(meta.shape):
+            words = meta.fqn.removeprefix(PREFIX).split(".")
+            owners = [name for at in range(len(words)) if (name := ".".join(words[: at + 1])) in totals]
+            for name in owners[-1:]:
+                totals[name].update(collected.view(meta.fqn, meta.box))
+    return part.hexdigest(), {name: total.hexdigest() for name, total in totals.items()}, buffers
+
+
+def differing(said: list[tuple[str, dict[str, str]]]) -> list[str]:
+    """Names of what ranks of one part have different things in."""
+    seen: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    for part, items in said:
+        for name, digest in items.items():
+            seen[part, name].add(digest)
+    return sorted({name for (_, name), found in seen.items() if len(found) > 1})

@@ -1,0 +1,223 @@
+"""Where the script is among its parts that run once in the life of the job: epochs and phases, one inside another.
+
+Theory. A process that starts again runs the script again, and shall leave out the turns (the epochs, or the one run
+of a phase) that the job has behind it. So each part is named by its way through the script: the number of the part in
+the turn around it, after the way to that turn. What is on record of a part is how many of its turns the whole job has
+done, and which loop over steps was to come next then: with these a process begins in the middle as if it had come from
+the start. A loop over steps is numbered in the order of the script, also those that were left out.
+
+Each slot (the session outside of all parts, and each turn) has room for one loop over steps. Between two loops there
+would be code that the session cannot leave out.
+
+Life of the data: the record is made in a running job, is a part of the place of the job in each saved and served state
+(``place["turns"]``), and what is inside a turn is dropped when that turn has ended.
+
+Invariants:
+1. The record is never changed, only replaced: another thread may be writing it.
+2. ``passed`` rises by one with each turn that the whole job has done, and never falls in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.errors import UsageError
+from holdfast.text import plural
+
+Record = dict[str, Any]
+
+IDIOM = (
+    "for epoch in s.epochs(N): for step in s.steps(loader): ..., and for _ in s.phase('warmup'): ... around what "
+    "runs once"
+)
+
+
+class Slot:
+    """What may hold one loop over steps: the session, or one turn of a part.
+
+    Attributes:
+        way: of the turn; empty for the session.
+        title: as a user calls it.
+    """
+
+    def __init__(self, way: str, title: str) -> None:
+        self.way = way
+        self.title = title
+        self.parts = 0
+        self.has_loop = False
+
+
+class Part:
+    """A part of the script that is being run.
+
+    Attributes:
+        way: names it.
+        kind: ``epochs``, or ``phase`` and its name.
+        turns: in all.
+        done: turns that the whole job has done.
+        closed: the script has left it, by ``break`` or an exception.
+        slot: of the turn that is open.
+    """
+
+    def __init__(self, way: str, kind: str, turns: int, done: int) -> None:
+        self.way = way
+        self.kind = kind
+        self.turns = turns
+        self.done = done
+        self.closed = False
+        self.slot: Slot | None = None
+
+    @property
+    def title(self) -> str:
+        """The open turn, as a user calls it."""
+        return f"epoch {self.done}" if self.kind == "epochs" else self.kind
+
+
+class Walk:
+    """Through the script of one session.
+
+    Attributes:
+        loops: loops over steps so far, those that were left out included.
+        several: other people's loops are run here: there is no limit to a slot.
+    """
+
+    def __init__(self) -> None:
+        self.loops = 0
+        self.several = False
+        self._record: dict[str, Record] = {}
+        self._passed = 0
+        self._seen: set[str] = set()
+        self._bottom = Slot("", "the session")
+        self._open: list[Part] = []
+
+    # ------------------------------------------------------------------ the record
+
+    @property
+    def record(self) -> Record:
+        """For the place of the job."""
+        return {"passed": self._passed, "parts": dict(self._record)}
+
+    @property
+    def passed(self) -> int:
+        """Turns that the whole job has done, until this moment of its life."""
+        return self._passed
+
+    def stand_at(self, record: Mapping[str, Any] | None) -> None:
+        """The record that was loaded; None: of a job that had no parts."""
+        record = record or {}
+        self._record = dict(record.get("parts", {}))
+        self._passed = int(record.get("passed", 0))
+
+    def missing(self, loop: int) -> str:
+        """What the job has come to, and this script has not; empty: nothing. ``loop``: the last one of the job."""
+        unseen = [each for way, each in self._record.items() if way not in self._seen]
+        if unseen:
+            return f"{_name(unseen[0])} of the job"
+        if loop >= self.loops:
+            return f"loop {loop} over steps, where the job is (this script had {plural(self.loops, 'loop')})"
+        return ""
+
+    # ------------------------------------------------------------------ in the script
+
+    @property
+    def slot(self) -> Slot:
+        """Where the script is."""
+        inner = self._open[-1].slot if self._open else None
+        return inner or self._bottom
+
+    @property
+    def inside(self) -> bool:
+        """The script is in a turn of a part."""
+        return bool(self._open)
+
+    @property
+    def epoch(self) -> int | None:
+        """Number of the open epoch, the innermost; None: there is none."""
+        return next((part.done for part in reversed(self._open) if part.kind == "epochs"), None)
+
+    @property
+    def left(self) -> Part | None:
+        """The innermost part, when the script has left it."""
+        return self._open[-1] if self._open and self._open[-1].closed else None
+
+    def next_loop(self) -> int:
+        """The script begins a loop over steps: its number.
+
+        Raises:
+            UsageError: there was one in this slot.
+        """
+        slot = self.slot
+        if slot.has_loop and not self.several:
+            raise UsageError(
+                f"a second loop over steps in {slot.title}: what stands between the two would run again at each start",
+                hint=IDIOM,
+            )
+        slot.has_loop = True
+        self.loops += 1
+        return self.loops - 1
+
+    def enter(self, kind: str, turns: int) -> Part:
+        """The script comes to a part.
+
+        Raises:
+            UsageError: another part was there.
+        """
+        slot = self.slot
+        way = f"{slot.way}{slot.parts}"
+        slot.parts += 1
+        known = self._record.get(way)
+        if known is not None and known["kind"] != kind:
+            raise UsageError(
+                f"{_name(known)} stood where this script has {_name({'kind': kind, 'turns': turns})}",
+                hint="resume with the parts in the order in which the job began, or begin with resume='never'",
+            )
+        self._seen.add(way)
+        part = Part(way, kind, turns, 0 if known is None else int(known["done"]))
+        if known is not None:
+            self.loops = int(known["loops"])
+            if known["over"] and not self._goes_further(known, turns):
+                part.turns = part.done
+        self._open.append(part)
+        return part
+
+    def _goes_further(self, known: Mapping[str, Any], turns: int) -> bool:
+        """A part that was over has more turns now, and nothing came after it."""
+        return bool(known["done"] == known["turns"] < turns)
+
+    def begin(self, part: Part, step: int) -> int:
+        """A turn of the part begins; the step at which it did for the job."""
+        known = self._record.get(part.way)
+        part.slot = Slot(f"{part.way}.{part.done}.", part.title)
+        if known is None or known["done"] != part.done or known["over"]:
+            self._write(part, step, over=False)
+            return step
+        return int(known["step"])
+
+    def end(self, part: Part, step: int) -> None:
+        """The whole job has done the open turn."""
+        inside = f"{part.way}."
+        self._record = {way: each for way, each in self._record.items() if not way.startswith(inside)}
+        self._passed += 1
+        part.done += 1
+        part.slot = None
+        self._write(part, step, over=part.closed or part.done >= part.turns)
+
+    def leave(self, part: Part) -> None:
+        """No turn of the part follows."""
+        self._open.remove(part)
+
+    def _write(self, part: Part, step: int, *, over: bool) -> None:
+        entry = {
+            "kind": part.kind,
+            "turns": part.turns,
+            "done": part.done,
+            "loops": self.loops,
+            "step": step,
+            "over": over,
+        }
+        self._record = {**self._record, part.way: entry}
+
+
+def _name(entry: Mapping[str, Any]) -> str:
+    return f"s.epochs({entry['turns']})" if entry["kind"] == "epochs" else str(entry["kind"])

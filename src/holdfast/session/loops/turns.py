@@ -1,0 +1,148 @@
+"""The turns of epochs and phases: which of them the script runs, and when one is done.
+
+Theory. What a script does after the loop over steps in an epoch (an evaluation, a file of the epoch) belongs to the
+epoch: it is done when all ranks have done it, and only then the next one begins. All ranks agree on that with one vote.
+Until then the state of the job is that of the end of the loop, from the copies that were made there: a rank that is
+lost meanwhile is replaced by a newcomer that does the rest of the epoch again, while the others wait at its end. From
+the vote on nobody does it again.
+
+A vote may end on one rank and break on another. Then the decision of the controller says whether the turn counts: each
+rank that answers the fence says how many turns it knows to be done, and the highest number holds, because that rank has
+seen the vote of all (``Settled.turns``, ``Settle.turns``).
+
+``break`` out of a part ends it for the job. A generator that is closed cannot tell this from an exception, so the end
+is agreed on when the script next comes to the session: after an exception it does not.
+
+Invariants:
+1. All ranks of a generation end the same turns at the same steps.
+2. While a turn is not agreed on, what is saved or given away is the state of before what follows its loop.
+3. A state of one number of turns is never joined to ranks of another number.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+from holdfast.core.worker.vote import Ballot, Tally
+from holdfast.errors import PeerLost
+from holdfast.frameworks.common.adapter import Adapter, KnowsWeights
+from holdfast.session.loops.loop import Loops
+from holdfast.session.loops.loop_bounds import compare_turns
+from holdfast.session.loops.turn_position import Part
+from holdfast.session.steps.out_of_step_collectives import Between
+from holdfast.session.steps.participant import Rank
+
+log = logging.getLogger("holdfast")
+
+
+class Turns:
+    """Of one session.
+
+    Args:
+        rank, adapter, loops, between: of the session.
+        cast: votes.
+        leaving: all ranks have agreed to leave.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        adapter: Adapter,
+        loops: Loops,
+        between: Between,
+        cast: Callable[[Ballot], Tally],
+        leaving: Callable[[], bool],
+    ) -> None:
+        self._rank = rank
+        self._adapter = adapter
+        self._loops = loops
+        self._between = between
+        self._cast = cast
+        self._leaving = leaving
+
+    def run(self, kind: str, turns: int) -> Iterator[int]:
+        """The turns of a part that the job has not done."""
+        self.close()
+        walk = self._loops.walk
+        part = walk.enter(kind, turns)
+        compare_turns(self._rank.client, self._adapter, part.way, kind, turns)
+        if part.turns < turns and kind == "epochs" and self._adapter.rank == 0:
+            log.info(
+                "holdfast: no epoch is left to do: the job has left them after %d of %d", part.done, turns
+            )
+        for turn in range(part.done, part.turns):
+            self._begin(part)
+            try:
+                yield turn
+            except GeneratorExit:
+                part.closed = True
+                raise
+            self.close()
+            self._end(part)
+        walk.leave(part)
+        self._pass_over()
+
+    def close(self) -> None:
+        """The script has come back to the session: it has ended the parts that it has left."""
+        self._loops.require_whole()
+        walk = self._loops.walk
+        while (part := walk.left) is not None:
+            self._end(part)
+            walk.leave(part)
+
+    def _begin(self, part: Part) -> None:
+        rank, walk = self._rank, self._loops.walk
+        if self._leaving():
+            raise SystemExit(0)
+        step = walk.begin(part, rank.step)
+        self._pass_over()
+        self._loops.note_turns()
+        self._adapter.between(step, 0, again=True)
+        self._adapter.remember(rank.step, whole=True)
+        self._between.enter()
+
+    def _pass_over(self) -> None:
+        """What the script does here is in the state, if the job has begun its next loop."""
+        if self._loops.place["loop"] >= self._loops.walk.loops:
+            self._loops.pass_over()
+
+    def _end(self, part: Part) -> None:
+        """Wait until all ranks have done the open turn. Does not return when they have agreed to leave before that."""
+        rank = self._rank
+        if self._leaving():
+            raise SystemExit(0)
+        if self._loops.strays:
+            with rank.changed:
+                rank.stray()
+        while not self._is_done():
+            pass
+        self._loops.walk.end(part, rank.step)
+        self._loops.note_turns()
+        self._loops.open = False
+        self._adapter.remember(rank.step, whole=True)
+        self._loops.renew()
+        with rank.changed:
+            rank.away = False
+
+    def _is_done(self) -> bool:
+        """All ranks say so; False: not yet, there was a recovery."""
+        rank = self._rank
+        rank.join()  # who replaces a lost rank alone has done what follows the loop
+        rank.stand("loop")
+        known = rank.turns
+        try:
+            tally = self._cast(Ballot(step=rank.step, between=True))
+            if tally.passed and rank.pass_turn():
+                return True
+            if not tally.passed:
+                rank.fault_seen(f"at the end of a turn after step {rank.step}: {tally.reason}")
+        except PeerLost:
+            pass
+        rank.await_fence()
+        if rank.await_turns() > known:
+            return True
+        if not isinstance(self._adapter, KnowsWeights) or self._adapter.holds_weights():
+            rank.stand("")  # else there is no state of before to give
+        rank.await_resume()
+        return False

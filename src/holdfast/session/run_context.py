@@ -1,0 +1,43 @@
+"""What a session needs to know of the run that its process belongs to."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from holdfast.runtime.agent.peer_replication import puller
+from holdfast.runtime.node.run_settings import RunSettings
+from holdfast.runtime.node.rundir import RunDir
+from holdfast.runtime.worker.worker_client import Client
+from holdfast.session.checkpoints.memory_tier import AUTO
+
+
+class Run(NamedTuple):
+    """What a session needs to know of its run; ``shared`` is memory that outlives this process."""
+
+    saves_as: str
+    age_s: float = 0.0
+    verify_every: int = 0
+    memory_every: int = AUTO
+    checkpoints: Path | None = None
+    shared: Path | None = None
+    pull: Callable[[int, int], bool] | None = None
+
+
+def run_of(client: Client | None, library: bool) -> Run:
+    """The run of this process, or one of its own; ``library``: the job itself made it, without a launcher."""
+    if client is None or client.run_dir is None:
+        return Run(f"solo-{secrets.token_hex(4)}")
+    place, about = RunDir(client.run_dir), RunSettings.load(client.run_dir)
+    return Run(
+        about.saves_as,
+        time.time() - about.created_at,
+        about.verify_every,
+        about.memory_every,
+        None if library else place.checkpoints,
+        None if library else place.pages(),
+        puller(place, about.node) if about.several and not library else None,
+    )

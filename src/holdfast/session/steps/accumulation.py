@@ -1,0 +1,80 @@
+"""Several batches of the loader for one step: gradient accumulation.
+
+Theory. What is added up over several batches is one step of the job: all of it runs again after a fault, or none. So
+the step is given all of its batches at once, in a list, and its place in the data is behind the last of them. An epoch
+ends with a step of fewer batches where its length is known; where it is not, a step may reach into the next one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.errors import UsageError
+from holdfast.frameworks.common.adapter import DataIdentity, Feed
+from holdfast.frameworks.common.state_tree import Plain
+
+
+def grouped(feed: Feed, batches: int | None) -> Feed:
+    """Draws lists of ``batches`` batches; None: a batch at a time."""
+    return feed if batches is None else Grouped(feed, batches)
+
+
+def checked_count(batches: int | None, loader: Any) -> int | None:
+    """The argument of ``steps``. Raises: UsageError."""
+    if batches is None:
+        return None
+    if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1 or loader is None:
+        raise UsageError(
+            f"steps(batches={batches!r}): {'no loader gives them' if loader is None else 'not a number of batches'}",
+            hint="for step in s.steps(loader, batches=4): with step as batches: for batch in batches: ...",
+        )
+    return batches
+
+
+class Grouped:
+    """A feed (:class:`holdfast.frameworks.common.adapter.Feed`) of lists.
+
+    Args:
+        feed: of the batches.
+        batches: in one list, 1 or more.
+    """
+
+    def __init__(self, feed: Feed, batches: int) -> None:
+        self._feed = feed
+        self._batches = batches
+        self.repeatable, self.rewinds = feed.repeatable, feed.rewinds
+        self.epoch, self.last_in_epoch = feed.epoch, feed.last_in_epoch
+
+    def draw(self, epochs: int | None = None) -> list[Any]:
+        """The next list. Raises StopIteration after ``epochs`` epochs."""
+        drawn = [self._feed.draw(epochs)]
+        self.epoch = self._feed.epoch
+        try:
+            while len(drawn) < self._batches and not self._feed.last_in_epoch:
+                drawn.append(self._feed.draw(epochs))
+        except StopIteration:
+            pass
+        self.last_in_epoch = self._feed.last_in_epoch
+        return drawn
+
+    def place(self) -> Mapping[str, int]:
+        """The position after the last batch drawn; ``share`` is that of a step."""
+        at = self._feed.place()
+        return {**at, "share": at["share"] * self._batches} if "share" in at else at
+
+    def seek(self, place: Mapping[str, int], local: Plain = None) -> None:
+        """Go to a position."""
+        self._feed.seek(place, local)
+
+    def local_state(self) -> Plain:
+        """The part of the position that only this rank knows, or None."""
+        return self._feed.local_state()
+
+    def identity(self) -> DataIdentity | None:
+        """Which data it draws from."""
+        return self._feed.identity()
+
+    def close(self) -> None:
+        """Stop loader workers."""
+        self._feed.close()

@@ -1,0 +1,244 @@
+"""The block proves itself: run again on the same state, batch and random numbers, it computes the same bits.
+
+Theory. Exactness rests on that: a fault, a resume and a rehearsal run a block again. State that a script carries from
+one block to the next in a variable (a batch that is drawn ahead, a counter, a generator) breaks it, and nothing shows
+it in an undisturbed run. So the first block of each process, and one in ``every`` steps, runs before it runs for the
+job: twice where there are peers, once in a job of one process, whose run that counts is the second. These runs are
+alone: collectives complete on own data, no rank needs to know whether another one checks, and they are left where the
+block would vote. What came out of both (gradients, buffers, declared state) is compared by digests. Where it differs
+the block runs twice more, with deterministic algorithms: kernels that add in any order agree then. An impure block does
+not, and is refused before it has made an update.
+
+Invariants:
+1. A run for the check changes nothing: it is put back like an aborted step.
+2. How often a block runs for its check follows from the step and the number of ranks, as long as its runs agree:
+   collectives beside the block meet at the same step.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NamedTuple
+
+from holdfast.errors import ImpureBlockError
+from holdfast.frameworks.common.adapter import ProvesBlocks
+
+if TYPE_CHECKING:
+    from holdfast.session.steps.step import Step
+
+log = logging.getLogger("holdfast")
+
+RUNS = 2
+_OURS = str(Path(__file__).parents[1])
+_TOLD_MAX = 3  # variables in an error
+_HINT = (
+    "draw the batch in the block that uses it, or by s.steps(loader); what else a block changes and uses later goes "
+    "into session(state={...}) or s.own; session(verify_block=0) leaves out this check"
+)
+_BEHIND = (
+    "write `if step.committed:` around what stands behind the block and belongs to a step that counts; "
+    "session(verify_block=0) leaves out this check"
+)
+
+
+class Proof(NamedTuple):
+    """Digests of one run, by what they are of, in words.
+
+    Attributes:
+        found: when it began.
+        computed: when it came to its vote.
+    """
+
+    found: Mapping[str, int]
+    computed: Mapping[str, int]
+
+
+class Prover:
+    """Checks the blocks of one session.
+
+    Args:
+        adapter: of the session; where it cannot say what a block has computed, nothing is checked.
+        every: steps between two checks; 0: none.
+        world_size: ranks of the job.
+    """
+
+    def __init__(self, adapter: object, every: int, world_size: int) -> None:
+        self._adapter = adapter if every and isinstance(adapter, ProvesBlocks) else None
+        self._every = every
+        self._alone = world_size == 1
+        self._first = True  # no block of this process was checked
+        self._step = -1
+        self._checked = -1
+        self._found: Mapping[str, int] = {}  # by the run that is under way
+        self._proofs: list[Proof | None] = []  # None: the run broke off
+        self._variables: list[_Variables] = []  # before each suspected run
+
+    def begin(self, step: Step) -> None:
+        """The block of ``step`` begins, for whatever."""
+        if step.scrap:
+            self._first = False  # a spare: it runs the block before it is called
+        adapter = self._due(step)
+        if adapter is not None:
+            self._found = adapter.found()
+
+    def alone(self, step: Step) -> bool:
+        """Whether the block that begins runs for the check."""
+        adapter = self._due(step)
+        if adapter is None or (self._alone and len(self._proofs) == RUNS - 1):
+            return False
+        suspected = len(self._proofs) >= RUNS
+        if suspected:
+            self._variables.append(_variables())
+        return adapter.go_alone(first=self._first, suspected=suspected)
+
+    def note(self, step: Step) -> None:
+        """A run that does not count has come to its vote.
+
+        Raises:
+            ImpureBlockError: the runs of this block differ.
+        """
+        adapter = self._due(step)
+        if adapter is None:
+            return
+        computed = adapter.computed()
+        if not computed:
+            self._checked = step.number  # it skips its batch: the next one that computes is checked
+        else:
+            self._add(step, adapter, Proof(self._found, computed))
+
+    def confirms(self, step: Step) -> bool:
+        """The run that would count has come to its vote. False: it differs from the one before, and must not vote."""
+        adapter = self._due(step)
+        if adapter is None or len(self._proofs) != RUNS - 1:
+            return True
+        self._add(step, adapter, Proof(self._found, adapter.computed()))
+        return self._checked == step.number
+
+    def excuses(self, step: Step, error: BaseException) -> bool:
+        """Whether ``error`` may come from being alone: what peers would have sent is missing. The run says nothing."""
+        adapter = self._due(step)
+        if adapter is None or self._alone or not isinstance(error, Exception | SystemExit):
+            return False
+        if isinstance(error, ImpureBlockError) or len(self._proofs) >= RUNS:
+            return False
+        if not (self._first or adapter.partial):
+            return False  # the same error comes with peers
+        log.debug("holdfast: step %d cannot be checked without peers: %s", step.number, error)
+        self._add(step, adapter, None)
+        return True
+
+    def _due(self, step: Step) -> ProvesBlocks | None:
+        if self._adapter is None or step.scrap or step.parts > 1 or self._checked == step.number:
+            return None
+        if self._step != step.number:
+            self._step, self._proofs, self._variables = step.number, [], []
+        if not step.repeats:
+            return None
+        due = self._first or step.number % self._every == self._every - 1
+        return self._adapter if due else None
+
+    def _add(self, step: Step, adapter: ProvesBlocks, proof: Proof | None) -> None:
+        self._proofs.append(proof)
+        done = [proof for proof in self._proofs if proof is not None]
+        if len(self._proofs) == RUNS and (len(done) < RUNS or done[0] == done[1]):
+            self._passed(step)
+        elif len(self._proofs) == 2 * RUNS:
+            self._judge(step, adapter, done)
+
+    def _passed(self, step: Step) -> None:
+        self._checked, self._first = step.number, False
+
+    def _judge(self, step: Step, adapter: ProvesBlocks, proofs: list[Proof]) -> None:
+        """Two runs differed; two more were made with deterministic algorithms."""
+        first, second, third, fourth = proofs
+        self._passed(step)
+        cause = adapter.cause()
+        # What was made before the first run differs from what each run makes for the next: a batch that is drawn ahead.
+        settled = third == second or bool(cause)
+        if third == fourth and first.found == second.found and not settled:
+            log.warning(
+                "holdfast: step %d: two runs of the block on the same batch differ (%s), and agree with deterministic "
+                "algorithms: kernels add in any order here, and no run is repeatable bit for bit; "
+                "torch.use_deterministic_algorithms(True) makes it so",
+                step.number,
+                _difference(first.computed, second.computed),
+            )
+            self._adapter = None
+            return
+        behind = _difference(third.found, fourth.found) or _difference(first.found, second.found)
+        if behind:
+            raise ImpureBlockError(
+                f"step {step.number}: the block does not find the same when it runs again: {behind} changed behind a "
+                "block that did not count",
+                hint=_BEHIND,
+            )
+        what = _difference(third.computed, fourth.computed) or _difference(first.computed, second.computed)
+        cause = cause or _changed(*self._variables) or "it uses what the run before has changed"
+        raise ImpureBlockError(
+            f"step {step.number}: run again on the same batch, the block computes something else: {cause} "
+            f"({what} differ)",
+            hint=_HINT,
+        )
+
+
+def _difference(one: Mapping[str, int], other: Mapping[str, int]) -> str:
+    """The first thing that differs, and how many do."""
+    names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    if not names:
+        return ""
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+class _Variables(NamedTuple):
+    """Of the script where its block begins.
+
+    Attributes:
+        plain: values by name, with attributes of ``self``.
+        drawing: names of iterators and random generators.
+    """
+
+    plain: Mapping[str, object]
+    drawing: Sequence[str]
+
+
+def place_in_script() -> str:
+    """File and line of the script that is executed now: ``train.py:31``."""
+    frame = _frame_of_script()
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _frame_of_script() -> FrameType:
+    """The innermost one that is not Holdfast's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = frame.f_back
+    return frame
+
+
+def _variables() -> _Variables:
+    frame = _frame_of_script()
+    own = getattr(frame.f_locals.get("self"), "__dict__", {})
+    attributes = {f"self.{name}": value for name, value in own.items()}
+    plain: dict[str, object] = {}
+    drawing: list[str] = []
+    for name, value in {**frame.f_globals, **frame.f_locals, **attributes}.items():
+        if isinstance(value, bool | int | float | str) and not name.startswith("__"):
+            plain[name] = value
+        elif isinstance(value, Iterator | random.Random) or hasattr(value, "bit_generator"):
+            drawing.append(name)
+    return _Variables(plain, drawing)
+
+
+def _changed(before: _Variables, after: _Variables) -> str:
+    """Variables with another value, and those that may have one, in words, or empty; whole numbers come first."""
+    names = [name for name, value in after.plain.items() if before.plain.get(name, value) != value]
+    names.sort(key=lambda name: isinstance(after.plain[name], float))  # a time, mostly
+    told = [f"{name} (was {before.plain[name]}, then {after.plain[name]})" for name in names[:_TOLD_MAX]]
+    told += [f"{name} (drawn from)" for name in after.drawing[:_TOLD_MAX]]
+    return f"it may use what the run before has changed: {', '.join(told)}" if told else ""

@@ -1,0 +1,600 @@
+"""One rank's side of the step protocol: machine, lock, status page and line to the control plane.
+
+Theory. Two threads act on a rank: the main thread runs user code, the client thread hears of faults while the main
+thread sits in a collective. Both go through one condition variable around ``core.worker.step.StepMachine``; whatever
+the machine says under that lock is the truth, the page shows it to others, and a fence is answered as soon as the
+machine has settled. The main thread never decides an in-doubt step: it waits here until it is told.
+
+Invariants:
+1. The page shows UPDATE(s) before a weight changes and READY(s+1) only after the block has ended.
+2. ``Settled`` is sent once per settled (state, step) of a fence, in order, and again when the script leaves its loop.
+3. A main thread that waits for the control plane ends: by an order, or by leaving when nobody is there any more.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Literal, NoReturn
+
+import msgspec
+
+from holdfast.core.ids import NO_GENERATION, NO_VERSION, Generation, MemberId, Version
+from holdfast.core.protocol.layout_messages import Layout
+from holdfast.core.protocol.messages import (
+    Catalogued,
+    ExitAsked,
+    ExitOrder,
+    FaultSeen,
+    Fence,
+    Finished,
+    JoinAsked,
+    Joined,
+    RankState,
+    Receive,
+    Release,
+    Resume,
+    Settle,
+    Settled,
+    StateRefused,
+    StepReached,
+)
+from holdfast.core.protocol.status_page import Flag, Phase, Word
+from holdfast.core.worker.step import StepMachine
+from holdfast.core.worker.vote import Tally
+from holdfast.errors import CheckpointInvalid, GroupError
+from holdfast.exit_codes import Exit
+from holdfast.frameworks.common.adapter import Adapter, Unsevered
+from holdfast.runtime.worker.worker_client import Client, leave_process
+from holdfast.session.steps.participant_calls import Calls
+
+POLL_S = 0.5
+TEXT_LENGTH_MAX = 1000
+
+
+class Rank:
+    """See the module. ``client`` is None in a process without a launcher: then nobody can fence it.
+
+    Args:
+        adapter: breaks and rebuilds collectives.
+        client: the line to the agent.
+
+    Attributes:
+        goes_back: it does so now: its state is half of one step and half of an earlier one, nobody may read it.
+        rewind: the main thread can go back in place to a kept state of this step or later; -1: it cannot.
+        behind: where the script is that may change the state: behind a block or a loop, or out before a block.
+        in_section: it announced what it does there, and is away for so long.
+        turns: of epochs and phases, that the whole job has done.
+        catalogue_version, layouts: the newest layouts of all ranks, as they sent them.
+    """
+
+    def __init__(self, adapter: Adapter, client: Client | None) -> None:
+        generation = NO_GENERATION if client is None else client.generation
+        self.machine = StepMachine(generation, self._observe)
+        self.changed = threading.Condition(threading.RLock())
+        self.client = client
+        self.exit_source = ""
+        self.orphaned = False
+        self.released = self.away = self.in_section = self.goes_back = False
+        self.rewind = -1
+        self.turns = self._decided_turns = 0
+        self._settled_in: Generation | None = None
+        self.behind: Literal["", "block", "loop", "out"] = ""
+        self._out = False  # the main thread is in the script, between a step of the loop and its block
+        self.catalogue_version = NO_VERSION
+        self.layouts: Mapping[int, Layout] = {}
+        self._adapter = adapter
+        self._calls = Calls()
+        self._told: Settled | None = None
+        self._resume: Resume | None = None
+        self._resumed_in: Generation | None = None
+        self._receive: Receive | None = None
+        self.joining = client is not None and client.joining
+        self._known = client is None or client.stand_in is None or client.stand_in.called
+        self._reached = False
+        self._waiting_since_ns = 0  # the main thread waits for the control plane, out of all collectives
+        self._block_started_ns = 0
+        self._waited_ns = 0
+        self._collectives = self._collectives_before = 0
+
+    # ------------------------------------------------------------------ both threads
+
+    @property
+    def state(self) -> RankState:
+        """Where this rank is."""
+        return self.machine.state
+
+    @property
+    def step(self) -> int:
+        """Updates done."""
+        return self.machine.step
+
+    @property
+    def fenced(self) -> bool:
+        """A newer generation exists and this rank has not joined it."""
+        return self.machine.fenced is not None
+
+    @property
+    def member_id(self) -> MemberId:
+        """This process life."""
+        return MemberId(0) if self.client is None else self.client.member_id
+
+    def take_place(self, generation: Generation) -> None:
+        """A spare was called: from here on it is a newcomer that has just started."""
+        with self.changed:
+            self.machine = StepMachine(generation, self._observe)
+            self._known = True
+
+    def _where(self) -> tuple[RankState, int]:
+        return (self.machine.state, self.machine.step) if self._known else ("starting", 0)
+
+    def ask_exit(self, source: str) -> None:
+        """Raise the exit flag: the next vote carries it."""
+        with self.changed:
+            if self.exit_source:
+                return
+            self.exit_source = source
+        if self.client is not None:
+            self.client.send(
+                ExitAsked(member_id=self.member_id, generation=self.machine.generation, source=source)
+            )
+
+    def fault_seen(self, what: str) -> None:
+        """A collective broke here first: tell the controller, which waits for a death that explains it."""
+        with self.changed:
+            if not self.fenced:
+                self._tell_fault(self.machine.generation, what)
+
+    def _tell_fault(self, generation: Generation, what: str) -> None:
+        if self.client is not None:
+            text = what[:TEXT_LENGTH_MAX]
+            self.client.send(
+                FaultSeen(member_id=self.member_id, generation=generation, step=self.step, what=text)
+            )
+
+    def freed(self) -> None:
+        """This process is out of its collectives."""
+        if self.client is not None and self.fenced and not self.client.page[Word.FREED_NS]:
+            self.client.page[Word.FREED_NS] = time.monotonic_ns()
+
+    def count_collective(self, count: int) -> None:
+        """A collective starts; hot path."""
+        if self.client is not None:
+            self._collectives = count
+            page = self.client.page
+            page[Word.COLLECTIVES] = count
+            page[Word.SEQUENCE] = count - self._collectives_before
+            if self.machine.fenced is not None:
+                self.freed()
+
+    def waited(self, since_ns: int, until_ns: int) -> None:
+        """The main thread waited for peers (CLOCK_MONOTONIC); what lies before this block does not count."""
+        self._waited_ns += max(0, until_ns - max(since_ns, self._block_started_ns))
+
+    def flag(self, what: Flag, on: bool) -> None:
+        """Says on the page what stillness means now: user code is being compiled, which may take long, ..."""
+        if self.client is not None:
+            flags = self.client.page[Word.FLAGS]
+            self.client.page[Word.FLAGS] = flags | what if on else flags & ~what
+
+    def _observe(self, old: RankState, new: RankState, step: int) -> None:
+        self.changed.notify_all()
+        self._answer()
+
+    def _answer(self) -> None:
+        """Answer the fence when the machine has settled, and again when a decision moved it, or user code fell."""
+        fenced = self.machine.fenced
+        if self.client is None or fenced is None or not self.machine.settled or self.goes_back:
+            return
+        now = Settled(
+            member_id=self.member_id,
+            generation=fenced,
+            state=self.machine.state,
+            step=self.machine.step,
+            away=self.away,
+            rewind=-1 if self._out else self.rewind,  # the script has begun what belongs to this step
+            turns=self.turns,
+        )
+        if now != self._told:
+            self._told, freed_ns = now, self.client.page[Word.FREED_NS]
+            self.client.send(msgspec.structs.replace(now, freed_ns=freed_ns, kept=self._calls.kept()))
+
+    def stand(self, behind: Literal["", "block", "loop"]) -> None:
+        """The main thread is behind a block or a loop now, or back at the boundary."""
+        with self.changed:
+            self.behind, self._out = behind, False
+            self.changed.notify_all()
+
+    def out_of_loop(self, behind: Literal["block", "loop"]) -> None:
+        """The loop is over or, ``block``, the script has left it from there: all cannot go back into it any more."""
+        with self.changed:
+            self.rewind = -1
+            self.stand(behind)
+            self._answer()  # fenced before, it has said that it could
+
+    @property
+    def comes_back(self) -> bool:
+        """The script is in the middle of what belongs to the state, and is expected at its next step."""
+        return bool(self.behind) and (not self.away or (self.in_section and self.behind == "block"))
+
+    @property
+    def at_block(self) -> bool:
+        """The script was given a step, and waits to begin its block."""
+        return self._out and not self.behind
+
+    def stray(self) -> None:
+        """The script does not come back to its loop: tell so, for a decision without it. Call with the lock held."""
+        self.away = True
+        self._answer()
+
+    # ------------------------------------------------------------------ client thread
+
+    def connect(self, calls: Calls) -> None:
+        """Take over the client's handlers."""
+        self._calls = calls
+        client = self.client
+        if client is None:
+            return
+        client.hello = self._where
+        client.on(Fence, self.on_fence)
+        client.on(Settle, self.on_settle)
+        client.on(Resume, self.on_resume)
+        client.on(Receive, self.on_receive)
+        client.on(Release, self.on_release)
+        client.on(ExitOrder, self.on_exit_order)
+        client.on(Catalogued, self.on_catalogued)
+        client.on_orphaned(self.on_orphaned)
+
+    def on_fence(self, fence: Fence) -> None:
+        """Out of the old generation: stop at the boundary, break every collective, answer."""
+        with self.changed:
+            if not self.machine.fence(fence.generation):
+                return
+            if self.client is not None:
+                self.client.page[Word.FREED_NS] = self._waiting_since_ns
+                if self.machine.state == "aborted":
+                    self.client.page.place(self.step, Phase.ABORTED)
+            self._resume = None
+            self._answer()
+        self._adapter.poison(f"fenced: {fence.reason}")
+        if self.client is not None and self.client.page.flight.rests():
+            self.freed()  # it computes, and what it still does of the step has no peers
+
+    def on_settle(self, settle: Settle) -> None:
+        """The decision."""
+        with self.changed:
+            if self.machine.fenced != settle.generation:
+                return
+            self._settled_in, self._decided_turns = settle.generation, settle.turns
+            self.machine.decide(settle.step)
+            self.changed.notify_all()
+        self._calls.settle(settle)
+
+    def on_resume(self, resume: Resume) -> None:
+        """Everyone is there in the new generation: the main thread rebuilds the groups.
+
+        A controller that takes over says it again, not knowing who has heard it.
+        """
+        if resume.generation == self._resumed_in:
+            return
+        self._calls.resume()
+        with self.changed:
+            self._resume = resume
+            self._reached = False
+            self.changed.notify_all()
+
+    def on_receive(self, receive: Receive) -> None:
+        """The survivors serve their state."""
+        with self.changed:
+            self._receive = receive
+            self.changed.notify_all()
+
+    def on_release(self, release: Release) -> None:
+        """Every rank has finished."""
+        with self.changed:
+            self.released = True
+            self.changed.notify_all()
+
+    def on_exit_order(self, order: ExitOrder) -> None:
+        """Raise the exit flag, or take it back while it is not agreed."""
+        with self.changed:
+            self.exit_source = "" if order.cancel else order.source
+            self.changed.notify_all()
+
+    def on_catalogued(self, message: Catalogued) -> None:
+        """Everyone's layouts."""
+        with self.changed:
+            if message.version > self.catalogue_version:
+                self.catalogue_version = message.version
+                self.layouts = message.layouts.by_rank()
+                if self.client is not None:
+                    self.client.repeat(message)
+            self.changed.notify_all()
+
+    def on_orphaned(self) -> None:
+        """Launcher and agent are gone: leave together, which the vote can agree on without them."""
+        with self.changed:
+            self.orphaned = True
+            self.exit_source = self.exit_source or "launcher and agent are lost"
+            self.changed.notify_all()
+
+    # ------------------------------------------------------------------ main thread
+
+    def enter(self, phase: Phase) -> None:
+        """Show the phase on the page; a drill's trap may hold, end or fail the process here."""
+        if self.client is not None:
+            self.client.page.enter(phase, self.machine.step)
+
+    def announce(self, section: str) -> None:
+        """A section begins: long stillness in it is no hang."""
+        if self.client is not None:
+            self.client.page.announce(section)
+            if not self.fenced:
+                self.enter(Phase.SECTION)
+
+    def begin(self) -> bool:
+        """READY -> COMPUTE; False when a fence came first."""
+        with self.changed:
+            begun = self.machine.begin()
+            self._out, self.behind = self._out and not begun, ""
+            self.away = self.away and not begun  # it may have caught what ended a section
+        if begun:
+            self._block_started_ns = time.monotonic_ns()
+            self._waited_ns = 0
+            self._collectives_before = self._collectives
+            if self.client is not None:
+                self.client.page[Word.SEQUENCE] = 0
+        return begun
+
+    def enter_vote(self) -> bool:
+        """COMPUTE -> VOTING; False when the step was aborted meanwhile."""
+        with self.changed:
+            return self.machine.enter_vote()
+
+    def computed(self, at_ns: int) -> None:
+        """The gradients of this block were there at ``at_ns``: note how long that took without waiting for peers."""
+        busy_ns = at_ns - self._block_started_ns - self._waited_ns
+        if self.client is not None:
+            page = self.client.page
+            page[Word.BUSY_NS] = max(busy_ns, 1)
+            page[Word.USUAL_SEQUENCE] = page[Word.SEQUENCE]
+
+    def voted(self, tally: Tally) -> RankState:
+        """The vote has completed here."""
+        with self.changed:
+            state = self.machine.vote_passed() if tally.passed else self.machine.vote_refused()
+        if not (tally.passed or tally.differ or tally.nonfinite):  # of these the controller hears more
+            self.fault_seen(f"step {self.step}: {tally.reason}")
+        return state
+
+    def vote_broken(self) -> RankState:
+        """The vote did not complete here."""
+        with self.changed:
+            return self.machine.vote_broken()
+
+    def fail(self) -> RankState:
+        """The block was left by an exception."""
+        with self.changed:
+            return self.machine.fail()
+
+    def note_local(self, payload: bytes | None, step: int) -> None:
+        """Put the rank-local values of ``step`` on the page; None: they stay."""
+        if self.client is not None and payload is not None:
+            self.client.page.write_local(step, payload)
+
+    def commit(self, payload: bytes | None) -> None:
+        """UPDATING(s) -> READY(s+1), with rank-local values of s+1 on the page first."""
+        page = None if self.client is None else self.client.page
+        self.note_local(payload, self.step + 1)
+        with self.changed:
+            self.machine.end_block()
+        if page is not None:
+            page[Word.COMMITTED] = self.step
+            page[Word.DONE] += 1
+            page[Word.STEP_NS] = time.monotonic_ns() - self._block_started_ns
+        self.enter(Phase.READY)
+        if self.client is not None and not self._reached and not self.fenced:
+            self._reached = True
+            self.client.send(
+                StepReached(member_id=self.member_id, generation=self.machine.generation, step=self.step)
+            )
+
+    def retry_now(self) -> bool:
+        """ABORTED -> READY without a new generation (a rehearsal); False when a fence came meanwhile."""
+        with self.changed:
+            return self.machine.retry(self.machine.generation) if not self.fenced else False
+
+    def await_decision(self) -> bool:
+        """IN_DOUBT until told; True = apply the update."""
+        self.enter(Phase.IN_DOUBT)
+        self.freed()
+        with self.changed:
+            self._answer()
+            self._wait(lambda: self.machine.state != "in_doubt")
+            return self.machine.state == "updating"
+
+    def await_resume(self) -> None:
+        """Wait for the order to go on in a new generation, and join it. An order to leave ends the process instead."""
+        self.freed()
+        self._waiting_since_ns = time.monotonic_ns()
+        while True:
+            with self.changed:
+                self._wait(lambda: self._resume is not None)
+                self._waiting_since_ns = 0
+                if self.client is not None:
+                    self.client.page[Word.FREED_NS] = 0  # of this fault; the next one has its own
+                resume = self._resume
+                assert resume is not None
+                self._resume = None
+            if resume.step < self.step:
+                if not 0 <= self.rewind <= resume.step:
+                    continue  # the script has left that loop since, and said so: all are fenced again
+                self._go_back(resume.step)
+            with self.changed:
+                if self.machine.fenced is not None and self.machine.fenced > resume.generation:
+                    continue
+            try:
+                self._adapter.reconfigure(resume.generation)
+            except Unsevered:
+                leave_process(Exit.RESTART)
+            except GroupError as error:
+                # Another fault came while the groups were built, or this one cannot be answered in place.
+                fenced = self.machine.fenced
+                if fenced is None or fenced <= resume.generation:
+                    self._tell_fault(resume.generation, str(error))
+                continue
+            with self.changed:
+                if self.machine.retry(resume.generation):
+                    self._resumed_in, self.joining = resume.generation, False
+                    if self.client is not None:
+                        self.client.resumed(resume.generation)
+                    return
+
+    def _go_back(self, step: int) -> None:
+        """Take the kept state of ``step``, which was found sound a moment ago. A fence meanwhile is answered after."""
+        with self.changed:
+            self.goes_back = True
+        try:
+            self._calls.rewind(step)
+        except CheckpointInvalid:
+            leave_process(Exit.RESTART)  # half of one step and half of another: this process is lost
+        with self.changed:
+            self.goes_back = False
+            self.machine.rewind(step)
+        self.enter(Phase.READY)
+
+    def refuse(self, generation: Generation, step: int, error: CheckpointInvalid) -> None:
+        """What the memory tier has of this rank is damaged: the controller decides anew."""
+        if self.client is not None:
+            why = error.message[:TEXT_LENGTH_MAX]
+            self.client.send(
+                StateRefused(member_id=self.member_id, generation=generation, step=step, reason=why)
+            )
+
+    def await_receive(self) -> Receive:
+        """A newcomer asks for its state, and waits until the survivors serve theirs."""
+        assert self.client is not None
+        self.client.send(JoinAsked(member_id=self.member_id, generation=self.machine.generation))
+        with self.changed:
+            self._wait(lambda: self._receive is not None)
+            assert self._receive is not None
+            return self._receive
+
+    def join(self) -> None:
+        """A newcomer is ready for its first step: says so, and waits for all to go on."""
+        if not self.joining or self.client is None:
+            return
+        self.joining, self.behind = False, ""  # it has come to its block: fenced there, it gives its state
+        self.client.send(Joined(member_id=self.member_id, generation=self.machine.generation, step=self.step))
+        self._calls.joined(self.step)
+        self.await_resume()
+
+    def go_out(self) -> bool:
+        """The loop gives a step to the script; False when a recovery came first: the job may be elsewhere now."""
+        with self.changed:
+            if not self.fenced:
+                self._out, self.behind = True, "out"
+                return True
+        self.await_resume()
+        return False
+
+    def leave_loop(self) -> bool:
+        """The loop of steps is over; False when a recovery came first: it is to be looked at again."""
+        with self.changed:
+            if self.rewind < 0 or not self.fenced:
+                self.rewind = -1
+                return True
+        self.await_resume()
+        return False
+
+    def await_end(self, phase: Phase | None = None) -> NoReturn:
+        """This process cannot go on: a source of what it holds, until it is told to leave or killed. Never returns."""
+        if phase is not None:
+            self.enter(phase)
+        self.freed()
+        with self.changed:
+            self._answer()
+            while True:
+                self._wait(lambda: False)
+
+    def await_word(self, limit_s: float) -> None:
+        """User code raised, and the job was told: a source of what this process holds, until nobody needs it."""
+        if self.state == "aborted":
+            self.enter(Phase.ABORTED)
+        self.freed()
+        self._await_release(limit_s)
+
+    def await_fence(self) -> None:
+        """A vote between two steps broke: the controller has been told, and fences all."""
+        self.freed()
+        with self.changed:
+            self._wait(lambda: self.fenced)
+
+    def pass_turn(self) -> bool:
+        """All ranks have done a turn; False when a fence came first: the decision says whether that counts."""
+        with self.changed:
+            self.turns += not self.fenced
+            return not self.fenced
+
+    def await_turns(self) -> int:
+        """Fenced at the end of a turn: how many the job has done, as the decision says."""
+        self.freed()
+        with self.changed:
+            self._wait(lambda: self._resume is not None or self._settled_in == self.machine.fenced)
+            self.turns = max(self.turns, self._decided_turns)
+            return self.turns
+
+    def staged(self, step: int) -> None:
+        """A writer process has this rank's share of a save of ``step``."""
+        if self.client is not None:
+            self.client.page[Word.STAGED] = step
+
+    def repeated(self) -> None:
+        """A block ran that did not count."""
+        if self.client is not None:
+            self.client.page[Word.REPEATED] += 1
+
+    def finish(self, reason: str, sealed: bool) -> bool:
+        """READY -> FINISHED, and wait until every rank has; False when a recovery came first: this rank is needed."""
+        with self.changed:
+            if self.fenced and not self.orphaned:
+                return False
+            self.machine.finish()
+        self.enter(Phase.FINISHED)
+        if self.client is not None and not self.orphaned:
+            self.client.send(
+                Finished(
+                    member_id=self.member_id,
+                    generation=self.machine.generation,
+                    step=self.step,
+                    reason="exit" if reason == "exit" else "done",
+                    sealed=sealed,
+                )
+            )
+            self._await_release()
+            self.enter(Phase.FINISHED if reason == "exit" else Phase.AFTER)
+        return True
+
+    def await_catalogue(self, version: Version, timeout_s: float) -> None:
+        """Wait for the layouts of all ranks at ``version``, until a fence comes or the time is over."""
+        deadline_s = time.monotonic() + timeout_s
+        with self.changed:
+            while self.catalogue_version < version:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or self.fenced or self.orphaned:
+                    return
+                self.changed.wait(min(left_s, POLL_S))
+
+    def _await_release(self, limit_s: float = math.inf) -> None:
+        deadline_s = time.monotonic() + limit_s
+        with self.changed:
+            while not (self.released or self.orphaned) and (self.fenced or time.monotonic() < deadline_s):
+                self.changed.wait(POLL_S)
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        while not ready():
+            if self.orphaned:  # a fault without anyone to decide: the newest sealed checkpoint is what counts
+                leave_process(Exit.ORPHANED)
+            self.changed.wait(POLL_S)

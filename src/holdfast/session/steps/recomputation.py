@@ -1,0 +1,197 @@
+"""Blocks of other ranks are run here, and theirs of this rank there: a device that computes something else is found.
+
+Theory. See ``core/watch/recomputation.py``. At a step that is due each rank runs the block twice for the check: with
+its own batch and random numbers, and with those of the next copy; without peers and without effect, as in
+``session/steps/block_proof.py``. At the begin of the run that counts all ranks sum what they have computed. Where two
+ranks differ on a batch, the ranks run the block of the copy after that one, and meet again.
+
+Invariants:
+1. All ranks meet at the begin of each run that counts of a step that is due, whatever they have computed: a process
+   that came in for a lost rank knows nothing of earlier meetings.
+2. The step is not begun by a rank that two others contradict.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from holdfast.core.protocol.health_messages import ranks_text
+from holdfast.core.watch.recomputation import AT_FIRST, OFFSETS, Ran, Verdict, encode, owner_of, read
+from holdfast.errors import ComputeError, StepError, UnsupportedError
+from holdfast.frameworks.common.adapter import DigestsBatches, Others, ProvesBlocks, StandsForOthers
+
+if TYPE_CHECKING:
+    from holdfast.session.steps.step import Step
+
+log = logging.getLogger("holdfast")
+
+_LEAVES_OUT = "session(verify_ranks=0) leaves out this check"
+
+
+class Recompute:
+    """The checks of one session.
+
+    Args:
+        adapter: of the session.
+        every: steps between two checks; 0: none.
+        batch_of: the batch of the open step that another copy draws; None: it is not known here.
+
+    Raises:
+        UnsupportedError: a rank cannot run the block of another one.
+    """
+
+    def __init__(self, adapter: Any, every: int, batch_of: Callable[[int], Any]) -> None:
+        self._every = every if every and adapter.world_size > 1 else 0
+        self._batch_of = batch_of
+        self._adapter = adapter
+        others: Others | None = None
+        if self._every:
+            able = isinstance(adapter, ProvesBlocks) and isinstance(adapter, DigestsBatches)
+            others = adapter.others if able and isinstance(adapter, StandsForOthers) else None
+            if others is None:
+                raise UnsupportedError(
+                    f"session(verify_ranks={every}): no rank can run the block of another one: it holds only a part of "
+                    "the model, or does so in a framework that cannot",
+                    hint="verify_ranks is for DistributedDataParallel; leave it out",
+                )
+        self._others = others
+        self._step = -1
+        self._ran: dict[int, Ran | None] = {}  # by offset; None: it could not be run
+        self._asked = AT_FIRST
+        self._running: tuple[int, int] | None = None  # offset, digest of the batch
+        self._drew = False  # for the block that begins, which took random numbers from it
+        self._unknown = False  # what another copy draws
+        self._muted = False
+        self._agreed = -1  # the step of the last check of this process in which all agreed
+
+    def alone(self, step: Step) -> bool:
+        """Whether the block that begins runs for the check; its batch is set."""
+        self._running = None
+        others = self._others
+        if others is None or not self._is_due(step) or step.parts > 1:
+            return False
+        for offset in range(self._asked):
+            if offset in self._ran:
+                continue
+            if self._begin(step, others, offset):
+                return True
+            self._ran[offset] = None
+        return False
+
+    def note(self) -> None:
+        """The block has come to its vote."""
+        if self._running is None or self._others is None:
+            return
+        (offset, batch), self._running = self._running, None
+        gradients = self._others.gradients()
+        self._ran[offset] = None if gradients is None else Ran(batch, gradients)
+
+    def excuses(self, error: BaseException) -> bool:
+        """Whether ``error`` came in a run for the check: what peers would have sent is missing."""
+        if self._running is None or not isinstance(error, Exception):
+            return False
+        log.debug("holdfast: the block of another rank cannot be run here: %s", error)
+        self._ran[self._running[0]], self._running = None, None
+        return True
+
+    def meet(self, step: Step) -> bool:
+        """The run that counts begins. False: this rank has to wait for the end of another one.
+
+        Raises:
+            PeerLost: a rank is gone.
+            ComputeError: this rank computes something else than two others.
+            StepError: the ranks differ, and nothing says which one is wrong.
+        """
+        others = self._others
+        if others is None or not self._is_due(step):
+            return True
+        while True:
+            verdict = read(others.sum(encode(others.copy, others.numbers, self._ran)), others.numbers)
+            if verdict.outcome != "ask":
+                return self._judge(step, others, verdict)
+            self._asked = OFFSETS
+            if self._muted or step.parts > 1 or not self._begin(step, others, OFFSETS - 1):
+                self._ran[OFFSETS - 1] = None
+                continue
+            return True  # as a run for the check, after which all meet again
+
+    @property
+    def runs(self) -> bool:
+        """The block that has begun runs for the check."""
+        return self._running is not None
+
+    def _is_due(self, step: Step) -> bool:
+        if step.scrap or not self._every or step.number % self._every != self._every - 1:
+            return False
+        if self._step != step.number:
+            self._step, self._ran, self._asked = step.number, {}, AT_FIRST
+        return True
+
+    def _begin(self, step: Step, others: Others, offset: int) -> bool:
+        if self._muted or not step.repeats:
+            return False
+        copy = owner_of(others.copy, offset, others.numbers)
+        batch = step.batch
+        if copy != others.copy:
+            self._drew = True
+            try:
+                batch = self._batch_of(copy)
+            except LookupError:
+                self._unknown = True
+                return False
+        if not self._adapter.go_alone(first=False, suspected=False):
+            return False
+        step.batch = batch
+        self._running = offset, self._adapter.digest_batch(batch)
+        return True
+
+    def seed(self, step: Step) -> None:
+        """The block begins: a run for the check has the random numbers of its copy."""
+        others = self._others
+        if others is not None and (self._running is not None or self._drew):
+            offset = 0 if self._running is None else self._running[0]
+            others.act_as(owner_of(others.copy, offset, others.numbers), step.number)
+            self._drew = False
+
+    def _judge(self, step: Step, others: Others, verdict: Verdict) -> bool:
+        ranks = f"{'rank' if len(verdict.ranks) == 1 else 'ranks'} {ranks_text(verdict.ranks)}"
+        if verdict.outcome == "agree":
+            self._agreed = step.number
+        elif verdict.outcome == "wrong":
+            if others.copy in verdict.ranks:
+                raise ComputeError(
+                    f"step {step.number}: two other ranks agree on gradients that this rank computes otherwise from "
+                    f"the same batch{'' if self._agreed < 0 else f'; all agreed at step {self._agreed}'}",
+                    hint="its device or its host computes wrong numbers: have it tested; updates since the last check "
+                    "that agreed may hold some",
+                )
+            log.error(
+                "holdfast: step %d: %s wrong gradients, as two other ranks say",
+                step.number,
+                f"{ranks} computes",
+            )
+            return False
+        elif verdict.outcome == "unclear" and self._agreed >= 0:
+            raise StepError(
+                f"step {step.number}: ranks compute different gradients from the batches of {ranks}, and no two of "
+                f"them agree; they all did at step {self._agreed}: what was saved since may be wrong",
+                hint=f"a device computes wrong numbers; with three copies or more it is named; {_LEAVES_OUT}",
+            )
+        elif not self._muted and (verdict.outcome != "nothing" or self._unknown):
+            self._mute(step, verdict, ranks)
+        return True
+
+    def _mute(self, step: Step, verdict: Verdict, ranks: str) -> None:
+        """Nothing can be compared in this job: say so once."""
+        self._muted = True
+        why = {
+            "unclear": f"ranks compute different gradients from the batches of {ranks}, and no two agree: the block "
+            "depends on the rank that runs it, or kernels add in any order",
+            "unlike": f"the batches of {ranks} are others when another rank draws them",
+            "nothing": "what another rank draws is not known here; give s.steps a DataLoader with a "
+            "DistributedSampler",
+        }[verdict.outcome]
+        if self._adapter.rank == 0:
+            log.warning("holdfast: step %d: verify_ranks checks nothing: %s", step.number, why)

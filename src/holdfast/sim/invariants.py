@@ -1,0 +1,255 @@
+"""Invariants of a simulated run, checked against what the model knows and no machine can see.
+
+Each breach raises :class:`Violation` with the name of its check; a mutant of the protocol counts as caught
+when one of these names is raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import msgspec
+
+from holdfast.core.decide.decision import Report, committed_floor
+from holdfast.core.ids import EVERYBODY, Generation, SaveId, Version
+from holdfast.core.job.spares import is_spare
+from holdfast.core.protocol.layout_messages import Layouts
+from holdfast.core.protocol.messages import AgentHello, Message, RankState, Record, Resume, Settle
+from holdfast.sim.sim_memory_tier import Memory
+from holdfast.sim.sim_store import Save, Store
+from holdfast.sim.worker import SimWorker
+
+
+class Violation(AssertionError):
+    """A check failed. ``name`` is the check's, e.g. ``one_decision_per_generation``."""
+
+    def __init__(self, name: str, what: str) -> None:
+        super().__init__(f"{name}: {what}")
+        self.name = name
+
+
+class Scene(Protocol):
+    """What the checks may look at."""
+
+    now: float
+    events: int
+    store: Store
+    memory: Memory
+    save_errors: int
+    memory_losses: set[str]
+    journal: list[Record]
+    seated: dict[int, SimWorker]
+    replaced: list[SimWorker]
+
+
+class Checks:
+    """State of the checks of one run."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene = scene
+        self.planned: set[str] = set()
+        self._written: set[str] = set()  # decisions in the journal, as far as it was read
+        self._read = 0
+        self.updated: dict[tuple[Generation, int], set[int]] = {}
+        self.discarded: dict[tuple[Generation, int], set[int]] = {}
+        self.promised: int | None = None  # step that the restart under way must open at
+        self._resumed: tuple[int, Resume] | None = None  # the event that was looked at, and what was told
+        self.distrusted = False  # copies differ: everything starts again
+        self._catalogues: dict[Version, Layouts] = {}
+        self._plans: dict[SaveId, Version] = {}
+        self.counts = {"forward": 0, "back": 0, "none": 0}
+
+    def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
+        """A rank moved in the step protocol: nobody may update what another one has given up."""
+        machine = worker.machine
+        where = (machine.generation, machine.step)
+        if new == "updating" and old != "updating":
+            self.updated.setdefault(where, set()).add(worker.rank)
+            others = self.discarded.get(where)
+            if others:
+                text = f"rank {worker.rank} updates step {where[1]}, ranks {sorted(others)} discarded it"
+                raise Violation("one_fate_per_step", text)
+        if new == "aborted" and old in ("voting", "in_doubt", "compute"):
+            self.discarded.setdefault(where, set()).add(worker.rank)
+            others = self.updated.get(where)
+            if others:
+                text = f"rank {worker.rank} discards step {where[1]}, ranks {sorted(others)} updated it"
+                raise Violation("one_fate_per_step", text)
+
+    def step_spread(self, workers: Iterable[SimWorker]) -> None:
+        """No two ranks of one generation are inside updates of different steps."""
+        inside: dict[Generation, int] = {}
+        for worker in workers:
+            if worker.alive and worker.machine.state == "updating":
+                machine = worker.machine
+                step = inside.setdefault(machine.generation, machine.step)
+                if step != machine.step:
+                    text = f"steps {step} and {machine.step} in generation {machine.generation}"
+                    raise Violation("one_step_at_a_time", text)
+
+    def sealed(self, save: Save) -> None:
+        """A checkpoint counts as complete."""
+        written = {shard for share in save.shares.values() for shard in share.shards}
+        if written != set(range(self.scene.store.shards)):
+            raise Violation("sealed_is_covered", f"{save.directory} has no copy of some shard")
+        wrong = [share for share in save.shares.values() if share.shards and share.step != save.step]
+        if wrong:
+            raise Violation("sealed_is_one_step", f"{save.directory}: {wrong}")
+        if any(share.wrong for share in save.shares.values() if share.shards):
+            raise Violation("sealed_was_compared", f"{save.directory} holds what a flipped bit has done")
+
+    def given(self, source: SimWorker) -> None:
+        """A newcomer takes the state of ``source``."""
+        if source.flipped or source.wrong:
+            raise Violation("given_was_compared", f"rank {source.rank} gives what a flipped bit has done")
+
+    def loaded(self, rank: int, step: int, applied: int | None) -> None:
+        """A process takes a state out of memory: it must be the one that its marker says."""
+        if applied != step:
+            text = f"rank {rank} takes the state of step {step}, its parameters are of {applied}"
+            raise Violation("memory_is_one_step", text)
+
+    def catalogued(self, version: Version, layouts: Layouts) -> None:
+        """A rank hears of everyone's layouts."""
+        if self._catalogues.setdefault(version, layouts) != layouts:
+            raise Violation("one_catalogue_per_version", f"{version} means two sets of layouts")
+
+    def plans(self, save_id: SaveId, version: Version, told: bool) -> None:
+        """A rank plans a save by the catalogue of ``version``; ``told``: which has what the rank holds."""
+        first = self._plans.setdefault(save_id, version)
+        if first != version or not told:
+            text = f"{save_id} is planned by {first} and {version}, with what this rank holds: {told}"
+            raise Violation("saved_by_one_catalogue", text)
+
+    def recorded(self, record: Record) -> None:
+        """The controller said something."""
+        if record.kind == "resumed" or (record.kind == "restored" and record.data["steps_lost"]):
+            self.scene.replaced = []  # from here on a rank may stand below what they have left
+        if record.kind == "planned":
+            self._planned(record)
+        elif record.kind == "verdict":
+            self._verdict(record)
+        elif record.kind == "session_opened":
+            self._opened(record)
+            self.distrusted = False
+        elif record.kind == "copies_differ":
+            self.distrusted = True
+
+    def goes_up(self, message: Message) -> None:
+        """An agent tells the controller something: never of a spare, which is nobody until it is called."""
+        seen = message.members if isinstance(message, AgentHello) else ()
+        named = [getattr(message, "member_id", 0), *(m.member_id for m in seen)]
+        if any(is_spare(member_id) for member_id in named):
+            raise Violation("a_spare_is_nobody", f"{type(message).__name__} of {named}")
+
+    def sending(self, settle: Settle) -> None:
+        """A decision goes out: it must be in the journal already."""
+        text = str(settle.generation)
+        journal = self.scene.journal
+        for record in journal[self._read :]:
+            if record.kind == "planned":
+                self._written.add(str(record.data["generation"]))
+        self._read = len(journal)
+        if text not in self._written:
+            raise Violation("persist_then_act", f"the decision of {text} was told before it was written")
+
+    def updates(self, worker: SimWorker) -> None:
+        """An update begins: it must be the next one of what this rank holds."""
+        if worker.applied != worker.machine.step:
+            text = f"rank {worker.rank} holds step {worker.applied} and updates step {worker.machine.step}"
+            raise Violation("updates_what_it_holds", text)
+
+    def resuming(self, resume: Resume) -> None:
+        """The job goes on in place: every seat must be taken by a rank that holds the step.
+
+        All ranks are told in one event, in which none of them moves: one look serves them all.
+        """
+        told = msgspec.structs.replace(resume, member_id=EVERYBODY)
+        if self._resumed == (self.scene.events, told):
+            return
+        self._resumed = (self.scene.events, told)
+        for rank, worker in sorted(self.scene.seated.items()):
+            machine = worker.machine
+            here = machine.state in ("ready", "aborted", "finished") and machine.step == resume.step
+            kept = machine.step > resume.step and resume.step in self.scene.memory.steps(rank)
+            here = here or (kept and machine.state in ("ready", "aborted"))
+            behind = machine.generation < resume.generation or machine.state == "starting"
+            if worker.alive and behind and not here:
+                text = f"rank {rank} is {machine.state}({machine.step}), the job resumes at {resume.step}"
+                raise Violation("resumed_together", text)
+
+    def _reports(self) -> list[Report]:
+        return [
+            w.report() for w in (*self.scene.replaced, *(w for _, w in sorted(self.scene.seated.items())))
+        ]
+
+    def _planned(self, record: Record) -> None:
+        generation = str(record.data["generation"])
+        if generation in self.planned:
+            raise Violation("one_decision_per_generation", generation)
+        self.planned.add(generation)
+        for _, worker in sorted(self.scene.seated.items()):
+            fenced = worker.machine.fenced
+            if worker.alive and (str(fenced) != generation or not worker.machine.settled):
+                text = (
+                    f"rank {worker.rank} is {worker.machine.state} and fenced by {fenced}, not {generation}"
+                )
+                raise Violation("decided_after_all_settled", text)
+        # A rank that answered before its session opened may have told more since: too late for this decision.
+        known = [r for r in self._reports() if record.data["sources"] or not r.alive or r.state == "torn"]
+        floors = [f for f in map(committed_floor, known) if f is not None]
+        if floors and record.data["step"] != max(floors):
+            text = f"decided {record.data['step']}, the ranks prove {max(floors)}"
+            raise Violation("decision_is_true", text)
+        self.counts[str(record.data["decision"])] += 1
+
+    def _verdict(self, record: Record) -> None:
+        action, step = record.data["action"], record.data["step"]
+        self.promised = None
+        if action == "restart_last_gasp" and isinstance(step, int):
+            self.promised = step
+        if action == "restart_from_memory":
+            self.promised = int(str(record.data["memory_step"]))
+        if action in ("restart_checkpoint", "restart_fresh") and step:
+            holders = {w.rank for _, w in self.scene.seated.items() if w.alive and self._can_reach(w, step)}
+            # Layouts live in the controller and in the agents: both gone, a rank that dies before it repeated its
+            # own leaves a hole. The verdict says so, and the newest checkpoint is taken.
+            excused = (
+                "layout" in f"{record.data['reason']} {record.data['evidence']}"
+                and len(self.scene.memory_losses) > 1
+            )
+            excused = excused or self.scene.save_errors > 0 or self.distrusted
+            excused = excused or self.scene.store.newest_step("") >= int(str(step))
+            if not self.scene.store.uncovered(Layouts((), {}), tuple(holders)) and not excused:
+                raise Violation("no_committed_step_is_lost", f"{action} at step {step}, holders {holders}")
+            self._forgotten(str(action))
+
+    def _forgotten(self, action: str) -> None:
+        """Going back to the disk, or to the start: no newer state may be in memory for all ranks."""
+        seated = [worker for _, worker in sorted(self.scene.seated.items())]
+        kept = [set(self.scene.memory.steps(worker.rank)) for worker in seated]
+        newest = max(set.intersection(*kept), default=-1)
+        unknown = [w for w in seated if w.alive and not w.opened]  # may have died without a word
+        trusted = not self.distrusted  # else what is in memory may be wrong as well
+        if (
+            newest > self.scene.store.newest_step("")
+            and trusted
+            and not unknown
+            and not self.scene.memory_losses
+        ):
+            raise Violation("no_committed_step_is_lost", f"{action}, all have step {newest} in memory")
+
+    @staticmethod
+    def _can_reach(worker: SimWorker, step: object) -> bool:
+        machine = worker.machine
+        if machine.state in ("ready", "aborted", "finished"):
+            return machine.step == step
+        return machine.state == "in_doubt" and step in (machine.step, machine.step + 1)
+
+    def _opened(self, record: Record) -> None:
+        step = record.data["step"]
+        if self.promised is not None and isinstance(step, int) and step < self.promised:
+            text = f"restarted at {step}, step {self.promised} was promised"
+            raise Violation("no_committed_step_is_lost", text)
+        self.promised = None

@@ -1,0 +1,405 @@
+"""Directories of a checkpoint: durable writes, and reads that never leave the directory.
+
+Theory. A file becomes visible whole or not at all: write a temporary file, fsync it, rename it, fsync the
+directory. Files that are published together share these waits for the disk: all contents first, then all renames in
+order, then the directory. All access goes through the descriptor of the opened directory and names without a slash,
+and no symbolic link is followed below it, so a hostile manifest or a swapped link cannot lead elsewhere.
+
+Invariants:
+1. A name that does not start with a dot exists only with its complete, durable content.
+2. Files are 0600, directories 0700, also the root, where it is made here; what is made for other programs is as the
+   umask says.
+3. ``OSError`` never leaves this module's public functions: writing raises :class:`StoreWriteError`, reading
+   :class:`CheckpointInvalid`, or :class:`StoreUnreachable` where the error says nothing about the file; all with the
+   path.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, Self
+
+from holdfast.errors import (
+    HINTS_OF_THE_MACHINE,
+    CheckpointInvalid,
+    StoreDenied,
+    StoreError,
+    StoreUnreachable,
+    StoreWriteError,
+)
+from holdfast.store.backends.interfaces import Closes
+from holdfast.store.backends.location import Place
+
+NAME_SIZE_BYTES_MAX = 255
+PRIVATE = 0o600
+SHARED = 0o666
+TEMPORARY_PREFIX = ".tmp-"
+IOVECS_MAX = 512
+_HINTS = {
+    errno.ENOSPC: "free some space, or choose another checkpoint directory",
+    errno.EDQUOT: "free some space, or choose another checkpoint directory",
+    errno.EFBIG: "raise the file size limit (ulimit -f), or choose another checkpoint directory",
+    errno.EROFS: "choose a writable checkpoint directory",
+    errno.EACCES: "make the directory writable, or choose another one",
+    errno.EPERM: "make the directory writable, or choose another one",
+    errno.ENOTDIR: "choose a directory, not a file",
+    errno.EISDIR: "a directory has the name of this file: move it away",
+    errno.EEXIST: "something of this name is there already: choose another name",
+    errno.ENOTEMPTY: "something of this name is there already: choose another name",
+}
+_DENIED = frozenset({errno.EACCES, errno.EPERM})
+_AWAY = frozenset({
+    errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
+    errno.ECONNABORTED, errno.ECONNREFUSED, errno.ECONNRESET, errno.EHOSTDOWN, errno.EHOSTUNREACH, errno.ENETDOWN,
+    errno.ENETUNREACH, errno.ENOTCONN, errno.ESHUTDOWN, errno.ESTALE, errno.ETIMEDOUT,
+    errno.EKEYEXPIRED, errno.ENOKEY,
+})  # fmt: skip
+"""Numbers that say that this machine, or the one whose file system is mounted, cannot read now. EIO is not among them:
+it is what a bad block says."""
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+"""What file systems without hard links answer (FAT, many that are mounted from an object store)."""
+
+
+@contextlib.contextmanager
+def writing(path: Place | str) -> Iterator[None]:
+    """Turn ``OSError`` into :class:`StoreWriteError` about ``path``."""
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise StoreWriteError(
+            f"cannot write {path}: {reason}", hint=_HINTS.get(error.errno or 0, "")
+        ) from error
+
+
+@contextlib.contextmanager
+def reading(path: Place | str) -> Iterator[None]:
+    """Turn ``OSError`` into :class:`CheckpointInvalid` about ``path``, or :class:`StoreUnreachable`: nothing is known
+    about what cannot be asked for."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise CheckpointInvalid(f"{path}: does not exist") from error
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR):
+            raise CheckpointInvalid(f"{path}: is a symbolic link or not a directory") from error
+        what = f"cannot read {path}: {error.strerror or error}"
+        if error.errno in _DENIED:
+            hint = HINTS_OF_THE_MACHINE[errno.EACCES]
+            raise StoreDenied(f"{what} ({_whose(Path(str(path)))})", hint=hint) from error
+        if error.errno in _AWAY:
+            hint = HINTS_OF_THE_MACHINE.get(error.errno, HINTS_OF_THE_MACHINE[errno.ESTALE])
+            raise StoreUnreachable(what, hint=hint) from error
+        raise CheckpointInvalid(what) from error
+
+
+def mode_of(path: Path) -> int | None:
+    """Kind and permissions of what is at a path; None: nothing. Raises: CheckpointInvalid, StoreUnreachable."""
+    with reading(path):
+        try:
+            return os.stat(path).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+
+def _whose(path: Path) -> str:
+    """Who asks, and whose the file is, or the directory that hides it."""
+    asks = f"this process runs as uid {os.geteuid()}"
+    for there in (path.absolute(), *path.absolute().parents):
+        with contextlib.suppress(OSError):
+            status = os.stat(there)
+            what = "it" if there == path.absolute() else str(there)
+            return f"{asks}; {what} belongs to uid {status.st_uid}, mode {stat.S_IMODE(status.st_mode):04o}"
+    return asks
+
+
+class _New(NamedTuple):
+    """A file that was written and has not appeared yet."""
+
+    hidden: str
+    name: str
+    fd: int
+    replace: bool
+
+
+class Directory(Closes):
+    """An opened directory (a context manager). Names are plain file names inside it."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        self.path = path
+        self.fd = fd
+        self._new: list[_New] = []
+        self._settled = True  # its own name is in its parent, as far as this object is concerned
+
+    @classmethod
+    def open(cls, path: Path | str) -> Self:
+        """Open an existing directory; a symbolic link as last component is refused.
+
+        Raises:
+            CheckpointInvalid: it does not exist, or is not a directory.
+        """
+        with reading(path):
+            return cls(Path(path), os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
+
+    @classmethod
+    def make(cls, root: Path | str, name: str) -> Self:
+        """Open ``root/name``, made where it is missing, together with ``root``; :meth:`sync` makes that durable.
+
+        Raises:
+            StoreWriteError: it cannot be made.
+        """
+        root, name = Path(root), checked_name(name)
+        with writing(root / name):
+            make_root(root)
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(root / name, 0o700)
+            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+            made = cls(root / name, os.open(root / name, flags))
+        made._settled = False  # whoever made it: it may have died before it was synced
+        return made
+
+    def close(self) -> None:
+        """Close the descriptor, and drop what was not published; twice is harmless."""
+        if self.fd >= 0:
+            self._drop(self._new)
+            os.close(self.fd)
+            self.fd = -1
+
+    def lock(self, *, shared: bool) -> bool:
+        """Mark the directory as being read (shared) or about to be removed; False when that is impossible now.
+
+        The mark is an advisory lock of this descriptor and ends with it. File systems without locks always say yes to
+        a reader and no to a remover.
+        """
+        try:
+            fcntl.flock(self.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return shared
+        return True
+
+    def names(self) -> list[str]:
+        """Names of all entries, sorted; temporary files are left out.
+
+        Raises:
+            CheckpointInvalid: the directory cannot be read.
+        """
+        with reading(self.path):
+            return sorted(name for name in os.listdir(self.fd) if not name.startswith("."))
+
+    def exists(self, name: str) -> bool:
+        """True when an entry of this name exists (of whatever kind)."""
+        with reading(self.path / name):
+            try:
+                os.stat(checked_name(name), dir_fd=self.fd, follow_symlinks=False)
+            except FileNotFoundError:
+                return False
+            return True
+
+    def open_read(self, name: str) -> tuple[int, int]:
+        """Descriptor (the caller closes it) and size in bytes of a regular file.
+
+        Raises:
+            CheckpointInvalid: missing, a symbolic link, or not a regular file.
+        """
+        with reading(self.path / name):
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+            fd = os.open(checked_name(name), flags, dir_fd=self.fd)
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(fd)
+            raise CheckpointInvalid(f"{self.path / name}: not a regular file")
+        return fd, status.st_size
+
+    def read(self, name: str, size_bytes_max: int) -> bytes:
+        """The content of a file.
+
+        Raises:
+            CheckpointInvalid: as :meth:`open_read`, or larger than ``size_bytes_max``.
+        """
+        fd, total = self.open_read(name)
+        try:
+            if total > size_bytes_max:
+                raise CheckpointInvalid(f"{self.path / name}: {total} bytes; the limit is {size_bytes_max}")
+            buffer = bytearray(total)
+            read_at(fd, 0, [memoryview(buffer)], self.path / name)
+            return bytes(buffer)
+        finally:
+            os.close(fd)
+
+    def write(self, name: str, data: bytes, owner: str, *, later: bool = False, mode: int = PRIVATE) -> None:
+        """Make a file appear whole and durable; the directory is synced too. ``owner`` makes the temporary unique.
+
+        Args:
+            later: only in :meth:`publish`, together with others.
+            mode: permissions, less the umask.
+
+        Raises:
+            StoreWriteError: it cannot be written; nothing visible has changed.
+        """
+        with self.temporary(name, owner, later=later, mode=mode) as fd:
+            write_at(fd, 0, memoryview(data), self.path / name)
+        if not later:
+            self.sync()
+
+    @contextlib.contextmanager
+    def temporary(
+        self, name: str, owner: str, *, later: bool = False, replace: bool = True, mode: int = PRIVATE
+    ) -> Iterator[int]:
+        """Descriptor of a new temporary file that becomes ``name``, durable, when the block ends without an error.
+
+        Args:
+            later: only in :meth:`publish`, together with others.
+            replace: what has this name by then; otherwise that is an error.
+            mode: permissions, less the umask.
+
+        Raises:
+            StoreWriteError: it cannot be written; then the temporary file is gone.
+        """
+        hidden = f"{TEMPORARY_PREFIX}{checked_name(owner)}-{checked_name(name)}"
+        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        with writing(self.path / name):
+            new = _New(hidden, name, os.open(hidden, flags, mode, dir_fd=self.fd), replace)
+        try:
+            yield new.fd
+        except BaseException:
+            self._drop([new])
+            raise
+        self._new.append(new)
+        if not later:
+            self.publish()
+
+    def publish(self) -> None:
+        """Have the new files appear, in the order in which they were made, when the contents of all are durable.
+
+        Raises:
+            StoreWriteError: one cannot be written; those that have not appeared are gone.
+        """
+        try:
+            for new in self._new:
+                with writing(self.path / new.name):
+                    os.fsync(new.fd)
+            while self._new:
+                new = self._new[0]
+                with writing(self.path / new.name):
+                    self._appear(new)
+                os.close(self._new.pop(0).fd)
+        except BaseException:
+            self._drop(self._new)
+            raise
+
+    def sync(self) -> None:
+        """Publish what is new, and make all names durable.
+
+        Raises:
+            StoreWriteError: the file system refused.
+        """
+        self.publish()
+        with writing(self.path):
+            os.fsync(self.fd)
+            if not self._settled:
+                sync_directory(self.path.parent)
+                self._settled = True
+
+    def _appear(self, new: _New) -> None:
+        if not new.replace and self._link(new):
+            return
+        os.rename(new.hidden, new.name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+
+    def _link(self, new: _New) -> bool:
+        """Give a file its name, unless there is something of this name; False: nothing is there, rename it."""
+        try:
+            os.link(new.hidden, new.name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            if self.exists(new.name):  # to look first is the best that can be done there
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
+            return False
+        with contextlib.suppress(OSError):  # it has appeared
+            os.unlink(new.hidden, dir_fd=self.fd)
+        return True
+
+    def _drop(self, files: list[_New]) -> None:
+        """Forget files that did not appear."""
+        for new in files:
+            with contextlib.suppress(OSError):  # an error that is on its way matters more
+                os.unlink(new.hidden, dir_fd=self.fd)
+            os.close(new.fd)
+        self._new = [new for new in self._new if new not in files]
+
+
+def make_root(path: Path) -> None:
+    """Make a root where it is missing, private; ``OSError`` passes.
+
+    Directories above it may serve others, too: they get what the umask says, as from ``mkdir -p -m 0700``.
+    """
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
+def new_owner(what: str) -> str:
+    """A name that no other process has, for temporary files of a command that anybody may run at any time."""
+    return f"{what}-{secrets.token_hex(8)}"
+
+
+def sync_directory(path: Path) -> None:
+    """fsync a directory by path; ``OSError`` passes."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_at(fd: int, offset: int, data: memoryview, path: Path) -> None:
+    """Write all of ``data`` at ``offset``, and have the disk begin with it.
+
+    Raises:
+        StoreWriteError: disk full, limit reached, input/output error.
+    """
+    with writing(path):
+        done = 0
+        while done < len(data):
+            done += os.pwrite(fd, data[done:], offset + done)
+        # Dirty pages are not dropped by this but sent on their way: the disk works while the next extent is copied,
+        # not only in fsync.
+        os.posix_fadvise(fd, offset, done, os.POSIX_FADV_DONTNEED)
+
+
+def read_at(fd: int, offset: int, buffers: list[memoryview], path: Path) -> None:
+    """Fill ``buffers`` one after the other from ``offset`` on.
+
+    Raises:
+        CheckpointInvalid: the file ends too early, or an input/output error.
+    """
+    rest = [buffer for buffer in buffers if len(buffer)]
+    with reading(path):
+        while rest:
+            count = os.preadv(fd, rest[:IOVECS_MAX], offset)
+            if count == 0:
+                raise CheckpointInvalid(f"{path}: ends at byte {offset}")
+            offset += count
+            while rest and count >= len(rest[0]):
+                count -= len(rest[0])
+                rest.pop(0)
+            if rest and count:
+                rest[0] = rest[0][count:]
+
+
+def checked_name(name: str) -> str:
+    """``name``, when it leads nowhere else and can be shown. Raises: StoreError."""
+    leads = not name or "/" in name or name in (".", "..")
+    # What is not printable may drive a terminal, or is no text: a surrogate cannot be encoded.
+    if leads or not name.isprintable() or len(name.encode()) > NAME_SIZE_BYTES_MAX:
+        raise StoreError(
+            f"{name!r} is not a file name", hint="write a plain name, without control characters"
+        )
+    return name

@@ -1,0 +1,174 @@
+"""Attempts in a directory of this machine (or one that it mounts).
+
+Theory. An attempt is a directory. Readers and writers hold an advisory lock on it. Removing is a rename first, so
+that a half-removed attempt is never listed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdfast.errors import CheckpointInvalid
+from holdfast.store.backends.direct_io import DirectFile
+from holdfast.store.backends.durable_files import (
+    Directory,
+    make_root,
+    new_owner,
+    read_at,
+    reading,
+    sync_directory,
+    write_at,
+    writing,
+)
+from holdfast.store.backends.interfaces import Closes, Put
+from holdfast.store.format import manifest as form
+
+THREADS_MAX = 4
+_DOOMED_PREFIX = ".removing-"
+
+
+def threads_of_rank() -> int:
+    """Extents that one rank hashes and moves at a time: the node's cores, shared by its ranks."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, min(THREADS_MAX, len(os.sched_getaffinity(0)) // max(1, local)))
+
+
+class LocalFile(Closes):
+    """As :class:`SourceFile`: a descriptor."""
+
+    def __init__(self, path: Path, fd: int, size_bytes: int) -> None:
+        self.path = path
+        self.size_bytes = size_bytes
+        self._fd = fd
+
+    def read_at(self, offset: int, buffers: list[memoryview]) -> None:
+        """As :meth:`SourceFile.read_at`."""
+        read_at(self._fd, offset, buffers, self.path)
+
+    def read_cached(self, offset: int, buffer: memoryview) -> bool:
+        """As :meth:`Cached.read_cached`: from the page cache."""
+        try:
+            return os.preadv(self._fd, [buffer], offset, os.RWF_NOWAIT) == len(buffer)
+        except OSError:
+            # Not there, or a file system that cannot tell; what the disk refuses, the next read says.
+            return False
+
+    def close(self) -> None:
+        """As :meth:`SourceFile.close`."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+class LocalAttempt(Directory):
+    """As :class:`Attempt`: a directory."""
+
+    in_order = False
+    parallel = 1
+
+    def hold(self) -> bool:
+        """As :meth:`Attempt.hold`. Who opened it before a removal and comes after it gets the lock, too, but not the
+        name."""
+        if not self.lock(shared=True):
+            return False
+        with reading(self.path):
+            try:
+                return os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self.fd))
+            except FileNotFoundError:
+                return False
+
+    def open_file(self, name: str) -> LocalFile:
+        """As :meth:`Attempt.open_file`."""
+        return LocalFile(self.path / name, *self.open_read(name))
+
+    def create(self, name: str, data: bytes, owner: str, *, later: bool = False) -> bool:
+        """As :meth:`Attempt.create`. Two who do so at once may both be told True: they write the same, or it is
+        found when the attempt is judged."""
+        if self.exists(name):
+            return False
+        self.write(name, data, owner, later=later)
+        return True
+
+    @contextlib.contextmanager
+    def new_file(self, name: str, owner: str, *, size_bytes: int, direct: bool = False) -> Iterator[Put]:
+        """As :meth:`Attempt.new_file`."""
+        path = self.path / name
+        with self.temporary(name, owner, later=True) as fd:
+            if direct:
+                file = DirectFile(fd, path)
+                yield file.put
+                file.finish()
+            else:
+                yield lambda offset, data: write_at(fd, offset, data, path)
+
+
+class LocalStore:
+    """As :class:`Store`: a directory of directories. Nothing is cached: each call looks at the files."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def names(self) -> list[str]:
+        """As :meth:`Store.names`."""
+        with reading(self.path):
+            try:
+                return os.listdir(self.path)
+            except FileNotFoundError:
+                return []
+
+    def open(self, name: str) -> LocalAttempt:
+        """As :meth:`Store.open`."""
+        return LocalAttempt.open(self.path / name)
+
+    def create(self, name: str) -> LocalAttempt:
+        """As :meth:`Store.create`."""
+        return LocalAttempt.make(self.path, name)
+
+    def age_s(self, name: str) -> float:
+        """As :meth:`Store.age_s`."""
+        with reading(self.path / name):
+            try:
+                return time.time() - os.stat(self.path / name).st_mtime
+            except FileNotFoundError:
+                return float("inf")
+
+    def remove(self, name: str) -> bool:
+        """As :meth:`Store.remove`."""
+        try:
+            directory = self.open(name)
+        except CheckpointInvalid:  # another process was faster, or it is no directory: not ours to touch
+            return False
+        with directory, writing(self.path / name):
+            if not directory.lock(shared=False):
+                return False
+            # What an interrupted removal of one of this name has left would be in the way.
+            shutil.rmtree(self.path / f"{_DOOMED_PREFIX}{name}", ignore_errors=True)
+            try:
+                os.rename(self.path / name, self.path / f"{_DOOMED_PREFIX}{name}")
+            except FileNotFoundError:  # another process was faster
+                return False
+            sync_directory(self.path)
+        # Another process may be sweeping it at the same time; what is left now, the next prune sweeps.
+        shutil.rmtree(self.path / f"{_DOOMED_PREFIX}{name}", ignore_errors=True)
+        return True
+
+    def sweep(self) -> None:
+        """As :meth:`Store.sweep`."""
+        with writing(self.path):
+            for name in os.listdir(self.path):
+                if name.startswith(_DOOMED_PREFIX) and form.attempt_key(name.removeprefix(_DOOMED_PREFIX)):
+                    shutil.rmtree(self.path / name, ignore_errors=True)
+
+    def probe(self) -> None:
+        """As :meth:`Store.probe`."""
+        # Ranks of several hosts try it at once in a directory that they share: a name of its own for each.
+        probe = self.path / new_owner(".probe")
+        with writing(self.path):
+            make_root(self.path)
+            os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            os.unlink(probe)

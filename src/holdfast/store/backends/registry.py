@@ -1,0 +1,41 @@
+"""From a place to the store that is there."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from holdfast.store.backends.interfaces import Attempt, Store
+from holdfast.store.backends.local_store import LocalAttempt, LocalStore
+from holdfast.store.backends.location import Place, place_of
+
+
+def open_store(where: Place | str | os.PathLike[str]) -> Store:
+    """The store of attempts at a place; nothing is asked of it yet.
+
+    Raises:
+        UsageError: there is no store of this kind, or what it needs is not installed.
+    """
+    place = place_of(where)
+    if isinstance(place, Path):
+        return LocalStore(place)
+    if place.scheme == "faulty":
+        from holdfast.store.backends.faulty_store import faulty_store
+
+        return faulty_store(place)
+    from holdfast.store.backends.s3_store import S3Store
+
+    return S3Store(place)
+
+
+def open_attempt(where: Place | str | os.PathLike[str]) -> Attempt:
+    """One attempt, whatever its name is.
+
+    Raises:
+        CheckpointInvalid: it does not exist.
+        UsageError: as :func:`open_store`.
+    """
+    place = place_of(where)
+    if isinstance(place, Path):
+        return LocalAttempt.open(place)
+    return open_store(place.parent).open(place.name)

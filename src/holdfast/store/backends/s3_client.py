@@ -1,0 +1,305 @@
+"""One bucket of an S3-compatible server: the few requests that a store needs, and errors in our words.
+
+Theory. The server shows an object whole or not at all, and a listing shows every object whose writing was answered
+(true of AWS since 2020, and of the servers that copy it). Creating an object that must not exist yet is one
+conditional request (``If-None-Match: *``). Lost connections, timeouts and 5xx answers are tried again for
+``RETRY_S`` seconds inside the client; what fails after that is an error.
+
+Invariants:
+1. Credentials come from the environment (AWS_*), a container's or machine's role, never from an argument; no error
+   message holds one.
+2. "Not found" and "cannot be asked" are different errors: a server that is away never makes a checkpoint invalid.
+3. Memory of an upload: ``UPLOADS`` parts and one more. A connection without TLS is made to loopback only, unless
+   AWS_ALLOW_HTTP says otherwise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import ipaddress
+import os
+import re
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, NamedTuple
+from urllib.parse import urlsplit
+
+from holdfast.errors import CheckpointInvalid, StoreUnreachable, StoreWriteError, UsageError
+from holdfast.store.backends.interfaces import Put
+from holdfast.store.backends.location import Url
+
+if TYPE_CHECKING:
+    from obstore.store import ClientConfig, S3Store
+
+RETRY_S = 60.0
+RETRY_S_MAX = 86_400.0
+RETRY_VARIABLE = "HOLDFAST_S3_RETRY_S"
+REQUEST_TIMEOUT_S = 60.0
+CONNECT_TIMEOUT_S = 5.0
+BACKOFF_MAX_S = 5.0
+PART_SIZE_BYTES = 8 * 1024 * 1024
+PARTS_MAX = 10_000
+UPLOADS = 4
+REASON_LENGTH_MAX = 300
+_ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+_SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+class Entry(NamedTuple):
+    """One object: its key below the place that was listed, its size, and when it was written (server's clock)."""
+
+    key: str
+    size_bytes: int
+    modified: datetime
+
+
+class Bucket:
+    """The objects below one place. Keys are names joined by slashes, relative to it."""
+
+    def __init__(self, place: Url) -> None:
+        self.place = place
+        self._objects = _client(place.parts[0], "/".join(place.parts[1:]), _configuration())
+
+    def exists(self, key: str) -> bool:
+        """Raises: StoreUnreachable."""
+        return self.size_bytes(key) is not None
+
+    def size_bytes(self, key: str) -> int | None:
+        """Size of an object, None when it is not there. Raises: StoreUnreachable."""
+        import obstore
+
+        try:
+            with self._asking(key):
+                return obstore.head(self._objects, key)["size"]
+        except CheckpointInvalid:
+            return None
+
+    def get(self, key: str, start: int = 0, size_bytes: int | None = None) -> memoryview:
+        """An object, or ``size_bytes`` of it from ``start`` on.
+
+        Raises:
+            CheckpointInvalid: it does not exist.
+            StoreUnreachable: the server could not be asked, or refused.
+        """
+        import obstore
+
+        with self._asking(key):
+            if size_bytes is None:
+                return memoryview(obstore.get(self._objects, key).bytes())
+            return memoryview(obstore.get_range(self._objects, key, start=start, length=size_bytes))
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write an object, also in place of another. Raises: StoreWriteError."""
+        import obstore
+
+        with self._telling(key):
+            obstore.put(self._objects, key, data, chunk_size=PART_SIZE_BYTES, max_concurrency=UPLOADS)
+
+    def announce(self, key: str) -> bool:
+        """Write an empty object; False where this client may only read. Raises: StoreWriteError."""
+        import obstore
+        from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+
+        with self._telling(key):
+            try:
+                obstore.put(self._objects, key, b"")
+            except (PermissionDeniedError, UnauthenticatedError):
+                return False
+        return True
+
+    def create(self, key: str, data: bytes) -> bool:
+        """Write an object unless it exists; False when it does. Raises: StoreWriteError."""
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        with self._telling(key):
+            try:
+                obstore.put(self._objects, key, data, mode="create", use_multipart=False)
+            except AlreadyExistsError:
+                return False
+        return True
+
+    @contextlib.contextmanager
+    def upload(self, key: str, size_bytes: int) -> Iterator[Put]:
+        """An object whose bytes are put one after the other; it appears when the block ends without an error.
+
+        Raises:
+            StoreWriteError: it cannot be written; nothing visible has changed.
+        """
+        import obstore
+
+        part_size_bytes = max(PART_SIZE_BYTES, -(-size_bytes // PARTS_MAX))
+        done = 0
+        with self._telling(key):
+            writer = obstore.open_writer(
+                self._objects, key, buffer_size=part_size_bytes, max_concurrency=UPLOADS
+            )
+
+        def put(offset: int, data: memoryview) -> None:
+            nonlocal done
+            if offset != done:
+                raise StoreWriteError(f"{self.place}/{key}: {offset} does not follow {done}")
+            done += len(data)
+            with self._telling(key):
+                writer.write(data)
+
+        try:
+            yield put
+        except BaseException as error:
+            with contextlib.suppress(Exception):  # drops the parts; the error that is on its way matters more
+                writer.__exit__(type(error), error, error.__traceback__)
+            raise
+        with self._telling(key):
+            writer.close()
+
+    def entries(self, prefix: str) -> list[Entry]:
+        """All objects below ``prefix``, with keys relative to it. Raises: StoreUnreachable."""
+        import obstore
+
+        found: list[Entry] = []
+        with self._asking(prefix, listing=True):
+            for chunk in obstore.list(self._objects, prefix):
+                found += [
+                    Entry(o["path"].removeprefix(f"{prefix}/"), o["size"], o["last_modified"]) for o in chunk
+                ]
+        return found
+
+    def folders(self) -> list[str]:
+        """The first parts of all keys that have more than one. Raises: StoreUnreachable."""
+        import obstore
+
+        with self._asking("", listing=True):
+            found = obstore.list_with_delimiter(self._objects)["common_prefixes"]
+        return [path.rstrip("/").rpartition("/")[2] for path in found]
+
+    def delete(self, keys: list[str]) -> None:
+        """Remove objects, as long as they are there. Raises: StoreWriteError."""
+        import obstore
+
+        with self._telling(keys[0] if keys else ""), contextlib.suppress(FileNotFoundError):
+            obstore.delete(self._objects, keys)
+
+    @contextlib.contextmanager
+    def _asking(self, key: str, *, listing: bool = False) -> Iterator[None]:
+        from obstore.exceptions import BaseError
+
+        try:
+            yield
+        except (BaseError, OSError) as error:  # not chained: its text may hold what the server was told
+            if isinstance(error, FileNotFoundError) and not listing:
+                raise CheckpointInvalid(f"{self.place}/{key}: does not exist") from None
+            why, hint = reason_of(error)
+            raise StoreUnreachable(f"cannot read {self.place}/{key}: {why}", hint=hint) from None
+
+    @contextlib.contextmanager
+    def _telling(self, key: str) -> Iterator[None]:
+        from obstore.exceptions import AlreadyExistsError, BaseError
+
+        try:
+            yield
+        except AlreadyExistsError:
+            raise
+        except (BaseError, OSError) as error:
+            why, hint = reason_of(error)
+            raise StoreWriteError(f"cannot write {self.place}/{key}: {why}", hint=hint) from None
+
+
+def reason_of(error: Exception) -> tuple[str, str]:
+    """What a client's error says, without secrets, on one short line; and what to do about it."""
+    text = str(error)
+    code = re.search(r"<Code>(\w+)</Code>", text)
+    line = " ".join(text.split("<?xml")[0].split("Debug source")[0].split())
+    retries = re.search(r"after (\d+) retries", line)
+    line = (line.rpartition(" - ")[2] or line).rstrip(": ")
+    if code:
+        line += f" ({code[1]})"
+    if retries:
+        line += f", after {retries[1]} {'retry' if retries[1] == '1' else 'retries'}"
+    for name in _SECRETS:
+        secret = os.environ.get(name)
+        if secret:
+            line = line.replace(secret, "***")
+    if code and code[1] == "NoSuchBucket":
+        hint = "make the bucket first, or correct its name"
+    elif re.search(r"\b40[13]\b", line):
+        hint = "check AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION and the rights on this bucket"
+    else:
+        hint = "check AWS_ENDPOINT_URL, AWS_REGION, the credentials (AWS_*) and the network"
+    return line[:REASON_LENGTH_MAX], hint
+
+
+def _configuration() -> tuple[tuple[str, str], ...]:
+    """What the environment says about the server: a client is shared as long as this stays the same."""
+    return tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("AWS_") or k == RETRY_VARIABLE))
+
+
+def _retry_s(text: str) -> float:
+    """What the variable says. Raises: UsageError."""
+    try:
+        retry_s = float(text or RETRY_S)
+    except ValueError:
+        retry_s = -1.0
+    if not 0 <= retry_s <= RETRY_S_MAX:  # also not a number that is none
+        raise UsageError(
+            f"{RETRY_VARIABLE}={text} is no number of seconds from 0 to {RETRY_S_MAX:g}",
+            hint=f"for example {RETRY_VARIABLE}={RETRY_S:g}, or leave it out",
+        )
+    return retry_s
+
+
+def _endpoint(said: Mapping[str, str]) -> str:
+    """The URL of the server, empty where none is named. Raises: UsageError (obstore panics over some)."""
+    name = next((each for each in _ENDPOINTS if said.get(each)), "")
+    if not name:
+        return ""
+    try:
+        parts = urlsplit(said[name])
+        host = parts.hostname or ""
+        sound = parts.scheme in ("http", "https") and bool(host) and parts.port != 0
+        if "[" in parts.netloc:
+            sound = sound and ipaddress.IPv6Address(host).scope_id is None
+    except ValueError:
+        sound = False
+    if not sound:
+        raise UsageError(
+            f"{name}={said[name]} is no URL of a server",
+            hint="for example http://10.0.0.1:9000 or http://[fd00::2]:9000: an IPv6 address stands in brackets, "
+            "without a scope id",
+        )
+    return said[name]
+
+
+@functools.lru_cache(maxsize=8)
+def _client(bucket: str, prefix: str, configuration: tuple[tuple[str, str], ...]) -> S3Store:
+    try:
+        from obstore.store import S3Store
+    except ImportError as error:
+        raise UsageError(
+            "obstore is not installed; s3:// needs it", hint="pip install 'holdfast[s3]'"
+        ) from error
+    said = dict(configuration)
+    endpoint = _endpoint(said)
+    retry_s = _retry_s(said.get(RETRY_VARIABLE, ""))
+    client: ClientConfig = {
+        "timeout": timedelta(seconds=REQUEST_TIMEOUT_S),
+        "connect_timeout": timedelta(seconds=CONNECT_TIMEOUT_S),
+    }
+    if endpoint and urlsplit(endpoint).hostname in _LOOPBACK:
+        client["allow_http"] = True
+    return S3Store(
+        bucket,
+        prefix=prefix or None,
+        config={"endpoint": endpoint} if endpoint else {},
+        client_options=client,
+        retry_config={
+            "max_retries": 1000,  # the time counts
+            "retry_timeout": timedelta(seconds=retry_s),
+            "backoff": {
+                "init_backoff": timedelta(milliseconds=100),
+                "max_backoff": timedelta(seconds=BACKOFF_MAX_S),
+                "base": 2,
+            },
+        },
+    )

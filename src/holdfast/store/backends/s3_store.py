@@ -1,0 +1,253 @@
+"""Attempts in a bucket of an S3-compatible server: ``s3://bucket/prefix``.
+
+Theory. An attempt is the objects below ``<root>/<its name>/``, named as the files of a directory would be. Objects
+appear whole, so nothing is renamed; what must exist once (catalogue, manifests, seal) is created on the condition that
+it does not exist. There are no locks: who reads or writes an attempt puts a lease, an object that it writes anew
+every ``LEASE_RENEW_S`` seconds. Who removes an attempt puts a mark, and looks for leases after that; who takes a lease
+looks for the mark after that. Listings and reads show what was written before, so at least one of two sees the other.
+
+Invariants:
+1. An attempt that is marked is not listed any more; it is removed only when no lease younger than ``LEASE_EXPIRY_S``
+   exists. The clocks of this machine and of the server may differ by 15 minutes (signatures allow no more).
+2. The objects that make an attempt valid go first, so that a half-removed one is never complete.
+3. Safety does not hang on leases: a reader that lost its own finds objects missing or digests wrong, never other data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import threading
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime
+
+from holdfast.errors import CheckpointInvalid, StoreError, StoreWriteError
+from holdfast.store.backends.durable_files import checked_name, new_owner
+from holdfast.store.backends.interfaces import Closes, Put, read_whole
+from holdfast.store.backends.location import Url
+from holdfast.store.backends.s3_client import Bucket, Entry
+from holdfast.store.format import manifest as form
+
+LEASE_RENEW_S = 600.0
+LEASE_EXPIRY_S = 3600.0
+_LEASES = ".leases"
+_DOOMED = ".removing"
+
+
+class S3File(Closes):
+    """As :class:`SourceFile`: every read is a request of its own."""
+
+    def __init__(self, bucket: Bucket, key: str, size_bytes: int) -> None:
+        self.path = bucket.place / key
+        self.size_bytes = size_bytes
+        self._bucket = bucket
+        self._key = key
+
+    def read_at(self, offset: int, buffers: list[memoryview]) -> None:
+        """As :meth:`SourceFile.read_at`.
+
+        Raises:
+            StoreUnreachable: the server could not be asked.
+        """
+        total = sum(len(buffer) for buffer in buffers)
+        if offset + total > self.size_bytes:
+            raise CheckpointInvalid(f"{self.path}: ends at byte {self.size_bytes}")
+        if not total:
+            return
+        data = self._bucket.get(self._key, offset, total)
+        if len(data) != total:
+            raise CheckpointInvalid(f"{self.path}: {len(data)} bytes came in place of {total}")
+        done = 0
+        for buffer in buffers:
+            buffer[:] = data[done : done + len(buffer)]
+            done += len(buffer)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Lease:
+    """Says that somebody reads or writes an attempt, until it is closed or its process ends.
+
+    Who may only read cannot say so: it takes the risk that what it reads is removed meanwhile.
+    """
+
+    def __init__(self, bucket: Bucket, attempt: str) -> None:
+        self._bucket = bucket
+        self._key = f"{_LEASES}/{attempt}/{secrets.token_hex(8)}"
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        """Put it. Raises: StoreWriteError."""
+        if not self._bucket.announce(self._key):
+            return
+        thread = threading.Thread(target=self._renew, name="holdfast-lease", daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            self._take_back()
+            raise
+        self._thread = thread
+
+    def close(self) -> None:
+        """Take it back."""
+        if self._thread is not None:
+            self._over.set()
+            self._thread.join()
+            self._take_back()
+
+    def _take_back(self) -> None:
+        with contextlib.suppress(StoreWriteError):  # it expires
+            self._bucket.delete([self._key])
+
+    def _renew(self) -> None:
+        while not self._over.wait(LEASE_RENEW_S):
+            with contextlib.suppress(StoreWriteError):  # five more will be tried before it expires
+                self._bucket.put(self._key, b"")
+
+
+class S3Attempt(Closes):
+    """As :class:`Attempt`: the objects below one name."""
+
+    in_order = True
+    parallel = 16
+
+    def __init__(self, bucket: Bucket, name: str) -> None:
+        self.path = bucket.place / name
+        self._bucket = bucket
+        self._name = name
+        self._sizes: dict[str, int] = {}
+        self._lease: Lease | None = None
+
+    def close(self) -> None:
+        """As :meth:`Attempt.close`."""
+        if self._lease is not None:
+            self._lease.close()
+            self._lease = None
+
+    def hold(self) -> bool:
+        """As :meth:`Attempt.hold`."""
+        if self._lease is None:
+            lease = Lease(self._bucket, self._name)
+            lease.start()
+            self._lease = lease
+        return not self._bucket.exists(f"{_DOOMED}/{self._name}")
+
+    def names(self) -> list[str]:
+        """As :meth:`Attempt.names`; the sizes are kept for :meth:`open_file`."""
+        entries = [
+            e for e in self._bucket.entries(self._name) if "/" not in e.key and not e.key.startswith(".")
+        ]
+        self._sizes = {entry.key: entry.size_bytes for entry in entries}
+        return sorted(self._sizes)
+
+    def exists(self, name: str) -> bool:
+        """As :meth:`Attempt.exists`."""
+        return self._bucket.exists(self._key(name))
+
+    def open_file(self, name: str) -> S3File:
+        """As :meth:`Attempt.open_file`."""
+        key = self._key(name)
+        size_bytes = self._sizes.get(name)
+        if size_bytes is None:
+            size_bytes = self._bucket.size_bytes(key)
+        if size_bytes is None:
+            raise CheckpointInvalid(f"{self.path / name}: does not exist")
+        return S3File(self._bucket, key, size_bytes)
+
+    def read(self, name: str, size_bytes_max: int) -> bytes:
+        """As :meth:`Attempt.read`."""
+        return read_whole(self.open_file(name), size_bytes_max)
+
+    def write(self, name: str, data: bytes, owner: str) -> None:
+        """As :meth:`Attempt.write`."""
+        self._bucket.put(self._key(name), data)
+
+    def create(self, name: str, data: bytes, owner: str, *, later: bool = False) -> bool:
+        """As :meth:`Attempt.create`."""
+        return self._bucket.create(self._key(name), data)
+
+    def new_file(
+        self, name: str, owner: str, *, size_bytes: int, direct: bool = False
+    ) -> AbstractContextManager[Put]:
+        """As :meth:`Attempt.new_file`; an upload in parts."""
+        return self._bucket.upload(self._key(name), size_bytes)
+
+    def publish(self) -> None:
+        """New objects appear at once."""
+
+    def sync(self) -> None:
+        """An object that was answered is durable."""
+
+    def _key(self, name: str) -> str:
+        return f"{self._name}/{checked_name(name)}"
+
+
+class S3Store:
+    """As :class:`Store`: a bucket, or a prefix in one. Nothing is cached: each call asks the server."""
+
+    def __init__(self, path: Url) -> None:
+        self.path = path
+        self._bucket = Bucket(path)
+
+    def names(self) -> list[str]:
+        """As :meth:`Store.names`; attempts that are being removed are left out."""
+        doomed = {entry.key for entry in self._bucket.entries(_DOOMED)}
+        return [name for name in self._bucket.folders() if name not in doomed]
+
+    def open(self, name: str) -> S3Attempt:
+        """As :meth:`Store.open`; one that does not exist shows when its files are asked for."""
+        return S3Attempt(self._bucket, name)
+
+    def create(self, name: str) -> S3Attempt:
+        """As :meth:`Store.create`; it exists when its first file does."""
+        return S3Attempt(self._bucket, name)
+
+    def age_s(self, name: str) -> float:
+        """As :meth:`Store.age_s`."""
+        return min((_age_s(entry) for entry in self._bucket.entries(name)), default=float("inf"))
+
+    def remove(self, name: str) -> bool:
+        """As :meth:`Store.remove`."""
+        if self._leased(name):
+            return False
+        mark = f"{_DOOMED}/{name}"
+        self._bucket.put(mark, b"")
+        if self._leased(name):
+            self._bucket.delete([mark])
+            return False
+        keys = [f"{name}/{entry.key}" for entry in self._bucket.entries(name)]
+        proofs = [key for key in keys if not key.endswith(".safetensors")]
+        self._bucket.delete(sorted(proofs, key=lambda key: not key.endswith(form.SEAL_NAME)))
+        self._bucket.delete([key for key in keys if key.endswith(".safetensors")])
+        self._bucket.delete([mark])
+        return True
+
+    def sweep(self) -> None:
+        """As :meth:`Store.sweep`; leases of the dead go too."""
+        for entry in self._bucket.entries(_DOOMED):
+            if form.attempt_key(entry.key):
+                self.remove(entry.key)
+        expired = [e.key for e in self._bucket.entries(_LEASES) if _age_s(e) > LEASE_EXPIRY_S]
+        self._bucket.delete([f"{_LEASES}/{key}" for key in expired])
+
+    def probe(self) -> None:
+        """As :meth:`Store.probe`: also whether creating is refused when there is something."""
+        key = new_owner(".probe")
+        if not self._bucket.create(key, b""):
+            raise StoreError(f"{self.path / key} exists: nobody else should know this name")
+        again = self._bucket.create(key, b"")
+        self._bucket.delete([key])
+        if again:
+            raise StoreWriteError(
+                f"the server of {self.path} ignores If-None-Match: two writers could overwrite each other",
+                hint="use a server with conditional writes (AWS, a MinIO or Ceph of 2025 or newer)",
+            )
+
+    def _leased(self, name: str) -> bool:
+        return any(_age_s(entry) <= LEASE_EXPIRY_S for entry in self._bucket.entries(f"{_LEASES}/{name}"))
+
+
+def _age_s(entry: Entry) -> float:
+    return (datetime.now(UTC) - entry.modified).total_seconds()

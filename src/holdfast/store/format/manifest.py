@@ -1,0 +1,253 @@
+"""The JSON files of a checkpoint: names, structures, strict decoding.
+
+Theory. Every JSON file is an envelope ``{"digest":"<32 hex digits>","body":<body>}`` and a newline; the digest is
+xxh3-128 of the bytes of the body, so that a flipped bit in a manifest is found like one in a tensor. Bodies are
+canonical (keys in the order of the structures here, no white space): decoding encodes again and compares, which
+refuses duplicate and unknown keys at the price of one fast pass.
+
+Invariants:
+1. Nothing is decoded before its digest matched and its size was below the limit.
+2. A decoded structure is internally consistent; whether the files agree with each other is ``validation.py``'s matter.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+
+import msgspec
+import xxhash
+
+from holdfast.core.ids import RUN_ID_PATTERN, STEP_DIGITS_MAX, SaveId
+from holdfast.errors import CheckpointInvalid, StateError
+from holdfast.store.format.safetensors_codec import refuse
+from holdfast.store.layouts.layout import DTYPE_SIZE_BYTES, Box, Catalogue, Shape
+
+FORMAT_VERSION = 1
+EXTENT_SIZE_BYTES_MAX = 64 * 1024 * 1024
+MANIFEST_SIZE_BYTES_MAX = 1024 * 1024 * 1024
+CATALOGUE_NAME = "catalogue.json"
+SEAL_NAME = "SEALED"
+COPY_PREFIX = "copy-"
+RANK_MAX = 99_999
+
+_PREFIX = b'{"digest":"'
+_MIDDLE = b'","body":'
+_SUFFIX = b"}\n"
+_BODY_START = len(_PREFIX) + 32 + len(_MIDDLE)
+_RANK_NAME = re.compile(r"rank-r(\d{5})\.json")
+_ATTEMPT_NAME = re.compile(
+    rf"step-(\d{{8,{STEP_DIGITS_MAX}}})\.({RUN_ID_PATTERN})\.g(\d{{1,10}})\.(\d{{1,10}})\.a(\d{{1,10}})"
+)
+_HEX16 = re.compile(r"[0-9a-f]{16}")
+
+
+class FileEntry(msgspec.Struct, frozen=True):
+    """One shard file: its size, and size and xxh3-64 of its header part (length word and padding included)."""
+
+    name: str
+    size_bytes: int
+    header_size_bytes: int
+    header_digest: str
+
+
+class BoxRecord(msgspec.Struct, frozen=True):
+    """One stored box: bytes [start, start + length) of ``files[file]``, cut into extents with one xxh3-64 each."""
+
+    fqn: str
+    dtype: str
+    shape: Shape
+    offsets: Shape
+    sizes: Shape
+    file: int
+    start: int
+    digests: tuple[str, ...]
+
+    @property
+    def box(self) -> Box:
+        """The region in global coordinates."""
+        return Box(self.offsets, self.sizes)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the box."""
+        return math.prod(self.sizes) * DTYPE_SIZE_BYTES[self.dtype]
+
+
+class RankManifest(msgspec.Struct, frozen=True):
+    """What one rank wrote; the last file that it writes.
+
+    ``catalogue`` is the digest of the catalogue, ``writers`` are all ranks that take part in this save, ``values`` is
+    the state common to all ranks, ``locals`` that of single ranks (rank as text), both in the form of
+    ``json_values.py``.
+    """
+
+    version: int
+    save_id: SaveId
+    rank: int
+    world: int
+    catalogue: str
+    writers: tuple[int, ...]
+    copies: int
+    extent_size_bytes: int
+    files: tuple[FileEntry, ...]
+    tensors: tuple[BoxRecord, ...]
+    values: msgspec.Raw
+    locals: dict[str, msgspec.Raw]
+
+
+class Seal(msgspec.Struct, frozen=True):
+    """Cached proof: the digests of all files that made this checkpoint valid."""
+
+    version: int
+    save_id: SaveId
+    catalogue: str
+    manifests: dict[str, str]
+
+
+class _Versioned(msgspec.Struct):
+    version: int
+
+
+def rank_name(rank: int) -> str:
+    """File name of the manifest of a rank."""
+    return f"rank-r{rank:05d}.json"
+
+
+def rank_of_name(name: str) -> int | None:
+    """Inverse of :func:`rank_name`; None for other files."""
+    match = _RANK_NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def copy_name(name: str) -> str:
+    """File name of the second copy of a JSON file, there when the save promises copies."""
+    return COPY_PREFIX + name
+
+
+def shard_name(rank: int, index: int) -> str:
+    """File name of a shard."""
+    return f"shard-r{rank:05d}-{index:03d}.safetensors"
+
+
+def attempt_key(name: str) -> tuple[int, int, int, int, str] | None:
+    """(step, term, n, attempt, run) of an attempt's directory name: newer attempts sort higher. None for others."""
+    match = _ATTEMPT_NAME.fullmatch(name)
+    return (int(match[1]), int(match[3]), int(match[4]), int(match[5]), match[2]) if match else None
+
+
+def wrap(body: bytes) -> bytes:
+    """A body in its envelope."""
+    return _PREFIX + xxhash.xxh3_128_hexdigest(body).encode() + _MIDDLE + body + _SUFFIX
+
+
+def unwrap(data: bytes, where: str) -> tuple[bytes, str]:
+    """Body and digest of an envelope.
+
+    Raises:
+        CheckpointInvalid: not an envelope, or the digest does not match.
+    """
+    if not (data.startswith(_PREFIX) and data[_BODY_START - len(_MIDDLE) : _BODY_START] == _MIDDLE):
+        refuse(where, "not a Holdfast JSON file (truncated or foreign)")
+    body, digest = data[_BODY_START : -len(_SUFFIX)], data[len(_PREFIX) : len(_PREFIX) + 32]
+    if not data.endswith(_SUFFIX) or xxhash.xxh3_128_hexdigest(body).encode() != digest:
+        refuse(where, "digest does not match its content (truncated or flipped)")
+    return body, digest.decode()
+
+
+def decode_catalogue(data: bytes, where: str) -> Catalogue:
+    """Catalogue from the bytes of its file.
+
+    Raises:
+        CheckpointInvalid: names ``where`` and the broken rule.
+    """
+    body, _ = unwrap(data, where)
+    try:
+        return Catalogue.from_json(body)
+    except StateError as error:
+        raise CheckpointInvalid(f"{where}: {error.message}") from error
+
+
+def decode_manifest(data: bytes, where: str) -> tuple[RankManifest, str]:
+    """Rank manifest and its digest from the bytes of its file; internal consistency is checked.
+
+    Raises:
+        CheckpointInvalid: names ``where`` and the broken rule.
+    """
+    body, digest = unwrap(data, where)
+    manifest = _decode(body, where)
+    _check_manifest(manifest, where)
+    return manifest, digest
+
+
+def _decode(body: bytes, where: str) -> RankManifest:
+    try:
+        version = msgspec.json.decode(body, type=_Versioned).version
+        if version != FORMAT_VERSION:
+            refuse(where, f"format version {version}; this reader knows {FORMAT_VERSION}")
+        decoded = msgspec.json.decode(body, type=RankManifest)
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+        raise CheckpointInvalid(f"{where}: {error}") from error
+    if msgspec.json.encode(decoded) != body:
+        refuse(where, "not in canonical form (duplicate or unknown keys, or white space)")
+    return decoded
+
+
+def _check_manifest(manifest: RankManifest, where: str) -> None:
+    """Rules that one manifest must keep by itself."""
+    if not 0 <= manifest.rank < manifest.world <= RANK_MAX + 1:
+        refuse(where, f"rank {manifest.rank} of {manifest.world}")
+    if not 0 < manifest.extent_size_bytes <= EXTENT_SIZE_BYTES_MAX or manifest.extent_size_bytes % 4096:
+        refuse(
+            where,
+            f"extents of {manifest.extent_size_bytes} bytes; allowed: 4096 n <= {EXTENT_SIZE_BYTES_MAX}",
+        )
+    if manifest.copies < 1 or manifest.rank not in manifest.writers:
+        refuse(where, "its rank is not among the writers, or it promises no copy")
+    for index, entry in enumerate(manifest.files):
+        if entry.name != shard_name(manifest.rank, index):
+            refuse(where, f"file {entry.name!r} in place of {shard_name(manifest.rank, index)}")
+        if not 8 < entry.header_size_bytes <= entry.size_bytes or not _HEX16.fullmatch(entry.header_digest):
+            refuse(where, f"file {entry.name}: impossible sizes or digest")
+    ends = [entry.header_size_bytes for entry in manifest.files]
+    for record in manifest.tensors:
+        size_bytes = _check_record(record, manifest, where)
+        if record.start != ends[record.file]:
+            refuse(where, f"tensor {record.fqn!r} overlaps another one or leaves a hole")
+        ends[record.file] += size_bytes
+    for entry, end in zip(manifest.files, ends, strict=True):
+        if end != entry.size_bytes:
+            refuse(where, f"file {entry.name}: tensors end at byte {end}, the file at {entry.size_bytes}")
+
+
+def _check_record(record: BoxRecord, manifest: RankManifest, where: str) -> int:
+    """Size in bytes of a record that keeps the rules."""
+    size_bytes = DTYPE_SIZE_BYTES.get(record.dtype, 0)
+    if not size_bytes:
+        refuse(where, f"tensor {record.fqn!r}: unknown dtype {record.dtype!r}")
+    if not len(record.offsets) == len(record.sizes) == len(record.shape):
+        refuse(where, f"tensor {record.fqn!r}: offsets, sizes and shape differ in length")
+    for offset, size, length in zip(record.offsets, record.sizes, record.shape, strict=True):
+        if offset < 0 or size < 0 or offset + size > length:
+            refuse(where, f"tensor {record.fqn!r}: box {record.box} is outside {list(record.shape)}")
+        size_bytes *= size
+    if not 0 <= record.file < len(manifest.files):
+        refuse(where, f"tensor {record.fqn!r}: no file {record.file}")
+    if len(record.digests) != -(-size_bytes // manifest.extent_size_bytes):
+        refuse(where, f"tensor {record.fqn!r}: {len(record.digests)} digests for {size_bytes} bytes")
+    if not all(map(_HEX16.fullmatch, record.digests)):
+        refuse(where, f"tensor {record.fqn!r}: a digest is not 16 hex digits")
+    return size_bytes
+
+
+def encode_manifest(manifest: RankManifest) -> bytes:
+    """Bytes of the file of a manifest: the same from which it was decoded."""
+    return wrap(msgspec.json.encode(manifest))
+
+
+def encode_seal(save_id: SaveId, catalogue: str, manifests: Mapping[str, str]) -> bytes:
+    """Bytes of the seal file; a pure function of the files that it proves."""
+    return wrap(
+        msgspec.json.encode(Seal(FORMAT_VERSION, save_id, catalogue, dict(sorted(manifests.items()))))
+    )

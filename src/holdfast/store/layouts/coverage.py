@@ -1,0 +1,107 @@
+"""Do these boxes cover that tensor? In time that a hostile list of boxes cannot stretch.
+
+Theory. Along the first dimension the edges of the boxes cut the tensor into slabs; inside a slab every box is either
+all along it or not there, so the question is the same with one dimension less. Layouts of real jobs, regular or not,
+have few boxes per slab. A list made to have many in very many slabs would take its square in time: it is refused.
+
+Invariants:
+1. The answer is exact: disjoint regions that together are what no box covers.
+2. The work is at most ``WORK_PER_BOX`` per box, and the recursion as deep as the tensor has dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from holdfast.errors import StateError
+from holdfast.store.layouts.layout import Box
+
+WORK_PER_BOX = 256
+WORK_MIN = 100_000
+
+_Spans = tuple[tuple[int, int], ...]  # (offset, size) per dimension
+
+
+def missing(shape: Sequence[int], boxes: Sequence[Box]) -> list[Box]:
+    """As :func:`uncovered`, and fast for the layouts of real jobs; a tensor without elements needs a box, too.
+
+    Raises:
+        StateError: see :func:`uncovered`.
+    """
+    whole = Box.whole(shape)
+    if not boxes:
+        return [whole]
+    if whole in boxes or _is_grid(shape, boxes):
+        return []
+    return uncovered(shape, boxes)
+
+
+def _is_grid(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """True when the boxes are exactly the cells of a regular cut of every dimension (any device mesh): linear time."""
+    cells = 1
+    for d, length in enumerate(shape):
+        intervals = sorted({(box.offsets[d], box.sizes[d]) for box in boxes})
+        end = 0
+        for offset, size in intervals:
+            if offset != end:
+                return False
+            end = offset + size
+        if end != length:
+            return False
+        cells *= len(intervals)
+    return cells == len(set(boxes))
+
+
+def uncovered(shape: Sequence[int], boxes: Sequence[Box]) -> list[Box]:
+    """The regions of a tensor of ``shape`` that none of ``boxes`` (all inside it) covers, in C order.
+
+    Raises:
+        StateError: the boxes are cut so irregularly that it cannot be told in reasonable time.
+    """
+    if 0 in shape:
+        return []
+    spans = [tuple(zip(box.offsets, box.sizes, strict=True)) for box in boxes if box.numel]
+    search = _Search(shape, max(WORK_MIN, WORK_PER_BOX * len(spans)))
+    return [Box(tuple(o for o, _ in hole), tuple(s for _, s in hole)) for hole in search.holes(0, spans)]
+
+
+class _Search:
+    def __init__(self, shape: Sequence[int], work: int) -> None:
+        self._shape = shape
+        self._work = work
+
+    def holes(self, d: int, boxes: list[_Spans]) -> list[_Spans]:
+        """What is left uncovered in the dimensions from ``d`` on."""
+        if d == len(self._shape):
+            return [] if boxes else [()]
+        if not boxes:
+            return [tuple((0, length) for length in self._shape[d:])]
+        begins: dict[int, list[int]] = {}
+        ends: dict[int, list[int]] = {}
+        for index, box in enumerate(boxes):
+            offset, size = box[d]
+            begins.setdefault(offset, []).append(index)
+            ends.setdefault(offset + size, []).append(index)
+        edges = sorted({0, self._shape[d], *begins, *ends})
+        active: dict[int, _Spans] = {}
+        found: list[_Spans] = []
+        before: list[_Spans] = []
+        for start, stop in pairwise(edges):
+            for index in ends.get(start, ()):
+                del active[index]
+            active |= {index: boxes[index] for index in begins.get(start, ())}
+            self._spend(len(active))
+            inner = self.holes(d + 1, list(active.values()))
+            if inner and inner == before:  # the slab before has the same holes: they go on
+                grown = found[-len(inner) :]
+                found[-len(inner) :] = [((h[0][0], stop - h[0][0]), *h[1:]) for h in grown]
+            else:
+                found += [((start, stop - start), *hole) for hole in inner]
+            before = inner
+        return found
+
+    def _spend(self, work: int) -> None:
+        self._work -= work + 1
+        if self._work < 0:
+            raise StateError("it is cut into too many parts that do not fit together")

@@ -1,0 +1,567 @@
+"""Layouts as data: which rank holds which box of which tensor.
+
+Theory. A *box* is a rectangular region of a global tensor. Each rank declares the boxes that it holds
+(:class:`RankLayout`), where it can as a part of a regular cut; the :class:`Catalogue` joins the declarations of all
+ranks into a few grids (``shardings.py``), so it grows with the number of ranks and the number of tensors, not with
+their product. What a rank sends is a table of tensors, which is the same for most ranks, and the few places that the
+table refers to. A rank may hold several boxes of one tensor (strided shards, flat ranges of a ZeRO optimizer: see
+:func:`flat_range_boxes`).
+
+Invariants:
+1. Offsets and sizes are in elements, one number per dimension; a scalar has no dimension and exactly one element.
+2. A box lies inside its tensor. A box without elements is dropped, unless the tensor itself has none: then its one box
+   is the whole tensor.
+3. One name has one dtype and one shape on every rank.
+4. ``to_json`` is canonical: equal catalogues give equal bytes, whoever computes them; ``digest`` hashes those bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import xxhash
+
+from holdfast.core.protocol.layout_messages import Layout
+from holdfast.errors import StateError
+from holdfast.store import catalogue_v1
+from holdfast.store.layouts.box import DIMENSIONS_MAX, is_shape
+from holdfast.store.layouts.box import Box as Box
+from holdfast.store.layouts.box import Shape as Shape
+from holdfast.store.layouts.box import flat_range_boxes as flat_range_boxes
+from holdfast.store.layouts.box import flat_regions as flat_regions
+from holdfast.store.layouts.box import subtract as subtract
+from holdfast.store.layouts.shardings import Cell, Cuts, Grid, Held, Integers, Region, cut, whole_cuts
+
+CATALOGUE_VERSION = 2
+FQN_LENGTH_MAX = 1024
+TENSORS_MAX = 10_000_000
+DTYPE_SIZE_BYTES: dict[str, int] = {
+    "BOOL": 1,
+    "U8": 1,
+    "I8": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+    "F8_E8M0": 1,
+    "F8_E4M3FNUZ": 1,
+    "F8_E5M2FNUZ": 1,
+    "U16": 2,
+    "I16": 2,
+    "F16": 2,
+    "BF16": 2,
+    "U32": 4,
+    "I32": 4,
+    "F32": 4,
+    "U64": 8,
+    "I64": 8,
+    "F64": 8,
+    "C64": 8,
+}
+"""Element size per dtype name; the names are those of the safetensors format."""
+
+
+class TensorMeta(msgspec.Struct, frozen=True, order=True):
+    """One box that a rank holds: ``shape`` is the global shape, ``dtype`` a key of :data:`DTYPE_SIZE_BYTES`.
+
+    ``cuts`` says of which regular cut the box is a part, where that is known: a hint that keeps catalogues small.
+    """
+
+    fqn: str
+    dtype: str
+    shape: Shape
+    box: Box
+    cuts: Cuts | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the box."""
+        return self.box.numel * DTYPE_SIZE_BYTES[self.dtype]
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """One tensor of a table; ``place`` n >= 0 is ``cells[n]`` of the declaration, n < 0 is ``boxes[-n - 1]``."""
+
+    fqn: str
+    dtype: str
+    shape: Shape
+    place: int
+
+
+class Declaration(msgspec.Struct, frozen=True):
+    """A rank layout as it is sent: ranks that cut the same tensors in the same way have the same table ``tensors``."""
+
+    rank: int
+    world: int
+    cells: tuple[Cuts, ...]
+    boxes: tuple[Box, ...]
+    tensors: tuple[Row, ...]
+
+    def box(self, row: Row) -> Box:
+        """The region that a row of the table means on this rank."""
+        if row.place < 0:
+            return self.boxes[-row.place - 1]
+        return cut_box(row.shape, self.cells[row.place])
+
+    def check(self, places: Iterable[tuple[int, int]]) -> None:
+        """Refuse a declaration that has not the ``places`` (with their dimensions) of its table.
+
+        Raises:
+            StateError: names the place.
+        """
+        for place, dimensions in places:
+            if not -len(self.boxes) <= place < len(self.cells):
+                raise StateError(f"not a rank layout (rank {self.rank}): its table names place {place}")
+            if place >= 0 and len(self.cells[place]) != dimensions:
+                raise StateError(
+                    f"not a rank layout (rank {self.rank}): place {place} is of other dimensions"
+                )
+
+
+def places_of(rows: Iterable[Row]) -> set[tuple[int, int]]:
+    """The places that a table names, with the dimensions of their tensors."""
+    return {(row.place, len(row.shape)) for row in rows}
+
+
+class RankLayout(msgspec.Struct, frozen=True):
+    """Everything that one rank of a ``world`` of ranks holds; several entries may share an fqn."""
+
+    rank: int
+    tensors: tuple[TensorMeta, ...]
+    world: int
+
+    def declaration(self) -> Declaration:
+        """The form that is sent. Boxes without elements are dropped (invariant 2).
+
+        Raises:
+            StateError: unknown dtype, a box of other dimensions than its tensor, or not the box that its cuts say.
+        """
+        cells: dict[Cuts, int] = {}
+        boxes: dict[Box, int] = {}
+        rows: list[Row] = []
+        for tensor in self.tensors:
+            cuts = _cuts_of(tensor)
+            if cuts is not None:
+                place = cells.setdefault(cuts, len(cells))
+            elif tensor.box.numel:
+                place = -1 - boxes.setdefault(tensor.box, len(boxes))
+            else:
+                continue
+            rows.append(Row(tensor.fqn, tensor.dtype, tensor.shape, place))
+        return Declaration(self.rank, self.world, tuple(cells), tuple(boxes), tuple(rows))
+
+    def encode(self) -> Layout:
+        """:meth:`declaration` as JSON, in the two pieces of the ``LayoutPublished`` message."""
+        said = self.declaration()
+        own = _Own(said.rank, said.world, said.cells, said.boxes)
+        return Layout(msgspec.json.encode(own), msgspec.json.encode(said.tensors))
+
+    @staticmethod
+    def decode(layout: Layout) -> RankLayout:
+        """Inverse of :meth:`encode`.
+
+        Raises:
+            StateError: not the JSON of a layout.
+        """
+        (declaration,) = declarations({0: layout}).values()
+        declaration.check(places_of(declaration.tensors))
+        return RankLayout(
+            declaration.rank,
+            tuple(
+                TensorMeta(
+                    row.fqn, row.dtype, row.shape, declaration.box(row),
+                    declaration.cells[row.place] if row.place >= 0 and any(declaration.cells[row.place]) else None,
+                )
+                for row in declaration.tensors
+            ),
+            declaration.world,
+        )  # fmt: skip
+
+
+class TensorEntry(msgspec.Struct, frozen=True):
+    """One tensor of the job; ``grid`` (index into ``Catalogue.grids``) says who holds what of it."""
+
+    fqn: str
+    dtype: str
+    shape: Shape
+    grid: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the complete tensor."""
+        return math.prod(self.shape) * DTYPE_SIZE_BYTES[self.dtype]
+
+
+class Catalogue(msgspec.Struct, frozen=True, dict=True):
+    """All tensors of a job and who holds them. ``absent`` are the ranks of the world that declared nothing: what they
+    alone hold is unknown."""
+
+    version: int
+    world: int
+    absent: tuple[int, ...]
+    grids: tuple[Grid, ...]
+    tensors: tuple[TensorEntry, ...]
+
+    @staticmethod
+    def from_layouts(layouts: Mapping[int, RankLayout]) -> Catalogue:
+        """Join the declarations of the ranks (rank -> layout).
+
+        Raises:
+            StateError: a declaration breaks an invariant, or two ranks disagree about a tensor; names the tensor.
+        """
+        return Catalogue.from_declarations({rank: layout.declaration() for rank, layout in layouts.items()})
+
+    @staticmethod
+    def from_encoded(layouts: Mapping[int, Layout]) -> Catalogue:
+        """As :meth:`from_layouts`, from what ranks have sent (``RankLayout.encode``).
+
+        Raises:
+            StateError: see :meth:`from_layouts`.
+        """
+        return Catalogue.from_declarations(declarations(layouts))
+
+    @staticmethod
+    def from_declarations(declared: Mapping[int, Declaration]) -> Catalogue:
+        """As :meth:`from_layouts`; tables that are one object are read once.
+
+        Raises:
+            StateError: see :meth:`from_layouts`.
+        """
+        worlds = {declaration.world for declaration in declared.values()}
+        if len(worlds) != 1:
+            raise StateError(f"the ranks disagree about the world size: {sorted(worlds)}")
+        for rank, declaration in declared.items():
+            if rank != declaration.rank or not 0 <= rank < declaration.world:
+                raise StateError(
+                    f"layout of rank {declaration.rank} given as rank {rank} of {declaration.world}"
+                )
+        world = worlds.pop()
+        absent = tuple(rank for rank in range(world) if rank not in declared)
+        return _numbered(world, absent, _Join(declared).tensors())
+
+    @staticmethod
+    def from_json(data: bytes) -> Catalogue:
+        """Inverse of :meth:`to_json`; every invariant is checked again. Version 1 is read too, and keeps its digest.
+
+        Raises:
+            StateError: names the broken rule.
+        """
+        try:
+            version = msgspec.json.decode(data, type=_Versioned).version
+            if version == catalogue_v1.VERSION:
+                catalogue = _of_version_1(data)
+            elif version != CATALOGUE_VERSION:
+                raise StateError(f"catalogue version {version}, this reader knows {CATALOGUE_VERSION}")
+            else:
+                catalogue = msgspec.json.decode(data, type=Catalogue)
+                _check_catalogue(catalogue)
+                if msgspec.json.encode(catalogue) != data:
+                    raise StateError(
+                        "not a catalogue in canonical form (duplicate or unknown keys, or white space)"
+                    )
+        except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+            raise StateError(f"not a catalogue: {error}") from error
+        catalogue.__dict__["_json"] = data
+        return catalogue
+
+    def to_json(self) -> bytes:
+        """Canonical JSON (see ``docs/format.md``); what was read is given back as it was."""
+        return self._json
+
+    @cached_property
+    def _json(self) -> bytes:
+        return msgspec.json.encode(self)
+
+    @cached_property
+    def digest(self) -> str:
+        """xxh3-128 of :meth:`to_json`, 32 hex digits."""
+        return xxhash.xxh3_128_hexdigest(self.to_json())
+
+    @cached_property
+    def by_fqn(self) -> dict[str, TensorEntry]:
+        """Tensors by name."""
+        return {tensor.fqn: tensor for tensor in self.tensors}
+
+    @cached_property
+    def kinds(self) -> dict[tuple[int, Shape], list[TensorEntry]]:
+        """Tensors with the same boxes, by grid and shape: few, however many tensors there are."""
+        kinds: dict[tuple[int, Shape], list[TensorEntry]] = {}
+        for tensor in self.tensors:
+            kinds.setdefault((tensor.grid, tensor.shape), []).append(tensor)
+        return kinds
+
+    @cached_property
+    def ranks(self) -> frozenset[int]:
+        """Ranks that declared a layout."""
+        return frozenset(range(self.world)).difference(self.absent)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors, each counted once."""
+        return sum(tensor.size_bytes for tensor in self.tensors)
+
+    def boxes(self, tensor: TensorEntry) -> list[tuple[Box, tuple[int, ...]]]:
+        """All distinct boxes of a tensor with their holders, sorted."""
+        grid = self.grids[tensor.grid]
+        held = grid.on(tensor.shape)
+        return _with_holders(grid, held, np.arange(len(held.entry)))
+
+    def held_by(self, rank: int) -> list[tuple[TensorEntry, Box, tuple[int, ...]]]:
+        """The boxes of one rank with all their holders, sorted by tensor and region."""
+        entries = [grid.entries_of(rank) for grid in self.grids]
+        known: dict[tuple[int, Shape], list[tuple[Box, tuple[int, ...]]]] = {}
+        for number, shape in self.kinds:
+            if entries[number]:
+                grid = self.grids[number]
+                held = grid.on(shape)
+                own = np.isin(held.entry, entries[number])
+                own[[place for place, ranks in held.joined.items() if rank in ranks]] = True
+                known[number, shape] = _with_holders(grid, held, np.nonzero(own)[0])
+        return [
+            (tensor, box, ranks)
+            for tensor in self.tensors
+            for box, ranks in known.get((tensor.grid, tensor.shape), ())
+        ]
+
+
+class _Versioned(msgspec.Struct):
+    version: int
+
+
+class _Own(msgspec.Struct):
+    """A declaration without its table."""
+
+    rank: int
+    world: int
+    cells: tuple[Cuts, ...]
+    boxes: tuple[Box, ...]
+
+
+def declarations(layouts: Mapping[int, Layout]) -> dict[int, Declaration]:
+    """Decode what ranks have sent, by rank; equal tables become one object.
+
+    Raises:
+        StateError: not the JSON of a layout.
+    """
+    decoder = msgspec.json.Decoder(_Own)
+    rows = msgspec.json.Decoder(tuple[Row, ...])
+    tables: dict[bytes, tuple[Row, ...]] = {}
+    decoded: dict[int, Declaration] = {}
+    for rank, (own_part, table) in layouts.items():
+        try:
+            own = decoder.decode(own_part)
+            if table not in tables:
+                tables[table] = rows.decode(table)
+        except (msgspec.DecodeError, msgspec.ValidationError) as error:
+            raise StateError(f"not a rank layout (rank {rank}): {error}") from error
+        decoded[rank] = Declaration(own.rank, own.world, own.cells, own.boxes, tables[table])
+    return decoded
+
+
+def cut_box(shape: Shape, cuts: Cuts) -> Box:
+    """The box of a cell on a tensor of ``shape``."""
+    parts = [cut(length, steps) for length, steps in zip(shape, cuts, strict=True)]
+    return Box(tuple(offset for offset, _ in parts), tuple(size for _, size in parts))
+
+
+def _cuts_of(tensor: TensorMeta) -> Cuts | None:
+    """The cell that a declared box is, as far as it is known to be one."""
+    if tensor.dtype not in DTYPE_SIZE_BYTES:
+        raise StateError(f"tensor {tensor.fqn!r}: unknown dtype {tensor.dtype!r}")
+    if len(tensor.box.sizes) != len(tensor.shape) or len(tensor.box.offsets) != len(tensor.shape):
+        raise StateError(
+            f"tensor {tensor.fqn!r}: box {tensor.box} has not the dimensions of {list(tensor.shape)}"
+        )
+    if 0 in tensor.shape:
+        return whole_cuts(len(tensor.shape))
+    if tensor.cuts is None:
+        return _even_cuts(tensor.shape, tensor.box)
+    if len(tensor.cuts) != len(tensor.shape):
+        raise StateError(f"tensor {tensor.fqn!r}: cuts of {len(tensor.cuts)} dimensions")
+    box = cut_box(tensor.shape, tensor.cuts)
+    if box != tensor.box and (box.numel or tensor.box.numel):
+        raise StateError(f"tensor {tensor.fqn!r}: box {tensor.box} is not the part {box} of its cuts")
+    return tensor.cuts
+
+
+def _with_holders(grid: Grid, held: Held, places: Integers) -> list[tuple[Box, tuple[int, ...]]]:
+    """Boxes of a grid on a shape with their holders, sorted."""
+    holders = grid.holders
+    who = (
+        held.joined.get(place, holders[entry])
+        for place, entry in zip(places.tolist(), held.entry[places].tolist(), strict=True)
+    )
+    return sorted(zip(held.boxes(places), who, strict=True))
+
+
+def _even_cuts(shape: Shape, box: Box) -> Cuts | None:
+    """The cell of a box that is the whole or one of equal parts in every dimension; other boxes do not tell theirs."""
+    cuts: list[tuple[tuple[int, int], ...]] = []
+    for length, offset, size in zip(shape, box.offsets, box.sizes, strict=True):
+        if size <= 0 or length % size or offset % size or not 0 <= offset < length:
+            return None  # as it lies outside, maybe: that is checked later
+        cuts.append(() if size == length else ((length // size, offset // size),))
+    return tuple(cuts)
+
+
+class _Join:
+    """Joins declarations. Tensors that all tables put at the same places share one grid."""
+
+    def __init__(self, declared: Mapping[int, Declaration]) -> None:
+        self.tables: list[tuple[tuple[Row, ...], list[Declaration]]] = []
+        numbers: dict[int, int] = {}
+        known: dict[tuple[Row, ...], int] = {}
+        for _, declaration in sorted(declared.items()):
+            rows = declaration.tensors
+            number = numbers.get(id(rows))
+            if number is None:
+                number = numbers[id(rows)] = known.setdefault(rows, len(self.tables))
+                if number == len(self.tables):
+                    self.tables.append((rows, []))
+            self.tables[number][1].append(declaration)
+
+    def tensors(self) -> dict[str, tuple[str, Shape, Grid]]:
+        """Dtype, shape and grid of each tensor."""
+        meta: dict[str, tuple[str, Shape, int]] = {}
+        uses: dict[str, set[tuple[int, int]]] = {}
+        for number, (rows, members) in enumerate(self.tables):
+            places = places_of(rows)
+            for declaration in members:
+                declaration.check(places)
+            for row in rows:
+                kept = meta.setdefault(row.fqn, (row.dtype, row.shape, members[0].rank))
+                if kept[:2] != (row.dtype, row.shape):
+                    raise StateError(
+                        f"tensor {row.fqn!r}: rank {kept[2]} declares {kept[0]} {list(kept[1])}, "
+                        f"rank {members[0].rank} declares {row.dtype} {list(row.shape)}"
+                    )
+                uses.setdefault(row.fqn, set()).add((number, row.place))
+        grids: dict[tuple[frozenset[tuple[int, int]], Shape], Grid] = {}
+        out: dict[str, tuple[str, Shape, Grid]] = {}
+        for fqn, (dtype, shape, _) in meta.items():
+            listed = any(place < 0 for _, place in uses[fqn])
+            key = (frozenset(uses[fqn]), shape if listed else ())
+            if key not in grids:
+                grids[key] = self._grid(key[0], shape if listed else None)
+            out[fqn] = (dtype, shape, grids[key])
+        return out
+
+    def _grid(self, uses: frozenset[tuple[int, int]], shape: Shape | None) -> Grid:
+        """Cells, or (with a shape) boxes, and who holds them."""
+        if shape is None:
+            cells: dict[Cuts, list[int]] = {}
+            for number, place in uses:
+                for declaration in self.tables[number][1]:
+                    cells.setdefault(declaration.cells[place], []).append(declaration.rank)
+            return Grid(tuple(Cell(cuts, _ascending(ranks)) for cuts, ranks in sorted(cells.items())), ())
+        boxes: dict[Box, list[int]] = {}
+        for number, place in uses:
+            row = Row("", "", shape, place)
+            for declaration in self.tables[number][1]:
+                box = declaration.box(row)
+                if box.numel:
+                    boxes.setdefault(box, []).append(declaration.rank)
+        return Grid((), tuple(Region(b.offsets, b.sizes, _ascending(r)) for b, r in sorted(boxes.items())))
+
+
+def _ascending(ranks: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(ranks)))
+
+
+def _numbered(
+    world: int, absent: tuple[int, ...], tensors: Mapping[str, tuple[str, Shape, Grid]]
+) -> Catalogue:
+    """The catalogue: tensors by name, equal grids once, numbered by their first use."""
+    numbers: dict[Grid, int] = {}
+    same: dict[int, int] = {}  # a grid is large: hashed once, not once per tensor
+    entries: list[TensorEntry] = []
+    for fqn, (dtype, shape, grid) in sorted(tensors.items()):
+        if id(grid) not in same:
+            same[id(grid)] = numbers.setdefault(grid, len(numbers))
+        entries.append(TensorEntry(fqn, dtype, shape, same[id(grid)]))
+    catalogue = Catalogue(CATALOGUE_VERSION, world, absent, tuple(numbers), tuple(entries))
+    _check_catalogue(catalogue)
+    return catalogue
+
+
+def _of_version_1(data: bytes) -> Catalogue:
+    old = catalogue_v1.decode(data)
+    tensors = {t.fqn: (t.dtype, t.shape, Grid((), catalogue_v1.regions(old, t))) for t in old.tensors}
+    return _numbered(old.world, catalogue_v1.absent(old), tensors)
+
+
+def _check_catalogue(catalogue: Catalogue) -> None:
+    """Refuse a catalogue that breaks an invariant."""
+    if len(catalogue.tensors) > TENSORS_MAX:
+        raise StateError(f"catalogue of {len(catalogue.tensors)} tensors; the limit is {TENSORS_MAX}")
+    absent = catalogue.absent
+    if any(a >= b for a, b in pairwise(absent)) or any(not 0 <= r < catalogue.world for r in absent):
+        raise StateError("catalogue: the absent ranks are not ascending numbers below the world")
+    for grid in catalogue.grids:
+        grid.check(catalogue.world)
+        if not grid.ranks.isdisjoint(absent):
+            raise StateError("catalogue: an absent rank holds something")
+    if any(a.fqn >= b.fqn for a, b in pairwise(catalogue.tensors)):
+        raise StateError("catalogue: tensors are not sorted by unique names")
+    used = 0
+    places: set[tuple[int, Shape]] = set()
+    for tensor in catalogue.tensors:
+        check_tensor(tensor)
+        if not 0 <= tensor.grid <= min(used, len(catalogue.grids) - 1):
+            raise StateError(f"tensor {tensor.fqn!r}: grid {tensor.grid} is unknown or not the next one")
+        used = max(used, tensor.grid + 1)
+        if (tensor.grid, tensor.shape) not in places:
+            places.add((tensor.grid, tensor.shape))
+            _check_place(tensor, catalogue.grids[tensor.grid])
+    if used != len(catalogue.grids):
+        raise StateError("catalogue: a grid has no tensor")
+
+
+def check_tensor(tensor: TensorEntry | TensorMeta) -> None:
+    """Refuse a tensor that no checkpoint can hold.
+
+    Raises:
+        StateError: its name (see :func:`check_name`), its dtype or its shape.
+    """
+    check_name(tensor.fqn)
+    if tensor.dtype not in DTYPE_SIZE_BYTES:
+        raise StateError(f"tensor {tensor.fqn!r}: unknown dtype {tensor.dtype!r}")
+    if not is_shape(tensor.shape):
+        raise StateError(f"tensor {tensor.fqn!r}: impossible shape {list(tensor.shape)[:DIMENSIONS_MAX]}")
+
+
+def _check_place(tensor: TensorEntry, grid: Grid) -> None:
+    """A grid against the shape of one of its tensors."""
+    whole = Box.whole(tensor.shape)
+    if grid.cells and len(grid.cells[0].cuts) != len(tensor.shape):
+        raise StateError(f"tensor {tensor.fqn!r}: its cells have not {len(tensor.shape)} dimensions")
+    for region in grid.boxes:
+        box = Box(region.offsets, region.sizes)
+        if len(box.offsets) != len(tensor.shape) or len(box.sizes) != len(tensor.shape):
+            raise StateError(
+                f"tensor {tensor.fqn!r}: box {list(box.offsets)} has not {len(tensor.shape)} dimensions"
+            )
+        if any(s < 0 for s in box.sizes) or not whole.contains(box):
+            raise StateError(f"tensor {tensor.fqn!r}: box {box} is outside {list(tensor.shape)}")
+        if box.numel == 0 and box != whole:
+            raise StateError(f"tensor {tensor.fqn!r}: box {box} has no element")
+
+
+def check_name(fqn: str) -> None:
+    """Refuse a name that cannot be a key of a safetensors file.
+
+    Raises:
+        StateError: empty, too long, reserved, no valid Unicode or with control characters.
+    """
+    if not 0 < len(fqn) <= FQN_LENGTH_MAX:
+        raise StateError(
+            f"tensor name of {len(fqn)} characters ({fqn[:60]!r}); allowed are 1 to {FQN_LENGTH_MAX}",
+            hint="shorten the keys that lead to it",
+        )
+    if fqn == "__metadata__" or any(c < " " or c == "\x7f" for c in fqn):
+        raise StateError(f"tensor name {fqn!r} is reserved or holds control characters")
+    if any("\ud800" <= c <= "\udfff" for c in fqn):
+        raise StateError(f"tensor name {fqn!r} is no valid Unicode")

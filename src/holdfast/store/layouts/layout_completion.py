@@ -1,0 +1,103 @@
+"""Layouts of ranks that had no time to publish their second one.
+
+Theory. Optimizer state appears with the first update, so each rank declares it after that update. A rank that died, or
+was in doubt, before its second declaration holds (or will hold) the same entries: an entry with the shape of its
+parameter lies where the parameter lies, any other is whole. From one complete declaration the others follow, and every
+rank that computes this from the same declarations gets the same answer. State that an optimizer cuts by itself lies
+elsewhere: where a declared entry does not lie so, nothing follows from it, nor from one of a sharded optimizer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from holdfast.core.protocol.layout_messages import Layout
+from holdfast.store.layouts.layout import Catalogue, Declaration, Row, declarations
+from holdfast.store.layouts.shardings import Cuts, whole_cuts
+
+PREFIX = "optimizer."
+SHARDED = "(sharded)"
+"""How the name of an optimizer ends whose state of one parameter lies with some of its holders: nothing follows."""
+
+
+def catalogue_of(layouts: Mapping[int, Layout]) -> Catalogue:
+    """The catalogue of what the ranks have sent (by rank), completed.
+
+    Raises:
+        StateError: a declaration breaks a rule of ``layout.py``, or two ranks disagree.
+    """
+    return Catalogue.from_declarations(complete(declarations(layouts)))
+
+
+def complete(declared: Mapping[int, Declaration]) -> dict[int, Declaration]:
+    """``declared`` (by rank) with the optimizer entries that some ranks have not declared yet."""
+    known: dict[str, Row] = {}
+    cut: set[str] = set()
+    seen: set[int] = set()
+    for _, declaration in sorted(declared.items()):
+        if id(declaration.tensors) in seen:
+            continue
+        seen.add(id(declaration.tensors))
+        places = _places(declaration)
+        for row in declaration.tensors:
+            if row.fqn.startswith(PREFIX) and not row.fqn.split(".", 2)[1].endswith(SHARDED):
+                known.setdefault(row.fqn, row)
+                if not _follows(row, declaration, places):
+                    cut.add(row.fqn)
+    known = {fqn: row for fqn, row in known.items() if fqn not in cut}
+    tables: dict[tuple[int, int], tuple[tuple[Row, ...], tuple[Cuts, ...]]] = {}
+    out: dict[int, Declaration] = {}
+    for rank, declaration in declared.items():
+        key = (id(declaration.tensors), len(declaration.cells))
+        if key not in tables:
+            tables[key] = _completed(declaration, known)
+        rows, cells = tables[key]
+        out[rank] = Declaration(
+            declaration.rank, declaration.world, declaration.cells + cells, declaration.boxes, rows
+        )
+    return out
+
+
+def _completed(
+    declaration: Declaration, known: Mapping[str, Row]
+) -> tuple[tuple[Row, ...], tuple[Cuts, ...]]:
+    """The completed table, and the cells that it needs in addition."""
+    places = _places(declaration)
+    cells: dict[Cuts, int] = {}
+    added: list[Row] = []
+    for row in known.values():
+        parameter = _parameter(row.fqn, places)
+        if row.fqn in places or parameter is None:  # declared, or a rank of another pipeline stage
+            continue
+        if row.shape and row.shape == places[parameter][0].shape:
+            added += [Row(row.fqn, row.dtype, row.shape, at.place) for at in places[parameter]]
+        else:
+            whole = whole_cuts(len(row.shape))
+            place = cells.setdefault(whole, len(declaration.cells) + len(cells))
+            added.append(Row(row.fqn, row.dtype, row.shape, place))
+    return (declaration.tensors + tuple(added) if added else declaration.tensors), tuple(cells)
+
+
+def _places(declaration: Declaration) -> dict[str, list[Row]]:
+    places: dict[str, list[Row]] = {}
+    for row in declaration.tensors:
+        places.setdefault(row.fqn, []).append(row)
+    return places
+
+
+def _follows(row: Row, declaration: Declaration, places: Mapping[str, list[Row]]) -> bool:
+    """True for an entry that lies where its parameter lies, or is whole."""
+    if declaration.box(row).sizes == row.shape:
+        return True
+    parameter = _parameter(row.fqn, places)
+    return parameter is None or row.place in {at.place for at in places[parameter]}
+
+
+def _parameter(fqn: str, places: Mapping[str, list[Row]]) -> str | None:
+    """The declared parameter that ``optimizer.<name>.<parameter>.<key>`` belongs to."""
+    rest = fqn.removeprefix(PREFIX).partition(".")[2]
+    while "." in rest:
+        rest = rest.rpartition(".")[0]
+        if rest in places:
+            return rest
+    return None

@@ -1,0 +1,115 @@
+"""Which bytes of the state several ranks hold, and which of them are compared when.
+
+Theory. Ranks that hold an identical box hold copies of each other: they form a *group*, and all its boxes laid end to
+end are one *stream* of bytes, the same on every member. A turn compares one slice of every stream, ``turns`` turns all
+of it. What is compared when follows from the catalogue alone, so all holders take digests of the same bytes without a
+word; one number says whether two ranks go by the same catalogue. A rank of several groups adds up one digest per group,
+each times its *factor*: the factors of a group add up to zero, so equal copies cancel out of the sum over all ranks.
+
+Invariants:
+1. All holders of a box cut it at the same bytes in the same turn, whatever else each of them holds.
+2. Within ``turns`` consecutive turns every byte of every group is compared once.
+3. The factors of a group add up to zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from holdfast.store.layouts.layout import DTYPE_SIZE_BYTES, Box, Catalogue
+
+PLAN_MODULUS = 1 << 20
+ALIGNMENT_BYTES = 64
+NAMED_MAX = 32
+
+
+class Extent(NamedTuple):
+    """Bytes ``start`` to ``stop`` (C order) of one box."""
+
+    fqn: str
+    box: Box
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"{self.fqn}{self.box}"
+
+
+class Group(NamedTuple):
+    """The boxes that exactly these ranks hold. ``extents`` are whole boxes, in the order of the stream."""
+
+    holders: tuple[int, ...]
+    factor: int  # of this rank
+    extents: tuple[Extent, ...]
+    size_bytes: int
+
+    def cut(self, start: int, stop: int) -> list[Extent]:
+        """Bytes ``start`` to ``stop`` of the stream."""
+        found, at = [], 0
+        for extent in self.extents:
+            size = extent.stop - extent.start
+            low, high = max(start - at, 0), min(stop - at, size)
+            if low < high:
+                found.append(Extent(extent.fqn, extent.box, low, high))
+            at += size
+            if at >= stop:
+                break
+        return found
+
+
+class Copies:
+    """What one rank compares with others.
+
+    Args:
+        catalogue: of all ranks.
+        rank: of this process.
+        compared: says of a name whether its copies are equal on all holders after every step.
+        turns: in how many turns everything is compared.
+    """
+
+    def __init__(self, catalogue: Catalogue, rank: int, compared: Callable[[str], bool], turns: int) -> None:
+        self.plan = int(catalogue.digest[:8], 16) % (PLAN_MODULUS - 1) + 1
+        self.groups = _groups(catalogue, rank, compared)
+        self._turns: list[list[tuple[Group, list[Extent]]]] = [[] for _ in range(turns)]
+        for group in self.groups:
+            step = _aligned(-(-group.size_bytes // turns))
+            for turn, found in enumerate(self._turns):
+                extents = group.cut(turn * step, (turn + 1) * step)
+                if extents:
+                    found.append((group, extents))
+
+    def turn(self, number: int) -> list[tuple[Group, list[Extent]]]:
+        """What is compared in turn ``number`` (counted for ever), by group."""
+        return self._turns[number % len(self._turns)]
+
+    def whole(self) -> list[tuple[Group, list[Extent]]]:
+        """Everything, by group."""
+        return [(group, list(group.extents)) for group in self.groups]
+
+
+def _groups(catalogue: Catalogue, rank: int, compared: Callable[[str], bool]) -> tuple[Group, ...]:
+    found: dict[tuple[int, ...], list[Extent]] = {}
+    for tensor, box, holders in catalogue.held_by(rank):
+        size = box.numel * DTYPE_SIZE_BYTES[tensor.dtype]
+        if size and len(holders) > 1 and compared(tensor.fqn):
+            found.setdefault(holders, []).append(Extent(tensor.fqn, box, 0, size))
+    groups = []
+    for holders, extents in sorted(found.items()):
+        factor = 1 if holders[0] != rank else 1 - len(holders)
+        groups.append(Group(holders, factor, tuple(extents), sum(e.stop for e in extents)))
+    return tuple(groups)
+
+
+def runs(extents: Sequence[Extent]) -> list[tuple[str, list[Extent]]]:
+    """Consecutive extents in at most ``NAMED_MAX`` runs of about equal number, each with its name."""
+    size = max(1, -(-len(extents) // NAMED_MAX))
+    parts = [list(extents[at : at + size]) for at in range(0, len(extents), size)]
+    return [
+        (str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]} ({len(part)} boxes)", part)
+        for part in parts
+    ]
+
+
+def _aligned(size_bytes: int) -> int:
+    return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

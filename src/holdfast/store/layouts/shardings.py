@@ -1,0 +1,223 @@
+"""Who holds which cell, for a whole class of tensors at once.
+
+Theory. Meshes cut tensors like ``torch.chunk``: a dimension of n elements into p parts of ceil(n / p), the last ones
+shorter or empty; a nested cut cuts such a part again. A *cell* says which part of which cut a rank holds, per
+dimension, and nothing about lengths: one grid of cells describes all tensors that are cut in the same way, whatever
+their shapes. A job has a few grids (sharded, replicated, per pipeline stage), each as large as the number of ranks;
+the boxes of one tensor follow by arithmetic. Layouts that no cut describes are listed as boxes, per shape.
+
+Invariants:
+1. A grid has cells or boxes, not both; either kind is sorted and unique; ranks are ascending and unique.
+2. Every step of a cut has at least two parts: "whole" has one spelling, no step.
+3. When all cells take the same cuts, they never meet on any shape; when they are as many as these cuts have parts,
+   they cover any shape exactly once (``exact``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from holdfast.errors import StateError
+from holdfast.store.layouts.box import LENGTH_MAX, Box, Shape
+
+DEPTH_MAX = 8
+STEPS_MAX = 2**26
+
+Integers = NDArray[np.int64]
+Cuts = tuple[tuple[tuple[int, int], ...], ...]
+"""Per dimension the steps (parts, index), outermost first; no step: the whole dimension."""
+
+
+def whole_cuts(dimensions: int) -> Cuts:
+    """The cell that is the whole tensor."""
+    return ((),) * dimensions
+
+
+def cut(length: int, steps: Sequence[tuple[int, int]]) -> tuple[int, int]:
+    """(offset, size) of one part of ``length`` elements."""
+    offset, size = 0, length
+    for parts, index in steps:
+        chunk = -(-size // parts)
+        start = min(index * chunk, size)
+        offset, size = offset + start, min(chunk, size - start)
+    return offset, size
+
+
+class Cell(msgspec.Struct, frozen=True, array_like=True):
+    """One cell and the ranks that hold it."""
+
+    cuts: Cuts
+    ranks: tuple[int, ...]
+
+
+class Region(msgspec.Struct, frozen=True, array_like=True):
+    """One box and the ranks that hold it."""
+
+    offsets: Shape
+    sizes: Shape
+    ranks: tuple[int, ...]
+
+
+class Held(NamedTuple):
+    """The distinct boxes with elements of a grid on one shape: ``offsets`` and ``sizes`` are [boxes, dimensions].
+
+    ``entry`` is the cell (or listed box) that each one comes from. Boxes in ``joined`` come from several cells, that
+    are one box on this shape: their holders are given here.
+    """
+
+    offsets: Integers
+    sizes: Integers
+    entry: Integers
+    joined: dict[int, tuple[int, ...]]
+
+    def boxes(self, places: Integers) -> list[Box]:
+        """Those at ``places``."""
+        rows = zip(self.offsets[places].tolist(), self.sizes[places].tolist(), strict=True)
+        return [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in rows]
+
+
+class Grid(msgspec.Struct, frozen=True, dict=True):
+    """Cells, or boxes for what no cut describes, with their holders."""
+
+    cells: tuple[Cell, ...]
+    boxes: tuple[Region, ...]
+
+    @property
+    def holders(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of each entry."""
+        return tuple(entry.ranks for entry in self.cells or self.boxes)
+
+    @cached_property
+    def ranks(self) -> frozenset[int]:
+        """All ranks that hold something of it."""
+        return frozenset(rank for ranks in self.holders for rank in ranks)
+
+    def entries_of(self, rank: int) -> list[int]:
+        """The cells (or listed boxes) of one rank."""
+        return [entry for entry, ranks in enumerate(self.holders) if rank in ranks]
+
+    @cached_property
+    def _listed(self) -> tuple[Integers, Integers]:
+        """Offsets and sizes of the boxes: [boxes, dimensions]."""
+        offsets = np.array([box.offsets for box in self.boxes], np.int64)
+        return offsets, np.array([box.sizes for box in self.boxes], np.int64)
+
+    @cached_property
+    def _steps(self) -> Integers:
+        """The cuts as numbers: [depth, dimensions, cells, (parts, index)]; (1, 0) where there is no step."""
+        depth = max((len(steps) for cell in self.cells for steps in cell.cuts), default=0)
+        steps = np.zeros((depth, len(self.cells[0].cuts), len(self.cells), 2), np.int64)
+        steps[..., 0] = 1
+        for number, cell in enumerate(self.cells):
+            for dimension, taken in enumerate(cell.cuts):
+                for level, step in enumerate(taken):
+                    steps[level, dimension, number] = step
+        return steps
+
+    @cached_property
+    def _regular(self) -> bool:
+        """All cells take the same cuts: distinct cells are distinct boxes, or empty ones."""
+        parts = self._steps[..., 0]
+        return bool((parts == parts[:, :, :1]).all())
+
+    @cached_property
+    def exact(self) -> bool:
+        """The cells cover every shape exactly once (invariant 3). False says nothing."""
+        if not self.cells or not self._regular:
+            return False
+        return math.prod(self._steps[:, :, 0, 0].ravel().tolist()) == len(self.cells)
+
+    def on(self, shape: Shape, among: Sequence[int] | None = None) -> Held:
+        """The boxes on a tensor of ``shape``. One without elements has one box, the whole, held by all.
+
+        Args:
+            among: at least those of these entries are wanted, the others need not be computed.
+        """
+        if 0 in shape:
+            zero = np.zeros((1, len(shape)), np.int64)
+            return Held(zero, np.array([shape], np.int64), zero[:, 0] * 0, {0: tuple(sorted(self.ranks))})
+        if self.boxes:
+            return Held(*self._listed, np.arange(len(self.boxes)), {})
+        # Cells that are one box on this shape are only found when all are looked at.
+        entries = (
+            np.arange(len(self.cells)) if among is None or not self._regular else np.array(among, np.int64)
+        )
+        steps = self._steps if len(entries) == len(self.cells) else self._steps[:, :, entries]
+        offsets = np.zeros((len(entries), len(shape)), np.int64)
+        sizes = np.empty_like(offsets)
+        some = np.ones(len(entries), np.bool_)
+        for dimension, length in enumerate(shape):
+            left: Integers = np.full(len(entries), length, np.int64)
+            for level in range(len(steps)):
+                parts, index = steps[level, dimension].T
+                chunk = -(-left // parts)
+                start = np.minimum(index * chunk, left)
+                offsets[:, dimension] += start
+                left = np.minimum(chunk, left - start)
+            sizes[:, dimension] = left
+            some &= left > 0
+        full = np.nonzero(some)[0]
+        held = Held(offsets[full], sizes[full], entries[full], {})
+        return held if self._regular else self._merged(held)
+
+    def _merged(self, held: Held) -> Held:
+        """One box for cells that are the same on this shape."""
+        first: dict[tuple[int, ...], int] = {}
+        joined: dict[int, set[int]] = {}
+        keep: list[int] = []
+        for number, row in enumerate(np.concatenate([held.offsets, held.sizes], axis=1).tolist()):
+            place = first.setdefault(tuple(row), len(keep))
+            if place == len(keep):
+                keep.append(number)
+            else:
+                joined.setdefault(place, set(self.cells[int(held.entry[keep[place]])].ranks)).update(
+                    self.cells[int(held.entry[number])].ranks
+                )
+        merged = {place: tuple(sorted(ranks)) for place, ranks in joined.items()}
+        return Held(held.offsets[keep], held.sizes[keep], held.entry[keep], merged)
+
+    def check(self, world: int) -> None:
+        """Refuse a grid that breaks an invariant.
+
+        Raises:
+            StateError: names the broken rule.
+        """
+        if bool(self.cells) == bool(self.boxes):
+            raise StateError("catalogue: a grid needs cells or boxes, and not both")
+        if any(a.cuts >= b.cuts for a, b in pairwise(self.cells)) or any(
+            (a.offsets, a.sizes) >= (b.offsets, b.sizes) for a, b in pairwise(self.boxes)
+        ):
+            raise StateError("catalogue: the cells or boxes of a grid are not sorted and unique")
+        for ranks in self.holders:
+            if not ranks or ranks[0] < 0 or ranks[-1] >= world or any(a >= b for a, b in pairwise(ranks)):
+                raise StateError("catalogue: the ranks of a cell are not ascending numbers below the world")
+        for cell in self.cells:
+            check_cuts(cell.cuts)
+        dimensions = {len(cell.cuts) for cell in self.cells} | {len(box.sizes) for box in self.boxes}
+        if len(dimensions) != 1:
+            raise StateError("catalogue: the cells of a grid differ in their dimensions")
+        depth = max((len(steps) for cell in self.cells for steps in cell.cuts), default=0)
+        if depth * max(dimensions) * len(self.cells) > STEPS_MAX:
+            raise StateError("catalogue: a grid is cut too often")
+
+
+def check_cuts(cuts: Cuts) -> None:
+    """Refuse cuts that are none.
+
+    Raises:
+        StateError: a step without two parts, an index outside of them, or too many steps.
+    """
+    for steps in cuts:
+        if len(steps) > DEPTH_MAX:
+            raise StateError(f"a dimension is cut {len(steps)} times; the limit is {DEPTH_MAX}")
+        for parts, index in steps:
+            if not (2 <= parts <= LENGTH_MAX and 0 <= index < parts):
+                raise StateError(f"part {index} of {parts} is no cut")

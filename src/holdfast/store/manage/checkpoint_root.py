@@ -1,0 +1,358 @@
+"""A checkpoint root: the place that holds the attempts of one or more runs.
+
+Theory. There is no ``latest`` file that could lie: the newest checkpoint is the newest attempt that proves itself
+from its files. Attempts are ordered by step, then generation, then attempt; every rank that looks at the same
+files comes to the same answer.
+
+Invariants:
+1. The newest valid checkpoint is never removed, nor one that is being read or written, nor a young attempt that is
+   unfinished or the newest of another run. Who prunes for one lineage removes nothing of others that was ever finished.
+2. An attempt is never changed: only made, sealed, repaired from its own copies, or removed.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import stat
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from holdfast.core.ids import Generation, SaveId
+from holdfast.errors import NothingToResume, StoreDenied, UsageError
+from holdfast.store.backends.durable_files import mode_of
+from holdfast.store.backends.location import Place, Url, is_path, place_of
+from holdfast.store.backends.registry import open_attempt, open_store
+from holdfast.store.format import manifest as form
+from holdfast.store.manage.lineage import Lineage
+from holdfast.store.manage.retention import Kept, retention
+from holdfast.store.read.validation import Validity, inspect
+
+GRACE_S = 3600.0
+STEPS_NAMED_MAX = 8
+LOOKS_MAX = 10
+
+"""Given the valid checkpoints, newest first, the paths of those to keep (see ``retention.py``)."""
+
+
+class Choice(msgspec.Struct, frozen=True):
+    """The newest valid checkpoint, if any, and every newer attempt that was rejected (each with its reason).
+
+    Attributes:
+        at: the only step that was asked for.
+        steps: of all attempts that are there, newest first.
+    """
+
+    root: str
+    chosen: Validity | None
+    rejected: tuple[Validity, ...]
+    at: int | None = None
+    steps: tuple[int, ...] = ()
+
+    @property
+    def repairable(self) -> tuple[Validity, ...]:
+        """What was rejected and may be rebuilt from copies: it was finished."""
+        return tuple(v for v in self.rejected if not v.unfinished)
+
+    def require(self) -> Validity:
+        """The chosen checkpoint.
+
+        Raises:
+            NothingToResume: none is valid; lists what was rejected and why.
+        """
+        if self.chosen is not None:
+            return self.chosen
+        look = list_command(self.root)
+        if self.repairable:
+            look = f"{repair_command(self.repairable[0].path)}  (or look at all: {look})"
+        raise NothingToResume(f"no valid checkpoint in {self.root}{self._why()}", hint=look)
+
+    def _why(self) -> str:
+        if self.rejected:
+            return "; rejected:" + "".join(f"\n  {v.name}: {v.reason}" for v in self.rejected)
+        if not self.steps:
+            return " (no attempt at all)"
+        named = ", ".join(map(str, self.steps[:STEPS_NAMED_MAX]))
+        more = f" and {len(self.steps) - STEPS_NAMED_MAX} more" if len(self.steps) > STEPS_NAMED_MAX else ""
+        return f": no attempt of step {self.at}; there are {named}{more}"
+
+
+class Found(msgspec.Struct, frozen=True):
+    """The checkpoint that a user meant, and where a root was named, the newer attempts that were passed over."""
+
+    path: Place
+    passed_over: tuple[Validity, ...] = ()
+
+    def notes(self) -> list[str]:
+        """A line per attempt that was passed over, with what may mend it."""
+        return [
+            f"{v.path} is newer and was passed over: {v.reason}"
+            + ("" if v.unfinished else f" (copies may heal it: {repair_command(v.path)})")
+            for v in self.passed_over
+        ]
+
+
+class Pruned(msgspec.Struct, frozen=True):
+    """What pruning did: names removed, and names spared although no policy keeps them, with the reason."""
+
+    removed: tuple[str, ...]
+    spared: dict[str, str]
+
+
+class Root:
+    """A place with attempts. Nothing is cached: each call looks at the files."""
+
+    def __init__(self, path: Place | str | os.PathLike[str]) -> None:
+        self.path = place_of(path)
+        self._store = open_store(self.path)
+
+    def names(self, run: str | None = None) -> list[str]:
+        """Names of all attempts (of one run), newest first; empty when the root does not exist.
+
+        Raises:
+            CheckpointInvalid: the root cannot be read.
+        """
+        found = self._store.names()
+        keyed = sorted(((key, name) for name in found if (key := form.attempt_key(name))), reverse=True)
+        return [name for key, name in keyed if run is None or key[4] == run]
+
+    def list(self, *, deep: bool = False) -> list[Validity]:
+        """Judge every attempt, newest first; what this process may not read is listed as denied.
+
+        Raises:
+            CheckpointInvalid, StoreUnreachable: the root cannot be read.
+        """
+        return [self._judged(name, deep) for name in self.names()]
+
+    def age_s(self, name: str) -> float:
+        """Seconds since this attempt was written; inf where it is gone.
+
+        Raises:
+            CheckpointInvalid, StoreUnreachable: it cannot be read.
+        """
+        return self._store.age_s(name)
+
+    def _judged(self, name: str, deep: bool) -> Validity:
+        path = self.path / name
+        try:
+            return inspect(path, deep)
+        except StoreDenied as error:
+            step = (form.attempt_key(name) or (-1,))[0]
+            return Validity(
+                str(path), False, error.message, step, deep=deep, damage=(error.message,), denied=True
+            )
+
+    def newest_valid(self, at: int | None = None, *, deep: bool = False, run: str | None = None) -> Choice:
+        """The newest valid checkpoint (of step ``at``), and the newer ones with the reason why they are not.
+
+        A job that trains may seal a newer checkpoint while this looks, and remove the one before it: then it looks
+        again.
+
+        Raises:
+            CheckpointInvalid, StoreUnreachable: the root cannot be read, or an attempt that may be the newest.
+        """
+        for _ in range(LOOKS_MAX):
+            names = self.names(run)
+            choice = self._choose(names, at, deep=deep)
+            if choice.chosen is not None or set(names) <= set(self.names(run)):
+                break
+        return choice
+
+    def _choose(self, names: Sequence[str], at: int | None, *, deep: bool) -> Choice:
+        rejected: list[Validity] = []
+        chosen: Validity | None = None
+        steps = {name: (form.attempt_key(name) or (-1,))[0] for name in names}
+        for name in (name for name, step in steps.items() if at in (None, step)):
+            found = inspect(self.path / name, deep)
+            if found.valid:
+                chosen = found
+                break
+            rejected.append(found)
+        there = tuple(dict.fromkeys(steps.values()))
+        return Choice(str(self.path), chosen, tuple(rejected), at, there)
+
+    def prune(
+        self,
+        keep: Kept,
+        *,
+        lineage: Lineage | None = None,
+        grace_s: float = GRACE_S,
+        dry_run: bool = False,
+    ) -> Pruned:
+        """Remove what is not kept: valid checkpoints by the policy (or all but the newest ``keep``), and wrecks.
+
+        An invalid attempt is removed only when a valid checkpoint exists, and it is older than ``grace_s`` or its run
+        is past it (has sealed a later step since).
+
+        Args:
+            lineage: only of these; of others nothing but what was never finished and is older than ``grace_s``.
+
+        Raises:
+            UsageError: ``keep`` < 1.
+            StoreWriteError: a directory cannot be removed.
+        """
+        policy = retention(keep)
+        attempts = [v for v in self.list() if lineage is None or lineage.holds(v.name) or v.unfinished]
+        valid = [v for v in attempts if v.valid]
+        if not valid:
+            return Pruned((), {v.name: "no valid checkpoint exists" for v in attempts})
+        kept = {*policy(valid, self._store.age_s), valid[0].path}
+        spared: dict[str, str] = {}
+        if lineage is None:
+            for found in self._newest_of_runs(valid):
+                if found.path not in kept and self._store.age_s(found.name) < grace_s:
+                    spared[found.name] = f"the newest of its run, and younger than {grace_s:g} s"
+        past = self._past(attempts, valid)
+        removed: list[str] = []
+        for found in attempts:
+            name = found.name
+            if found.path in kept or name in spared:
+                continue
+            if found.denied:
+                spared[name] = found.reason
+                continue
+            if not found.valid and name not in past and self._store.age_s(name) < grace_s:
+                spared[name] = f"unfinished and younger than {grace_s:g} s"
+            elif dry_run or self._store.remove(name):
+                removed.append(name)
+            else:
+                spared[name] = "is being read or written"
+        if not dry_run:
+            self._store.sweep()
+        return Pruned(tuple(removed), spared)
+
+    def discard(self, save_id: SaveId) -> bool:
+        """Remove an attempt that one rank could not write its share of; False while another is still at it.
+
+        One that is valid all the same (of another job with this run id) stays.
+
+        Raises:
+            CheckpointInvalid: the root cannot be read.
+            StoreWriteError: the directory cannot be removed.
+        """
+        name = save_id.directory()
+        if name not in self._store.names() or inspect(self.path / name).valid:
+            return True
+        return self._store.remove(name)
+
+    @staticmethod
+    def _past(attempts: Sequence[Validity], valid: Sequence[Validity]) -> set[str]:
+        """Attempts whose run has sealed a later step since: all its ranks had ended what they wrote of these."""
+        sealed = [found.save_id for found in valid if found.save_id is not None]
+        return {
+            found.name
+            for found in attempts
+            if (key := form.attempt_key(found.name))
+            and any(
+                key[4] == save_id.run
+                and key[0] < save_id.step
+                and Generation(key[1], key[2]) <= save_id.generation
+                for save_id in sealed
+            )
+        }
+
+    def written_last(self, valid: Sequence[Validity]) -> Validity:
+        """Of the newest of each run, the one that was written last, whatever its step.
+
+        Raises:
+            CheckpointInvalid, StoreUnreachable: that cannot be asked.
+        """
+        return min(self._newest_of_runs(valid), key=lambda found: self._store.age_s(found.name))
+
+    @staticmethod
+    def _newest_of_runs(valid: Sequence[Validity]) -> Sequence[Validity]:
+        """The newest of each run: another job may be saving into this root, and be at an earlier step."""
+        newest: dict[str, Validity] = {}
+        for found in valid:
+            if found.save_id is not None:
+                newest.setdefault(found.save_id.run, found)
+        return list(newest.values())
+
+
+def repair_command(path: Place | str) -> str:
+    """What tells whether a damaged checkpoint can be rebuilt."""
+    return f"holdfast ckpt repair --dry-run {shlex.quote(str(path))}"
+
+
+def list_command(root: Place | str) -> str:
+    """What shows all attempts below a root."""
+    return f"holdfast ckpt ls {shlex.quote(str(root))}"
+
+
+def resolve(spec: Place | str | os.PathLike[str]) -> Place:
+    """The path alone of what :func:`find` finds."""
+    return find(spec).path
+
+
+def find(spec: Place | str | os.PathLike[str]) -> Found:
+    """The checkpoint that ``PLACE`` or ``PLACE@STEP`` names: an attempt, or the newest valid one in a root.
+
+    Raises:
+        UsageError: not a path, STEP is not a number, or PLACE does not exist.
+        NothingToResume: no valid checkpoint (of that step) is there; lists what was rejected.
+        CheckpointInvalid, StoreUnreachable: PLACE cannot be read.
+    """
+    choice = choose(spec)
+    if isinstance(choice, Choice):
+        return Found(place_of(choice.require().path), choice.rejected)
+    return Found(choice)
+
+
+def choose(spec: Place | str | os.PathLike[str]) -> Choice | Place:
+    """What there is to choose from where a root is named; an attempt is itself.
+
+    Raises:
+        UsageError, CheckpointInvalid, StoreUnreachable: as :func:`find`.
+    """
+    if not isinstance(spec, str | os.PathLike | Url):
+        raise UsageError(
+            f"{spec!r}: neither text nor a path", hint="name a checkpoint, or a directory of them"
+        )
+    place, at = _place_and_step(str(spec) if isinstance(spec, Url) else os.fspath(spec))
+    if isinstance(place, Path):
+        _check_directory(place)
+    return place if is_attempt(place) else Root(place).newest_valid(at)
+
+
+def _check_directory(place: Path) -> None:
+    """Raises: UsageError: nothing is there, or a file is, which may be one of a checkpoint."""
+    mode = mode_of(place)
+    if mode is None:
+        raise UsageError(
+            f"{place} does not exist", hint="name a checkpoint directory, its root, or ROOT@STEP"
+        )
+    if stat.S_ISREG(mode):
+        raise UsageError(
+            f"{place} is a file, not a checkpoint directory",
+            hint=f"name its directory: {place.absolute().parent}"
+            if is_attempt(place.absolute().parent)
+            else "name a checkpoint directory, its root, or ROOT@STEP; other programs' files: holdfast ckpt import",
+        )
+
+
+def is_attempt(place: Place) -> bool:
+    """An attempt that lies under another name is known by its catalogue."""
+    if form.attempt_key(place.name):
+        return True
+    if isinstance(place, Path):  # a root may be a symbolic link
+        return os.path.lexists(place / form.CATALOGUE_NAME)
+    if place.parent == place:  # a whole bucket
+        return False
+    with open_attempt(place) as attempt:
+        return attempt.exists(form.CATALOGUE_NAME)
+
+
+def _place_and_step(spec: str) -> tuple[Place, int | None]:
+    text, at_sign, step = spec.rpartition("@")
+    if at_sign and is_path(spec) and os.path.lexists(spec):
+        return Path(spec), None
+    if at_sign and step.isdecimal():
+        return place_of(text), int(step)
+    place = place_of(spec)
+    if at_sign and isinstance(place, Path) and mode_of(place) is None:
+        raise UsageError(
+            f"{spec!r}: what follows @ is not a step number", hint="write PATH@STEP, e.g. ckpts@1200"
+        )
+    return place, None

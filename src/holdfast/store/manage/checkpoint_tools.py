@@ -1,0 +1,204 @@
+"""What people do with checkpoints outside a run: list holders, merge into one file.
+
+Theory. Merging streams the tensors slab by slab through the verifying reader, so its memory is bounded by one slab
+and its output can be trusted as much as a load.
+
+Invariants:
+1. An output appears whole or not at all, and never replaces an existing file.
+2. Nothing unverified is copied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Collection, Iterator, Sequence
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+
+import msgspec
+
+from holdfast.errors import UsageError
+from holdfast.store.backends.durable_files import (
+    SHARED,
+    TEMPORARY_PREFIX,
+    Directory,
+    new_owner,
+    sync_directory,
+    write_at,
+    writing,
+)
+from holdfast.store.backends.location import Place
+from holdfast.store.format.safetensors_codec import encode_header
+from holdfast.store.layouts.layout import DTYPE_SIZE_BYTES, Box, Shape, TensorEntry, flat_range_boxes
+from holdfast.store.read.load import Loader, Opened, load_catalogue, opened
+
+THREADS = 4
+SLAB_SIZE_BYTES = 64 * 1024 * 1024
+INDEX_NAME = "model.safetensors.index.json"
+WEIGHTS_NAME = "model.safetensors"
+
+
+class Holding(msgspec.Struct, frozen=True):
+    """One box and the ranks that held identical copies of it when it was saved."""
+
+    fqn: str
+    dtype: str
+    shape: Shape
+    box: Box
+    ranks: tuple[int, ...]
+
+
+def holdings(path: Place, pattern: str = "*") -> Iterator[Holding]:
+    """Who holds what, by tensor name pattern; one after the other, as they may be tensors times ranks.
+
+    Raises:
+        CheckpointInvalid: the checkpoint cannot be believed (said at once).
+    """
+    catalogue = load_catalogue(path)
+    return (
+        Holding(t.fqn, t.dtype, t.shape, box, ranks)
+        for t in catalogue.tensors
+        if fnmatchcase(t.fqn, pattern)
+        for box, ranks in catalogue.boxes(t)
+    )
+
+
+def merge(
+    path: Place | Opened,
+    target: Path,
+    *,
+    file_size_bytes_max: int = 0,
+    names: Collection[str] | None = None,
+    progress: Callable[[int], object] = int,
+) -> tuple[str, ...]:
+    """Write tensors, whole, as one safetensors file, or as a directory in the Hugging Face form.
+
+    Args:
+        target: the file to make; with ``file_size_bytes_max`` > 0 the directory to make: ``model.safetensors``, or
+            several files of that size with an index. A larger tensor has a file of its own.
+        names: of the tensors to write; all by default.
+        progress: called with the size in bytes of every slab written.
+
+    Returns:
+        The paths of the files made.
+
+    Raises:
+        UsageError: the target exists.
+        CheckpointInvalid: a damaged checkpoint.
+        StoreWriteError: the output cannot be written, or somebody else made the target meanwhile.
+    """
+    parent = parent_of_new(target)
+    with opened(path) as source:
+        loader = Loader(source.directory, source.index, THREADS)
+        tensors = [t for t in source.index.catalogue.tensors if names is None or t.fqn in names]
+        if file_size_bytes_max:
+            made = _merge_directory(loader, tensors, target, file_size_bytes_max, progress)
+            return tuple(str(target / name) for name in made)
+        with Directory.open(parent) as directory:
+            _merge_file(loader, tensors, directory, target.name, progress)
+    return (str(target),)
+
+
+def _merge_directory(
+    loader: Loader,
+    tensors: Sequence[TensorEntry],
+    target: Path,
+    file_size_bytes_max: int,
+    progress: Callable[[int], object],
+) -> list[str]:
+    """The files of a new directory, by name."""
+    groups: list[list[TensorEntry]] = [[]]
+    size_bytes = 0
+    for tensor in tensors:
+        if groups[-1] and size_bytes + tensor.size_bytes > file_size_bytes_max:
+            groups.append([])
+            size_bytes = 0
+        groups[-1].append(tensor)
+        size_bytes += tensor.size_bytes
+    made = [f"model-{n:05d}-of-{len(groups):05d}.safetensors" for n in range(1, len(groups) + 1)]
+    if len(groups) == 1:
+        made = [WEIGHTS_NAME]
+    with new_directory(target) as hidden, Directory.open(hidden) as directory:
+        for name, group in zip(made, groups, strict=True):
+            _merge_file(loader, group, directory, name, progress)
+        if len(groups) > 1:
+            weights = {t.fqn: name for name, group in zip(made, groups, strict=True) for t in group}
+            total = sum(t.size_bytes for t in tensors)
+            listing = {"metadata": {"total_size": total}, "weight_map": weights}
+            directory.write(
+                INDEX_NAME,
+                msgspec.json.format(msgspec.json.encode(listing), indent=1),
+                new_owner("merge"),
+                mode=SHARED,
+            )
+            made.append(INDEX_NAME)
+    return made
+
+
+def parent_of_new(target: Path) -> Path:
+    """The directory in which ``target`` is to be made.
+
+    Raises:
+        UsageError: ``target`` exists, or its parent is no directory.
+    """
+    if os.path.lexists(target):
+        raise UsageError(f"{target} exists", hint="name a file or directory that does not exist yet")
+    parent = target.absolute().parent
+    if not parent.is_dir():
+        raise UsageError(f"{parent} is not a directory", hint=f"mkdir -p {parent}, or name another place")
+    return parent
+
+
+@contextlib.contextmanager
+def new_directory(target: Path) -> Iterator[Path]:
+    """A hidden directory beside ``target`` that becomes ``target``, durably, when the block ends without an error.
+
+    Raises:
+        UsageError: see :func:`parent_of_new`.
+        StoreWriteError: it cannot be made, or somebody else made it meanwhile.
+    """
+    parent = parent_of_new(target)
+    with writing(target):
+        hidden = parent / f"{TEMPORARY_PREFIX}{new_owner(target.name)}"
+        hidden.mkdir()
+    try:
+        yield hidden
+        with writing(target):
+            sync_directory(hidden)
+            os.rename(hidden, target)  # replaces an empty directory at most
+            sync_directory(parent)
+    except BaseException:
+        shutil.rmtree(hidden, ignore_errors=True)  # the error that is on its way matters more
+        raise
+
+
+def _merge_file(
+    loader: Loader,
+    tensors: Sequence[TensorEntry],
+    directory: Directory,
+    name: str,
+    progress: Callable[[int], object],
+) -> None:
+    """One output file with these tensors."""
+    entries = sorted(tensors, key=lambda t: (-DTYPE_SIZE_BYTES[t.dtype], t.fqn))
+    head, header = encode_header([(t.fqn, t.dtype, t.shape) for t in entries], {"format": "pt"})
+    with directory.temporary(name, new_owner("merge"), replace=False, mode=SHARED) as fd:
+        write_at(fd, 0, memoryview(head), directory.path / name)
+        for place in header.tensors:
+            offset = place.start
+            for regions in _slabs(place.shape, DTYPE_SIZE_BYTES[place.dtype]):
+                data = loader.bytes_of(place.fqn, place.dtype, place.shape, regions)
+                write_at(fd, offset, data, directory.path / name)
+                offset += len(data)
+                progress(len(data))
+    directory.sync()
+
+
+def _slabs(shape: Shape, item_size_bytes: int) -> Iterator[list[Box]]:
+    """A tensor in C order, cut into slabs of at most ``SLAB_SIZE_BYTES``; each is a few boxes."""
+    total, step = prod(shape), max(1, SLAB_SIZE_BYTES // item_size_bytes)
+    for start in range(0, total, step):
+        yield flat_range_boxes(shape, start, min(start + step, total))

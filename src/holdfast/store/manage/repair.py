@@ -1,0 +1,147 @@
+"""Rebuilding what is damaged in a checkpoint, as far as what is left allows.
+
+Theory. A manifest says of every byte of a shard file what it must be: the header follows from it, and each extent has a
+digest. So a damaged header is written anew, and a damaged extent is taken from any other place that holds the same
+elements; the result reproduces the digests, so a repaired file is the original file. The catalogue and the manifests
+themselves cannot be derived from anything else: each has a copy when the save promises copies. The seal follows from
+the manifests.
+
+Not repairable: an extent that no other file holds (always when ``copies`` is 1 and it has one writer), and a catalogue
+or manifest whose copy is damaged too, or that never had one.
+
+Invariants:
+1. Nothing is written unless all that is missing is there, verified.
+2. A file is replaced whole, by its original content.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+import xxhash
+
+from holdfast.errors import CheckpointInvalid
+from holdfast.store.backends.durable_files import new_owner
+from holdfast.store.backends.interfaces import Attempt
+from holdfast.store.backends.location import Place
+from holdfast.store.backends.registry import open_attempt
+from holdfast.store.format import manifest as form
+from holdfast.store.format.manifest import FileEntry, RankManifest
+from holdfast.store.format.safetensors_codec import HEADER_SIZE_BYTES_MAX, dcp_metadata, encode_header
+from holdfast.store.read.load import Loader
+from holdfast.store.read.validation import Index, Stored, check_contents, json_files, read_index, seal_of
+
+THREADS = 2
+
+
+class Repaired(msgspec.Struct, frozen=True):
+    """Names of the files that were (or would be) rebuilt; ``sealed``: the checkpoint is complete and sealed."""
+
+    rebuilt: tuple[str, ...]
+    sealed: bool
+
+
+class _Plan(NamedTuple):
+    """A shard file to write again."""
+
+    entry: FileEntry
+    head: bytes
+    boxes: tuple[Stored, ...]
+
+
+def repair(path: Place, *, dry_run: bool = False) -> Repaired:
+    """Rebuild every damaged or missing file.
+
+    Args:
+        dry_run: everything is read and nothing is written.
+
+    Raises:
+        CheckpointInvalid: what is left does not hold everything; nothing was changed.
+        StoreWriteError: a file cannot be written.
+    """
+    with open_attempt(path) as directory:
+        if not directory.hold():
+            raise CheckpointInvalid(f"{directory.path}: is being removed")
+        index = read_index(directory, headers=False)
+        damage = (*index.damage, *check_contents(directory, index, THREADS))
+        plans = [
+            _plan(directory, manifest, number)
+            for manifest in index.manifests.values()
+            for number, entry in enumerate(manifest.files)
+            if any(f"{directory.path / entry.name}:" in line for line in damage)
+        ]
+        texts = (*json_files(index), (form.SEAL_NAME, seal_of(index)))
+        other = [(name, data) for name, data in texts if not _holds(directory, name, data)]
+        names = (*(plan.entry.name for plan in plans), *(name for name, _ in other))
+        if dry_run or not names:
+            return Repaired(names, not names)
+        owner = new_owner("repair")
+        for plan in plans:
+            _rebuild(directory, index, plan, owner)
+            directory.publish()
+        directory.sync()
+        for name, data in other:
+            directory.write(name, data, owner)
+        left = check_contents(directory, read_index(directory), THREADS)
+        if left:
+            raise CheckpointInvalid(f"after the repair: {left[0]}")
+    return Repaired(names, True)
+
+
+def _holds(directory: Attempt, name: str, data: bytes) -> bool:
+    """True when a file has this content."""
+    try:
+        return directory.read(name, form.MANIFEST_SIZE_BYTES_MAX) == data
+    except CheckpointInvalid:
+        return False
+
+
+def _plan(directory: Attempt, manifest: RankManifest, number: int) -> _Plan:
+    """What one shard file must be.
+
+    Raises:
+        CheckpointInvalid: its header is damaged, and is not one that this version writes.
+    """
+    entry = manifest.files[number]
+    records = [record for record in manifest.tensors if record.file == number]
+    head = _own_head(directory, entry)
+    if xxhash.xxh3_64_hexdigest(head) != entry.header_digest:
+        head, _ = encode_header(
+            [(r.fqn, r.dtype, r.sizes) for r in records],
+            dcp_metadata({r.fqn: r.box for r in records}, manifest.save_id.directory()),
+        )
+    if xxhash.xxh3_64_hexdigest(head) != entry.header_digest:
+        raise CheckpointInvalid(
+            f"{directory.path / entry.name}: its header is damaged and was written by another version",
+            hint="repair it with the version that wrote it",
+        )
+    boxes = tuple(Stored(manifest.rank, entry.name, manifest.extent_size_bytes, r) for r in records)
+    return _Plan(entry, head, boxes)
+
+
+def _own_head(directory: Attempt, entry: FileEntry) -> bytes:
+    """The header part that is there now; empty when there is none."""
+    head = bytearray(min(entry.header_size_bytes, HEADER_SIZE_BYTES_MAX))
+    try:
+        with directory.open_file(entry.name) as file:
+            file.read_at(0, [memoryview(head)])
+    except CheckpointInvalid:
+        return b""
+    return bytes(head)
+
+
+def _rebuild(directory: Attempt, index: Index, plan: _Plan, owner: str) -> None:
+    """Write one shard file again, extent by extent, each from wherever it is sound."""
+    path = directory.path / plan.entry.name
+    loader = Loader(directory, index, THREADS)
+    with directory.new_file(plan.entry.name, owner, size_bytes=plan.entry.size_bytes) as put:
+        put(0, memoryview(plan.head))
+        for stored in plan.boxes:
+            record = stored.record
+            for start, size_bytes, digest in stored.extents():
+                regions = stored.regions(start, size_bytes)
+                data = loader.bytes_of(record.fqn, record.dtype, record.shape, regions)
+                if xxhash.xxh3_64_hexdigest(data) != digest:
+                    raise CheckpointInvalid(f"{path}: the copies of {record.fqn}{record.box} differ")
+                put(start, data)

@@ -1,0 +1,118 @@
+"""MindSpore's ``group_info.pb``: which ranks hold the same slices, read and written without a protobuf library.
+
+Theory. The message has two fields: ``parallel_group_item`` (1), each with ``group_name`` (1, text) and
+``parallel_group_ranks`` (2), and ``ckpt_restore_rank_list`` (2). A list of ranks is a message with the repeated field
+``dim`` (1, varint). We write numbers as MindSpore does, unpacked.
+
+Invariants:
+1. ``decode_group_info(encode_group_info(x)) == x``.
+2. Damaged bytes raise :class:`CheckpointInvalid`. At most ``RANKS_TOLD_MAX`` ranks are taken from a file: a varint of
+   one byte becomes an object of thirty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from holdfast.errors import CheckpointInvalid, UsageError
+from holdfast.store.backends.user_files import read_given
+from holdfast.store.mindspore.protobuf import counted, fields, message, repeated, tagged, text
+
+FILE_SIZE_BYTES_MAX = 8 * 1024 * 1024
+RANK_MAX = 2**31 - 1
+RANKS_TOLD_MAX = 2**20
+"""Over all groups: those of one rank in a job of 100 000 ranks are fewer."""
+
+
+class GroupInfo(msgspec.Struct, frozen=True):
+    """``groups``: ranks by name of the communication group; ``ranks``: those that hold the writer's slices."""
+
+    groups: dict[str, tuple[int, ...]]
+    ranks: tuple[int, ...]
+
+
+def read_group_info(path: Path) -> GroupInfo:
+    """The content of a file.
+
+    Raises:
+        UsageError: it cannot be read.
+        CheckpointInvalid: damaged.
+    """
+    try:
+        data = read_given(path, FILE_SIZE_BYTES_MAX)
+    except OSError as error:
+        raise UsageError(
+            f"cannot read the group info {path}: {error.strerror}",
+            hint="name the file that GROUP_INFO_FILE told MindSpore to write",
+        ) from error
+    return decode_group_info(data, str(path))
+
+
+def decode_group_info(data: bytes, where: str) -> GroupInfo:
+    """The message in ``data``.
+
+    Raises:
+        CheckpointInvalid: names ``where`` and the broken rule.
+    """
+    groups: dict[str, tuple[int, ...]] = {}
+    ranks: list[int] | None = None
+    told = 0
+    try:
+        for number, value in fields(data):
+            if number == 1:
+                name, members = _group(message(value))
+                if name in groups:
+                    raise ValueError(f"two groups are called {name!r}")
+                groups[name] = members
+                told += 1 + len(members)
+            elif number == 2:
+                ranks = [] if ranks is None else ranks
+                _add_ranks(message(value), ranks)
+            _bounded(told)
+    except ValueError as error:
+        raise CheckpointInvalid(f"{where}: not a group_info file: {error}") from error
+    if ranks is None:
+        raise CheckpointInvalid(f"{where}: not a group_info file: it has no ckpt_restore_rank_list")
+    return GroupInfo(groups, tuple(ranks))
+
+
+def encode_group_info(info: GroupInfo) -> bytes:
+    """The bytes that MindSpore writes for this content."""
+    items = [
+        tagged(1, tagged(1, name.encode()) + tagged(2, _dims(members)))
+        for name, members in info.groups.items()
+    ]
+    return b"".join(items) + tagged(2, _dims(info.ranks))
+
+
+def _group(data: memoryview) -> tuple[str, tuple[int, ...]]:
+    name = ""
+    members: list[int] = []
+    for number, value in fields(data):
+        if number == 1:
+            name = text(value)
+        elif number == 2:
+            _add_ranks(message(value), members)
+    return name, tuple(members)
+
+
+def _add_ranks(data: memoryview, found: list[int]) -> None:
+    for number, value in fields(data):
+        if number == 1:
+            for rank in repeated(value):
+                if rank > RANK_MAX:
+                    raise ValueError("a rank beyond 31 bits")
+                found.append(rank)
+                _bounded(len(found))
+
+
+def _bounded(told: int) -> None:
+    if told > RANKS_TOLD_MAX:
+        raise ValueError(f"it names more than {RANKS_TOLD_MAX} ranks")
+
+
+def _dims(ranks: Sequence[int]) -> bytes:
+    return b"".join(counted(1, rank) for rank in ranks)

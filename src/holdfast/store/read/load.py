@@ -1,0 +1,542 @@
+"""Loading: any stored layout into any other, straight into the caller's memory, every byte verified.
+
+Theory. A target is a box of a tensor with a buffer. The stored boxes of that tensor are intersected with it; each
+stored box is read in extents, because an extent is what a digest covers. Extents that are contiguous in the target are
+read into place, others are scattered from a scratch buffer. Adjacent extents are planned, read and scattered together,
+and hashed while the processor has them in its cache. An extent that fails its digest counts no more, and what it should
+have given is asked from another copy; the rest of its box may still make up for others. What the page cache has
+already is read without waiting, and in small pieces; a mapping would cost more than it spares, because each of its
+pages is mapped and unmapped for one use.
+
+Invariants:
+1. When the call returns, every element of every target came from an extent whose digest matched.
+2. When it raises, the targets hold garbage: nobody may train on them.
+3. Extra memory: ``threads`` scratch buffers of one batch, and the manifests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+import xxhash
+
+from holdfast.core.ids import SaveId
+from holdfast.errors import CheckpointInvalid, CheckpointMismatch, StateError
+from holdfast.store.backends.interfaces import Attempt, Cached, SourceFile
+from holdfast.store.backends.local_store import THREADS_MAX, LocalAttempt, threads_of_rank
+from holdfast.store.backends.location import Place
+from holdfast.store.backends.registry import open_attempt
+from holdfast.store.format.json_values import decode_mapping
+from holdfast.store.layouts.layout import DTYPE_SIZE_BYTES, Box, Catalogue, Shape, subtract
+from holdfast.store.layouts.value_sources import speakers
+from holdfast.store.read.load_plan import Read, batches_of, in_order, reads_of
+from holdfast.store.read.load_plan import Target as Target
+from holdfast.store.read.validation import Index, Stored, bad_extent, read_index
+
+BATCH_SIZE_BYTES = 4 * 1024 * 1024  # what was read is then hashed out of the processor's cache
+PIECE_SIZE_BYTES = 1024 * 1024  # of what the page cache has: fits into a core's own cache
+REMOTE_BATCH_SIZE_BYTES = 16 * 1024 * 1024  # a request to another machine takes long, whatever its size
+FILES_OPEN_MAX = 64
+DIFFERENCES_SHOWN = 10
+_WORDS: dict[int, np.dtype[np.unsignedinteger]] = {
+    1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.uint32), 8: np.dtype(np.uint64)
+}  # fmt: skip
+
+
+class LoadReport(msgspec.Struct, frozen=True):
+    """What a load did. ``healed`` is the damage that other copies made up for.
+
+    ``missing`` (not in the checkpoint) and ``mismatched`` (of another shape or dtype) name targets left untouched,
+    ``unexpected`` tensors of the checkpoint that nobody asked for; only names that the caller gave up are in them.
+    """
+
+    save_id: SaveId
+    step: int
+    size_bytes: int
+    read_size_bytes: int
+    duration_s: float
+    healed: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+
+    @property
+    def untouched(self) -> frozenset[str]:
+        """Names of the targets that keep what they had."""
+        return frozenset((*self.missing, *self.mismatched))
+
+
+class _Bad(msgspec.Struct):
+    """A read that failed, with the line that names it."""
+
+    read: Read
+    why: str
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that nobody removes, and what its JSON files say; in place of its path it spares a second look."""
+
+    directory: Attempt
+    index: Index
+
+    def __str__(self) -> str:
+        return str(self.directory.path)
+
+
+def load_into(
+    path: Place | str | Opened,
+    targets: Iterable[Target],
+    *,
+    known: Iterable[str] = (),
+    missing: Iterable[str] = (),
+    unexpected: Iterable[str] = (),
+    optional: Sequence[str] = (),
+    strict: bool = True,
+    first: Collection[str] = (),
+    check: Callable[[Collection[str]], None] | None = None,
+    threads: int = 0,
+) -> LoadReport:
+    """Fill the targets from the checkpoint in directory ``path``.
+
+    Args:
+        targets: what this rank wants; together with ``known`` it must name every tensor of the checkpoint.
+        known: names of tensors that other ranks load (pipeline stages, experts).
+        missing, unexpected: names of values that the caller has and the checkpoint lacks, and the other way round:
+            they count as tensors do.
+        optional: name patterns (``fnmatch``) that may be missing on either side, or differ in shape or dtype.
+        strict: other names may not be missing on either side; another shape or dtype is refused in any case.
+        first: names of targets to fill before all others; then ``check`` is called with the names of those that are
+            left out, and what it raises ends the load.
+        threads: reads at the same time; 0: the node's cores, shared by its ranks (a few from another machine).
+
+    Raises:
+        CheckpointInvalid: torn, flipped or incomplete files, named; the targets hold garbage.
+        CheckpointMismatch: other names, shapes or dtypes; the first differences are listed, nothing was loaded.
+        StateError: a buffer does not fit its box.
+    """
+    started_s = time.perf_counter()
+    wanted = list(targets)
+    for target in wanted:
+        _check_target(target)
+    with opened(path) as source:
+        directory, index = source.directory, source.index
+        found = _compare(index.catalogue, wanted, known)
+        found.missing += missing
+        found.unexpected += unexpected
+        found.refuse(optional, strict, directory.path)
+        filled = [t for t in wanted if t.fqn not in found.missing and t.fqn not in found.mismatched]
+        loader = Loader(directory, index, threads)
+        loader.load([(t, t.box) for t in filled if t.box.numel and t.fqn in first])
+        if check is not None:
+            check({*found.missing, *found.mismatched})
+        loader.load([(t, t.box) for t in filled if t.box.numel and t.fqn not in first])
+    return LoadReport(
+        index.save_id, index.save_id.step, sum(len(t.buffer) for t in filled), loader.read_size_bytes,
+        time.perf_counter() - started_s, (*index.damage, *loader.healed), tuple(found.missing), tuple(found.unexpected),
+        tuple(found.mismatched),
+    )  # fmt: skip
+
+
+@contextmanager
+def opened(path: Place | str | Opened) -> Iterator[Opened]:
+    """Open a checkpoint.
+
+    Raises:
+        CheckpointInvalid: see :func:`load_into`.
+    """
+    if isinstance(path, Opened):
+        yield path
+        return
+    with open_attempt(path) as directory:
+        if not directory.hold():
+            raise CheckpointInvalid(f"{directory.path}: is being removed")
+        yield Opened(directory, read_index(directory))
+
+
+def load_catalogue(path: Place | str | Opened) -> Catalogue:
+    """The catalogue of a valid checkpoint: all tensors, their layout when they were saved, and the holders.
+
+    Raises:
+        CheckpointInvalid: see :func:`load_into`.
+    """
+    return _index(path).catalogue
+
+
+def load_values(path: Place | str | Opened) -> dict[str, object]:
+    """The values common to all ranks.
+
+    Raises:
+        CheckpointInvalid: see :func:`load_into`.
+    """
+    index = _index(path)
+    manifest = index.manifests[min(index.manifests)]
+    return decode_mapping(bytes(manifest.values), f"{path}: values of rank {manifest.rank}")
+
+
+def load_values_of_all(
+    path: Place | str | Opened, names: Collection[str] | None = None, rank: int = -1
+) -> list[dict[str, object]]:
+    """The common values as each writer wrote them, by rank: pipeline stages know other parameters.
+
+    Args:
+        names: tensors of the rank that asks: only of the writers that it needs, the most important one first.
+        rank: the one that asks.
+
+    Raises:
+        CheckpointInvalid: see :func:`load_into`.
+    """
+    index = _index(path)
+    known = index.manifests
+    writers = sorted(known) if names is None else speakers(index.catalogue, names, known, rank)
+    return [decode_mapping(bytes(index.manifests[r].values), f"{path}: values of rank {r}") for r in writers]
+
+
+def load_locals(path: Place | str | Opened, rank: int) -> dict[str, object]:
+    """The values that belonged to ``rank`` alone; empty when the checkpoint has none for it.
+
+    Raises:
+        CheckpointInvalid: see :func:`load_into`.
+    """
+    index, key = _index(path), str(rank)
+    # A rank speaks for itself; only for one that could not write, another one's word counts.
+    order = sorted(index.manifests, key=lambda writer: (writer != rank, writer))
+    for writer in order:
+        found = index.manifests[writer].locals.get(key)
+        if found is not None:
+            return decode_mapping(bytes(found), f"{path}: locals of rank {rank}")
+    return {}
+
+
+def _index(path: Place | str | Opened) -> Index:
+    if isinstance(path, Opened):
+        return path.index
+    with open_attempt(path) as directory:
+        return read_index(directory)
+
+
+class Loader:
+    """Reads regions of stored boxes into targets."""
+
+    def __init__(self, directory: Attempt, index: Index, threads: int) -> None:
+        self.directory = directory
+        self.index = index
+        local = isinstance(directory, LocalAttempt)
+        self.threads = threads or (threads_of_rank() if local else THREADS_MAX)
+        self.batch_size_bytes = BATCH_SIZE_BYTES if local else REMOTE_BATCH_SIZE_BYTES
+        self.healed: list[str] = []
+        self.read_size_bytes = 0
+
+    def bytes_of(self, fqn: str, dtype: str, shape: Shape, boxes: Sequence[Box]) -> memoryview:
+        """The verified bytes of regions of one tensor, one after the other, each in C order.
+
+        Raises:
+            CheckpointInvalid: no intact copy is left.
+        """
+        item = DTYPE_SIZE_BYTES[dtype]
+        data = memoryview(bytearray(sum(box.numel for box in boxes) * item))
+        wanted: list[tuple[Target, Box]] = []
+        done = 0
+        for box in boxes:
+            part = data[done : done + box.numel * item]
+            wanted.append((Target(fqn, box, dtype, part, shape), box))
+            done += len(part)
+        self.load(wanted)
+        return data
+
+    def load(self, wanted: list[tuple[Target, Box]]) -> None:
+        """Fill the regions; bad extents are asked again from other copies until none is left."""
+        damaged: dict[tuple[str, int], set[int]] = {}  # bad extents, by where their box begins
+        why: dict[str, str] = {}
+        while wanted:
+            bad = self._execute(self._assign(wanted, damaged, why))
+            wanted = []
+            for failed in bad:
+                read = failed.read
+                box = read.stored.name, read.stored.record.start
+                damaged.setdefault(box, set()).update(range(read.first, read.last))
+                why.setdefault(read.stored.record.fqn, failed.why)
+                self.healed.append(failed.why)
+                wanted += [
+                    (target, common)
+                    for target, region in read.pieces
+                    for part in read.parts()
+                    if (common := part.intersect(region)) is not None
+                ]
+
+    def _assign(
+        self,
+        wanted: Sequence[tuple[Target, Box]],
+        damaged: Mapping[tuple[str, int], set[int]],
+        why: Mapping[str, str],
+    ) -> list[Read]:
+        """Choose stored boxes that cover each wanted region once, and cut them into reads."""
+        chosen: dict[tuple[str, int], tuple[Stored, list[tuple[Target, Box]]]] = {}
+        known: dict[tuple[Box, tuple[Box, ...]], tuple[list[tuple[int, list[Box]]], list[Box]]] = {}
+        sound: dict[str, tuple[list[Stored], tuple[Box, ...]]] = {}
+        for target, region in wanted:
+            if target.fqn not in sound:
+                parts = [
+                    (stored, part)
+                    for stored in self.index.boxes.get(target.fqn, ())
+                    for part in _sound_parts(stored, damaged.get((stored.name, stored.record.start), ()))
+                ]
+                sound[target.fqn] = [stored for stored, _ in parts], tuple(part for _, part in parts)
+            candidates, boxes = sound[target.fqn]
+            question = region, boxes
+            if question not in known:  # a model has few shapes, and one layout
+                known[question] = _cover(*question)
+            given, rest = known[question]
+            for n, hits in given:
+                key = (candidates[n].name, candidates[n].record.start)
+                chosen.setdefault(key, (candidates[n], []))[1].extend((target, hit) for hit in hits)
+            if rest:
+                cause = why.get(target.fqn, "no file holds it")
+                raise CheckpointInvalid(
+                    f"{self.directory.path}: no intact copy of {target.fqn}{rest[0]}: {cause}"
+                )
+        limit = self.batch_size_bytes
+        return [read for stored, pieces in chosen.values() for read in reads_of(stored, pieces, limit)]
+
+    def _execute(self, reads: list[Read]) -> list[_Bad]:
+        """Perform the reads, batch by batch, a bounded number of files open at a time."""
+        names = sorted({read.stored.name for read in reads})
+        bad: list[_Bad] = []
+        for first in range(0, len(names), FILES_OPEN_MAX):
+            some = set(names[first : first + FILES_OPEN_MAX])
+            with ExitStack() as opened:
+                files = {name: opened.enter_context(self.directory.open_file(name)) for name in sorted(some)}
+                ordered = in_order([read for read in reads if read.stored.name in some])
+                batches = batches_of(ordered, self.batch_size_bytes)
+                bad += self._perform_all([(files[batch[0].stored.name], batch) for batch in batches])
+        self.read_size_bytes += sum(read.size_bytes for read in reads)
+        return bad
+
+    def _perform_all(self, work: Sequence[tuple[SourceFile, list[Read]]]) -> list[_Bad]:
+        """Perform batches, one part of them per thread: neighbours in a file stay with one thread."""
+        count = min(self.threads, len(work))
+        if count <= 1:
+            return _perform(work)
+        edges = [len(work) * n // count for n in range(count + 1)]
+        parts = [work[a:b] for a, b in pairwise(edges)]
+        with ThreadPoolExecutor(count - 1, thread_name_prefix="holdfast-read") as pool:
+            others = [pool.submit(_perform, part) for part in parts[1:]]
+            return [*_perform(parts[0]), *(bad for other in others for bad in other.result())]
+
+
+def _cover(region: Box, boxes: Sequence[Box]) -> tuple[list[tuple[int, list[Box]]], list[Box]]:
+    """What of a region each of the first boxes gives, by their numbers, until all is given; and what no box gives."""
+    given: list[tuple[int, list[Box]]] = []
+    rest = [region]
+    for n, box in enumerate(boxes):
+        hits = [common for part in rest if (common := part.intersect(box)) is not None]
+        if hits:
+            given.append((n, hits))
+            rest = [] if hits == rest else [piece for part in rest for piece in subtract(part, [box])]
+        if not rest:
+            break
+    return given, rest
+
+
+def _perform(work: Iterable[tuple[SourceFile, list[Read]]]) -> list[_Bad]:
+    """Read batches, verify every extent, put what is sound in its place; returns the bad ones."""
+    bad: list[_Bad] = []
+    scratch = memoryview(b"")
+    for file, batch in work:
+        size_bytes = sum(read.size_bytes for read in batch)
+        if batch[0].into is None and len(scratch) < size_bytes:
+            scratch = memoryview(bytearray(size_bytes))
+        rest = _take_cached(file, batch, scratch, bad)
+        if rest:
+            _take(file, rest, scratch, bad)
+    return bad
+
+
+def _take_cached(file: SourceFile, batch: list[Read], scratch: memoryview, bad: list[_Bad]) -> list[Read]:
+    """Take what the page cache has, from the first read on; returns the reads that are left."""
+    end = batch[-1].start + batch[-1].size_bytes
+    # Looked at from its end: the disk is to have one large request, not what is left of one.
+    if not isinstance(file, Cached) or not file.read_cached(end - 1, memoryview(bytearray(1))):
+        return batch
+    for n, read in enumerate(batch):
+        buffer = _buffer(read, 0, scratch)
+        wrong = _wrong(read, buffer, file.read_cached)
+        if wrong is None:
+            return batch[n:]
+        bad += _settle(file, read, buffer, wrong)
+    return []
+
+
+def _take(file: SourceFile, batch: list[Read], scratch: memoryview, bad: list[_Bad]) -> None:
+    """Read a batch with one call."""
+    start = batch[0].start
+    buffers = [_buffer(read, read.start - start, scratch) for read in batch]
+    try:
+        file.read_at(start, buffers)
+    except CheckpointInvalid as error:
+        bad += [_Bad(read, error.message) for read in batch]
+        return
+    for read, buffer in zip(batch, buffers, strict=True):
+        bad += _settle(file, read, buffer, _wrong(read, buffer, _is_there) or ())
+
+
+def _is_there(_offset: int, _piece: memoryview) -> bool:
+    return True
+
+
+def _buffer(read: Read, at: int, scratch: memoryview) -> memoryview:
+    """Where the bytes of a read are to be: in place, or at ``at`` in the scratch buffer."""
+    return scratch[at : at + read.size_bytes] if read.into is None else read.into
+
+
+def _wrong(read: Read, data: memoryview, fill: Callable[[int, memoryview], bool]) -> list[int] | None:
+    """The extents that do not match their digests, or None when ``fill`` could not put all of them into ``data``.
+
+    Each piece is hashed as soon as it is there, while the core has it in its own cache.
+    """
+    each, wrong = read.stored.extent_size_bytes, []
+    for n in range(read.first, read.last):
+        first = (n - read.first) * each
+        extent, digest = data[first : first + each], xxhash.xxh3_64()
+        for at in range(0, len(extent), PIECE_SIZE_BYTES):
+            piece = extent[at : at + PIECE_SIZE_BYTES]
+            if not fill(read.start + first + at, piece):
+                return None
+            digest.update(piece)
+        if digest.hexdigest() != read.stored.record.digests[n]:
+            wrong.append(n)
+    return wrong
+
+
+def _settle(file: SourceFile, read: Read, data: memoryview, wrong: Sequence[int]) -> list[_Bad]:
+    """Put the sound extents of a read in their places; returns the bad ones."""
+    if read.into is None:
+        _scatter_sound(read, data, wrong)
+    return [_Bad(cut, _why(file, cut)) for cut in (read.cut(n, n + 1) for n in wrong)]
+
+
+def _why(file: SourceFile, read: Read) -> str:
+    return bad_extent(file.path, read.stored.record, read.start, read.size_bytes)
+
+
+def _scatter_sound(read: Read, data: memoryview, wrong: Sequence[int]) -> None:
+    """Copy what was verified to the regions that want it."""
+    for some in _without(read, wrong):
+        at = some.start - read.start
+        _scatter(some, data[at : at + some.size_bytes])
+
+
+def _without(read: Read, wrong: Sequence[int]) -> Iterator[Read]:
+    """The runs of a read between the extents that are wrong (ascending)."""
+    begin = read.first
+    for end in (*wrong, read.last):
+        if begin < end:
+            yield read.cut(begin, end)
+        begin = end + 1
+
+
+def _sound_parts(stored: Stored, bad: Collection[int]) -> Iterable[Box]:
+    """What a stored box still gives without its bad extents."""
+    if not bad:
+        return (stored.record.box,)
+    whole = Read(stored, 0, len(stored.record.digests), (), None)
+    return (part for run in _without(whole, sorted(bad)) for part in run.parts())
+
+
+def _scatter(read: Read, data: memoryview) -> None:
+    """Copy a verified extent to the regions that want it."""
+    word = _WORDS[DTYPE_SIZE_BYTES[read.stored.record.dtype]]
+    elements = np.frombuffer(data, dtype=word)
+    done = 0
+    for part in read.parts():
+        source = elements[done : done + part.numel].reshape(part.sizes)
+        done += part.numel
+        for target, region in read.pieces:
+            common = part.intersect(region)
+            if common is not None:
+                goal = np.frombuffer(target.buffer, dtype=word).reshape(target.box.sizes)
+                goal[_slices(common, target.box)] = source[_slices(common, part)]
+
+
+def _slices(inner: Box, outer: Box) -> tuple[slice, ...]:
+    return tuple(
+        slice(i - o, i - o + s) for i, o, s in zip(inner.offsets, outer.offsets, inner.sizes, strict=True)
+    )
+
+
+def _check_target(target: Target) -> None:
+    size_bytes = DTYPE_SIZE_BYTES.get(target.dtype, 0) * target.box.numel
+    if target.dtype not in DTYPE_SIZE_BYTES:
+        raise StateError(f"target {target.fqn!r}: unknown dtype {target.dtype!r}")
+    fits = target.buffer.nbytes == size_bytes and target.buffer.format == "B" and target.buffer.c_contiguous
+    if target.buffer.readonly or not fits:
+        raise StateError(
+            f"target {target.fqn!r}: needs a writable flat buffer of {size_bytes} bytes (format B), "
+            f"got {target.buffer.nbytes} bytes of format {target.buffer.format!r}"
+        )
+    if len(target.box.sizes) != len(target.shape) or not Box.whole(target.shape).contains(target.box):
+        raise StateError(f"target {target.fqn!r}: box {target.box} is outside {list(target.shape)}")
+
+
+class _Differences(msgspec.Struct):
+    """What the checkpoint and the targets do not share, by name; ``mismatched`` says how."""
+
+    missing: list[str]
+    unexpected: list[str]
+    mismatched: dict[str, str]
+    convertible: set[str]  # of those, the ones that differ in nothing but the dtype
+
+    def refuse(self, optional: Sequence[str], strict: bool, where: Place) -> None:
+        """Refuse another model's checkpoint.
+
+        Raises:
+            CheckpointMismatch: a difference that the caller did not give up.
+        """
+
+        def allowed(fqn: str) -> bool:
+            return any(fnmatchcase(fqn, pattern) for pattern in optional)
+
+        other = [fqn for fqn in self.mismatched if not allowed(fqn)]
+        lines = [self.mismatched[fqn] for fqn in other]
+        if strict:
+            lines += [f"missing: {fqn}" for fqn in self.missing if not allowed(fqn)]
+            lines += [f"unexpected: {fqn}" for fqn in self.unexpected if not allowed(fqn)]
+        if not lines:
+            return
+        shown = "\n  ".join(lines[:DIFFERENCES_SHOWN])
+        more = len(lines) - DIFFERENCES_SHOWN
+        raise CheckpointMismatch(
+            f"{where} is a checkpoint of another model ({len(lines)} differences):\n  {shown}"
+            + (f"\n  ... and {more} more" if more > 0 else ""),
+            hint="holdfast.load(path, model, cast=True) converts weights"
+            if len(other) == len(lines) and self.convertible.issuperset(other)
+            else "load it into the model that wrote it, choose another checkpoint directory, or take what fits: "
+            "holdfast.load(path, model, strict=False, optional=['head.*'])",
+        )
+
+
+def _compare(catalogue: Catalogue, targets: Sequence[Target], known: Iterable[str]) -> _Differences:
+    found = _Differences([], [], {}, set())
+    for target in {(t.fqn, t.shape, t.dtype): t for t in targets}.values():
+        stored = catalogue.by_fqn.get(target.fqn)
+        if stored is None:
+            found.missing.append(target.fqn)
+        elif (stored.shape, stored.dtype) != (target.shape, target.dtype):
+            if stored.shape == target.shape:
+                found.convertible.add(target.fqn)
+            found.mismatched[target.fqn] = (
+                f"mismatch: {target.fqn} is {stored.dtype} {list(stored.shape)} in the checkpoint, "
+                f"{target.dtype} {list(target.shape)} in the model"
+            )
+    named = {target.fqn for target in targets} | set(known)
+    found.missing.sort()
+    found.unexpected += [t.fqn for t in catalogue.tensors if t.fqn not in named]
+    return found

@@ -1,0 +1,447 @@
+"""The memory tier's files: the newest states of each rank, in shared memory that outlives its process.
+
+Theory. Each rank has two slots, files in the private directory of the run's status pages. A state is copied into the
+slot that does not hold the newest one: a kill in the middle of a copy costs the older state, never both. A slot says
+what it holds by one *marker*: step, place and digest of a description, and a digest of itself. The marker is zeroed
+before the first byte changes and stored after the last one, so a torn copy has none. The description carries a digest
+of every box. What the script does behind the block of a step may still change its state: beside the marker stands
+whether that is over, and the state *whole*.
+
+Invariants:
+1. A slot without a sound marker holds nothing. What it held before is gone from the moment the copy begins.
+2. Nothing is taken out of a slot before every digest of it fits; a slot that does not fit is dropped, for everybody.
+3. The memory is allocated before it is written: a lack of it is an error here, not a SIGBUS in a copy.
+4. A whole state is not changed any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import msgspec
+import numpy as np
+import xxhash
+
+from holdfast.errors import CheckpointInvalid, StateError
+from holdfast.store.layouts.layout import DTYPE_SIZE_BYTES, Box, Catalogue, RankLayout, TensorMeta
+from holdfast.store.write.writer import TensorSource
+
+SLOTS = 2
+MAGIC = 0x314D454D444C4F48  # "HOLDMEM1"
+CHUNK_SIZE_BYTES = 1 << 20  # copied and hashed while it is in the cache
+_WORDS = 6  # magic, step + 1, start and size of the description, its digest, digest of these words
+MARKER_SIZE_BYTES = 8 * _WORDS
+_OWN = slice(MARKER_SIZE_BYTES - 8, MARKER_SIZE_BYTES)  # the digest of these words
+_WHOLE = slice(_OWN.stop, _OWN.stop + 8)  # the same once more when the state is whole
+_WORD_MAX = 2**63 - 1  # of a status page
+_DATA_AT = 4096
+DIGEST_MAX = 2**64 - 1  # takes the most room
+ALIGNMENT = 64
+
+
+class Marked(NamedTuple):
+    """What a marker says; ``digest`` is that of all that the slot holds, in 63 bits."""
+
+    step: int
+    digest: int
+    whole: bool
+
+
+class KeptBox(msgspec.Struct, frozen=True, array_like=True):
+    """One box and where its bytes lie in the slot; ``digest`` is their xxh3-64."""
+
+    meta: TensorMeta
+    start: int
+    size_bytes: int
+    digest: int
+
+
+class Description(msgspec.Struct, frozen=True):
+    """All that a slot holds: the state of ``rank`` after ``step`` updates. ``values`` and ``local`` are JSON.
+
+    ``amended``: with what the script has changed behind the block of the step before.
+    """
+
+    step: int
+    rank: int
+    world: int
+    boxes: tuple[KeptBox, ...]
+    values: bytes
+    local: bytes
+    amended: bool = False
+
+
+class Kept:
+    """One committed state in a slot, mapped read-only."""
+
+    def __init__(self, path: Path, data: memoryview, description: Description) -> None:
+        self.path = path
+        self.step = description.step
+        self.values = description.values
+        self.local = description.local
+        self.world = description.world
+        self.amended = description.amended
+        self.whole = bytes(data[_WHOLE]) == bytes(data[_OWN])
+        self._rank = description.rank
+        self._data = data
+        self._boxes = {(box.meta.fqn, box.meta.box): box for box in description.boxes}
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all boxes."""
+        return sum(box.size_bytes for box in self._boxes.values())
+
+    def catalogue(self) -> Catalogue:
+        """All tensors and this rank's boxes of them; a tensor of which its part is empty as if it were whole."""
+        metas = [box.meta for box in self._boxes.values()]
+        held = [meta for meta in metas if meta.box.numel]
+        named = {meta.fqn for meta in held}
+        empty = {
+            m.fqn: TensorMeta(m.fqn, m.dtype, m.shape, Box.whole(m.shape))
+            for m in metas
+            if m.fqn not in named
+        }
+        return Catalogue.from_layouts(
+            {self._rank: RankLayout(self._rank, (*held, *empty.values()), self.world)}
+        )
+
+    def view(self, fqn: str, box: Box) -> memoryview:
+        """Bytes of one box. Raises: CheckpointInvalid when the slot does not hold it."""
+        found = self._boxes.get((fqn, box))
+        if found is None:
+            raise CheckpointInvalid(f"{self.path.name} does not hold {fqn}{box}")
+        return self._data[found.start : found.start + found.size_bytes]
+
+    def verify(self) -> None:
+        """Compare every digest. Raises: CheckpointInvalid, and drops the slot, when one does not fit."""
+        for found in self._boxes.values():
+            data = self._data[found.start : found.start + found.size_bytes]
+            if xxhash.xxh3_64_intdigest(data) != found.digest:
+                drop(self.path)
+                raise CheckpointInvalid(
+                    f"{self.path.name}, step {self.step}: {found.meta.fqn}{found.meta.box} does not fit its digest"
+                )
+
+
+class Slots:
+    """The two slots of one rank, for writing.
+
+    Args:
+        directory: in shared memory.
+        rank: whose states these are.
+    """
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._paths = tuple(slot_path(directory, rank, number) for number in range(SLOTS))
+        self._rank = rank
+        self._maps: list[mmap.mmap | None] = [None] * SLOTS
+        self._last: memoryview | None = None  # the slot of the newest copy
+
+    def steps(self, *, whole: bool = False) -> tuple[int, ...]:
+        """Steps whose states are there (``whole``: and whole), ascending."""
+        return tuple(sorted(found.step for found in self._marked() if found.whole or not whole))
+
+    def newest(self, *, whole: bool = False) -> Marked | None:
+        """What is said of the newest state, if there is one."""
+        return max((found for found in self._marked() if found.whole or not whole), default=None)
+
+    def _marked(self) -> list[Marked]:
+        return [found for path in self._paths if (found := read_marked(path)) is not None]
+
+    def keep(
+        self,
+        step: int,
+        source: TensorSource,
+        layout: RankLayout,
+        values: bytes,
+        local: bytes,
+        *,
+        amended: bool = False,
+    ) -> int:
+        """Copy the state after ``step`` updates in place of the older one; returns its size in bytes.
+
+        Raises:
+            StateError: shared memory is full.
+        """
+        boxes, end = _places(layout)
+        draft = Description(step, self._rank, layout.world, boxes, values, local, amended)
+        memory = self._emptied(end + len(msgspec.msgpack.encode(draft)), step)
+        kept = _copy_all(source, boxes, memory)
+        description = msgspec.msgpack.encode(msgspec.structs.replace(draft, boxes=kept))
+        memory[end : end + len(description)] = description
+        memory[:MARKER_SIZE_BYTES] = marker_of(step, end, description)
+        self._last = memory
+        return sum(box.size_bytes for box in kept)
+
+    def finish(self) -> None:
+        """The state that was kept last is whole: it may be given away."""
+        if self._last is not None:
+            self._last[_WHOLE] = self._last[_OWN]
+
+    def room(self, step: int, size_bytes: int) -> memoryview:
+        """A slot for ``step``, emptied: one whose state did not happen, or the older one. Raises: StateError."""
+        for path in self._paths:
+            if (marked_step(path) or 0) > step:
+                drop(path)
+        return self._emptied(size_bytes)
+
+    def keep_only(self, step: int) -> None:
+        """Drop the states of other steps: the job stands at ``step``, what was later did not happen."""
+        for path in self._paths:
+            if marked_step(path) not in (None, step):
+                drop(path)
+
+    def forget(self, step: int) -> None:
+        """Drop the state of ``step``."""
+        for path in self._paths:
+            if marked_step(path) == step:
+                drop(path)
+
+    def remove(self) -> None:
+        """Take the files away."""
+        self._maps = [None] * SLOTS
+        self._last = None
+        for path in self._paths:
+            path.unlink(missing_ok=True)
+
+    def _emptied(self, size_bytes: int, step: int | None = None) -> memoryview:
+        """The slot that holds ``step`` already, or the older one; it holds nothing any more."""
+        held = [marked_step(path) for path in self._paths]
+        number = min(range(SLOTS), key=lambda n: (held[n] != step, -1 if held[n] is None else held[n]))
+        memory = self._memory(number, size_bytes)
+        memory[:MARKER_SIZE_BYTES] = bytes(MARKER_SIZE_BYTES)
+        return memory
+
+    def _memory(self, number: int, size_bytes: int) -> memoryview:
+        known = self._maps[number]
+        if known is not None and len(known) >= size_bytes:
+            return memoryview(known)
+        self._maps[number] = None
+        path = self._paths[number]
+        made = self._maps[number] = map_file(path, size_bytes)
+        return memoryview(made)
+
+
+def map_file(path: Path, size_bytes: int) -> mmap.mmap:
+    """A file of at least ``size_bytes``, all of it allocated, mapped for writing. Raises: StateError."""
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            size_bytes = max(size_bytes, os.fstat(fd).st_size)
+            os.posix_fallocate(fd, 0, size_bytes)
+            return mmap.mmap(fd, size_bytes)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise StateError(
+            f"{path}: {size_bytes} bytes of shared memory cannot be had: {error.strerror}",
+            hint="give it more room (df -h /dev/shm; in a container: --shm-size), or session(memory=0)",
+        ) from error
+
+
+class Incoming:
+    """A state that comes from another node, made by :meth:`begin`."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+
+    @classmethod
+    def begin(cls, directory: Path, rank: int, step: int, size_bytes: int) -> Self:
+        """Empty the slot with the older state for this one.
+
+        Raises:
+            StateError: shared memory is full.
+        """
+        return cls(Slots(directory, rank).room(step, size_bytes))
+
+    def write(self, start: int, data: bytes) -> None:
+        """Bytes from ``start``. Raises: CheckpointInvalid outside of the slot."""
+        if not 0 <= start <= start + len(data) <= len(self._memory):
+            raise CheckpointInvalid(f"{len(data)} bytes at {start} are outside of a slot")
+        first = max(0, MARKER_SIZE_BYTES - start)  # the marker comes last
+        self._memory[start + first : start + len(data)] = data[first:]
+
+    def commit(self, marker: bytes) -> None:
+        """All bytes are there. Raises: CheckpointInvalid when this is no marker."""
+        if len(marker) != MARKER_SIZE_BYTES or not is_sound(np.frombuffer(marker, np.uint64)):
+            raise CheckpointInvalid("not the marker of a slot")
+        self._memory[:MARKER_SIZE_BYTES] = marker
+
+
+def read_raw(directory: Path, rank: int, step: int, start: int, size_bytes: int) -> tuple[int, bytes, bytes]:
+    """Size and marker of the slot with the state of ``step``, and bytes of it from ``start``.
+
+    Raises:
+        CheckpointInvalid: there is none.
+    """
+    path = _slot_with(directory, rank, step)
+    with path.open("rb") as file:
+        marker = file.read(MARKER_SIZE_BYTES)
+        file.seek(start)
+        return path.stat().st_size, marker, file.read(size_bytes)
+
+
+def _slot_with(directory: Path, rank: int, step: int) -> Path:
+    """The slot with the state of ``step``. Raises: CheckpointInvalid: there is none."""
+    for number in range(SLOTS):
+        path = slot_path(directory, rank, number)
+        if marked_step(path) == step:
+            return path
+    raise CheckpointInvalid(f"no state of rank {rank} at step {step} is in memory")
+
+
+def slot_path(directory: Path, rank: int, number: int) -> Path:
+    """The file of one slot."""
+    return directory / f"memory-{rank:05d}-{number}"
+
+
+def kept_steps(directory: Path, rank: int, *, whole: bool = False) -> tuple[int, ...]:
+    """Steps of which ``directory`` holds a state of ``rank`` (``whole``: a whole one), ascending; by the markers,
+    nothing is verified."""
+    return Slots(directory, rank).steps(whole=whole)
+
+
+@contextlib.contextmanager
+def open_kept(directory: Path, rank: int, step: int) -> Iterator[Kept]:
+    """The verified state of ``rank`` after ``step`` updates.
+
+    Raises:
+        CheckpointInvalid: it is not there, or damaged; then it is dropped.
+    """
+    path = _slot_with(directory, rank, step)
+    with Mapped(path) as data:
+        kept = _read(path, data)
+        kept.verify()
+        yield kept
+
+
+def was_amended(directory: Path, rank: int, step: int) -> bool:
+    """The state of ``rank`` after ``step`` updates is there, and amended; its boxes are not verified."""
+    with contextlib.suppress(CheckpointInvalid):
+        path = _slot_with(directory, rank, step)
+        with Mapped(path) as data:
+            return _read(path, data).amended
+    return False
+
+
+def marked_step(path: Path) -> int | None:
+    """The step of a slot; None when it holds no committed state."""
+    found = read_marked(path)
+    return None if found is None else found.step
+
+
+def read_marked(path: Path) -> Marked | None:
+    """What the marker of a slot says; None when it holds no committed state."""
+    try:
+        with path.open("rb") as file:
+            head = file.read(_WHOLE.stop)
+    except OSError:
+        return None
+    words = np.frombuffer(head[:MARKER_SIZE_BYTES], np.uint64)
+    if not is_sound(words):
+        return None
+    return Marked(int(words[1]) - 1, digest_of(head), head[_WHOLE] == head[_OWN])
+
+
+def digest_of(marker: bytes) -> int:
+    """Of all that is in a slot with this marker, as a word of a status page."""
+    return int.from_bytes(marker[_OWN], sys.byteorder) & _WORD_MAX
+
+
+def drop(path: Path) -> None:
+    """A slot holds nothing any more."""
+    with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
+        file.write(bytes(MARKER_SIZE_BYTES))
+
+
+class Mapped:
+    """A file, mapped read-only while the block runs; what still refers to it afterwards is the reader's mistake."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __enter__(self) -> memoryview:
+        with self._path.open("rb") as file:
+            self._map = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
+        return memoryview(self._map)
+
+    def __exit__(self, *_: object) -> None:
+        del self._map  # unmapped with the last view
+
+
+def _read(path: Path, data: memoryview) -> Kept:
+    """The description of a slot, its places checked. Raises: CheckpointInvalid."""
+    words = np.frombuffer(data[:MARKER_SIZE_BYTES], np.uint64)
+    if not is_sound(words):
+        raise CheckpointInvalid(f"{path.name} holds no committed state")
+    start, size = int(words[2]), int(words[3])
+    text = data[start : start + size]
+    if len(text) != size or xxhash.xxh3_64_intdigest(text) != int(words[4]):
+        drop(path)
+        raise CheckpointInvalid(f"{path.name}: its description does not fit its digest")
+    try:
+        description = msgspec.msgpack.decode(text, type=Description)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise CheckpointInvalid(f"{path.name}: not a description of a state: {error}") from error
+    for box in description.boxes:
+        if not 0 <= box.start <= box.start + box.size_bytes <= start or box.size_bytes != box.meta.size_bytes:
+            raise CheckpointInvalid(f"{path.name}: {box.meta.fqn}{box.meta.box} lies outside of it")
+    return Kept(path, data, description)
+
+
+def marker_of(step: int, start: int, description: bytes) -> bytes:
+    """Says that there is something of ``step``, whose description lies at ``start``."""
+    words = np.zeros(_WORDS, np.uint64)
+    words[:5] = (MAGIC, step + 1, start, len(description), xxhash.xxh3_64_intdigest(description))
+    words[5] = _own_digest(words)
+    return words.tobytes()
+
+
+def is_sound(words: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> bool:
+    """These words are a marker."""
+    return len(words) == _WORDS and int(words[0]) == MAGIC and int(words[5]) == _own_digest(words)
+
+
+def _own_digest(words: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> int:
+    return xxhash.xxh3_64_intdigest(words[:5].tobytes())
+
+
+def _places(layout: RankLayout) -> tuple[tuple[KeptBox, ...], int]:
+    """Where each box goes, its digest still to come, and where they end."""
+    places: list[KeptBox] = []
+    end = _DATA_AT
+    for meta in layout.tensors:
+        if meta.dtype not in DTYPE_SIZE_BYTES:
+            raise StateError(f"tensor {meta.fqn!r}: unknown dtype {meta.dtype!r}")
+        places.append(KeptBox(meta, end, meta.size_bytes, DIGEST_MAX))
+        end += -(-meta.size_bytes // ALIGNMENT) * ALIGNMENT
+    return tuple(places), end
+
+
+def _copy_all(source: TensorSource, boxes: tuple[KeptBox, ...], memory: memoryview) -> tuple[KeptBox, ...]:
+    """Copy every box to its place, and note the digests of what lies there."""
+    digests: list[int] = []
+    for box in boxes:
+        goal = memory[box.start : box.start + box.size_bytes]
+        digests.append(copy_hashed(source.view(box.meta.fqn, box.meta.box), goal))
+    return tuple(
+        msgspec.structs.replace(box, digest=digest) for box, digest in zip(boxes, digests, strict=True)
+    )
+
+
+def copy_hashed(data: memoryview, goal: memoryview) -> int:
+    """Copy ``data`` and return its digest, chunk after chunk: each is hashed while it is in the cache."""
+    digest = xxhash.xxh3_64()
+    if len(data):
+        source, target = np.frombuffer(data, np.uint8), np.frombuffer(goal, np.uint8)
+        for at in range(0, len(source), CHUNK_SIZE_BYTES):
+            chunk = target[at : at + CHUNK_SIZE_BYTES]
+            np.copyto(chunk, source[at : at + CHUNK_SIZE_BYTES])
+            digest.update(chunk.data)
+    return digest.intdigest()

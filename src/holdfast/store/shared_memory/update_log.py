@@ -1,0 +1,268 @@
+"""The update log's file: what the updates since a kept state were made from, in memory that outlives the process.
+
+Theory. One file per rank is a ring of entries of equal size; that of step s lies at s modulo the number of entries. An
+entry holds the local gradients that the update of its step used, and the settings of the parameter groups as JSON. As
+in a slot of the memory tier its marker is zeroed before the first byte changes and stored after the last one, and every
+tensor has a digest. From a state of step T and the entries of T, T + 1, ... up to s - 1 without a hole, the state of s
+can be made again. The file says that this was tried and gave the same bits; before that it counts for nothing.
+
+Invariants:
+1. An entry without a sound marker holds nothing. What it held before is gone from the moment the copy begins.
+2. Nothing is taken out of an entry before every digest of it fits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import msgspec
+import numpy as np
+import xxhash
+
+from holdfast.errors import CheckpointInvalid, StateError
+from holdfast.store.shared_memory.memory_slots import (
+    ALIGNMENT,
+    DIGEST_MAX,
+    MARKER_SIZE_BYTES,
+    Mapped,
+    copy_hashed,
+    is_sound,
+    map_file,
+    marker_of,
+)
+
+_HEAD = 4096  # what is before the first entry
+_MAGIC = 0x31474F4C444C4F48  # "HOLDLOG1"
+_FORM = slice(0, 24)  # magic, entries, size of one
+_PROVEN = slice(24, 32)
+_YES = b"\x01" * 8
+_PAGE = 4096
+
+
+class Gradient(NamedTuple):
+    """One local gradient: its bytes in C order."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview
+
+
+class Update(NamedTuple):
+    """What one update was made from; ``settings`` is JSON."""
+
+    step: int
+    settings: bytes
+    gradients: tuple[Gradient, ...]
+
+
+class _Place(msgspec.Struct, frozen=True, array_like=True):
+    """One gradient and where its bytes lie in the entry; ``digest`` is their xxh3-64."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    size_bytes: int
+    digest: int
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """The description of an entry."""
+
+    step: int
+    settings: bytes
+    places: tuple[_Place, ...]
+
+
+class UpdateLog:
+    """The log of one rank, for writing.
+
+    Args:
+        directory: in shared memory.
+        rank: whose updates these are.
+        entries: of the ring.
+    """
+
+    def __init__(self, directory: Path, rank: int, entries: int) -> None:
+        self._path = log_path(directory, rank)
+        self._entries = entries
+        self._map: mmap.mmap | None = None
+        self._size_bytes = 0  # of an entry
+
+    def append(self, update: Update) -> int:
+        """Copy it in place of the entry so many steps before; returns its size in bytes.
+
+        Raises:
+            StateError: shared memory has too little room.
+        """
+        draft, end = _places(update)
+        needed = end + len(msgspec.msgpack.encode(draft))
+        memory = self._memory(needed)
+        at = _HEAD + update.step % self._entries * self._size_bytes
+        entry = memory[at : at + self._size_bytes]
+        entry[:MARKER_SIZE_BYTES] = bytes(MARKER_SIZE_BYTES)
+        digests = [
+            copy_hashed(gradient.data, entry[place.start : place.start + place.size_bytes])
+            for gradient, place in zip(update.gradients, draft.places, strict=True)
+        ]
+        places = tuple(
+            msgspec.structs.replace(place, digest=digest)
+            for place, digest in zip(draft.places, digests, strict=True)
+        )
+        description = msgspec.msgpack.encode(msgspec.structs.replace(draft, places=places))
+        entry[end : end + len(description)] = description
+        entry[:MARKER_SIZE_BYTES] = marker_of(update.step, end, description)
+        return end
+
+    def prove(self) -> None:
+        """An update was made again from this log, with the same bits."""
+        if self._map is not None:
+            self._map[_PROVEN] = _YES
+
+    def truncate(self, step: int) -> None:
+        """Drop the entries of ``step`` and of later ones: they did not happen."""
+        form = _form_of(self._path)
+        if form is None:
+            return
+        with self._path.open("r+b") as file:
+            for number in range(form.entries):
+                marked = _marked_step(_marker_at(file, form, number))
+                if marked is not None and marked >= step:
+                    file.seek(-MARKER_SIZE_BYTES, os.SEEK_CUR)
+                    file.write(bytes(MARKER_SIZE_BYTES))
+
+    def remove(self) -> None:
+        """Take the file away."""
+        self._map = None
+        self._path.unlink(missing_ok=True)
+
+    def _memory(self, needed: int) -> memoryview:
+        if self._map is None and (form := _form_of(self._path)) is not None and form.entries == self._entries:
+            self._size_bytes = form.size_bytes
+            self._map = map_file(self._path, _HEAD + form.entries * form.size_bytes)
+        if self._map is None or self._size_bytes < needed:
+            self.remove()
+            room = os.statvfs(self._path.parent)
+            if self._entries * needed * 2 > room.f_bavail * room.f_frsize:
+                raise StateError(f"a log of {self._entries * needed} bytes would take half of shared memory")
+            self._size_bytes = -(-(needed + _PAGE) // _PAGE) * _PAGE  # settings may grow
+            made = self._map = map_file(self._path, _HEAD + self._entries * self._size_bytes)
+            made[_FORM] = np.array([_MAGIC, self._entries, self._size_bytes], np.uint64).tobytes()
+        return memoryview(self._map)
+
+
+class _Form(NamedTuple):
+    """How a log lies in its file."""
+
+    entries: int
+    size_bytes: int
+    proven: bool
+
+
+def log_path(directory: Path, rank: int) -> Path:
+    """The file of one rank."""
+    return directory / f"updates-{rank:05d}"
+
+
+def reachable(directory: Path, rank: int, states: Sequence[int]) -> tuple[int, ...]:
+    """Steps, ascending, whose states of ``rank`` can be made again from one of ``states``; by the markers, nothing is
+    verified."""
+    path = log_path(directory, rank)
+    form = _form_of(path)
+    if form is None or not form.proven:
+        return ()
+    try:
+        with path.open("rb") as file:
+            marked = {_marked_step(_marker_at(file, form, number)) for number in range(form.entries)}
+    except OSError:
+        return ()
+    found: set[int] = set()
+    for state in states:
+        step = state
+        while step in marked:
+            step += 1
+            found.add(step)
+    return tuple(sorted(found))
+
+
+@contextlib.contextmanager
+def open_updates(directory: Path, rank: int, first: int, stop: int) -> Iterator[tuple[Update, ...]]:
+    """The verified updates of ``rank`` of the steps from ``first`` to ``stop`` - 1.
+
+    Raises:
+        CheckpointInvalid: one is not there, or damaged.
+    """
+    path = log_path(directory, rank)
+    form = _form_of(path)
+    if form is None and first < stop:
+        raise CheckpointInvalid(f"no log of updates of rank {rank} is in memory")
+    if form is None or first >= stop:
+        yield ()
+        return
+    with Mapped(path) as data:
+        yield tuple(_read(path, data, form, step) for step in range(first, stop))
+
+
+def _read(path: Path, data: memoryview, form: _Form, step: int) -> Update:
+    at = _HEAD + step % form.entries * form.size_bytes
+    entry = data[at : at + form.size_bytes]
+    words = np.frombuffer(entry[:MARKER_SIZE_BYTES], np.uint64)
+    where = f"{path.name}, update of step {step}"
+    if _marked_step(bytes(entry[:MARKER_SIZE_BYTES])) != step:
+        raise CheckpointInvalid(f"{where}: it is not there")
+    start, size = int(words[2]), int(words[3])
+    text = entry[start : start + size]
+    if len(text) != size or xxhash.xxh3_64_intdigest(text) != int(words[4]):
+        raise CheckpointInvalid(f"{where}: its description does not fit its digest")
+    try:
+        description = msgspec.msgpack.decode(text, type=_Entry)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise CheckpointInvalid(f"{where}: not a description of an update: {error}") from error
+    gradients = []
+    for place in description.places:
+        part = entry[place.start : place.start + place.size_bytes]
+        if len(part) != place.size_bytes or xxhash.xxh3_64_intdigest(part) != place.digest:
+            raise CheckpointInvalid(f"{where}: the gradient of {place.name} does not fit its digest")
+        gradients.append(Gradient(place.name, place.dtype, place.shape, part))
+    return Update(step, description.settings, tuple(gradients))
+
+
+def _form_of(path: Path) -> _Form | None:
+    """None: there is no log."""
+    try:
+        with path.open("rb") as file:
+            head, size_bytes = file.read(_PROVEN.stop), path.stat().st_size
+    except OSError:
+        return None
+    if len(head) < _PROVEN.stop:
+        return None
+    magic, entries, of_entry = (int(word) for word in np.frombuffer(head[_FORM], np.uint64))
+    if magic != _MAGIC or entries < 1 or size_bytes < _HEAD + entries * of_entry:
+        return None
+    return _Form(entries, of_entry, head[_PROVEN] == _YES)
+
+
+def _marker_at(file: BinaryIO, form: _Form, number: int) -> bytes:
+    file.seek(_HEAD + number * form.size_bytes)
+    return file.read(MARKER_SIZE_BYTES)
+
+
+def _marked_step(marker: bytes) -> int | None:
+    words = np.frombuffer(marker, np.uint64)
+    return int(words[1]) - 1 if is_sound(words) else None
+
+
+def _places(update: Update) -> tuple[_Entry, int]:
+    """Where each gradient goes, its digest still to come, and where they end."""
+    places: list[_Place] = []
+    end = ALIGNMENT
+    for name, dtype, shape, data in update.gradients:
+        places.append(_Place(name, dtype, shape, end, len(data), DIGEST_MAX))
+        end += -(-len(data) // ALIGNMENT) * ALIGNMENT
+    return _Entry(update.step, update.settings, tuple(places)), end

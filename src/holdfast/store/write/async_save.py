@@ -1,0 +1,402 @@
+"""Saving beside the training: copy the share into shared memory, release the step, let another process write it.
+
+Theory. A save stalls the step for one memory copy of this rank's share (not of its whole state). The memory is
+reused, since a copy into fresh pages costs several times as much. The writer has its order before the copy and begins
+to write when most is there; what it wrote counts only when all was copied. It is a process in a session of its own:
+when this worker is killed it finishes the save in flight and leaves; when the writer is killed, a new one does the
+same job again from the same memory. One save is in flight at a time: when the disk is slower than the save interval,
+the next save is put off (``busy``), the training step never is.
+
+Invariants:
+1. What is written is the state at the call: tensors are copied and values encoded before ``save`` returns.
+2. Every accepted save ends in exactly one call of ``done``, from the watching thread.
+3. From the moment ``save`` returns, the checkpoint does not need this process any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol, Self, runtime_checkable
+
+import msgspec
+import numpy as np
+
+from holdfast.core.ids import SaveId
+from holdfast.errors import HoldfastError, InternalError, StoreWriteError
+from holdfast.store.backends.interfaces import Closes
+from holdfast.store.backends.location import Place
+from holdfast.store.format.json_values import encode_values
+from holdfast.store.layouts.layout import DTYPE_SIZE_BYTES, Box, Catalogue
+from holdfast.store.layouts.save_plan import Plan, WriteItem
+from holdfast.store.write.staging import (
+    MESSAGE_SIZE_BYTES_MAX,
+    Arrived,
+    Pin,
+    Pool,
+    SaveJob,
+    SaveOrder,
+    SaveOutcome,
+    StagedPart,
+    Withdrawn,
+)
+from holdfast.store.write.writer import TensorSource, Written, files_of, part_bytes
+
+log = logging.getLogger("holdfast")
+
+WRITERS_MAX = 3
+END_TIMEOUT_S = 10.0
+ARRIVED_SIZE_BYTES_MIN = 16 * 2**20
+ARRIVED_FROM = (
+    0.75  # sooner, copying and writing share the memory's bandwidth, and the step waits a fifth longer
+)
+ARRIVED_MAX = 32
+"""Messages per save: they must fit in the line, whatever the writer does meanwhile."""
+_ALIGNMENT = 4096
+
+Done = Callable[[SaveId, Written | HoldfastError], None]
+
+
+@runtime_checkable
+class DeviceSource(TensorSource, Protocol):
+    """A source that copies by itself, straight from where its tensors lie (a GPU)."""
+
+    def copy_to(self, fqn: str, box: Box, start: int, stop: int, goal: memoryview) -> None:
+        """Begin to copy bytes ``start`` to ``stop`` of one box to ``goal``."""
+
+    def finish_copies(self) -> None:
+        """Return when all that was begun is there."""
+
+
+class Staged(msgspec.Struct, frozen=True):
+    """What a call of :meth:`BackgroundSaver.save` cost: the copy, and the wait for the save before it."""
+
+    size_bytes: int
+    stall_s: float
+    waited_s: float
+
+
+class WriterProcess:
+    """A running ``store/write/writer_process.py``, made by :meth:`start`."""
+
+    def __init__(self, process: subprocess.Popen[bytes], line: socket.socket, end_fd: int) -> None:
+        self.pid = process.pid
+        self._process = process
+        self._line = line
+        self._end = end_fd
+        self._poller = select.poll()
+        for fd in (line.fileno(), end_fd):
+            self._poller.register(fd, select.POLLIN)
+
+    @classmethod
+    def start(cls, pool_fd: int) -> Self:
+        """Start one that reads the pool of ``pool_fd``; the interpreter's own start goes on beside this process.
+
+        Raises:
+            StoreWriteError: the machine has no process, memory or descriptor left for it; nothing of it is left.
+        """
+        with contextlib.ExitStack() as undo:
+            try:
+                line, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                undo.enter_context(line)
+                with other:
+                    process = _popen(other.fileno(), pool_fd)
+                undo.callback(process.wait)
+                undo.callback(process.kill)
+                writer = cls(process, line, os.pidfd_open(process.pid))
+            except OSError as error:
+                raise StoreWriteError(
+                    f"no process can be started that writes the checkpoint: {error.strerror or error}",
+                    hint="look at the memory of this machine, and at its limits of processes and files (ulimit -a)",
+                ) from error
+            undo.pop_all()
+        return writer
+
+    def tell(self, message: SaveOrder | Arrived | Withdrawn) -> None:
+        """Never blocks. Whether the writer is alive shows in :meth:`answer`."""
+        try:
+            self._line.send(msgspec.msgpack.encode(message), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
+        except (BrokenPipeError, ConnectionResetError):
+            return
+
+    def answer(self, number: int) -> SaveOutcome | None:
+        """Wait for the outcome of one order; None when the process ended without one."""
+        while True:
+            ready = [fd for fd, _ in self._poller.poll()]
+            data = self._receive() if self._line.fileno() in ready else b""
+            if not data:
+                return None
+            outcome = msgspec.msgpack.decode(data, type=SaveOutcome)
+            if outcome.number == number:
+                return outcome
+
+    def end(self) -> str:
+        """Close the line, which ends an idle writer, and wait for it; returns how it ended. Twice is harmless."""
+        if self._line.fileno() >= 0:
+            self._line.close()
+            os.close(self._end)
+        try:
+            code = self._process.wait(END_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        return f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+
+    def _receive(self) -> bytes:
+        try:
+            return self._line.recv(MESSAGE_SIZE_BYTES_MAX)
+        except ConnectionResetError:
+            return b""
+
+
+def _popen(line_fd: int, pool_fd: int) -> subprocess.Popen[bytes]:
+    path = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    # Popen closes every other descriptor: a writer that outlives its worker must not hold its connections open.
+    return subprocess.Popen(
+        [
+            sys.executable,
+            "-P",
+            "-m",
+            "holdfast.store.write.writer_process",
+            str(line_fd),
+            str(pool_fd),
+            str(os.getpid()),
+        ],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, path))},
+        pass_fds=(line_fd, pool_fd),
+        start_new_session=True,
+    )
+
+
+class BackgroundSaver(Closes):
+    """Stages checkpoints and has them written, one at a time (a context manager)."""
+
+    def __init__(self, done: Done, *, threads: int = 1, pin: Pin | None = None) -> None:
+        """Prepare.
+
+        Args:
+            done: told the result of each save (what was written, or the typed error), in the watching thread.
+            threads: extents hashed and written at the same time.
+            pin: makes the staging memory fast to copy into (see ``staging.Pin``).
+        """
+        self._done = done
+        self._threads = threads
+        self._pin = pin
+        self._jobs: SimpleQueue[tuple[SaveId, WriterProcess, SaveOrder] | None] = SimpleQueue()
+        self._idle = threading.Event()
+        self._idle.set()
+        self._thread: threading.Thread | None = None
+        self._orders = 0
+        self._placed: _Placed | None = None  # of the save before: the same until the layout changes
+        self._writer: WriterProcess | None = None  # started by the first save: most restarts never need one
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as undo:
+            self._pool = undo.enter_context(Pool.open(self._pin))
+            thread = threading.Thread(target=self._watch, name="holdfast-save", daemon=True)
+            thread.start()
+            undo.pop_all()
+        self._thread = thread
+        return self
+
+    @property
+    def busy(self) -> bool:
+        """True while a save is in flight: a policy puts the next periodic save off."""
+        return not self._idle.is_set()
+
+    @property
+    def writer_pid(self) -> int:
+        """The writer process (another one after it was killed); 0 while there is none."""
+        writer = self._writer
+        return 0 if writer is None else writer.pid
+
+    @property
+    def pool_size_bytes(self) -> int:
+        """Memory that is kept for copies, from the first save on."""
+        return self._pool.size_bytes
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until no save is in flight; False when the time ran out."""
+        return self._idle.wait(timeout_s)
+
+    def close(self) -> None:
+        """Finish the save in flight and end the writer; twice is harmless."""
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+            if self._writer is not None:
+                self._writer.end()
+            self._pool.close()
+
+    def save(
+        self,
+        root: Place | str,
+        save_id: SaveId,
+        catalogue: Catalogue,
+        plan: Plan,
+        rank: int,
+        source: TensorSource,
+        values: Mapping[str, object],
+        locals_: Mapping[int, object],
+    ) -> Staged:
+        """Snapshot this rank's share (after the save before it ended) and return; arguments as for ``write_share``.
+
+        Raises:
+            StateError: a value cannot be saved, or the source is inconsistent; nothing is in flight then.
+            StoreWriteError: there is no memory for the copy, or no process to write it; nothing is in flight then.
+        """
+        if self._thread is None:
+            raise InternalError("BackgroundSaver is used outside its with block")
+        started_s = time.perf_counter()
+        self._idle.wait()
+        copied_s = time.perf_counter()
+        placed = self._placed
+        if placed is None or not placed.is_for(catalogue, plan, rank):
+            placed = self._placed = _placed(catalogue, plan, rank)
+        job = SaveJob(
+            root=str(root),
+            save_id=save_id,
+            catalogue=catalogue.to_json(),
+            sources=plan.sources,
+            copies=plan.copies,
+            rank=rank,
+            parts=placed.parts,
+            values=encode_values(dict(values)),
+            locals_={r: encode_values(v, f"locals of rank {r}") for r, v in locals_.items()},
+            threads=self._threads,
+        )
+        self._idle.clear()
+        try:
+            self._hand_over(save_id, job, placed, source)
+        except BaseException:
+            self._idle.set()
+            raise
+        copied = sum(part.size_bytes for part in placed.parts)
+        return Staged(copied, time.perf_counter() - copied_s, copied_s - started_s)
+
+    def _hand_over(self, save_id: SaveId, job: SaveJob, placed: _Placed, source: TensorSource) -> None:
+        size_bytes = placed.size_bytes
+        description = msgspec.msgpack.encode(job)
+        memory = self._pool.memory(size_bytes + len(description))
+        memory[size_bytes : size_bytes + len(description)] = description
+        self._orders += 1
+        order = SaveOrder(self._orders, size_bytes, len(description), self._pool.size_bytes, 0)
+        if self._writer is None:
+            self._writer = WriterProcess.start(self._pool.fd)
+        self._writer.tell(order)
+        try:
+            for arrived in _stage(memory, zip(placed.items, placed.parts, strict=True), source, size_bytes):
+                self._writer.tell(Arrived(order.number, arrived))
+        except BaseException:
+            self._writer.tell(Withdrawn(order.number))
+            raise
+        # A writer that takes the place of this one finds everything there.
+        again = msgspec.structs.replace(order, arrived_size_bytes=size_bytes)
+        self._jobs.put((save_id, self._writer, again))
+
+    # ------------------------------------------------------------ watching thread
+
+    def _watch(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            save_id, writer, order = job
+            try:
+                self._done(save_id, self._result(writer, order))
+            except (
+                Exception
+            ):  # without this thread no later save would end, and the training would wait for ever
+                log.exception("holdfast: after the save of step %d", save_id.step)
+            finally:
+                self._idle.set()
+
+    def _result(self, writer: WriterProcess, order: SaveOrder) -> Written | HoldfastError:
+        """What became of an order. A writer that dies is replaced, and the order given again: it is idempotent."""
+        how: list[str] = []
+        while True:
+            outcome = writer.answer(order.number)
+            if outcome is not None:
+                return outcome.result()
+            how.append(writer.end())
+            self._writer = None  # the next save starts another one, when that is possible
+            ended = f"{len(how)} writer processes ended one after the other ({', '.join(how)})"
+            if len(how) == WRITERS_MAX:
+                return StoreWriteError(
+                    f"the checkpoint is not written: {ended}",
+                    hint="see the log of this rank; was the machine out of memory?",
+                )
+            try:
+                writer = self._writer = WriterProcess.start(self._pool.fd)
+            except StoreWriteError as error:
+                return StoreWriteError(
+                    f"the checkpoint is not written: {ended}, then {error.message}", hint=error.hint
+                )
+            writer.tell(order)
+
+
+def _stage(
+    memory: memoryview, parts: Iterable[tuple[WriteItem, StagedPart]], source: TensorSource, size_bytes: int
+) -> Iterator[int]:
+    """Copy the parts to their places; yields now and then towards the end how many bytes are there."""
+    step = max(ARRIVED_SIZE_BYTES_MIN, size_bytes // (ARRIVED_MAX - 1))
+    said = int(ARRIVED_FROM * size_bytes) - step
+    device = source if isinstance(source, DeviceSource) else None
+    for item, part in parts:
+        if not part.size_bytes:
+            continue
+        item_size_bytes = part.size_bytes // part.part.numel
+        end = part.start + part.size_bytes
+        goal = memory[part.start : end]
+        if device is not None:
+            device.copy_to(item.fqn, item.box, *item.byte_range(item_size_bytes), goal)
+            continue
+        data = part_bytes(item, source, item_size_bytes)
+        # numpy copies without the interpreter lock, slice assignment of a memoryview holds it
+        np.copyto(np.frombuffer(goal, np.uint8), np.frombuffer(data, np.uint8))
+        if end - said >= step and end < size_bytes:
+            yield end
+            said = end
+    if device is not None:
+        device.finish_copies()
+    yield size_bytes
+
+
+class _Placed(NamedTuple):
+    """A share as it will lie in its files, where each part goes in the pool, and how many bytes they take."""
+
+    catalogue: Catalogue
+    plan: Plan
+    rank: int
+    items: tuple[WriteItem, ...]
+    parts: tuple[StagedPart, ...]
+    size_bytes: int
+
+    def is_for(self, catalogue: Catalogue, plan: Plan, rank: int) -> bool:
+        """The very same objects: to compare two plans would take as long as to place one."""
+        return self.catalogue is catalogue and self.plan is plan and self.rank == rank
+
+
+def _placed(catalogue: Catalogue, plan: Plan, rank: int) -> _Placed:
+    """The pool has the order of the files, and each file begins at a page: the disk can then read from the pool."""
+    items: list[WriteItem] = []
+    parts: list[StagedPart] = []
+    end = 0
+    for group in files_of(plan.items(rank), catalogue):
+        end = -(-end // _ALIGNMENT) * _ALIGNMENT
+        for item in group:
+            size_bytes = item.part.numel * DTYPE_SIZE_BYTES[catalogue.by_fqn[item.fqn].dtype]
+            items.append(item)
+            parts.append(StagedPart(item.fqn, item.part, end, size_bytes))
+            end += size_bytes
+    return _Placed(catalogue, plan, rank, tuple(items), tuple(parts), end)

@@ -1,0 +1,259 @@
+"""What passes between a worker and its writer process: the pool, the job in it, and a few short messages.
+
+Theory. Worker and writer share one anonymous file in memory (a memfd: no name, nobody else can open it, it is gone
+with its last holder) and one socket. Everything of size lies in the file: the copied tensors, behind them the
+description of the job. A message only says where. So handing over a save of any size is a few short, non-blocking
+sends: the order goes out before the tensors are copied, and the writer begins with what has arrived while the worker
+still copies the rest.
+
+Invariants:
+1. The worker writes to the pool only what it has not announced, the writer never.
+2. Nothing of the job is taken at its word: places are checked against the pool, lengths against limits.
+3. Growing keeps the file: both sides map it again, longer.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Self
+
+import msgspec
+
+from holdfast import errors
+from holdfast.core.ids import SaveId
+from holdfast.errors import HoldfastError, InternalError, StoreWriteError
+from holdfast.store.backends.interfaces import Closes
+from holdfast.store.layouts.layout import Box
+from holdfast.store.layouts.save_plan import WriteItem
+from holdfast.store.write.writer import Written
+
+MESSAGE_SIZE_BYTES_MAX = 64 * 1024
+TEXT_LENGTH_MAX = 8 * 1024
+
+Wait = Callable[[int], None]
+"""Return when that many bytes of the pool have arrived."""
+
+Pin = Callable[[memoryview], Callable[[], None]]
+"""Make a region of memory fast to copy into (page-locked, for a GPU); returns what undoes it."""
+
+
+class StagedPart(msgspec.Struct, frozen=True, array_like=True):
+    """One part of a tensor and where its bytes lie in the pool."""
+
+    fqn: str
+    part: Box
+    start: int
+    size_bytes: int
+
+
+class SaveJob(msgspec.Struct, frozen=True):
+    """Everything that writing a share needs. ``catalogue``, ``values`` and ``locals_`` are JSON as in the files."""
+
+    root: str
+    save_id: SaveId
+    catalogue: bytes
+    sources: tuple[int, ...]
+    copies: int
+    rank: int
+    parts: tuple[StagedPart, ...]
+    values: bytes
+    locals_: dict[int, bytes]
+    threads: int
+
+    def items(self) -> tuple[WriteItem, ...]:
+        """The share, for a plan: each part is stored as a box of its own."""
+        return tuple(WriteItem(p.fqn, p.part, p.part) for p in self.parts)
+
+
+class SaveOrder(msgspec.Struct, frozen=True, tag="order"):
+    """Worker to writer: the job of this number lies there in the pool, and so much of its tensors."""
+
+    number: int
+    start: int
+    size_bytes: int
+    pool_size_bytes: int
+    arrived_size_bytes: int
+
+
+class Arrived(msgspec.Struct, frozen=True, tag="arrived"):
+    """Worker to writer: the first ``size_bytes`` of the pool are those of this job."""
+
+    number: int
+    size_bytes: int
+
+
+class Withdrawn(msgspec.Struct, frozen=True, tag="withdrawn"):
+    """Worker to writer: the rest of this job will not come; nobody waits for its outcome."""
+
+    number: int
+
+
+class SaveOutcome(msgspec.Struct, frozen=True):
+    """Writer to worker: what became of the job. ``failed`` is the name of an error class, or empty."""
+
+    number: int
+    sealed: bool = False
+    size_bytes: int = 0
+    duration_s: float = 0.0
+    failed: str = ""
+    message: str = ""
+    hint: str = ""
+
+    @staticmethod
+    def of(number: int, result: Written | HoldfastError) -> SaveOutcome:
+        """The message that tells ``result``."""
+        if isinstance(result, Written):
+            return SaveOutcome(number, result.sealed, result.size_bytes, result.duration_s)
+        name = type(result).__name__
+        return SaveOutcome(
+            number,
+            failed=name,
+            message=result.message[:TEXT_LENGTH_MAX],
+            hint=result.hint[:TEXT_LENGTH_MAX],
+        )
+
+    def result(self) -> Written | HoldfastError:
+        """Inverse of :meth:`of`; the names of the files stay behind."""
+        if not self.failed:
+            return Written(self.sealed, self.size_bytes, self.duration_s, ())
+        kind = getattr(errors, self.failed, None)
+        if not (isinstance(kind, type) and issubclass(kind, HoldfastError)):
+            return InternalError(f"{self.failed}: {self.message}")
+        return kind(self.message, hint=self.hint)
+
+
+class Pool(Closes):
+    """The worker's end of the shared memory, made by :meth:`open` (a context manager)."""
+
+    def __init__(self, fd: int, pin: Pin | None) -> None:
+        self.fd = fd
+        self._pin = pin
+        self._unpin: Callable[[], None] | None = None
+        self._map: mmap.mmap | None = None
+
+    @classmethod
+    def open(cls, pin: Pin | None = None) -> Self:
+        """Make an empty one.
+
+        Args:
+            pin: called with the whole memory each time it was mapped.
+        """
+        return cls(os.memfd_create("holdfast-pool"), pin)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of shared memory that are allocated."""
+        return 0 if self._map is None else len(self._map)
+
+    def memory(self, size_bytes: int) -> memoryview:
+        """The shared memory, grown to at least ``size_bytes``; views from before are stale.
+
+        Raises:
+            StoreWriteError: the machine has not that much memory.
+        """
+        if self._map is None or len(self._map) < size_bytes:
+            wanted = -(-max(size_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+            self._release()
+            try:
+                # Allocated here, a lack of memory is an error; found while copying, it would be a SIGBUS.
+                os.posix_fallocate(self.fd, 0, wanted)
+                self._map = mmap.mmap(self.fd, wanted)
+            except OSError as error:
+                raise StoreWriteError(
+                    f"no memory for a copy of {size_bytes} bytes to save from: {error.strerror}",
+                    hint="give the job more host memory, or spread the state over more ranks",
+                ) from error
+            if self._pin is not None:
+                self._unpin = self._pin(memoryview(self._map))
+        return memoryview(self._map)
+
+    def close(self) -> None:
+        """Give the memory back; twice is harmless."""
+        self._release()
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def _release(self) -> None:
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
+        self._map = None  # unmapped when the last view is gone
+
+
+class PoolReader:
+    """The writer's end: read-only, mapped again when it has grown."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._map: mmap.mmap | None = None
+
+    def job(self, order: SaveOrder) -> SaveJob:
+        """Decode the job that ``order`` points at.
+
+        Raises:
+            InternalError: it lies outside the pool or is no job.
+        """
+        if self._map is None or len(self._map) != order.pool_size_bytes:
+            self._map = None
+            if order.pool_size_bytes > os.fstat(self._fd).st_size:
+                raise InternalError(f"a pool of {order.pool_size_bytes} bytes is larger than its memory")
+            self._map = mmap.mmap(self._fd, order.pool_size_bytes, prot=mmap.PROT_READ)
+        try:
+            job = msgspec.msgpack.decode(self._bytes(order.start, order.size_bytes), type=SaveJob)
+        except msgspec.MsgspecError as error:
+            raise InternalError(f"not a save job: {error}") from error
+        for part in job.parts:
+            self._bytes(part.start, part.size_bytes)
+        return job
+
+    def source(self, job: SaveJob, wait: Wait) -> StagedSource:
+        """The tensors of ``job``."""
+        assert self._map is not None
+        return StagedSource(memoryview(self._map), {(p.fqn, p.part): p for p in job.parts}, wait)
+
+    def _bytes(self, start: int, size_bytes: int) -> memoryview:
+        assert self._map is not None
+        if start < 0 or size_bytes < 0 or start + size_bytes > len(self._map):
+            raise InternalError(f"{size_bytes} bytes at {start} are outside a pool of {len(self._map)}")
+        return memoryview(self._map)[start : start + size_bytes]
+
+
+class StagedSource:
+    """Staged parts as a ``TensorSource``; what has not arrived is waited for."""
+
+    def __init__(self, pool: memoryview, parts: dict[tuple[str, Box], StagedPart], wait: Wait) -> None:
+        self._pool = pool
+        self._parts = parts
+        self._wait = wait
+
+    def view(self, fqn: str, box: Box) -> memoryview:
+        """Bytes of one staged part."""
+        part = self._parts[fqn, box]
+        return StagedRun(self._pool, part.start, part.size_bytes, self._wait).piece(0, part.size_bytes)
+
+    def run(self, items: Sequence[WriteItem]) -> StagedRun | None:
+        """Bytes of several staged parts that follow each other."""
+        parts = [self._parts[item.fqn, item.part] for item in items]
+        if not parts or any(a.start + a.size_bytes != b.start for a, b in pairwise(parts)):
+            return None
+        size_bytes = parts[-1].start + parts[-1].size_bytes - parts[0].start
+        return StagedRun(self._pool, parts[0].start, size_bytes, self._wait)
+
+
+class StagedRun:
+    """As :class:`Run`: a stretch of the pool."""
+
+    def __init__(self, pool: memoryview, start: int, size_bytes: int, wait: Wait) -> None:
+        self.size_bytes = size_bytes
+        self._pool = pool
+        self._start = start
+        self._wait = wait
+
+    def piece(self, start: int, stop: int) -> memoryview:
+        """As :meth:`Run.piece`."""
+        self._wait(self._start + stop)
+        return self._pool[self._start + start : self._start + stop]

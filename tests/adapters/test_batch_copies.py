@@ -1,0 +1,97 @@
+"""Copies of the containers of a batch."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, UserDict, defaultdict, deque
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from holdfast.frameworks.common.batch_copies import Place, rebuilt
+
+
+class Pair(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    x: Any
+    name: str
+
+
+class Encoding(UserDict[str, Any]):
+    """As tokenizers return."""
+
+    def __init__(self, data: dict[str, Any], extra: str) -> None:
+        super().__init__(data)
+        self.extra = extra
+
+    def __getattr__(self, item: str) -> Any:
+        try:
+            return self.data[item]
+        except KeyError:
+            raise AttributeError from None
+
+
+def copied(value: Any) -> Any:
+    return rebuilt(value, lambda leaf, place: leaf.copy() if isinstance(leaf, np.ndarray) else leaf)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda leaf: {"x": leaf, "n": [1, {"deep": leaf}]},
+        lambda leaf: OrderedDict(x=leaf),
+        lambda leaf: defaultdict(list, x=[leaf]),
+        lambda leaf: deque([leaf], maxlen=3),
+        lambda leaf: [leaf, "text", None],
+        lambda leaf: (leaf, [leaf]),
+        lambda leaf: Pair(leaf, {"y": leaf}),
+        lambda leaf: Item(leaf, "one"),
+        lambda leaf: Encoding({"input_ids": leaf}, "kept"),
+    ],
+)
+def test_a_copy_has_types_and_contents_of_the_original_and_none_of_its_arrays(make: Any) -> None:
+    original = make(np.arange(3))
+    again = copied(original)
+    seen: list[Any] = []
+    assert type(again) is type(original) and repr(again) == repr(original)
+    rebuilt(original, lambda leaf, place: seen.append(leaf))
+    rebuilt(again, lambda leaf, place: seen.append(leaf))
+    half = len(seen) // 2
+    assert (
+        half and len({id(leaf) for leaf in seen}) == half + 1
+    )  # the original holds one array, in several places
+
+
+def test_what_is_taken_out_of_a_copy_stays_in_the_original() -> None:
+    original: dict[str, Any] = {
+        "x": [1],
+        "labels": 2,
+        "e": Encoding({"ids": 3}, "kept"),
+        "s": {1},
+        "b": bytearray(b"ab"),
+    }
+    again = copied(original)
+    again["x"].append(2)
+    again.pop("labels")
+    again["s"].add(2)
+    again["b"].extend(b"c")
+    assert again["e"].pop("ids") == 3 and again["e"].extra == "kept"
+    assert original["e"].ids == 3
+    assert (original["x"], original["labels"], original["s"], original["b"]) == ([1], 2, {1}, b"ab")
+
+
+def test_a_leaf_is_named_by_its_positions() -> None:
+    places: list[Place] = []
+
+    def leaf(value: Any, place: Place) -> Any:
+        places.append(place)
+        return value
+
+    rebuilt(({"a": object(), "b": [0, object()]}, object()), leaf)
+    assert places == [(0, 0), (0, 1, 1), (1,)]

@@ -1,0 +1,217 @@
+"""Data position: the same batches from any place, without reading what was skipped."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
+
+from holdfast.errors import EmptyLoaderError, UsageError
+from holdfast.frameworks.torch.data.position import Feed, MapSource, ReplaySource, StatefulSource, make_source
+from holdfast.frameworks.torch.state.rng import mix, reseed, sample_seed, seed_all
+from holdfast.store.format.json_values import decode_values, encode_values
+
+pytestmark = pytest.mark.torch
+LENGTH = 14
+
+
+class Items(Dataset[list[float]]):
+    """Index and three random numbers from the default generators; counts what is read here."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> list[float]:
+        self.read.append(index)
+        return [float(index), float(torch.rand(())), random.random(), float(np.random.rand())]
+
+
+class Stream(IterableDataset[float]):
+    """Ten numbers with noise."""
+
+    def __iter__(self) -> Iterator[float]:
+        for number in range(10):
+            yield number + float(torch.rand(()))
+
+
+def loaders(workers: int) -> dict[str, Any]:
+    """One loader of each kind."""
+    data = Items()
+    common: dict[str, Any] = {"num_workers": workers}
+    shuffled: Any = RandomSampler(data, generator=torch.Generator().manual_seed(5))
+    return {
+        "plain": DataLoader(data, 3, **common),
+        "shuffle": DataLoader(data, 3, shuffle=True, drop_last=True, **common),
+        "generator": DataLoader(data, batch_sampler=BatchSampler(shuffled, 3, False), **common),
+        "distributed": DataLoader(data, 3, sampler=DistributedSampler(data, 2, 1), **common),
+        "weighted": DataLoader(data, 3, sampler=WeightedRandomSampler([1.0] * LENGTH, 9), **common),
+        "unbatched": DataLoader(data, batch_size=None, **common),
+        "stream": DataLoader(Stream(), 3, **common),
+        "list": [torch.tensor([float(n)]) for n in range(4)],
+    }
+
+
+def draw(feed: Feed, count: int) -> list[Any]:
+    """Batches as nested lists."""
+    out: list[Any] = []
+    for _ in range(count):
+        torch.rand(len(out) + 1)  # what a training draws in between must not matter
+        out.append(
+            torch.as_tensor([[float(v) for v in torch.as_tensor(c).flatten()] for c in feed.draw()]).tolist()
+        )
+    return out
+
+
+@pytest.mark.parametrize("kind", list(loaders(0)))
+def test_same_batches_from_any_place(kind: str) -> None:
+    whole = Feed(make_source(loaders(0)[kind], 1, 0))
+    count = 16
+    batches = draw(whole, count)
+    assert whole.place()["epoch"] >= 1
+    for start in (1, 4, 7):
+        first = Feed(make_source(loaders(0)[kind], 1, 0))
+        draw(first, start)
+        place = first.place()
+        seed_all(start)
+        second = Feed(make_source(loaders(0)[kind], 1, 0))
+        second.seek(place)
+        assert draw(second, count - start) == batches[start:]
+
+
+def test_worker_processes_do_not_change_the_data() -> None:
+    for kind in ("shuffle", "distributed"):
+        here, there = (Feed(make_source(loaders(n)[kind], 1, 0)) for n in (0, 2))
+        assert draw(here, 4) == draw(there, 4)
+        there.close()
+
+
+def test_skipped_samples_are_not_read() -> None:
+    loader = loaders(0)["plain"]
+    feed = Feed(make_source(loader, 1, 0))
+    feed.seek({"epoch": 2, "batch": 3})
+    feed.draw()
+    assert loader.dataset.read == [9, 10, 11]
+
+
+def test_order_is_a_function_of_seed_and_epoch() -> None:
+    def order(seed: int, rank: int = 0, epoch: int = 0) -> Any:
+        loader = loaders(0)["shuffle"]
+        feed = Feed(make_source(loader, seed, rank))
+        feed.seek({"epoch": epoch, "batch": 0})
+        return [b[0] for b in draw(feed, 4)]
+
+    assert order(1) == order(1)
+    assert order(1) != order(2) and order(1) != order(1, epoch=1) and order(1) != order(1, rank=1)
+
+
+def test_distributed_order_is_torchs_own() -> None:
+    data = Items()
+    sampler: DistributedSampler[Any] = DistributedSampler(data, 2, 1, seed=3)
+    feed = Feed(make_source(DataLoader(data, 2, sampler=sampler), 1, 1))
+    feed.seek({"epoch": 4, "batch": 0})
+    ours = [int(i) for _ in range(3) for i in feed.draw()[0]]
+    sampler.set_epoch(4)
+    assert ours == list(sampler)[:6]
+
+
+def test_epochs_and_ends() -> None:
+    feed = Feed(make_source(loaders(0)["plain"], 1, 0))
+    seen = []
+    for _ in range(6):
+        feed.draw()
+        seen.append((feed.epoch, feed.last_in_epoch))
+    assert seen == [(0, False)] * 4 + [(0, True), (1, False)]
+    short = Feed(make_source(loaders(0)["plain"], 1, 0))
+    for _ in range(5):
+        short.draw(1)
+    with pytest.raises(StopIteration):
+        short.draw(1)
+    empties: list[Any] = [[], DataLoader(Items(), 20, drop_last=True)]
+    for empty in empties:
+        with pytest.raises(EmptyLoaderError, match="no batch"):
+            Feed(make_source(empty, 1, 0)).draw()
+    with pytest.raises(UsageError, match="iterator"):
+        make_source(iter([1]), 1, 0)
+    with pytest.raises(UsageError, match="cannot be iterated"):
+        make_source(3, 1, 0)
+
+
+def test_replay_warns(caplog: pytest.LogCaptureFixture) -> None:
+    source = make_source(loaders(0)["stream"], 1, 0)
+    assert isinstance(source, ReplaySource)
+    feed = Feed(source)
+    feed.seek({"epoch": 0, "batch": 2})
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        feed.draw()
+    assert "reading 2 batches again" in caplog.text
+    assert isinstance(make_source(loaders(0)["plain"], 1, 0), MapSource)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+def test_stateful_loader(workers: int) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    def feed() -> Feed:
+        torch.manual_seed(0)  # its sampler draws a seed when it is made
+        loader = StatefulDataLoader(list(range(12)), batch_size=3, shuffle=True, num_workers=workers)
+        source = make_source(loader, 1, 0)
+        assert isinstance(source, StatefulSource)
+        return Feed(source)
+
+    whole = feed()
+    batches = [whole.draw().tolist() for _ in range(7)]
+    whole.close()
+    first = feed()
+    for _ in range(2):
+        first.draw()
+    place, local = first.place(), decode_values(encode_values({"l": first.local_state()}))
+    first.close()
+    assert isinstance(local, dict)
+    second = feed()
+    second.seek(place, local["l"])
+    assert [second.draw().tolist() for _ in range(5)] == batches[2:]
+    second.close()
+
+
+def test_seeds() -> None:
+    assert mix(1, 2) != mix(2, 1) and mix(0) != mix(0, 0)
+    seeds = {sample_seed(1, e, i) for e in range(20) for i in range(200)}
+    assert len(seeds) == 4000 and all(0 <= s < 2**63 for s in seeds)
+    reseed(1, 0, 5)
+    first = torch.rand(2), random.random(), np.random.rand()
+    reseed(1, 0, 5)
+    assert torch.equal(first[0], torch.rand(2)) and first[1:] == (random.random(), np.random.rand())
+
+
+def test_second_feed_of_a_loader_draws_what_a_new_process_would() -> None:
+    def made() -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(5)
+        return DataLoader(Items(), 3, sampler=RandomSampler(Items(), generator=generator))
+
+    def order(loader: DataLoader[Any]) -> list[float]:
+        feed = Feed(make_source(loader, 1, 0))
+        return [x for _ in range(8) for x in feed.draw()[0].tolist()]
+
+    loader = made()
+    first = order(loader)
+    assert order(loader) == first == order(made())
+    loader.sampler.generator.manual_seed(6)  # type: ignore[attr-defined]
+    assert order(loader) != first

@@ -1,0 +1,297 @@
+"""The TCP group: sums in rank order, faults seen by all, never a wrong sum."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from holdfast.core.ids import Generation, MemberId
+from holdfast.core.protocol.messages import KvReply, KvRequest
+from holdfast.errors import GroupError, PeerLost, UsageError
+from holdfast.frameworks.common import tcp_group as mesh_module
+from holdfast.frameworks.common.tcp_group import (
+    SHORT_SIZE_BYTES,
+    START_S,
+    START_VARIABLE,
+    Mesh,
+    Place,
+    Vector,
+    meet,
+    start_limit_s,
+)
+from holdfast.runtime.agent.kv_server import KvServer
+from holdfast.runtime.worker.worker_client import Client
+
+FIRST = Generation(1, 1)
+BOUND_S = 30.0
+
+
+class Line:
+    """What a mesh needs of a client: the agent's key-value store, without the agent."""
+
+    def __init__(self, server: KvServer, lock: threading.Lock, member: int) -> None:
+        self.fenced = False
+        self._server = server
+        self._lock = lock
+        self._member = MemberId(member + 1)
+        self._number = 0
+
+    def kv(
+        self, op: Any, keys: tuple[str, ...] = (), value: bytes = b"", *, timeout_s: float = 1.0, **_: Any
+    ) -> KvReply:
+        """As ``Client.kv``."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            with self._lock:
+                self._number += 1
+                message = KvRequest(
+                    request_id=self._number, op="check" if op == "wait" else op, keys=keys, value=value
+                )
+                reply = self._server.request(0.0, self._member, message)[0][1]
+            if op != "wait" or reply.ok:
+                return reply
+            if time.monotonic() > deadline_s:
+                return KvReply(request_id=0, ok=False, error="timeout")
+            time.sleep(0.005)
+
+
+class World:
+    """Meshes of several ranks in threads."""
+
+    def __init__(self, folder: Path, size: int) -> None:
+        self.server = KvServer.open(folder / "kv")
+        self.lock = threading.Lock()
+        self.lines = [Line(self.server, self.lock, rank) for rank in range(size)]
+        self.meshes = [Mesh(cast(Client, line), rank, size) for rank, line in enumerate(self.lines)]
+
+    def each(self, act: Callable[[Mesh], Any], but: int = -1) -> list[Any]:
+        """Run ``act`` on every rank at the same time; what it returned or raised."""
+        results: list[Any] = [None] * len(self.meshes)
+
+        def run(mesh: Mesh) -> None:
+            try:
+                results[mesh.rank] = act(mesh)
+            except Exception as error:
+                results[mesh.rank] = error
+
+        threads = [threading.Thread(target=run, args=(m,)) for m in self.meshes if m.rank != but]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(BOUND_S)
+            assert not thread.is_alive()
+        return results
+
+    def close(self) -> None:
+        """Close all."""
+        for mesh in self.meshes:
+            mesh.close()
+
+
+def vector(rank: int, numel: int, dtype: str) -> Vector:
+    """Values whose float sum depends on the order."""
+    rng = np.random.default_rng(rank)
+    return (rng.standard_normal(numel) * 10.0 ** rng.integers(-6, 6, numel)).astype(dtype)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5])
+@pytest.mark.parametrize("numel", [0, 1, 7, SHORT_SIZE_BYTES // 4, SHORT_SIZE_BYTES // 4 + 1, 300_001])
+def test_sums_are_those_of_the_rank_order(tmp_path: Path, size: int, numel: int) -> None:
+    world = World(tmp_path, size)
+    for result in world.each(lambda mesh: mesh.connect(FIRST)):
+        assert result is None
+    for dtype in ("float32", "int64"):
+        expected = vector(0, numel, dtype)
+        for rank in range(1, size):
+            expected = expected + vector(rank, numel, dtype)
+        for _ in range(2):
+            for result in world.each(lambda mesh, d=dtype: mesh.sum(vector(mesh.rank, numel, d))):  # type: ignore[misc]
+                assert result.dtype == dtype and result.tobytes() == expected.tobytes()
+    world.close()
+
+
+def test_a_lost_rank_ends_every_wait_and_the_next_generation_works(tmp_path: Path) -> None:
+    world = World(tmp_path, 4)
+    world.each(lambda mesh: mesh.connect(FIRST))
+    faults: list[int] = []
+    for mesh in world.meshes:
+        mesh.on_fault = lambda reason, rank=mesh.rank: faults.append(rank)  # type: ignore[misc]
+    world.meshes[2].close()  # what the kernel does for a killed process
+    results = world.each(lambda mesh: mesh.sum(vector(mesh.rank, 100_000, "float32")), but=2)
+    assert all(isinstance(results[rank], PeerLost) for rank in (0, 1, 3))
+    assert sorted(faults) == [0, 1, 3]
+    results = world.each(lambda mesh: mesh.sum(vector(mesh.rank, 3, "int64")), but=2)
+    assert all(isinstance(results[rank], PeerLost) for rank in (0, 1, 3))  # nothing before a new generation
+    for result in world.each(lambda mesh: mesh.reconfigure(FIRST.next())):
+        assert result is None
+    results = world.each(lambda mesh: mesh.sum(np.ones(3, np.int64)))
+    assert all(result.tolist() == [4, 4, 4] for result in results)
+    world.close()
+
+
+def test_poison_frees_a_rank_that_waits(tmp_path: Path) -> None:
+    world = World(tmp_path, 2)
+    world.each(lambda mesh: mesh.connect(FIRST))
+    caught: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            world.meshes[0].sum(np.ones(4, np.float32))
+        except PeerLost as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    world.meshes[0].poison("fenced: rank 1 was stopped")
+    thread.join(BOUND_S)
+    assert not thread.is_alive() and "rank 1 was stopped" in str(caught[0])
+    world.close()
+
+
+def test_ranks_in_different_collectives_get_no_sum(tmp_path: Path) -> None:
+    world = World(tmp_path, 2)
+    world.each(lambda mesh: mesh.connect(FIRST))
+    results = world.each(lambda mesh: mesh.sum(np.ones(4 + mesh.rank, np.float32)))
+    assert all(isinstance(result, PeerLost) for result in results)
+    world.close()
+
+
+def test_the_missing_ranks_are_named(tmp_path: Path) -> None:
+    world = World(tmp_path, 4)
+    world.meshes = [mesh for mesh in world.meshes if mesh.rank not in (1, 3)]
+    errors: list[str] = []
+
+    def connect(mesh: Mesh) -> None:
+        try:
+            mesh.connect(FIRST, timeout_s=0.6)
+        except GroupError as error:
+            errors.append(error.message)
+
+    threads = [threading.Thread(target=connect, args=(mesh,)) for mesh in world.meshes]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(BOUND_S)
+    assert errors == ["ranks 1, 3 of 4 did not come up within 0.6 s"] * 2
+    world.close()
+
+
+def test_a_fence_ends_the_meeting(tmp_path: Path) -> None:
+    world = World(tmp_path, 2)
+    world.lines[0].fenced = True
+    with pytest.raises(GroupError, match="a recovery began"):
+        world.meshes[0].connect(FIRST)
+
+
+def test_strangers_are_refused(tmp_path: Path) -> None:
+    """A connection without the secret is closed and counted; the members still find each other."""
+    world = World(tmp_path, 2)
+    opened: list[bytes] = []
+    knocked = threading.Event()
+
+    def intrude() -> None:
+        line = Line(world.server, world.lock, 7)
+        key = (f"mesh/{FIRST}/0",)
+        assert line.kv("wait", key, timeout_s=BOUND_S).ok
+        import msgspec
+
+        place = msgspec.json.decode(line.kv("get", key).value, type=Place)
+        with socket.create_connection((place.host, place.port), 5) as sock:
+            sock.sendall(b"GET / HTTP/1.1\r\nHost: somebody else entirely, long enough\r\n\r\n")
+            sock.settimeout(BOUND_S)
+            knocked.set()
+            try:
+                opened.append(sock.recv(1))
+            except ConnectionResetError:
+                opened.append(b"")
+
+    intruder = threading.Thread(target=intrude)
+    intruder.start()
+    waiter = threading.Thread(target=lambda: world.meshes[0].connect(FIRST))
+    waiter.start()
+    assert knocked.wait(BOUND_S)
+    world.meshes[1].connect(FIRST)
+    waiter.join(BOUND_S)
+    intruder.join(BOUND_S)
+    assert opened == [b""]
+    assert world.meshes[0].refused == 1
+    results = world.each(lambda mesh: mesh.sum(np.ones(2, np.float32)))
+    assert all(result.tolist() == [2.0, 2.0] for result in results)
+    world.close()
+
+
+def test_meet_publishes_and_finds(tmp_path: Path) -> None:
+    world = World(tmp_path, 1)
+    own = Place("127.0.0.1", 1234, b"k")
+    assert meet(cast(Client, world.lines[0]), "space", 0, 1, own, 1.0) == {0: own}
+
+
+def test_the_start_up_deadline_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start_limit_s() == START_S
+    monkeypatch.setenv(START_VARIABLE, "2.5")
+    assert start_limit_s() == 2.5
+    for wrong in ("abc", "0", "-1", "nan", "inf"):
+        monkeypatch.setenv(START_VARIABLE, wrong)
+        with pytest.raises(UsageError, match=f"{START_VARIABLE}={wrong} is no positive number") as caught:
+            start_limit_s()
+        assert START_VARIABLE in caught.value.hint
+
+
+@pytest.fixture
+def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks are on hosts of their own: loopback stands for the network between them."""
+    monkeypatch.setattr(mesh_module, "is_local", lambda sock: False)
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize("numel", [0, 1, SHORT_SIZE_BYTES // 4, 300_001])
+def test_sums_between_hosts_are_the_same(tmp_path: Path, numel: int) -> None:
+    world = World(tmp_path, 3)
+    world.each(lambda mesh: mesh.connect(FIRST))
+    expected = vector(0, numel, "float32") + vector(1, numel, "float32") + vector(2, numel, "float32")
+    for _ in range(2):
+        for result in world.each(lambda mesh: mesh.sum(vector(mesh.rank, numel, "float32"))):
+            assert result.tobytes() == expected.tobytes()
+    world.close()
+
+
+@pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize("numel", [4, 100_000])
+@pytest.mark.parametrize("at", [0, 20, 40])
+def test_a_vector_that_was_changed_between_hosts_is_not_summed(tmp_path: Path, numel: int, at: int) -> None:
+    """The bytes of a gradient, of the head in front of it or of its tag."""
+    world = World(tmp_path, 2)
+    world.each(lambda mesh: mesh.connect(FIRST))
+    line = world.meshes[0]._peers[1]
+    world.meshes[0]._peers[1] = line._replace(sock=cast(socket.socket, Changing(line.sock, at)))
+    result = world.each(lambda mesh: mesh.sum(np.ones(numel, np.float32)))[1]
+    assert isinstance(result, PeerLost) and world.meshes[1].poisoned, result
+    assert world.meshes[1].refused == 1
+    world.close()
+
+
+class Changing:
+    """A socket on whose way out one bit is changed."""
+
+    def __init__(self, sock: socket.socket, at: int) -> None:
+        self._sock = sock
+        self._at = at
+
+    def sendmsg(self, parts: list[memoryview]) -> int:
+        """As of a socket."""
+        data = bytearray(b"".join(parts)[: 1 << 16])
+        if 0 <= self._at < len(data):
+            data[self._at] ^= 1
+        sent = self._sock.send(data)
+        self._at -= sent
+        return sent
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)

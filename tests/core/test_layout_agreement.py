@@ -1,0 +1,98 @@
+"""Layouts are agreed in votes: one rank's side, and what the vote makes of several."""
+
+from __future__ import annotations
+
+from holdfast.core.ids import NO_VERSION, Generation, Version
+from holdfast.core.protocol.layout_messages import Layout
+from holdfast.core.worker.layout_agreement import Telling, Told
+from holdfast.core.worker.vote import Ballot, Tally
+
+G1 = Generation(1, 1)
+SMALL, LARGE = Layout(b"small", b""), Layout(b"large", b"")
+
+
+def vote(*ranks: Told, have: Version, generation: Generation = G1, between: bool = False) -> Tally:
+    """One vote of all ranks, all of which read it."""
+    tally = cast(*ranks, have=have, generation=generation, between=between)
+    for told in ranks:
+        told.read(tally)
+    return tally
+
+
+def cast(*ranks: Told, have: Version, generation: Generation = G1, between: bool = False) -> Tally:
+    """One vote of all ranks."""
+    said = [told.ballot(Ballot(step=3, between=between), generation, have).encode() for told in ranks]
+    return Tally.read([sum(column) for column in zip(*said, strict=True)], len(ranks))
+
+
+def started(count: int = 2) -> tuple[Told, ...]:
+    """Ranks that have told their first layouts."""
+    ranks = tuple(Told() for _ in range(count))
+    for told in ranks:
+        assert told.note(SMALL, G1) == Telling(Version(G1, 0), SMALL)
+    return ranks
+
+
+def test_ranks_that_start_together_need_no_vote() -> None:
+    ranks = started()
+    assert not vote(*ranks, have=NO_VERSION).moved, "the catalogue may be under way"
+    assert vote(*ranks, have=NO_VERSION, between=True).moved, "before a save it must be there"
+    assert [told.version for told in ranks] == [Version(G1, 2)] * 2
+
+
+def test_what_one_rank_holds_makes_all_tell() -> None:
+    one, other = started()
+    known = Version(G1, 0)
+    assert one.note(LARGE, G1) == Telling(NO_VERSION, LARGE) and one.note(LARGE, G1) is None
+    tally = cast(one, other, have=known)
+    assert tally.moved
+    agreed = Version(G1, 1)
+    assert [one.read(tally), other.read(tally)] == [Telling(agreed, LARGE), Telling(agreed, SMALL)]
+    assert not vote(one, other, have=agreed).moved
+    assert one.note(SMALL, G1) == Telling(NO_VERSION, SMALL)
+    assert one.note(LARGE, G1) == Telling(agreed, LARGE), "as it was told"
+    assert not vote(one, other, have=agreed, between=True).moved
+
+
+def test_who_did_not_read_the_tally_is_told_again_in_the_next_generation() -> None:
+    one, other = started()
+    other.note(LARGE, G1)
+    one.read(cast(one, other, have=Version(G1, 0)))  # the other one is in doubt
+    assert [one.version, other.version] == [Version(G1, 1), Version(G1, 0)]
+    assert vote(one, other, have=Version(G1, 0), generation=G1.next()).moved
+    assert [one.version, other.version] == [Version(G1.next(), 1)] * 2
+    one, other = started()
+    other.note(LARGE, G1)
+    other.read(cast(one, other, have=Version(G1, 0)))  # now nobody holds anything new
+    assert vote(one, other, have=Version(G1, 0), generation=G1.next()).moved
+
+
+def test_a_catalogue_that_was_fenced_off_is_asked_for_again() -> None:
+    ranks = started()
+    later = G1.next()
+    assert vote(*ranks, have=NO_VERSION, generation=later).moved
+    assert not vote(*ranks, have=NO_VERSION, generation=later).moved
+    assert not vote(*ranks, have=Version(later, 1), generation=later.next()).moved
+
+
+def test_a_newcomer_stands_where_all_stand_or_makes_them_tell() -> None:
+    survivor, _ = started()
+    known, newcomer = Version(G1, 0), Told()
+    assert newcomer.inherit(known, SMALL) == Telling(known, SMALL)
+    assert newcomer.note(SMALL, G1.next()) is None
+    assert not vote(survivor, newcomer, have=known, generation=G1.next()).moved
+    other = Told()
+    assert other.inherit(NO_VERSION, SMALL) == Telling(NO_VERSION, SMALL)
+    assert vote(survivor, other, have=known, generation=G1.next().next()).moved
+    assert survivor.version == other.version == Version(G1.next().next(), 1)
+    third = Told()
+    third.inherit(other.version, SMALL)
+    assert third.note(LARGE, G1) == Telling(NO_VERSION, LARGE), "it has built more than the one before it"
+
+
+def test_a_vote_that_did_not_pass_names_nothing() -> None:
+    one, other = started()
+    one.note(LARGE, G1)
+    said = [told.ballot(Ballot(step=3), G1, Version(G1, 0)).encode() for told in (one, other)]
+    tally = Tally.read([sum(column) for column in zip(*said, strict=True)], 3)
+    assert not tally.passed and one.read(tally) is None and one.version == Version(G1, 0)

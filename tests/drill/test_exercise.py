@@ -1,0 +1,238 @@
+"""Real runs on the tiny model: faults in a pairwise covering, and the plain-torch twin, bit for bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Sequence
+from itertools import combinations, groupby, product
+from pathlib import Path
+
+import pytest
+
+from holdfast.cli.commands.drill import show
+from holdfast.cli.main import answer
+from holdfast.core.job.fault import SEEN
+from holdfast.drill import train
+from holdfast.drill.digest import COMPARED, STATE, digest_of_checkpoint, digest_of_results
+from holdfast.drill.exercise import Drill, Exercise, Verdict, require_torch
+from holdfast.drill.fault_spec import DEATHS, PHASES, Fault
+from holdfast.drill.matrix import NPROC, PAIRED, SPACING, VICTIMS, drill_for, pairwise
+from holdfast.drill.runner import Runner
+from holdfast.errors import UnsupportedError, UserError
+from holdfast.runtime.node.run_settings import RunSettings
+from tests.ranks import statuses
+
+pytestmark = [pytest.mark.torch, pytest.mark.processes, pytest.mark.timeout(400)]
+SEED = 3
+
+
+def bare_digest(directory: Path, layout: str, steps: int, compared: Sequence[str] = COMPARED) -> str:
+    """What the bare twin ends with (four ranks)."""
+    twin = ("-m", "holdfast.drill.bare", "--size", "tiny", "--layout", layout, "--steps", str(steps))
+    assert statuses(NPROC, *twin, "--result", str(directory)) == [0] * NPROC
+    return digest_of_results(directory, NPROC, compared)
+
+
+def prove(base: Path, layout: str, faults: list[Fault]) -> Verdict:
+    """Inject ``faults`` and check everything that the drill promises."""
+    steps = SPACING * (len(faults) + 2)  # the last fault may still come a spacing late
+    drill = drill_for(base, layout, steps, SEED)
+    verdict = drill.disturbed("disturbed", faults)
+    show(verdict)
+    assert verdict.passed, verdict
+    assert [(f.kind, f.rank) for f in verdict.faults] == [(f.kind, f.ranks[0]) for f in faults]
+    for fault in verdict.faults:
+        times = [
+            fault.detected_s,
+            fault.fenced_s,
+            fault.quiesced_s,
+            fault.planned_s,
+            fault.restored_s,
+            fault.resumed_s,
+        ]
+        assert None not in times and times == sorted(times, key=lambda s: s or 0.0), fault
+    assert verdict.digest == bare_digest(base / "bare", layout, verdict.steps)
+    return verdict
+
+
+def test_ddp_loses_nothing(tmp_path: Path) -> None:
+    """Neither to one fault of each pair, nor to two ranks at once, nor at a random moment."""
+    pairs = pairwise("ddp")
+    more = SPACING * (len(pairs) + 1)
+    at_once, moment = Fault("kill", (0, 3), more, "backward"), Fault("kill", (1,), more + SPACING, "moment")
+    verdict = prove(tmp_path, "ddp", [*pairs, at_once, moment])
+    asked = [fault.phase for fault in (*pairs, at_once)]
+    assert [fault.phase for fault in verdict.faults[: len(asked)]] == asked
+    runs = tmp_path / "ddp"
+    digests = {
+        digest_of_checkpoint(
+            runs / name / "checkpoints", RunSettings.load(runs / name).saves_as, verdict.steps
+        )
+        for name in ("undisturbed", "disturbed")
+    }
+    assert len(digests) == 1
+
+
+@pytest.mark.more
+def test_hsdp_loses_nothing(tmp_path: Path) -> None:
+    prove(tmp_path, "hsdp", pairwise("hsdp"))
+
+
+@pytest.mark.parametrize(
+    ("layout", "faults", "rungs"),
+    [
+        pytest.param("tp", [Fault("kill", (1,), 6, "backward")], ["replace"], marks=pytest.mark.more),
+        # Stage 1 loses one of its copies, later both stages lose all: everything comes from disk.
+        (
+            "pp",
+            [Fault("kill", (2,), 6, "vote"), Fault("kill", (0, 1, 2, 3), 14, "forward")],
+            ["replace", "restart_checkpoint"],
+        ),
+    ],
+)
+def test_a_model_in_parts_is_the_same_after_a_loss(
+    tmp_path: Path, layout: str, faults: list[Fault], rungs: list[str]
+) -> None:
+    """Tensor parallel and pipeline, two copies each: the copy gives what the lost part was."""
+    steps = 24
+    exercise = Exercise.builtin(nproc=NPROC, size="tiny", layout=layout, steps=steps, save_every=4)
+    runner = Runner(tmp_path, NPROC, exercise.command, lambda _name, _step, _done: None)
+    results = tmp_path / "results"
+    outcome = runner.run("disturbed", ("--result", str(results)), faults, SEED)
+    assert outcome.code == 0 and len(outcome.injected) == len(faults), outcome.log.read_text()
+    actions = [event.data["action"] for event in outcome.events if event.kind == "verdict"]
+    # Of ranks killed together one may be known to be dead a decision earlier than the next one.
+    assert [action for action, _ in groupby(actions)] == rungs
+    assert digest_of_results(results, NPROC, STATE) == bare_digest(tmp_path / "bare", layout, steps, STATE)
+
+
+def test_when_all_die_before_anything_was_saved_all_of_it_is_computed_again(tmp_path: Path) -> None:
+    steps = 12
+    exercise = Exercise.builtin(nproc=2, size="tiny", layout="ddp", steps=steps, save_every=50)
+    runner = Runner(tmp_path, 2, exercise.command, lambda _name, _step, _done: None)
+    results = tmp_path / "results"
+    outcome = runner.run(
+        "disturbed", ("--result", str(results)), [Fault("kill", (0, 1), 6, "backward")], SEED
+    )
+    assert outcome.code == 0 and len(outcome.injected) == 1, outcome.log.read_text()
+    verdicts = [event.data for event in outcome.events if event.kind == "verdict"]
+    assert (verdicts[-1]["rung"], verdicts[-1]["action"]) == ("recompute", "restart_fresh")
+    recovered = [event.data for event in outcome.events if event.kind == "recovered"]
+    assert max(int(str(each["steps_lost"])) for each in recovered) == 6
+    assert "restart fresh, 6 steps lost, training goes on after" in outcome.log.read_text()
+    calm = runner.run("undisturbed", ("--result", str(tmp_path / "calm")), [], SEED)
+    assert calm.code == 0
+    assert digest_of_results(results, 2, STATE) == digest_of_results(tmp_path / "calm", 2, STATE) != ""
+
+
+def test_a_rank_that_dies_in_the_last_save_is_replaced_and_all_save_again(tmp_path: Path) -> None:
+    steps = 12
+    exercise = Exercise.builtin(nproc=2, size="tiny", layout="ddp", steps=steps, save_every=5)
+    runner = Runner(tmp_path, 2, exercise.command, lambda _name, _step, _done: None)
+    outcome = runner.run("disturbed", (), [Fault("kill", (1,), steps, "save")], SEED)
+    assert outcome.code == 0 and len(outcome.injected) == 1, outcome.log.read_text()
+    finals = [e.data for e in outcome.events if e.kind == "sealed" and e.data["save_kind"] == "final"]
+    assert [final["step"] for final in finals] == [steps]
+    assert outcome.log.read_text().count(f" saved step {steps} (final) in ") == 1
+    assert not [e for e in outcome.events if e.kind == "stalled"]
+
+
+def test_a_shard_whose_update_raised_comes_from_the_log(tmp_path: Path) -> None:
+    """The exception leaves the script's loop in that process alone: the others need not leave theirs."""
+    flags = ("--memory-every", "3")
+    exercise = Exercise.builtin(nproc=2, size="tiny", layout="fsdp", steps=14, save_every=50, flags=flags)
+    runner = Runner(tmp_path, 2, exercise.command, lambda _name, _step, _done: None)
+    outcome = runner.run("disturbed", (), [Fault("exception", (1,), 7, "update")], SEED)
+    assert outcome.code == 0 and len(outcome.injected) == 1, outcome.log.read_text()
+    actions = [event.data["action"] for event in outcome.events if event.kind == "verdict"]
+    assert actions == ["replace_from_memory"]
+    assert [event.data["steps_lost"] for event in outcome.events if event.kind == "restored"] == [0, 0]
+
+
+@pytest.mark.more
+def test_a_rank_that_came_after_the_last_step_has_the_same_state(tmp_path: Path) -> None:
+    """It computed no loss: that of the rank it replaces is not what is compared."""
+    exercise = Exercise.builtin(nproc=2, size="tiny", layout="ddp", steps=8)
+    drill = Drill(tmp_path, exercise, SEED, lambda *_: None)
+    verdict = drill.disturbed("disturbed", [Fault("kill", (0,), 3, "save")])
+    assert verdict.passed and [fault.phase for fault in verdict.faults] == ["save"], verdict
+
+
+def test_a_shard_that_was_made_again_is_no_wrong_copy(tmp_path: Path) -> None:
+    """The optimizer has other tensors afterwards: what is compared is theirs."""
+    flags = ("--memory-every", "3", "--verify-every", "2")
+    exercise = Exercise.builtin(nproc=NPROC, size="tiny", layout="fsdp", steps=24, save_every=50, flags=flags)
+    runner = Runner(tmp_path, NPROC, exercise.command, lambda _name, _step, _done: None)
+    faults = [Fault("kill", (3,), 7, "backward"), Fault("kill", (1,), 14, "backward")]
+    outcome = runner.run("disturbed", (), faults, SEED)
+    assert outcome.code == 0 and len(outcome.injected) == len(faults), outcome.log.read_text()
+    actions = [event.data["action"] for event in outcome.events if event.kind == "verdict"]
+    assert actions == ["replace_from_memory"] * 2 and not [e for e in outcome.events if e.kind == "corrupted"]
+    assert [event.data["steps_lost"] for event in outcome.events if event.kind == "restored"] == [0, 0, 0]
+
+
+def test_every_pair_of_values_is_covered() -> None:
+    rows = {(layout, f.kind, f.phase, f.ranks[0]) for layout in PAIRED for f in pairwise(layout)}
+    dimensions = (PAIRED, DEATHS, PHASES, VICTIMS)
+    for i, j in combinations(range(4), 2):
+        assert {(row[i], row[j]) for row in rows} == set(product(dimensions[i], dimensions[j]))
+
+
+def test_a_script_of_the_user(tmp_path: Path) -> None:
+    """Any script with a session works; its own checkpoint directory stays untouched by the drill."""
+    script = tmp_path / "mine.py"
+    text = Path(train.__file__).read_text()
+    assert "checkpoint=settings.checkpoint" in text
+    script.write_text(
+        text.replace("checkpoint=settings.checkpoint", f"checkpoint={str(tmp_path / 'ckpts')!r}")
+    )
+    exercise = Exercise((str(script), "--steps", "30"), 2, results=False)
+    drill = Drill(tmp_path / "drill", exercise, SEED, lambda _name, _step, _done: None)
+    verdict = drill.disturbed("disturbed", drill.plan([]))
+    assert verdict.passed and len(verdict.faults) == 1, verdict
+    assert not (tmp_path / "ckpts").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "part"), [("raise RuntimeError('no data')", "no data"), ("print('hi')", "no holdfast.session")]
+)
+def test_a_script_that_proves_nothing(tmp_path: Path, text: str, part: str) -> None:
+    script = tmp_path / "bad.py"
+    script.write_text(text)
+    drill = Drill(tmp_path / "drill", Exercise((str(script),), 2, results=False), SEED, lambda *_: None)
+    with pytest.raises(UserError, match=part):
+        drill.undisturbed()
+
+
+def test_without_torch_one_line_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match="torch is not installed") as caught:
+        require_torch()
+    assert caught.value.hint == "pip install 'holdfast[torch]'"
+    assert "\n" not in caught.value.message
+
+
+def test_the_command_writes_its_verdict_as_data(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "verdict.json"
+    flags = [
+        "--size",
+        "tiny",
+        "--nproc",
+        "2",
+        "--steps",
+        "24",
+        "--seed",
+        "1",
+        "--run-dir",
+        str(tmp_path / "runs"),
+    ]
+    assert answer(["drill", *flags, "--json", str(file)]) == 0
+    verdict = json.loads(file.read_text())
+    assert (verdict["identical"], verdict["steps_lost"]) == (True, 0) and verdict["digest"]
+    (fault,) = verdict["faults"]
+    assert fault["kind"] == "kill" and fault["rank"] in (0, 1) and fault["phase"] and fault["step"] >= 6
+    times = [fault[f"{phase}_s"] for phase in SEEN]
+    assert times == sorted(times) and times[0] > 0
+    shown = capfd.readouterr().out
+    assert "PASSED" in shown and all(len(line) <= 80 for line in shown.splitlines())

@@ -1,0 +1,249 @@
+"""Strangers at every listener: they cost nothing, and members are served beside them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import socket
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from holdfast.core.protocol.messages import StopRun
+from holdfast.runtime.net.channel import BlockingChannel
+from holdfast.runtime.net.connection_limits import RESERVE, Strangers, is_accept, raise_limit
+from holdfast.runtime.net.service_names import zygote_of
+from holdfast.runtime.node.rundir import RunDir
+from holdfast.runtime.node.spawn import ZYGOTE_MESSAGES, Preloaded
+from holdfast.runtime.worker.state_transfer import fetch
+from holdfast.wire import MESSAGES, frame
+from tests.runtime.runs import BOUND_S, SOURCE, Run, until
+from tests.runtime.strangers import LIMIT, Crowd, many_files
+from tests.runtime.test_state_transfer import FIRST, TOKEN, VALUES
+
+
+@pytest.fixture
+def descriptors(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The limit that a guard sees."""
+    limits = [LIMIT, LIMIT]
+    monkeypatch.setattr(resource, "getrlimit", lambda which: tuple(limits))
+    return limits
+
+
+def test_the_oldest_of_too_many_is_cut(descriptors: list[int]) -> None:
+    strangers: Strangers[int] = Strangers(most=3)
+    assert [strangers.admit(number, 10) for number in range(5)] == [[], [], [], [0], [1]]
+    strangers.release(2)
+    assert strangers.admit(5, 10) == [] and strangers.admit(6, 10) == [3]
+    few: Strangers[int] = Strangers()
+    descriptors[0] = 48  # a share of them is six
+    assert [few.admit(number, 10) for number in range(8)] == [[], [], [], [], [], [], [0], [1]]
+
+
+def test_the_last_descriptors_are_left_to_the_process(descriptors: list[int]) -> None:
+    strangers: Strangers[int] = Strangers()
+    assert not any(strangers.admit(number, LIMIT - RESERVE - 1) for number in range(4))
+    assert strangers.admit(4, LIMIT - RESERVE) == [0, 1, 2]
+    alone: Strangers[int] = Strangers()
+    assert alone.admit(0, LIMIT - 1) == [0]
+
+
+def test_a_connection_that_cannot_be_accepted_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    strangers: Strangers[int] = Strangers()
+    for number in range(4):
+        strangers.admit(number, 10)
+    error = OSError(errno.EMFILE, "Too many open files")
+    assert strangers.refused(error) == [0, 1] and strangers.refused(error) == [2]
+    assert caplog.messages == [f"holdfast: cannot take a connection, trying on: {error}"]
+    assert is_accept({"message": "socket.accept() out of system resource", "exception": error})
+    assert not is_accept({"message": "Exception in callback run()", "exception": error})
+
+
+def test_the_limit_is_raised_to_the_hard_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: made.append(limits))
+    for limits in ((256, 4096), (256, resource.RLIM_INFINITY), (4096, 4096), (1 << 20, 1 << 30)):
+        monkeypatch.setattr(resource, "getrlimit", lambda which, limits=limits: limits)
+        raise_limit()
+    assert made == [(4096, 4096), (1 << 20, resource.RLIM_INFINITY)]
+
+
+CHILD = f"""
+import os, resource, sys, threading
+from tests.runtime.test_state_transfer import FIRST, TOKEN, VALUES, view
+resource.setrlimit(resource.RLIMIT_NOFILE, ({LIMIT}, {LIMIT}))
+
+def own_work():
+    for line in sys.stdin:
+        os.close(os.open("/dev/null", os.O_RDONLY))
+        os.close(os.pidfd_open(os.getpid()))
+        print(len(os.listdir("/proc/self/fd")), flush=True)
+"""
+HUB = """
+import asyncio
+from holdfast.runtime.net.channel import Hub
+from holdfast.wire import MESSAGES, frame
+async def main():
+    hub = Hub(MESSAGES, TOKEN, on_open=lambda c: None, on_message=lambda c, m: c.send(m), on_close=lambda c: None)
+    server, port = await hub.listen("echo")
+    print(port, flush=True)
+    await asyncio.to_thread(own_work)
+asyncio.run(main())
+"""
+ANSWERS = """
+from holdfast.runtime.worker.state_transfer import StateServer
+from holdfast.runtime.net.service_names import state_of
+print(StateServer(view, VALUES, TOKEN, state_of(0, FIRST)).start("127.0.0.1"), flush=True)
+own_work()
+"""
+ZYGOTE = """
+import socket
+from holdfast.runtime.net.connection_limits import BACKLOG
+from holdfast.runtime.node.rundir import RunDir
+from holdfast.runtime.node.spawn import Preloaded
+from holdfast.runtime.agent.zygote import Zygote
+listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
+print(listener.getsockname()[1], flush=True)
+threading.Thread(target=own_work, daemon=True).start()
+Zygote(RunDir(sys.argv[1]), TOKEN, Preloaded({}, {}, 1), listener, "node0").serve()
+"""
+MESH = """
+import numpy as np
+from pathlib import Path
+from holdfast.adapters import mesh
+from holdfast.frameworks.common.tcp_group import Place
+from tests.adapters.test_tcp_group import FIRST, World
+import msgspec
+world = World(Path(sys.argv[1]), 2)
+first = threading.Thread(target=lambda: world.meshes[0].connect(FIRST))
+first.start()
+key = (f"mesh/{FIRST}/0",)
+assert world.lines[1].kv("wait", key, timeout_s=60).ok
+print(msgspec.json.decode(world.lines[1].kv("get", key).value, type=Place).port, flush=True)
+sys.stdin.readline()
+world.meshes[1].connect(FIRST)
+first.join()
+print([each.tolist() for each in world.each(lambda one: one.sum(np.ones(2, np.float32)))], flush=True)
+own_work()
+"""
+
+
+@contextmanager
+def child(code: str, argument: Path) -> Iterator[tuple[int, subprocess.Popen[str]]]:
+    """The port of a listener in a process of few descriptors."""
+    env = {**os.environ, "PYTHONPATH": f"{SOURCE}:{SOURCE.parent}"}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", CHILD + code, str(argument)],
+        stdin=pipe, stdout=pipe, env=env, cwd=SOURCE.parent, text=True,
+    ) as process:  # fmt: skip
+        try:
+            yield int(answer(process)), process
+        finally:
+            process.kill()
+
+
+def answer(process: subprocess.Popen[str]) -> str:
+    """The next line of the child."""
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def ask(process: subprocess.Popen[str]) -> str:
+    """Let the child do its own work; how many descriptors it has in use."""
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+    return answer(process)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("code", [HUB, ANSWERS, ZYGOTE], ids=["hub", "answers", "zygote"])
+def test_members_are_served_among_strangers(tmp_path: Path, code: str) -> None:
+    """400 of them at 256 descriptors ended the process, or kept it from watching its workers."""
+    run = RunDir(tmp_path / "run")
+    run.create()
+    try:
+        with many_files(), child(code, run.path) as (port, process), Crowd(port) as crowd:
+            for _ in range(3):
+                crowd.drip()
+                assert 0 < int(ask(process)) < LIMIT - RESERVE
+                befriend(code, port)
+            assert process.poll() is None
+    finally:
+        run.remove_pages()
+
+
+def befriend(code: str, port: int) -> None:
+    """A member comes, and is answered."""
+    if code == HUB:
+        with closing(
+            BlockingChannel.connect(MESSAGES, "127.0.0.1", port, TOKEN, "echo", "worker", timeout_s=BOUND_S)
+        ) as hub:
+            hub.send(StopRun(reason="echo"))
+            assert hub.receive(BOUND_S) == StopRun(reason="echo")
+    elif code == ZYGOTE:
+        with closing(
+            BlockingChannel.connect(
+                ZYGOTE_MESSAGES, "127.0.0.1", port, TOKEN, zygote_of("node0"), "agent", timeout_s=BOUND_S
+            )
+        ) as line:
+            assert isinstance(line.receive(BOUND_S), Preloaded)
+    else:
+        assert fetch({0: ("127.0.0.1", port)}, [], TOKEN, FIRST) == VALUES
+
+
+@pytest.mark.processes
+def test_one_frame_of_a_stranger_does_not_end_the_zygote(tmp_path: Path) -> None:
+    """Lists in lists in a frame of the handshake, one kilobyte of them, were an error that nothing caught."""
+    run = RunDir(tmp_path / "run")
+    run.create()
+    deep = frame(b"\x81\xa2zz" + b"\x91" * 1_010 + b"\xc0")
+    try:
+        with child(ZYGOTE, run.path) as (port, process):
+            with socket.create_connection(("127.0.0.1", port), BOUND_S) as stranger:
+                stranger.sendall(deep)
+                with suppress(ConnectionResetError):
+                    while stranger.recv(4096):
+                        pass
+            befriend(ZYGOTE, port)
+            assert process.poll() is None
+    finally:
+        run.remove_pages()
+
+
+@pytest.mark.processes
+def test_ranks_of_a_mesh_meet_among_strangers(tmp_path: Path) -> None:
+    """One silent connection kept them apart: callers were heard one after the other, 10 s each."""
+    with many_files(), child(MESH, tmp_path) as (port, process), Crowd(port):
+        assert ask(process) == "[[2.0, 2.0], [2.0, 2.0]]"
+        assert 0 < int(ask(process)) < LIMIT - RESERVE
+
+
+@pytest.mark.processes
+def test_a_run_among_strangers_loses_nothing(tmp_path: Path) -> None:
+    """At agent, controller and zygote, in training and during a recovery: the agent ended, and the run with it."""
+    names = ("agent", "controller", "zygote")
+    with many_files(), Run(tmp_path, nproc=2, args=("100000",)) as run:
+        run.start()
+        run.wait_log("rank")
+        ends = [until(name, partial(run.dir.read_endpoint, name)) for name in names]
+        for end in ends:
+            resource.prlimit(end.pid, resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
+        with Crowd(*(end.port for end in ends)) as crowd:
+            os.kill(run.pids()[0], 9)
+            run.wait_event("recovered")
+            crowd.drip()
+            run.let_end()
+            assert run.wait() == 0
+        counts = Counter(event.kind for event in run.events())
+        assert counts["agent_started"] == counts["controller_started"] == counts["zygote_ready"] == 1
+        assert counts["zygote_lost"] == 0
+        assert counts["recovered"] == 1

@@ -1,0 +1,161 @@
+"""Library mode: ranks started by someone else find or start one agent, which watches them and leaves with them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+
+from holdfast import event_log
+from holdfast.core.launch_environment import Seat
+from holdfast.errors import UnsupportedError, UsageError
+from holdfast.runtime.worker.library_mode import agree_on_root, join_or_start_agent
+from holdfast.runtime.worker.worker_client import Client
+from tests.runtime.runs import exists, until
+
+RANK = """
+import os, sys, time
+from holdfast.core.launch_environment import Seat
+from holdfast.runtime.worker.library_mode import join_or_start_agent
+rank = int(os.environ["RANK"])
+client = join_or_start_agent(Seat(rank, 3, rank, 3))
+print(client.run_dir, flush=True)
+client.kv("add", ("here",), amount=1)
+while int(client.kv("get", ("here",)).value or b"0") < 3:
+    time.sleep(0.01)
+print("joined", flush=True)
+time.sleep(600 if sys.argv[1] == "stay" else 0.2)
+client.close()
+"""
+
+
+def variables() -> dict[str, str]:
+    """Of torchrun, the same for all ranks, and of this test process alone: other checkouts may be tested beside it."""
+    job = f"test-{os.getpid()}"
+    return {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": job}
+
+
+def start_ranks(tmp_path: Path, mode: str) -> list[subprocess.Popen[str]]:
+    """Three ranks with the variables of torchrun."""
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, mode],
+            env={**variables(), "RANK": str(rank)},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (1, 2, 0)
+    ]
+
+
+def run_dir_of(rank: subprocess.Popen[str]) -> Path:
+    """Where a rank says that its run is, once it has joined."""
+    assert rank.stdout is not None
+    path = Path(rank.stdout.readline().strip())
+    assert rank.stdout.readline() == "joined\n"
+    return path
+
+
+def gone(pid: int) -> bool:
+    return not exists(pid)
+
+
+def agent_pid(run_dir: Path) -> int:
+    return next(
+        int(e.data["pid"])
+        for e in event_log.read(run_dir / "events.jsonl").events
+        if e.kind == "agent_started"
+    )
+
+
+@pytest.mark.processes
+def test_all_ranks_share_one_agent_that_ends_after_them(tmp_path: Path) -> None:
+    for _ in range(2):  # the second time beside the pointer of the first
+        ranks = start_ranks(tmp_path, "go")
+        dirs = {run_dir_of(rank) for rank in ranks}
+        assert len(dirs) == 1
+        run_dir = dirs.pop()
+        for rank in ranks:
+            assert rank.wait(30) == 0
+            assert rank.stdout is not None
+            rank.stdout.close()
+        pid = agent_pid(run_dir)
+        until("the agent is gone", partial(gone, pid))
+        assert not (run_dir / "agent.json").exists() and not (run_dir / "pages").exists()
+    assert len([path for path in (tmp_path / "runs").iterdir() if path.is_dir()]) == 2
+
+
+@pytest.mark.processes
+def test_a_dead_rank_is_seen_and_the_others_leave(tmp_path: Path) -> None:
+    ranks = start_ranks(tmp_path, "stay")
+    try:
+        run_dir = next(iter({run_dir_of(rank) for rank in ranks}))
+        ranks[0].kill()
+
+        def dead() -> bool:
+            events = event_log.read(run_dir / "events.jsonl").events
+            return any(e.kind == "member_exited" and e.data["rank"] == 1 for e in events)
+
+        until("seen", dead)
+        assert [rank.wait(30) != 0 for rank in ranks] == [True, True, True]
+        until("the agent is gone", lambda: not exists(agent_pid(run_dir)))
+    finally:
+        for rank in ranks:
+            rank.send_signal(signal.SIGKILL)
+            rank.wait()
+            assert rank.stdout is not None
+            rank.stdout.close()
+
+
+@pytest.mark.parametrize("seat", [Seat(0, 4, 0, 2, said="RANK=0"), Seat(5, 8, 1, 0, said="RANK=5")])
+def test_several_nodes_are_refused_by_name(seat: Seat) -> None:
+    with pytest.raises(UnsupportedError, match=r"one node.*RANK") as caught:
+        join_or_start_agent(seat)
+    assert "holdfast run --nnodes" in caught.value.hint
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("twice", ["0", "1"])
+def test_two_processes_never_take_the_same_rank(tmp_path: Path, twice: str) -> None:
+    """Two starts with equal variables, as of two jobs in one terminal: the second one is refused, the first goes on."""
+    ranks = start_ranks(tmp_path, "stay")
+    try:
+        for rank in ranks:
+            run_dir_of(rank)
+        late = subprocess.run(
+            [sys.executable, "-c", RANK, "go"], env={**variables(), "RANK": twice}, cwd=tmp_path,
+            capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        assert late.returncode != 0 and "UsageError" in late.stderr and "MASTER_PORT" in late.stderr
+        assert [rank.poll() for rank in ranks] == [None, None, None]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+            assert rank.stdout is not None
+            rank.stdout.close()
+
+
+def test_ranks_that_save_to_different_places_are_refused() -> None:
+    stored: list[bytes] = []
+
+    class Keys:
+        rank = 1
+
+        def kv(self, op: str, keys: tuple[str, ...], value: bytes) -> SimpleNamespace:
+            stored.append(value)
+            return SimpleNamespace(value=stored[0])
+
+    client = cast(Client, Keys())
+    agree_on_root(client, "/a/device0/ckpts")
+    agree_on_root(client, "/a/device0/ckpts")
+    with pytest.raises(UsageError, match=r"/a/device1/ckpts.*/a/device0/ckpts"):
+        agree_on_root(client, "/a/device1/ckpts")

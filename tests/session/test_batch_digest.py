@@ -1,0 +1,242 @@
+"""The data proves itself: what a process draws is what the process before it drew."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+import holdfast
+from holdfast.errors import DataError
+from holdfast.exit_codes import Exit
+from holdfast.frameworks.common.adapter import Copy
+from holdfast.frameworks.torch.data.batch_digest import digest_of_batch
+from holdfast.session.loops.batch_digest import Drawn
+from tests.session.launch import run_job
+
+pytestmark = pytest.mark.torch
+
+JOB = str(Path(__file__).with_name("drawn_job.py"))
+STEPS = 4
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("where", ["block", "behind"])
+def test_a_replacement_that_draws_other_batches_ends_the_run(tmp_path: Path, where: str) -> None:
+    """It trained on, with other weights, and exit code 0."""
+    done = run_job(tmp_path, 2, JOB, where)
+    assert (tmp_path / "struck").exists() and done.returncode == Exit.BAD_INPUT, done.stdout
+    assert f"rank 1: the Counting gives another batch for step {STEPS + 1}" in done.stdout, done.stdout
+
+
+# ---------------------------------------------------------------------- one process
+
+
+class Rows(Dataset[torch.Tensor]):
+    """One of its rows may be another one than before."""
+
+    def __init__(self, count: int = 2 * STEPS, changed: int = -1) -> None:
+        self._rows = torch.randn(count, 4, generator=torch.Generator().manual_seed(3))
+        self._changed = changed
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._rows[index] + float(index == self._changed)
+
+
+class Stream(IterableDataset[torch.Tensor]):
+    """The same rows, without places."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        rows = Rows()
+        yield from (rows[index] for index in range(len(rows)))
+
+
+def train(root: Path, loader: Any, until: int, batches: int | None = None, **arguments: Any) -> list[float]:
+    """A job up to a step; the sums of what its blocks were given."""
+    torch.manual_seed(0)
+    net, seen = nn.Linear(4, 1), []
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    given: dict[str, Any] = {"model": net, "optimizer": optimizer, "checkpoint": root, "verify_block": 0}
+    with holdfast.session(**{**given, **arguments}) as s:
+        for step in s.steps(loader, until=until, batches=batches):
+            with step as drawn:
+                for x in [drawn] if batches is None else drawn:
+                    seen.append(float(x.sum()))
+                    net(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        assert s.step == until
+    return seen
+
+
+def test_a_dataset_that_was_changed_behind_the_checkpoint_is_an_error(tmp_path: Path) -> None:
+    """A change in the batch before the checkpoint is seen; the loader and its sampler are named."""
+    train(tmp_path, DataLoader(Rows(), 2), 3)
+    with pytest.raises(
+        DataError, match="the DataLoader with a SequentialSampler gives another batch for step 2"
+    ):
+        train(tmp_path, DataLoader(Rows(changed=5), 2), 5)
+    assert len(train(tmp_path, DataLoader(Rows(changed=5), 2), 5, verify_data=False)) == 2
+
+
+@pytest.mark.parametrize("until", [3, STEPS, STEPS + 1])
+@pytest.mark.parametrize("batches", [None, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_same_data_is_no_error_wherever_the_job_is(
+    tmp_path: Path, until: int, batches: int | None, stream: bool
+) -> None:
+    """In an epoch, at its end and behind it; the feed has gone on where it was for the comparison."""
+
+    def loader() -> Any:
+        return DataLoader(Stream(), 2) if stream else DataLoader(Rows(), 2, shuffle=True)
+
+    begun = train(tmp_path / "stopped", loader(), until, batches)
+    rest = train(tmp_path / "stopped", loader(), 2 * STEPS, batches)
+    assert begun + rest == train(tmp_path / "whole", loader(), 2 * STEPS, batches)
+
+
+def test_more_epochs_are_no_other_data(tmp_path: Path) -> None:
+    """The bound of the epochs belongs to the loop that is resumed."""
+    for rounds in (2, 3):
+        torch.manual_seed(0)
+        net = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        with holdfast.session(model=net, optimizer=optimizer, checkpoint=tmp_path, verify_block=0) as s:
+            for _ in s.epochs(rounds):
+                for step in s.steps(DataLoader(Rows(), 2)):
+                    with step as x:
+                        net(x).square().mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+            assert s.step == rounds * STEPS
+
+
+# ---------------------------------------------------------------------- the comparison
+
+
+class Places:
+    """A feed of numbers."""
+
+    repeatable = True
+    rewinds = True
+    epoch = 0
+    last_in_epoch = False
+
+    def __init__(self, numbers: list[int], local: Any = None) -> None:
+        self.numbers, self.at, self._local = numbers, 0, local
+
+    def draw(self, epochs: int | None = None) -> int:
+        self.at += 1
+        return self.numbers[self.at - 1]
+
+    def place(self) -> dict[str, int]:
+        return {"epoch": 0, "batch": self.at}
+
+    def seek(self, place: Any, local: Any = None) -> None:
+        self.at = place["batch"]
+
+    def local_state(self) -> Any:
+        return self._local
+
+    def identity(self) -> None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+class Digests:
+    copy = Copy(0, 1)
+
+    def digest_batch(self, batch: Any) -> int:
+        return digest_of_batch(batch)
+
+
+def drawn(feed: Places, steps: int) -> Drawn:
+    """Of a process that has drawn the batches of so many steps."""
+    proof = Drawn(Digests(), 0, verify=True)
+    for step in range(steps):
+        before = feed.place()
+        proof.drew(step, [feed.draw()], before)
+    return proof
+
+
+def load(feed: Any) -> list[Any]:
+    return [feed.draw()]
+
+
+def test_the_batch_before_the_next_one_is_read_and_the_feed_is_behind_it() -> None:
+    record = drawn(Places([5, 6, 7]), 2).record
+    for numbers, differs in (([5, 6, 8], False), ([5, 9, 7], True)):
+        proof, feed = Drawn(Digests(), 0, verify=True), Places(numbers)
+        proof.stand_at(record)
+        if differs:
+            with pytest.raises(DataError):
+                proof.reread(2, feed, load)
+        else:
+            assert proof.reread(2, feed, load) and feed.at == 2
+
+
+def test_the_batch_in_flight_is_compared_when_it_is_drawn_again() -> None:
+    record = drawn(Places([5, 6, 7]), 2).record
+    proof, feed = Drawn(Digests(), 0, verify=True), Places([5, 6, 7])
+    proof.stand_at(record)
+    assert not proof.reread(1, feed, load)  # step 1 comes next: nothing is behind it on record
+    proof.drew(1, [6], {"epoch": 0, "batch": 1})
+    proof.stand_at(record)
+    with pytest.raises(DataError, match="step 1"):
+        proof.drew(1, [7], {"epoch": 0, "batch": 1})
+
+
+def test_a_loader_that_alone_knows_its_place_is_not_sent_back() -> None:
+    proof = Drawn(Digests(), 0, verify=True)
+    proof.stand_at(drawn(Places([5, 6]), 2).record)
+    assert not proof.reread(2, Places([5, 6], local={"at": 2}), load)
+    unchecked = Drawn(Digests(), 0, verify=False)
+    unchecked.stand_at(drawn(Places([5, 6]), 2).record)
+    assert not unchecked.reread(2, Places([5, 9]), load)
+
+
+def test_a_digest_tells_batches_apart() -> None:
+    x = torch.arange(2000.0).reshape(40, 50)
+    changed = x.clone()
+    changed[0, 0] = 9
+    base = {"x": x, "y": [1, "a"]}
+    others: list[Any] = [
+        {"x": changed, "y": [1, "a"]},
+        {"x": x.double(), "y": [1, "a"]},
+        {"x": x.reshape(50, 40), "y": [1, "a"]},
+        {"x": x, "y": [1, "b"]},
+        {"x": x, "z": [1, "a"]},
+        {"x": x.numpy(), "y": [1, "a"]},
+    ]
+    assert digest_of_batch(base) == digest_of_batch({"x": x.clone(), "y": (1, "a")})
+    assert len({digest_of_batch(each) for each in [base, *others]}) == 1 + len(others)
+    rows = [torch.randint(0, 50000, (8, 128), generator=torch.Generator().manual_seed(n)) for n in range(64)]
+    assert len({digest_of_batch(row) for row in rows}) == 64
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        torch.zeros(0, 3),
+        torch.tensor(1.0),
+        torch.zeros(3, 2).T,
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch.eye(3).to_sparse(),
+        object(),
+        None,
+        [[], {}],
+    ],
+)
+def test_a_digest_of_odd_batches_is_the_same_again(batch: Any) -> None:
+    assert digest_of_batch(batch) == digest_of_batch(batch)

@@ -1,0 +1,55 @@
+"""What a block that was left has not assigned: code behind it finds a value."""
+
+from __future__ import annotations
+
+import logging
+import math
+from types import TracebackType
+from typing import Any
+
+import pytest
+
+from holdfast.session.steps.unassigned_variables import NotComputed, bind
+
+
+class Left:
+    """Swallows what leaves its body, as the block of a step does."""
+
+    def __enter__(self) -> None:
+        """Nothing."""
+
+    def __exit__(self, kind: object, error: object, trace: TracebackType | None) -> bool:
+        bind(trace)
+        return True
+
+
+def cut_off() -> Any:
+    raise ValueError("a fault")
+
+
+def test_a_name_that_the_block_did_not_assign_has_a_value(caplog: pytest.LogCaptureFixture) -> None:
+    seen = "before"
+    with Left():
+        seen = "in the block"
+        cut, (first, second) = cut_off(), cut_off()
+    assert seen == "in the block"
+    assert math.isnan(cut) and math.isnan(first + second)
+    inner = [lambda: cut]  # a cell
+    assert math.isnan(inner[0]())
+    with caplog.at_level(logging.WARNING, "holdfast"):
+        assert f"{cut.detach().cpu().item():.4f} {first['sum']}" == "nan nan"
+        assert (cut < 1, list(cut)) == (False, [])
+    assert caplog.text.count("code behind the block uses 'cut'") == 1
+
+
+def test_a_value_of_an_earlier_block_stays() -> None:
+    for number in range(2):
+        with Left():
+            value = number if number == 0 else cut_off()
+        assert value == 0
+
+
+def test_in_a_module_too() -> None:
+    names: dict[str, Any] = {"Left": Left, "cut_off": cut_off}
+    exec("with Left():\n    loss = cut_off()\nprinted = f'{loss:.2f}'", names)
+    assert isinstance(names["loss"], NotComputed) and names["printed"] == "nan"
