@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from holdfast.frameworks.torch import private_api
-from holdfast.frameworks.torch.comm.comm_state import SLICE, Fabric
+from holdfast.frameworks.torch.comm.comm_state import SLICE, CommState
 from holdfast.frameworks.torch.comm.communicator import Communicator, FreshGroups
 from holdfast.frameworks.torch.comm.group_builder import GroupSpec
 
@@ -72,7 +72,7 @@ class Rank:
         self._count = 0
         spec = GroupSpec("ours", ((), 0), rank, RANKS, (("cpu", "gloo"),), BOUND)
         self.ways: dict[str, Communicator] = {
-            "ours": FreshGroups(Fabric(), spec, lambda uuid, _: PrefixStore(f"ours/{uuid}/", self.store))
+            "ours": FreshGroups(CommState(), spec, lambda uuid, _: PrefixStore(f"ours/{uuid}/", self.store))
         }
         if version() >= (2, 14):
             self.ways["torch"] = TorchReconfigure(PrefixStore("torch/", self.store), rank)

@@ -17,7 +17,7 @@ from holdfast.drill.model import SIZES, Gpt
 from holdfast.frameworks.torch.state.state import TorchState
 from holdfast.frameworks.torch.state.tensor_digest import digest_of
 from holdfast.store.layouts.layout import Catalogue
-from holdfast.store.layouts.replica_digests import Copies, Extent
+from holdfast.store.layouts.replica_digests import Extent, ReplicaCopies
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
     collected = state.collect()
     layouts = {rank: collected.layout(rank, given.ranks) for rank in range(given.ranks)}
     began_s = time.perf_counter()
-    copies = Copies(Catalogue.from_layouts(layouts), 0, lambda fqn: True, given.every)
+    copies = ReplicaCopies(Catalogue.from_layouts(layouts), 0, lambda fqn: True, given.every)
     planned_s = time.perf_counter() - began_s
     elsewhere = torch.ones(40_000_000)
 

@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.drill.fault_spec import HANGS, MOMENT, STEP_PHASES, Fault, Hang
+from holdfast.drill.fault_spec import HANGS, MOMENT, STEP_PHASES, Hang, InjectedFault
 from holdfast.drill.runner import Runner
 from holdfast.drill.timeline import fault_reports
 from holdfast.event_log import Event
@@ -47,7 +47,7 @@ def phase_of(kind: Hang, draw: random.Random) -> str:
 def round_of(base: Path, kind: Hang, number: int, count: int, size: str, draw: random.Random) -> list[Found]:
     """One run with ``count`` hangs. Raises: AssertionError when it was not answered as promised."""
     faults = [
-        Fault(kind, (draw.randrange(NPROC),), SPACING * (index + 1), phase_of(kind, draw))
+        InjectedFault(kind, (draw.randrange(NPROC),), SPACING * (index + 1), phase_of(kind, draw))
         for index in range(count)
     ]
     command = ["-m", "holdfast.drill.train", "--size", size, "--steps", str(SPACING * (count + 1))]

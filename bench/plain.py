@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from holdfast.drill.trace import Trace
-from holdfast.drill.training import Parts, accumulate, average_statistics, build, parse, rank, workers
+from holdfast.drill.training import DrillTraining, accumulate, average_statistics, build, parse, rank, workers
 
 
-def load(parts: Parts, path: Path) -> int:
+def load(parts: DrillTraining, path: Path) -> int:
     """Steps done in the checkpoint; 0 without one."""
     if not path.exists():
         return 0
@@ -28,7 +28,7 @@ def load(parts: Parts, path: Path) -> int:
     return int(found["step"])
 
 
-def save(parts: Parts, path: Path, step: int) -> None:
+def save(parts: DrillTraining, path: Path, step: int) -> None:
     """Replace the checkpoint."""
     state = {"model": parts.model.state_dict(), "optimizer": parts.optimizer.state_dict(),
              "scheduler": parts.scheduler.state_dict(), "step": step}  # fmt: skip

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from holdfast.store.layouts.layout import Box, Catalogue, Declaration, RankLayout, Row, TensorMeta, cut_box
-from holdfast.store.layouts.save_plan import Plan, plan
+from holdfast.store.layouts.save_plan import SavePlan, plan
 from holdfast.store.layouts.shardings import Cuts
 
 HIDDEN = 8192
@@ -147,7 +147,7 @@ def share(file: Path, ranks: int, dead: int) -> dict[str, Any]:
     data = file.read_bytes()
     np.add.at(np.zeros(1), [0], 1)  # what numpy loads at its first use is not the planner's
 
-    def work() -> tuple[Plan, int]:
+    def work() -> tuple[SavePlan, int]:
         found = plan(Catalogue.from_json(data), frozenset(range(dead, ranks)))
         return found, len(found.items(ranks // 2))
 

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from holdfast.drill.fault_spec import MOMENT, Fault
+from holdfast.drill.fault_spec import MOMENT, InjectedFault
 from holdfast.drill.runner import Runner
 from holdfast.drill.timeline import fault_reports
 from holdfast.drill.trace import read_trace
@@ -49,7 +49,7 @@ def ours(
 ) -> dict[str, float]:
     """One kill under Holdfast; seconds by name. With spares, when they are built."""
     late = SPARE_STEPS if spares else 0
-    fault = Fault("kill", (draw.randrange(NPROC),), draw.randrange(KILL_FROM, KILL_TO) + late, MOMENT)
+    fault = InjectedFault("kill", (draw.randrange(NPROC),), draw.randrange(KILL_FROM, KILL_TO) + late, MOMENT)
     trace = base / f"trace-{number:03d}"
     command = [
         "-m",

@@ -16,8 +16,8 @@ from types import FunctionType, MethodType, ModuleType
 
 from holdfast.core.controller import Controller
 from holdfast.core.job.membership import node_order
-from holdfast.core.protocol.health_messages import Pace, Paced
-from holdfast.core.protocol.messages import AgentBeat, Command, Message, Record, Tick
+from holdfast.core.protocol.health_messages import StepTime, StepTimes
+from holdfast.core.protocol.messages import AgentBeat, Command, LogRecord, Message, Tick
 from holdfast.runtime.agent.progress_watcher import PACE_S
 from holdfast.sim.faults import SimFault
 from holdfast.sim.world import World
@@ -44,7 +44,7 @@ class Timed(Controller):
         commands = super().handle(now, event)
         took_s = time.thread_time() - began_s
         Timed.spent_s += took_s
-        kinds = {c.kind for c in commands if isinstance(c, Record)}
+        kinds = {c.kind for c in commands if isinstance(c, LogRecord)}
         if Timed.phase == "before" and "detected" in kinds:
             Timed.phase = "planning"
         if Timed.phase == "planning":
@@ -82,15 +82,15 @@ def size_bytes(root: object) -> int:
     return total
 
 
-def paces(machine: Controller) -> list[Paced]:
+def paces(machine: Controller) -> list[StepTimes]:
     """What the agents say of their ranks' steps; one rank in 100 is slow."""
     roster = machine.job.roster
     return [
-        Paced(
+        StepTimes(
             node_id=node_id,
             generation=roster.generation,
             ranks=tuple(
-                Pace(m.rank, 100, 0.3 if m.rank % 100 == 99 else 0.1 + m.rank % 97 * 1e-5)
+                StepTime(m.rank, 100, 0.3 if m.rank % 100 == 99 else 0.1 + m.rank % 97 * 1e-5)
                 for m in roster.on_node(node_id)
             ),
         )

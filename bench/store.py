@@ -51,7 +51,7 @@ from holdfast.frameworks.common.numpy_state import Shard as Held
 from holdfast.store.layouts.layout import Box, Catalogue
 from holdfast.store.layouts.save_plan import plan
 from holdfast.store.write.async_save import BackgroundSaver
-from holdfast.store.write.writer import Written
+from holdfast.store.write.writer import WrittenShare
 
 RANKS = 4
 TENSORS = 48
@@ -215,11 +215,11 @@ class Contenders:
         self.source = held(self.rank)
         self.step = 0
         self.done = threading.Event()
-        self.results: list[Written | HoldfastError] = []
+        self.results: list[WrittenShare | HoldfastError] = []
         self.saver = BackgroundSaver(self._saved).__enter__()
         self._kept.callback(self.saver.close)
 
-    def _saved(self, _save_id: SaveId, result: Written | HoldfastError) -> None:
+    def _saved(self, _save_id: SaveId, result: WrittenShare | HoldfastError) -> None:
         self.results.append(result)
         self.done.set()
 
@@ -235,7 +235,7 @@ class Contenders:
         def wait() -> None:
             self.done.wait()
             result = self.results[-1]
-            if not isinstance(result, Written):
+            if not isinstance(result, WrittenShare):
                 raise result
 
         return wait

@@ -17,10 +17,10 @@ from typing import Any, cast
 from holdfast.core.ids import Generation
 from holdfast.core.protocol.status_page import Phase, Word
 from holdfast.core.watch.stall_detector import Limits, Progress
-from holdfast.frameworks.torch.comm.comm_state import Fabric
+from holdfast.frameworks.torch.comm.comm_state import CommState
 from holdfast.runtime.agent.progress_watcher import read
 from holdfast.runtime.node.status_page import Page
-from holdfast.session.steps.participant import Rank
+from holdfast.session.steps.participant import StepParticipant
 
 ROUNDS = 5000
 COLLECTIVES = 4
@@ -46,8 +46,8 @@ def main() -> None:
         client: Any = SimpleNamespace(
             page=page, generation=Generation(1, 1), member_id=1, joining=False, stand_in=None
         )
-        rank = Rank(cast(Any, None), client)
-        fabric = Fabric()
+        rank = StepParticipant(cast(Any, None), client)
+        fabric = CommState()
         fabric.on_collective(lambda count, _what: rank.count_collective(count), rank.waited)
         works = [cast(Any, SimpleNamespace(settled=lambda: True)) for _ in range(COLLECTIVES)]
 

@@ -57,7 +57,7 @@ class Event(msgspec.Struct, frozen=True):
     data: dict[str, Any]
 
 
-class Reading(msgspec.Struct, frozen=True):
+class LogReading(msgspec.Struct, frozen=True):
     """What a log holds up to its last complete line: behind that, a writer died, or writes right now.
 
     ``damaged`` are the numbers (from 1) of complete lines whose checksum or form is wrong; they are left out of
@@ -92,10 +92,10 @@ def decode_line(line: bytes) -> Event:
     return event
 
 
-def read(path: Path) -> Reading:
+def read(path: Path) -> LogReading:
     """All events up to the last complete line; an absent file is an empty log."""
     follower = Follower(path)
-    return Reading(list(follower.poll()), follower.damaged)
+    return LogReading(list(follower.poll()), follower.damaged)
 
 
 class Follower:
@@ -187,7 +187,7 @@ class Said(NamedTuple):
     t_mono: float
 
 
-class Log(Protocol):
+class EventSink(Protocol):
     """What takes events."""
 
     def append(self, kind: str, data: Mapping[str, Field], *, durable: bool = False) -> object:
@@ -195,7 +195,7 @@ class Log(Protocol):
         ...
 
 
-class Journal:
+class EventLog:
     """Appends to a log. Made by :meth:`open`; safe beside other writers, for one thread each."""
 
     def __init__(self, path: Path, who: str, fd: int, room_wait_s: float) -> None:

@@ -29,7 +29,7 @@ from holdfast.session.api import configure_logging
 from holdfast.session.arguments import checked
 from holdfast.session.external_loop import steps_of_framework
 from holdfast.session.session import Session
-from holdfast.session.settings import Settings, extras_of
+from holdfast.session.settings import SessionSettings, extras_of
 from holdfast.session.steps.step import Step
 from holdfast.store.manage.retention import Kept, SaveWhen
 
@@ -105,7 +105,7 @@ def session(
         As ``holdfast.session`` otherwise.
     """
     configure_logging()
-    settings = Settings(
+    settings = SessionSettings(
         checkpoint=checkpoint,
         resume=resume,
         seed=seed,

@@ -37,7 +37,7 @@ def derive(secret: bytes, salt: bytes, info: bytes, size_bytes: int) -> bytes:
     return output[:size_bytes]
 
 
-class Keys(NamedTuple):
+class ConnectionKeys(NamedTuple):
     """What both ends of one connection have in common."""
 
     client_proof: bytes
@@ -46,7 +46,7 @@ class Keys(NamedTuple):
     from_server: bytes
 
     @classmethod
-    def of(cls, secret: bytes, nonces: bytes, *context: str) -> Keys:
+    def of(cls, secret: bytes, nonces: bytes, *context: str) -> ConnectionKeys:
         """The keys of one connection.
 
         Args:
@@ -75,7 +75,7 @@ def same(one: bytes, other: bytes) -> bool:
     return hmac.compare_digest(one, other)
 
 
-class Seal:
+class FrameSeal:
     """One direction of one connection; both ends have the same one, and use it in the same order.
 
     Args:

@@ -6,7 +6,7 @@ lies when it is a region of a larger one.
 
 from __future__ import annotations
 
-from holdfast.frameworks.torch.comm.backend import Fabric, GroupAborted, fabric, install, installed
+from holdfast.frameworks.torch.comm.backend import GroupAborted, fabric, install, installed
 from holdfast.frameworks.torch.state.boxes import declare
 
 __all__ = ["Fabric", "GroupAborted", "declare", "fabric", "install", "installed"]

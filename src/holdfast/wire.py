@@ -25,7 +25,7 @@ from holdfast.core.protocol import health_messages as o
 from holdfast.core.protocol import messages as m
 from holdfast.core.protocol.messages import FRAME_SIZE_BYTES_MAX, PROTOCOL_VERSION
 from holdfast.errors import AuthError, ProtocolError
-from holdfast.sealing import TAG_SIZE_BYTES, Keys, Seal, Sealing, same
+from holdfast.sealing import TAG_SIZE_BYTES, ConnectionKeys, FrameSeal, Sealing, same
 
 WireMessage = (
     m.WorkerHello
@@ -33,7 +33,7 @@ WireMessage = (
     | m.LayoutPublished
     | m.FaultSeen
     | o.CopiesDiffer
-    | o.Vouched
+    | o.StateDigests
     | m.WorkerFailed
     | m.Settled
     | m.SaveReported
@@ -50,26 +50,26 @@ WireMessage = (
     | m.Fence
     | m.Settle
     | m.Receive
-    | m.Resume
+    | m.ResumeInPlace
     | m.Leave
     | m.Release
     | m.ExitOrder
     | m.Catalogued
     | m.AgentHello
     | m.AgentBeat
-    | m.Held
+    | m.HeldStates
     | m.MemberStarted
     | m.MemberExited
     | m.StartMembers
     | m.KillMember
     | o.Stalled
     | o.Late
-    | o.Moved
+    | o.ProgressResumed
     | o.Active
-    | o.Gather
+    | o.CollectEvidence
     | o.ShowRecords
     | o.Evidence
-    | o.Paced
+    | o.StepTimes
     | m.EndRun
     | m.ExitRun
     | m.ExitCancelled
@@ -95,14 +95,14 @@ ROLES = frozenset({"worker", "cli", "agent", "peer"})
 M = TypeVar("M")
 
 
-class Challenge(msgspec.Struct, frozen=True, tag=True):
+class ServerChallenge(msgspec.Struct, frozen=True, tag=True):
     """First frame of a server."""
 
     version: int
     nonce: bytes
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class ClientProof(msgspec.Struct, frozen=True, tag=True):
     """A client's proof, and what it is."""
 
     version: int
@@ -126,7 +126,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 _SAME_TOKEN = "use the one token file of this run, the same on every host: --token-file"
 SAME_VERSION = "install the same version of holdfast on every host"
-Greeting = Challenge | Answer | Welcome | Refused
+Greeting = ServerChallenge | ClientProof | Welcome | Refused
 
 
 class Codec(Generic[M]):
@@ -245,12 +245,12 @@ class Link(Generic[M]):
         self._refused = refused
         self._reader = FrameReader(GREETING_SIZE_BYTES_MAX)
         self._output = bytearray()
-        self._keys: Keys | None = None  # of a client that waits for its welcome
-        self._seals: tuple[Seal, Seal] | None = None  # of what goes out, of what comes in
+        self._keys: ConnectionKeys | None = None  # of a client that waits for its welcome
+        self._seals: tuple[FrameSeal, FrameSeal] | None = None  # of what goes out, of what comes in
         self._doing = "greeting"
         self._broken = False
         if role is None:
-            self._greet(Challenge(PROTOCOL_VERSION, nonce))
+            self._greet(ServerChallenge(PROTOCOL_VERSION, nonce))
 
     @property
     def open(self) -> bool:
@@ -322,7 +322,7 @@ class Link(Generic[M]):
             raise
         return messages
 
-    def _both(self) -> tuple[Seal, Seal]:
+    def _both(self) -> tuple[FrameSeal, FrameSeal]:
         if self._seals is None:
             raise ProtocolError("a message was sent before the handshake was done")
         return self._seals
@@ -330,9 +330,9 @@ class Link(Generic[M]):
     def _greet(self, greeting: Greeting) -> None:
         self._output += frame(_GREETINGS.encode(greeting))
 
-    def _derive(self, role: str, server_nonce: bytes, client_nonce: bytes) -> Keys:
+    def _derive(self, role: str, server_nonce: bytes, client_nonce: bytes) -> ConnectionKeys:
         context = (str(PROTOCOL_VERSION), self._service, role)
-        return Keys.of(self._token, server_nonce + client_nonce, *context)
+        return ConnectionKeys.of(self._token, server_nonce + client_nonce, *context)
 
     def _handshake(self, greeting: Greeting) -> None:
         if isinstance(greeting, Refused) and greeting.reason == "service":
@@ -342,18 +342,18 @@ class Link(Generic[M]):
                 f"the server refused this {self._role}: wrong {greeting.reason}",
                 hint=SAME_VERSION if greeting.reason == "version" else _SAME_TOKEN,
             )
-        if isinstance(greeting, Challenge) and self._role is not None and self._keys is None:
+        if isinstance(greeting, ServerChallenge) and self._role is not None and self._keys is None:
             self._answer(greeting, self._role)
         elif isinstance(greeting, Welcome) and self._keys is not None:
             if not same(self._keys.server_proof, greeting.proof):
                 raise AuthError("the server does not know the token of this run", hint=_SAME_TOKEN)
             self._opened(self._keys.from_client, self._keys.from_server)
-        elif isinstance(greeting, Answer) and self._role is None:
+        elif isinstance(greeting, ClientProof) and self._role is None:
             self._judge(greeting)
         else:
             raise ProtocolError(f"{type(greeting).__name__} is out of place in the handshake")
 
-    def _answer(self, challenge: Challenge, role: str) -> None:
+    def _answer(self, challenge: ServerChallenge, role: str) -> None:
         _check_nonce(challenge.nonce)
         if challenge.version != PROTOCOL_VERSION:
             raise AuthError(
@@ -361,9 +361,9 @@ class Link(Generic[M]):
                 hint=SAME_VERSION,
             )
         self._keys = self._derive(role, challenge.nonce, self._nonce)
-        self._greet(Answer(PROTOCOL_VERSION, role, self._nonce, self._keys.client_proof, self._service))
+        self._greet(ClientProof(PROTOCOL_VERSION, role, self._nonce, self._keys.client_proof, self._service))
 
-    def _judge(self, answer: Answer) -> None:
+    def _judge(self, answer: ClientProof) -> None:
         _check_nonce(answer.nonce)
         if answer.version != PROTOCOL_VERSION:
             self._greet(Refused("version"))
@@ -381,7 +381,7 @@ class Link(Generic[M]):
         self._opened(keys.from_server, keys.from_client)
 
     def _opened(self, outgoing: bytes, incoming: bytes) -> None:
-        self._seals = Seal(outgoing), Seal(incoming)
+        self._seals = FrameSeal(outgoing), FrameSeal(incoming)
         self._keys = None
         self._doing = "frame"
         self._reader.limit_bytes = FRAME_SIZE_BYTES_MAX + TAG_SIZE_BYTES

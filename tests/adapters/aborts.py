@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleIn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from holdfast.core.ids import Generation
-from holdfast.frameworks.torch.comm.comm_state import Fabric, GroupAborted, fabric
+from holdfast.frameworks.torch.comm.comm_state import CommState, GroupAborted, fabric
 from holdfast.frameworks.torch.state.wrapper_reset import heal, heal_pipelines, heal_scaler, rehearsals_needed
 from tests.adapters.features import digest
 from tests.adapters.worlds import Line
@@ -90,7 +90,7 @@ def _backward(model: nn.Module, step: int, rank: int) -> None:
 
 
 @contextmanager
-def _shielded(state: Fabric) -> Iterator[None]:
+def _shielded(state: CommState) -> Iterator[None]:
     state.shield(True)
     try:
         yield

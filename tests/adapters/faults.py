@@ -27,7 +27,7 @@ from holdfast.frameworks.torch.comm.control_store import ControlStore
 from holdfast.frameworks.torch.comm.gloo_abort import Recorder
 from holdfast.frameworks.torch.comm.group_builder import BuiltGroup
 from holdfast.frameworks.torch.state.wrapper_reset import heal, rehearsals_needed
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 from tests.adapters.features import digest
 from tests.adapters.worlds import Line, Order, Say
 
@@ -332,7 +332,7 @@ def buried_in_a_wait(line: Line) -> list[bool]:
 
 def no_control_plane(line: Line, path: str) -> str:
     """Reconfigure in a process that has no client."""
-    Client._current = None
+    WorkerClient._current = None
     dist.init_process_group("gloo", store=FileStore(path, 1), rank=0, world_size=1)
     fabric().poison("test")
     try:

@@ -17,7 +17,7 @@ from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, PeerLost, UnsupportedError
 from holdfast.frameworks.common.adapter import Unsevered
 from holdfast.frameworks.torch.comm import comm_state as fabrics
-from holdfast.frameworks.torch.comm.comm_state import Fabric
+from holdfast.frameworks.torch.comm.comm_state import CommState
 from holdfast.frameworks.torch.comm.communicator import FreshGroups
 from holdfast.frameworks.torch.comm.group_builder import BuiltGroup, GroupSpec
 from holdfast.frameworks.torch.comm.nccl_abort import Abort
@@ -74,7 +74,7 @@ def _built(*backends: Nccl) -> BuiltGroup:
 def test_a_refused_attempt_leaves_the_old_group_alive() -> None:
     """Here the store is gone, as when another fault stops the attempt."""
     stores: list[Callable[[], Store]] = [HashStore]
-    communicator = FreshGroups(Fabric(), _spec(), lambda uuid, timeout: stores[-1]())
+    communicator = FreshGroups(CommState(), _spec(), lambda uuid, timeout: stores[-1]())
     communicator.reconfigure("1.1", communicator.all_handles(), LIMIT)
     before = communicator.group
 
@@ -92,7 +92,7 @@ def test_a_refused_attempt_leaves_the_old_group_alive() -> None:
 
 def test_a_peer_that_does_not_come_leaves_the_old_group_alive() -> None:
     spec = _spec(world_size=2)
-    communicator = FreshGroups(Fabric(), spec, _stores)
+    communicator = FreshGroups(CommState(), spec, _stores)
     old = communicator.built = _built()
     with pytest.raises(GroupError, match=r"world\.0 .* could not be built"):
         communicator.reconfigure("1.2", communicator.all_handles(), timedelta(seconds=0.2))
@@ -100,13 +100,13 @@ def test_a_peer_that_does_not_come_leaves_the_old_group_alive() -> None:
 
 
 def test_another_set_of_ranks_is_refused() -> None:
-    communicator = FreshGroups(Fabric(), _spec(), _stores)
+    communicator = FreshGroups(CommState(), _spec(), _stores)
     with pytest.raises(GroupError, match=r"other ranks than it was made for: world\.0/0, world\.0/1"):
         communicator.reconfigure("1.1", ["world.0/0", "world.0/1"], LIMIT)
 
 
 def test_success_buries_the_group_of_before() -> None:
-    fabric = Fabric()
+    fabric = CommState()
     communicator = FreshGroups(fabric, _spec(), _stores)
     for number in range(3):
         before = communicator.built
@@ -125,7 +125,7 @@ def test_success_buries_the_group_of_before() -> None:
 
 def test_all_communicators_are_aborted_inside_one_group_call() -> None:
     log: list[str] = []
-    fabric = Fabric()
+    fabric = CommState()
     inners = [_built(Nccl(log, "a"), Nccl(log, "b")), _built(Nccl(log, "c")), _built()]
     fabric.sever(inners)
     fabric.sever(inners)  # a second fault
@@ -157,7 +157,7 @@ def test_an_abort_that_raises_has_ended() -> None:
 def test_aborts_have_a_bound_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process whose abort never returns must be replaced; one whose abort takes a second goes on."""
     monkeypatch.setattr(fabrics, "QUIESCE_S", 0.0)
-    backend, fabric = Nccl(), Fabric()
+    backend, fabric = Nccl(), CommState()
     backend.may_end.clear()
     fabric._vote = _built(backend)
     fabric.poison("a peer is lost")
@@ -176,7 +176,7 @@ def test_aborts_have_a_bound_of_their_own(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_group_of_nccl_is_dropped_when_its_abort_has_returned() -> None:
     backend = Nccl()
     backend.may_end.clear()
-    fabric, inner = Fabric(), _built(backend)
+    fabric, inner = CommState(), _built(backend)
     fabric.bury(inner)
     assert not inner.buried(0.05)
     backend.may_end.set()
@@ -184,7 +184,7 @@ def test_a_group_of_nccl_is_dropped_when_its_abort_has_returned() -> None:
 
 
 def test_an_error_beside_the_collectives_stops_the_vote() -> None:
-    backend, fabric = Nccl(), Fabric()
+    backend, fabric = Nccl(), CommState()
     told: list[str] = []
     fabric.on_poison(told.append)
     group = SimpleNamespace(order=((), 0), inner=_built(backend))
@@ -199,7 +199,7 @@ def test_an_error_beside_the_collectives_stops_the_vote() -> None:
 
 
 def _group(*backends: tuple[str, str]) -> ReconfigurableGroup:
-    fabric = Fabric()
+    fabric = CommState()
     fabric.loopback()
     group = ReconfigurableGroup(fabric, _spec(*backends), HashStore())
     fabric.looped = False

@@ -21,7 +21,13 @@ from torch.utils.data import (
 )
 
 from holdfast.errors import EmptyLoaderError, UsageError
-from holdfast.frameworks.torch.data.position import Feed, MapSource, ReplaySource, StatefulSource, make_source
+from holdfast.frameworks.torch.data.position import (
+    MapSource,
+    ReplaySource,
+    StatefulSource,
+    TorchFeed,
+    make_source,
+)
 from holdfast.frameworks.torch.state.rng import mix, reseed, sample_seed, seed_all
 from holdfast.store.format.json_values import decode_values, encode_values
 
@@ -68,7 +74,7 @@ def loaders(workers: int) -> dict[str, Any]:
     }
 
 
-def draw(feed: Feed, count: int) -> list[Any]:
+def draw(feed: TorchFeed, count: int) -> list[Any]:
     """Batches as nested lists."""
     out: list[Any] = []
     for _ in range(count):
@@ -81,30 +87,30 @@ def draw(feed: Feed, count: int) -> list[Any]:
 
 @pytest.mark.parametrize("kind", list(loaders(0)))
 def test_same_batches_from_any_place(kind: str) -> None:
-    whole = Feed(make_source(loaders(0)[kind], 1, 0))
+    whole = TorchFeed(make_source(loaders(0)[kind], 1, 0))
     count = 16
     batches = draw(whole, count)
     assert whole.place()["epoch"] >= 1
     for start in (1, 4, 7):
-        first = Feed(make_source(loaders(0)[kind], 1, 0))
+        first = TorchFeed(make_source(loaders(0)[kind], 1, 0))
         draw(first, start)
         place = first.place()
         seed_all(start)
-        second = Feed(make_source(loaders(0)[kind], 1, 0))
+        second = TorchFeed(make_source(loaders(0)[kind], 1, 0))
         second.seek(place)
         assert draw(second, count - start) == batches[start:]
 
 
 def test_worker_processes_do_not_change_the_data() -> None:
     for kind in ("shuffle", "distributed"):
-        here, there = (Feed(make_source(loaders(n)[kind], 1, 0)) for n in (0, 2))
+        here, there = (TorchFeed(make_source(loaders(n)[kind], 1, 0)) for n in (0, 2))
         assert draw(here, 4) == draw(there, 4)
         there.close()
 
 
 def test_skipped_samples_are_not_read() -> None:
     loader = loaders(0)["plain"]
-    feed = Feed(make_source(loader, 1, 0))
+    feed = TorchFeed(make_source(loader, 1, 0))
     feed.seek({"epoch": 2, "batch": 3})
     feed.draw()
     assert loader.dataset.read == [9, 10, 11]
@@ -113,7 +119,7 @@ def test_skipped_samples_are_not_read() -> None:
 def test_order_is_a_function_of_seed_and_epoch() -> None:
     def order(seed: int, rank: int = 0, epoch: int = 0) -> Any:
         loader = loaders(0)["shuffle"]
-        feed = Feed(make_source(loader, seed, rank))
+        feed = TorchFeed(make_source(loader, seed, rank))
         feed.seek({"epoch": epoch, "batch": 0})
         return [b[0] for b in draw(feed, 4)]
 
@@ -124,7 +130,7 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
 def test_distributed_order_is_torchs_own() -> None:
     data = Items()
     sampler: DistributedSampler[Any] = DistributedSampler(data, 2, 1, seed=3)
-    feed = Feed(make_source(DataLoader(data, 2, sampler=sampler), 1, 1))
+    feed = TorchFeed(make_source(DataLoader(data, 2, sampler=sampler), 1, 1))
     feed.seek({"epoch": 4, "batch": 0})
     ours = [int(i) for _ in range(3) for i in feed.draw()[0]]
     sampler.set_epoch(4)
@@ -132,13 +138,13 @@ def test_distributed_order_is_torchs_own() -> None:
 
 
 def test_epochs_and_ends() -> None:
-    feed = Feed(make_source(loaders(0)["plain"], 1, 0))
+    feed = TorchFeed(make_source(loaders(0)["plain"], 1, 0))
     seen = []
     for _ in range(6):
         feed.draw()
         seen.append((feed.epoch, feed.last_in_epoch))
     assert seen == [(0, False)] * 4 + [(0, True), (1, False)]
-    short = Feed(make_source(loaders(0)["plain"], 1, 0))
+    short = TorchFeed(make_source(loaders(0)["plain"], 1, 0))
     for _ in range(5):
         short.draw(1)
     with pytest.raises(StopIteration):
@@ -146,7 +152,7 @@ def test_epochs_and_ends() -> None:
     empties: list[Any] = [[], DataLoader(Items(), 20, drop_last=True)]
     for empty in empties:
         with pytest.raises(EmptyLoaderError, match="no batch"):
-            Feed(make_source(empty, 1, 0)).draw()
+            TorchFeed(make_source(empty, 1, 0)).draw()
     with pytest.raises(UsageError, match="iterator"):
         make_source(iter([1]), 1, 0)
     with pytest.raises(UsageError, match="cannot be iterated"):
@@ -156,7 +162,7 @@ def test_epochs_and_ends() -> None:
 def test_replay_warns(caplog: pytest.LogCaptureFixture) -> None:
     source = make_source(loaders(0)["stream"], 1, 0)
     assert isinstance(source, ReplaySource)
-    feed = Feed(source)
+    feed = TorchFeed(source)
     feed.seek({"epoch": 0, "batch": 2})
     with caplog.at_level(logging.WARNING, "holdfast"):
         feed.draw()
@@ -169,12 +175,12 @@ def test_replay_warns(caplog: pytest.LogCaptureFixture) -> None:
 def test_stateful_loader(workers: int) -> None:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    def feed() -> Feed:
+    def feed() -> TorchFeed:
         torch.manual_seed(0)  # its sampler draws a seed when it is made
         loader = StatefulDataLoader(list(range(12)), batch_size=3, shuffle=True, num_workers=workers)
         source = make_source(loader, 1, 0)
         assert isinstance(source, StatefulSource)
-        return Feed(source)
+        return TorchFeed(source)
 
     whole = feed()
     batches = [whole.draw().tolist() for _ in range(7)]
@@ -207,7 +213,7 @@ def test_second_feed_of_a_loader_draws_what_a_new_process_would() -> None:
         return DataLoader(Items(), 3, sampler=RandomSampler(Items(), generator=generator))
 
     def order(loader: DataLoader[Any]) -> list[float]:
-        feed = Feed(make_source(loader, 1, 0))
+        feed = TorchFeed(make_source(loader, 1, 0))
         return [x for _ in range(8) for x in feed.draw()[0].tolist()]
 
     loader = made()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler
 
-from holdfast.frameworks.torch.data.position import Feed, make_source
+from holdfast.frameworks.torch.data.position import TorchFeed, make_source
 
 pytestmark = pytest.mark.torch
 
@@ -30,18 +30,18 @@ class Numbers(Dataset[int]):
         return index
 
 
-def job(length: int, ranks: int, batch: int, drop_last: bool = False) -> list[Feed]:
+def job(length: int, ranks: int, batch: int, drop_last: bool = False) -> list[TorchFeed]:
     """One feed per rank, shuffled as torch does it."""
     data = Numbers(length)
     feeds = []
     for rank in range(ranks):
         sampler: Sampler[Any] = DistributedSampler(data, ranks, rank, seed=3, drop_last=drop_last)
         loader = DataLoader(data, batch, sampler=sampler, drop_last=drop_last)
-        feeds.append(Feed(make_source(loader, 7, rank)))
+        feeds.append(TorchFeed(make_source(loader, 7, rank)))
     return feeds
 
 
-def draw(feeds: list[Feed], batches: int | None = None) -> list[int]:
+def draw(feeds: list[TorchFeed], batches: int | None = None) -> list[int]:
     """What all ranks get from so many batches each, or up to the end of the first epoch; all end it together."""
     out: list[int] = []
     while batches is None or batches > 0:
@@ -126,9 +126,9 @@ def test_the_next_epoch_is_whole_again() -> None:
 
 def test_a_sampler_that_is_not_dealt_gives_every_rank_the_same_place() -> None:
     data = Numbers(20)
-    feed = Feed(make_source(DataLoader(data, 4), 7, 0))
+    feed = TorchFeed(make_source(DataLoader(data, 4), 7, 0))
     feed.draw()
-    again = Feed(make_source(DataLoader(data, 3), 7, 1))
+    again = TorchFeed(make_source(DataLoader(data, 3), 7, 1))
     again.seek(feed.place())
     assert [torch.as_tensor(again.draw()).tolist() for _ in range(2)] == [[4, 5, 6], [7, 8, 9]]
 
@@ -138,7 +138,7 @@ def test_what_deals_in_another_way_keeps_its_batch_number() -> None:
         """Something of the user's own."""
 
     data = Numbers(20)
-    feed = Feed(make_source(DataLoader(data, batch_sampler=Buckets(range(20), 4, False)), 7, 0))
+    feed = TorchFeed(make_source(DataLoader(data, batch_sampler=Buckets(range(20), 4, False)), 7, 0))
     feed.draw()
     assert set(feed.place()) == {"epoch", "batch"}
     feed.seek({"epoch": 0, "batch": 2, "seen": 999, "share": 1})

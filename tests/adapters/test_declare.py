@@ -17,7 +17,7 @@ from holdfast.frameworks.torch.state.state import TorchState
 from holdfast.store.layouts.layout import Box, Catalogue
 from holdfast.store.layouts.layout_completion import catalogue_of
 from holdfast.store.layouts.save_plan import plan
-from holdfast.store.read.load import Target, load_into
+from holdfast.store.read.load import LoadTarget, load_into
 from holdfast.store.write.writer import write_share
 
 pytestmark = pytest.mark.torch
@@ -59,7 +59,7 @@ def test_declared_region_is_saved_and_loaded_as_such(tmp_path: Path) -> None:
     whole = Cut(0, 6)  # as one rank, without any state yet
     fresh = TorchState(whole, {"default": torch.optim.AdamW(whole.parameters())})
     restore = fresh.restore(catalogue, sources[0].values)
-    targets = [Target(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()]
+    targets = [LoadTarget(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()]
     load_into(tmp_path / save_id.directory(), targets)
     restore.finish()
     parts = [state.names.parameters["weight"] for state in states]
@@ -118,7 +118,7 @@ def test_a_checkpointable_tensor_is_saved_and_loaded_as_its_shards(tmp_path: Pat
             model.weight.fill_(-2.0)
         fresh = TorchState(model, {"default": torch.optim.AdamW(model.parameters())})
         restore = fresh.restore(catalogue, sources[0].values)
-        targets = [Target(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()]
+        targets = [LoadTarget(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()]
         load_into(tmp_path / save_id.directory(), targets)
         restore.finish()
         ((first, count),) = again

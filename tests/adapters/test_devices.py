@@ -19,7 +19,7 @@ from holdfast.frameworks.torch.state import boxes
 from holdfast.frameworks.torch.state import state as states
 from holdfast.frameworks.torch.state.boxes import byte_view, stretch
 from holdfast.frameworks.torch.state.devices import await_devices, named_errors
-from holdfast.frameworks.torch.state.state import Collected
+from holdfast.frameworks.torch.state.state import TorchCollected
 from holdfast.store.layouts.layout import Box, Catalogue
 from holdfast.store.layouts.replica_digests import Extent
 from tests.adapters.allocations import Allocations
@@ -80,7 +80,7 @@ def test_a_stretch_is_a_part_of_the_bytes_in_c_order(shape: list[int], draw: st.
 
 def test_what_pieces_of_a_box_cost_does_not_grow_with_the_box() -> None:
     """Each piece that a newcomer asks for used to copy the whole box from the device."""
-    state = Collected()
+    state = TorchCollected()
     state.add(torch.rand(300, 500).t(), "w")
     box, piece = Box.whole((500, 300)), 10_000
     whole = bytes(state.view("w", box))
@@ -172,7 +172,7 @@ def test_copies_wait_for_their_streams_on_each_device(monkeypatch: pytest.Monkey
         "holdfast.frameworks.torch.state.state.devices_of", lambda tensors: {GPUS[len(waits)]}
     )
     monkeypatch.setattr(torch, "get_device_module", lambda device: Module)
-    state = Collected()
+    state = TorchCollected()
     state.add(torch.rand(3, 5).t(), "w")
     for device in GPUS:
         state.piece("w", Box.whole((5, 3)), 0, 8)

@@ -77,10 +77,10 @@ class Job:
 
     def load(self, path: Place) -> None:
         """As a session resumes."""
-        from holdfast.store.read.load import Target, load_into
+        from holdfast.store.read.load import LoadTarget, load_into
 
         restore = self.state().restore(load_catalogue(path), load_values(path))
-        targets = [Target(m.fqn, m.box, m.dtype, d, m.shape) for m, d in restore.buffers()]
+        targets = [LoadTarget(m.fqn, m.box, m.dtype, d, m.shape) for m, d in restore.buffers()]
         load_into(path, targets, known=load_catalogue(path).by_fqn, optional=["mask"])
         restore.finish()
 
@@ -401,7 +401,9 @@ def test_records_are_inert() -> None:
     data = pickle.dumps([Bomb(Path("x")), {"a": (1, 2.5, None, True, b"b")}])
     bomb, plain = pickle_records.read_records(data, {"_io.open", "io.open"}, "x")
     assert (
-        isinstance(bomb, pickle_records.Record) and bomb.args == ("x", "w") and bomb.name.endswith("io.open")
+        isinstance(bomb, pickle_records.PickleRecord)
+        and bomb.args == ("x", "w")
+        and bomb.name.endswith("io.open")
     )
     assert plain == {"a": (1, 2.5, None, True, b"b")}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.frameworks.torch.comm.comm_state import BURIALS_S, Fabric
+from holdfast.frameworks.torch.comm.comm_state import BURIALS_S, CommState
 from tests.adapters import faults
 from tests.adapters.worlds import Worlds
 
@@ -130,7 +130,7 @@ def test_a_script_that_ends_waits_a_while_for_what_is_being_buried(monkeypatch: 
         return False
 
     inner: Any = SimpleNamespace(unsevered=tuple, sever=lambda abort: None, bury=lambda: None, buried=buried)
-    state = Fabric()
+    state = CommState()
     state.bury(inner)
     state.leave()
     assert waited_s == [0.0, BURIALS_S]
@@ -142,7 +142,7 @@ def test_quiescing_looks_at_least_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "holdfast.frameworks.torch.comm.comm_state.time", SimpleNamespace(monotonic=lambda: next(clock))
     )
-    state = Fabric()
+    state = CommState()
     assert state.quiesce()
     never: Any = SimpleNamespace(severed=lambda: False)
     state._vote = never

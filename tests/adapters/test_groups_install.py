@@ -22,7 +22,7 @@ from holdfast.core.protocol.messages import KvReply, KvRequest
 from holdfast.errors import GroupError
 from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.comm import backend, loopback_ops
-from holdfast.frameworks.torch.comm.comm_state import Fabric
+from holdfast.frameworks.torch.comm.comm_state import CommState
 from holdfast.frameworks.torch.comm.control_store import ControlStore
 from holdfast.frameworks.torch.comm.outer_group import OuterGroup
 from holdfast.frameworks.torch.comm.reconfigurable_group import COLLECTIVES, ReconfigurableGroup
@@ -213,7 +213,7 @@ def test_stores_of_two_generations_share_nothing(client: LocalClient) -> None:
 
 
 def test_a_late_error_of_an_older_generation_is_no_news() -> None:
-    fabric = Fabric()
+    fabric = CommState()
     told: list[str] = []
     fabric.on_poison(told.append)
     fabric.broke("all_reduce", RuntimeError("late"), fabric.epoch - 1)
@@ -225,7 +225,7 @@ def test_a_late_error_of_an_older_generation_is_no_news() -> None:
 
 
 def test_collectives_are_counted() -> None:
-    fabric = Fabric()
+    fabric = CommState()
     counted: list[tuple[int, str]] = []
     fabric.on_collective(lambda count, what: counted.append((count, what)))
     fabric.begin("a")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from holdfast.frameworks.torch.comm.deferred_rank import hold_before_device
-from holdfast.runtime.node.deferred_rank import StandIn
+from holdfast.runtime.node.deferred_rank import DeferredRank
 from holdfast.runtime.node.process_info import alive
 
 pytestmark = pytest.mark.torch
@@ -33,7 +33,7 @@ def test_the_first_use_of_cuda_waits_for_the_call_and_for_the_end_of_the_lost(
         happened.append("initialised beside the lost one" if alive(lost.pid) else "initialised")
 
     monkeypatch.setattr(torch.cuda, "_lazy_init", initialise)
-    stand_in = StandIn(fixed, wait)
+    stand_in = DeferredRank(fixed, wait)
     hold_before_device(stand_in)
     assert not torch.cuda.is_initialized() and happened == []  # type: ignore[no-untyped-call]
     user = threading.Thread(target=torch.cuda.init)

@@ -20,14 +20,14 @@ from holdfast.frameworks.common.tcp_group import (
     SHORT_SIZE_BYTES,
     START_S,
     START_VARIABLE,
-    Mesh,
-    Place,
+    GroupAddress,
+    TcpGroup,
     Vector,
     meet,
     start_limit_s,
 )
 from holdfast.runtime.agent.kv_server import KvServer
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 
 FIRST = Generation(1, 1)
 BOUND_S = 30.0
@@ -46,7 +46,7 @@ class Line:
     def kv(
         self, op: Any, keys: tuple[str, ...] = (), value: bytes = b"", *, timeout_s: float = 1.0, **_: Any
     ) -> KvReply:
-        """As ``Client.kv``."""
+        """As ``WorkerClient.kv``."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             with self._lock:
@@ -69,13 +69,13 @@ class World:
         self.server = KvServer.open(folder / "kv")
         self.lock = threading.Lock()
         self.lines = [Line(self.server, self.lock, rank) for rank in range(size)]
-        self.meshes = [Mesh(cast(Client, line), rank, size) for rank, line in enumerate(self.lines)]
+        self.meshes = [TcpGroup(cast(WorkerClient, line), rank, size) for rank, line in enumerate(self.lines)]
 
-    def each(self, act: Callable[[Mesh], Any], but: int = -1) -> list[Any]:
+    def each(self, act: Callable[[TcpGroup], Any], but: int = -1) -> list[Any]:
         """Run ``act`` on every rank at the same time; what it returned or raised."""
         results: list[Any] = [None] * len(self.meshes)
 
-        def run(mesh: Mesh) -> None:
+        def run(mesh: TcpGroup) -> None:
             try:
                 results[mesh.rank] = act(mesh)
             except Exception as error:
@@ -168,7 +168,7 @@ def test_the_missing_ranks_are_named(tmp_path: Path) -> None:
     world.meshes = [mesh for mesh in world.meshes if mesh.rank not in (1, 3)]
     errors: list[str] = []
 
-    def connect(mesh: Mesh) -> None:
+    def connect(mesh: TcpGroup) -> None:
         try:
             mesh.connect(FIRST, timeout_s=0.6)
         except GroupError as error:
@@ -202,7 +202,7 @@ def test_strangers_are_refused(tmp_path: Path) -> None:
         assert line.kv("wait", key, timeout_s=BOUND_S).ok
         import msgspec
 
-        place = msgspec.json.decode(line.kv("get", key).value, type=Place)
+        place = msgspec.json.decode(line.kv("get", key).value, type=GroupAddress)
         with socket.create_connection((place.host, place.port), 5) as sock:
             sock.sendall(b"GET / HTTP/1.1\r\nHost: somebody else entirely, long enough\r\n\r\n")
             sock.settimeout(BOUND_S)
@@ -229,8 +229,8 @@ def test_strangers_are_refused(tmp_path: Path) -> None:
 
 def test_meet_publishes_and_finds(tmp_path: Path) -> None:
     world = World(tmp_path, 1)
-    own = Place("127.0.0.1", 1234, b"k")
-    assert meet(cast(Client, world.lines[0]), "space", 0, 1, own, 1.0) == {0: own}
+    own = GroupAddress("127.0.0.1", 1234, b"k")
+    assert meet(cast(WorkerClient, world.lines[0]), "space", 0, 1, own, 1.0) == {0: own}
 
 
 def test_the_start_up_deadline_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from holdfast.frameworks.torch.state import tensor_digest
 from holdfast.frameworks.torch.state.boxes import byte_view
-from holdfast.frameworks.torch.state.state import Collected
+from holdfast.frameworks.torch.state.state import TorchCollected
 from holdfast.frameworks.torch.state.tensor_digest import digest_of, sums
 from holdfast.store.layouts.layout import Box
 from holdfast.store.layouts.replica_digests import Extent
@@ -20,10 +20,10 @@ pytestmark = pytest.mark.torch
 BOX = Box.whole((6, 10))
 
 
-def collected(direct: bool) -> Collected:
+def collected(direct: bool) -> TorchCollected:
     """One tensor, readable in place or not."""
     tensor = torch.arange(60, dtype=torch.float32).reshape(6, 10)
-    state = Collected()
+    state = TorchCollected()
     state.add(tensor if direct else tensor.t().contiguous().t(), "w")
     return state
 
@@ -60,7 +60,7 @@ def test_a_device_needs_room_for_four_chunks_however_large_the_state_is(
     direct: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tensor_digest, "CHUNK_WORDS", 4096)
-    state = Collected()
+    state = TorchCollected()
     for name in ("a", "b", "c"):
         tensor = torch.rand(401, 301)
         state.add(tensor if direct else tensor.t(), name)

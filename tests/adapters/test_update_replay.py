@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from holdfast.errors import CheckpointInvalid, StateError
 from holdfast.frameworks.torch.adapter import TorchAdapter
-from holdfast.frameworks.torch.state.update_replay import Updates
+from holdfast.frameworks.torch.state.update_replay import UpdateReplay
 from holdfast.store.shared_memory.update_log import Update
 
 pytestmark = pytest.mark.torch
@@ -48,7 +48,7 @@ class Job:
         self.optimizer = make(list(self.net.parameters()))
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.adapter = TorchAdapter(self.net, self.optimizer, None, None, {}, seed=0)
-        self.updates: Updates = self.adapter.updates
+        self.updates: UpdateReplay = self.adapter.updates
         self.kind = kind
 
     def step(self, number: int, *, foretell: bool = False) -> Update:

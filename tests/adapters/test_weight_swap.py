@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from holdfast.frameworks.torch.state.weight_swap import TENSORS_MAX, Sample
+from holdfast.frameworks.torch.state.weight_swap import TENSORS_MAX, WeightSample
 
 pytestmark = pytest.mark.torch
 
@@ -41,7 +41,7 @@ def test_other_weights_are_seen_until_they_are_gone(put: Put, layers: int) -> No
     for parameter in average.parameters():
         parameter.data.mul_(0.9)
     places = [parameter.data for parameter in net.parameters()]
-    sample = Sample(net.parameters())
+    sample = WeightSample(net.parameters())
     sample.note()
     assert sample.is_there()
     put(net, average)
@@ -63,7 +63,7 @@ def test_other_weights_are_seen_until_they_are_gone(put: Put, layers: int) -> No
 def test_of_every_kind_of_tensor(dtype: torch.dtype) -> None:
     whole = torch.zeros(4, 6).to(dtype)
     kinds = [torch.zeros(()).to(dtype), torch.zeros(0, dtype=dtype), whole.t()[1:4], torch.zeros(1).to(dtype)]
-    sample = Sample(kinds)
+    sample = WeightSample(kinds)
     sample.note()
     assert sample.is_there()
     whole[3, 3] = 1  # the last element of the view
@@ -72,7 +72,7 @@ def test_of_every_kind_of_tensor(dtype: torch.dtype) -> None:
 
 def test_weights_that_were_moved_are_the_same_and_without_memory_they_are_not_there() -> None:
     net = nn.Linear(3, 3)
-    sample = Sample(net.parameters())
+    sample = WeightSample(net.parameters())
     sample.note()
     kept = [parameter.data for parameter in net.parameters()]
     for parameter in net.parameters():
@@ -90,13 +90,13 @@ def test_weights_that_were_moved_are_the_same_and_without_memory_they_are_not_th
 
 def test_bits_are_compared_and_not_numbers() -> None:
     weights = torch.full((2,), float("nan"))
-    sample = Sample([weights, torch.zeros(2, dtype=torch.complex64).conj()])
+    sample = WeightSample([weights, torch.zeros(2, dtype=torch.complex64).conj()])
     sample.note()
     assert sample.is_there()
 
 
 @pytest.mark.parametrize("held", [[], [torch.zeros(0)]])
 def test_a_rank_without_weights_has_them_all(held: list[torch.Tensor]) -> None:
-    sample = Sample(held)
+    sample = WeightSample(held)
     sample.note()
     assert sample.is_there()

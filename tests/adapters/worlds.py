@@ -30,7 +30,7 @@ from holdfast.core.ids import Generation, MemberId
 from holdfast.core.protocol.messages import KvReply, KvRequest
 from holdfast.runtime.agent.kv_server import KvServer, Replies
 from holdfast.runtime.node.flight_recorder import Flight
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = Generation(1, 1)
@@ -80,7 +80,7 @@ def receive(sock: socket.socket) -> Frame | None:
 
 
 class Line:
-    """A rank's line to the server: the key-value part of ``Client``, and orders."""
+    """A rank's line to the server: the key-value part of ``WorkerClient``, and orders."""
 
     def __init__(self, sock: socket.socket, rank: int, world_size: int, generation: Generation) -> None:
         self.rank = rank
@@ -99,7 +99,7 @@ class Line:
     def start(self) -> None:
         """Begin to listen, and become the client of this process."""
         threading.Thread(target=self._listen, daemon=True).start()
-        Client._current = cast(Client, self)
+        WorkerClient._current = cast(WorkerClient, self)
 
     def _listen(self) -> None:
         while (frame := receive(self._sock)) is not None:
@@ -124,7 +124,7 @@ class Line:
         amount: int = 0,
         timeout_s: float = 300.0,
     ) -> KvReply:
-        """As :meth:`holdfast.runtime.worker.worker_client.Client.kv`."""
+        """As :meth:`holdfast.runtime.worker.worker_client.WorkerClient.kv`."""
         with self._arrived:
             self._next += 1
             number = self._next

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.commands.drill import timeline
-from holdfast.drill.timeline import FaultReport
+from holdfast.drill.timeline import InjectedFaultReport
 from holdfast.exit_codes import Exit
 from tests.cli.command import HOLDFAST, Run, clean_environment, working_in
 from tests.cli.test_run import BOUND_S
@@ -64,8 +64,8 @@ def test_refused_before_anything_runs(
     assert not list(tmp_path.glob("runs/*/*"))
 
 
-def report(action: str) -> FaultReport:
-    return FaultReport(kind="kill", rank=0, ranks=(0,), phase="forward", step=3, action=action, detected_s=0.25,
+def report(action: str) -> InjectedFaultReport:
+    return InjectedFaultReport(kind="kill", rank=0, ranks=(0,), phase="forward", step=3, action=action, detected_s=0.25,
                        fenced_s=0.25, quiesced_s=0.5, planned_s=0.5, restored_s=2.0, resumed_s=4.0)  # fmt: skip
 
 

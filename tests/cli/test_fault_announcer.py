@@ -9,7 +9,7 @@ from typing import NamedTuple
 import pytest
 
 from holdfast.cli.screen.console import Screen
-from holdfast.cli.screen.fault_announcer import Telling
+from holdfast.cli.screen.fault_announcer import FaultAnnouncer
 from holdfast.cli.screen.run_view import Watch
 from holdfast.core.job.fault import LEFT_FOR_RESTART
 from holdfast.core.protocol.messages import Field
@@ -27,7 +27,7 @@ class Terminal(NamedTuple):
     """A run of four ranks, as it is shown to somebody who sees rank 0."""
 
     made: Made
-    telling: Telling
+    telling: FaultAnnouncer
     watch: Watch
     screen: Screen
     capsys: pytest.CaptureFixture[str]
@@ -60,7 +60,9 @@ def terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Terminal:
     made = Made(tmp_path, "it", RANKS)
     made.start(0, 1)
     watch = Watch(made.directory, made.settings)
-    return Terminal(made, Telling(watch, lambda _, rank: rank == 0), watch, Screen(marked=False), capsys)
+    return Terminal(
+        made, FaultAnnouncer(watch, lambda _, rank: rank == 0), watch, Screen(marked=False), capsys
+    )
 
 
 def test_a_mistake_of_all_ranks_is_told_once(terminal: Terminal) -> None:

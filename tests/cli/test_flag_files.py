@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.commands.run import run
-from holdfast.cli.start.flag_files import Settings, explanation, settle
+from holdfast.cli.start.flag_files import FlagValues, explanation, settle
 from holdfast.errors import UsageError
 from tests.cli.command import Run
 
 
-def settled(directory: Path, *args: str) -> Settings:
+def settled(directory: Path, *args: str) -> FlagValues:
     context = run.make_context("run", [*args])
     keys = set(context.params) - {"script", "args"}
     return settle(context, {key: context.params[key] for key in keys}, directory)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.cli.start.flags import FLAGS, Flag
+from holdfast.cli.start.flags import FLAGS, RunFlag
 from holdfast.cli.start.help_pages import COMMON, TOPICS
 from tests.cli.command import HOLDFAST, Run
 
@@ -94,14 +94,14 @@ def test_another_shell_is_answered_with_the_known_ones(holdfast: Run) -> None:
     assert result.returncode == 2 and "bash, zsh, fish, tcsh" in result.stderr
 
 
-def as_arguments(flag: Flag, spelling: str) -> list[str]:
+def as_arguments(flag: RunFlag, spelling: str) -> list[str]:
     """The flag as typed, with a value where it takes one."""
     values = {"text": "1", "whole": "1", "number": "1", "switch": ""}
     return [spelling] if flag.kind == "switch" else [spelling, values[flag.kind]]
 
 
 @pytest.mark.parametrize("flag", [f for f in FLAGS if f.use == "refused"], ids=lambda f: f.name)
-def test_refused_flags_say_their_name_and_the_reason(flag: Flag, holdfast: Run, tmp_path: Path) -> None:
+def test_refused_flags_say_their_name_and_the_reason(flag: RunFlag, holdfast: Run, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('started')\n")
     result = holdfast("run", *as_arguments(flag, flag.spellings[-1]), "train.py")
     assert result.returncode == 2, result.stderr

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.screen.run_view import Watch
-from holdfast.cli.start.launcher import Launcher
+from holdfast.cli.start.launcher import RunLauncher
 from holdfast.cli.start.run_config import Request
 from holdfast.core.protocol.messages import Field
 from holdfast.errors import UserError
@@ -29,7 +29,7 @@ def last_lines(
     made.journal.append("detected", {**RAISED, "what": "left for a restart", "rank": 0, "member_id": 1})
     made.end(code, reason)
     request = Request(made.settings, made.directory.path, frozenset({0}), (), ())
-    launcher = Launcher(request, made.directory)
+    launcher = RunLauncher(request, made.directory)
     assert launcher.close() == code
     return capsys.readouterr().err.splitlines()
 
@@ -57,7 +57,7 @@ def test_a_save_in_the_runs_own_directory_is_named_once(
     made.journal.append("session_opened", {"step": 0, "root": "", "generation": "1.1"})
     made.journal.append("sealed", {"step": 40, "directory": "step-00000040.it"})
     made.end(75, "asked by Ctrl-C")
-    Launcher(Request(made.settings, made.directory.path, frozenset({0}), (), ()), made.directory).close()
+    RunLauncher(Request(made.settings, made.directory.path, frozenset({0}), (), ()), made.directory).close()
     said, then = capsys.readouterr().err.splitlines()
     assert "checkpoint saved" in said
     assert then.startswith(f"  next: HOLDFAST_CHECKPOINT={made.directory.checkpoints} and the same command")
@@ -74,7 +74,7 @@ def test_a_save_elsewhere_is_gone_on_from_without_a_word(
     made.journal.append("session_opened", {"step": 0, "root": str(tmp_path / "ckpts"), "generation": "1.1"})
     made.journal.append("sealed", {"step": 40, "directory": "step-00000040.it"})
     made.end(75, "asked by Ctrl-C")
-    Launcher(Request(made.settings, made.directory.path, frozenset({0}), (), ()), made.directory).close()
+    RunLauncher(Request(made.settings, made.directory.path, frozenset({0}), (), ()), made.directory).close()
     assert (
         capsys.readouterr()
         .err.splitlines()[-1]

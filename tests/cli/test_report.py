@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from holdfast.cli.screen.fault_report import Report, reports_of, text, write
+from holdfast.cli.screen.fault_report import FaultReport, reports_of, text, write
 from holdfast.core.protocol.messages import Field
 from holdfast.event_log import read
 from holdfast.runtime.node.hang_evidence import whole_words
@@ -50,7 +50,7 @@ def faulty(
     recovered: bool = True,
     session: bool = True,
     phase: str = "forward",
-) -> list[Report]:
+) -> list[FaultReport]:
     """A run with one fault, and its reports."""
     made = Made(base, "it")
     made.start(0, 1)

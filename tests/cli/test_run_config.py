@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from holdfast.cli.start.flags import FLAGS
-from holdfast.cli.start.node_flags import Nodes
+from holdfast.cli.start.node_flags import NodeFlags
 from holdfast.cli.start.run_config import Request, resolve, shown_local_ranks, worker_counts
 from holdfast.core.ids import RUN_ID_LENGTH_MAX
 from holdfast.errors import UnsupportedError, UsageError
@@ -145,7 +145,7 @@ def test_signals() -> None:
     assert signal.SIGINT in asked().signals
 
 
-ONE_NODE = Nodes(1, 1, 0, "node0", (), 1, "127.0.0.1", 1.0)
+ONE_NODE = NodeFlags(1, 1, 0, "node0", (), 1, "127.0.0.1", 1.0)
 
 
 def test_worker_counts(monkeypatch: pytest.MonkeyPatch) -> None:

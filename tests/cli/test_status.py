@@ -20,7 +20,7 @@ from holdfast.core.ids import Generation, MemberId
 from holdfast.core.protocol.messages import Field
 from holdfast.core.protocol.status_page import Phase, Word
 from holdfast.errors import UsageError
-from holdfast.event_log import Journal, Said
+from holdfast.event_log import EventLog, Said
 from holdfast.runtime.agent.agentd import committed_step
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import Endpoint, RunDir, log_path, write_private
@@ -56,7 +56,7 @@ class Made:
         self.directory.create()
         self.settings = RunSettings(run_id=run_id, nproc=workers, created_at=time.time() - 10)
         self.settings.save(self.directory.path)
-        self.journal = Journal.open(self.directory.journal, "controller")
+        self.journal = EventLog.open(self.directory.journal, "controller")
         self.pages: list[Page] = []
         self.agent: subprocess.Popen[bytes] | None = None
 

@@ -13,21 +13,21 @@ from hypothesis import strategies as st
 from holdfast.compat.dying_checkpoint import (
     After,
     Command,
-    Controller,
     Done,
+    DyingCheckpoint,
     Event,
-    Exit,
     Faulted,
-    Group,
     Here,
+    LeaveOrder,
     Lost,
     Over,
     Rename,
     Renamed,
     Replicas,
-    Save,
     Saved,
-    Send,
+    SaveParts,
+    SendToRank,
+    ShardGroup,
     Stood,
     Stop,
     Timer,
@@ -40,9 +40,9 @@ class Plant:
     """Ranks that answer as told; ``steps`` is where each stands when it is stopped."""
 
     def __init__(
-        self, steps: dict[int, int], groups: tuple[Group, ...], unsound: set[int] | None = None
+        self, steps: dict[int, int], groups: tuple[ShardGroup, ...], unsound: set[int] | None = None
     ) -> None:
-        self.controller = Controller(len(steps))
+        self.controller = DyingCheckpoint(len(steps))
         self.steps = steps
         self.unsound = unsound or set()
         self.living = set(steps)
@@ -82,7 +82,7 @@ class Plant:
             elif not isinstance(event, Timer) and event.rank not in self.living:
                 continue
             for command in self.feed(event):
-                if isinstance(command, Send) and command.rank in self.living:
+                if isinstance(command, SendToRank) and command.rank in self.living:
                     self._answer(command)
             if draw and deaths and self.living and draw.random() < 0.2:
                 deaths -= 1
@@ -90,9 +90,9 @@ class Plant:
                 self.queue.append(Lost(rank=victim, what="drawn"))
                 self.living.discard(victim)
 
-    def _answer(self, command: Send) -> None:
+    def _answer(self, command: SendToRank) -> None:
         rank, order = command.rank, command.message
-        if isinstance(order, Exit):
+        if isinstance(order, LeaveOrder):
             self.exits[rank] += 1
             self.saved_exits.add(order.saved)
             self.queue.append(Lost(rank=rank, what="it left"))
@@ -103,7 +103,7 @@ class Plant:
             self.queue.append(
                 Stood(rank=rank, step=self.steps[rank], why="torn" if rank in self.unsound else "")
             )
-        elif isinstance(order, Save):
+        elif isinstance(order, SaveParts):
             assert rank not in self.unsound
             moved = order.step != self.steps[rank]  # it was told to come up, and then the plan changed
             why = "it stands elsewhere" if moved else "disk full" if rank in self.fails else ""
@@ -114,9 +114,9 @@ class Plant:
             self.queue.append(Renamed(rank=rank))
 
 
-DATA_PARALLEL = (Group(1, (0, 1, 2, 3), 1),)
-SHARDED = (Group(0, (0, 1, 2, 3), 2),)
-TWO_STAGES = (Group(0, (0, 1), 1), Group(0, (2, 3), 1))
+DATA_PARALLEL = (ShardGroup(1, (0, 1, 2, 3), 1),)
+SHARDED = (ShardGroup(0, (0, 1, 2, 3), 2),)
+TWO_STAGES = (ShardGroup(0, (0, 1), 1), ShardGroup(0, (2, 3), 1))
 
 
 def lost(rank: int) -> Lost:
@@ -171,7 +171,7 @@ def test_a_silent_rank_does_not_keep_the_others() -> None:
 
 
 def test_an_exception_is_a_fault_and_its_rank_may_write() -> None:
-    plant = Plant({0: 7, 1: 7}, (Group(1, (0, 1), 1),))
+    plant = Plant({0: 7, 1: 7}, (ShardGroup(1, (0, 1), 1),))
     plant.run(Faulted(rank=0, what="ValueError"))
     assert plant.saves == [0] and plant.exits == Counter({0: 1, 1: 1})
 
@@ -184,10 +184,10 @@ def test_nothing_is_saved_before_the_first_step_or_without_replicas() -> None:
 
 
 def test_a_training_that_ends_is_no_fault() -> None:
-    plant = Plant({0: 7, 1: 7}, (Group(1, (0, 1), 1),))
+    plant = Plant({0: 7, 1: 7}, (ShardGroup(1, (0, 1), 1),))
     for rank in (0, 1):
         plant.feed(Done(rank=rank))
-        assert not [c for c in plant.feed(lost(rank)) if isinstance(c, Send)]
+        assert not [c for c in plant.feed(lost(rank)) if isinstance(c, SendToRank)]
     assert plant.over and not plant.saves
 
 
@@ -199,7 +199,7 @@ def test_whatever_dies_nothing_is_published_twice_and_everybody_leaves_once(seed
     shards = draw.choice([n for n in (1, 2, world // 2) if world % n == 0])
     steps = {rank: 7 + draw.randrange(2) for rank in range(world)}
     plant = Plant(
-        steps, (Group(0, tuple(range(world)), shards),), {r for r in range(world) if draw.random() < 0.1}
+        steps, (ShardGroup(0, tuple(range(world)), shards),), {r for r in range(world) if draw.random() < 0.1}
     )
     plant.fails = {r for r in range(world) if draw.random() < 0.1}
     plant.silent = {r for r in range(world) if draw.random() < 0.1}
@@ -212,10 +212,10 @@ def test_whatever_dies_nothing_is_published_twice_and_everybody_leaves_once(seed
 
 
 def test_choose_and_replicas() -> None:
-    assert choose([Group(0, (0, 1, 2, 3), 2)], {1, 2, 3}) == ({0: (2, 1)}, "")
-    assert "part 0 of 2" in choose([Group(0, (0, 1, 2, 3), 2)], {1, 3})[1]
+    assert choose([ShardGroup(0, (0, 1, 2, 3), 2)], {1, 2, 3}) == ({0: (2, 1)}, "")
+    assert "part 0 of 2" in choose([ShardGroup(0, (0, 1, 2, 3), 2)], {1, 3})[1]
     info: dict[str, Any] = {"type": 1, "rank_list": [0, 1, 2, 3], "replica_cnt": 2, "replica_shift": 0}
-    assert replicas([info]) == (Group(1, (0, 1, 2, 3), 2),)
+    assert replicas([info]) == (ShardGroup(1, (0, 1, 2, 3), 2),)
     wrongs: tuple[dict[str, Any], ...] = (
         {"replica_cnt": 3},
         {"replica_cnt": 0},

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdfast.compat.step_state import Standing
+from holdfast.compat.step_state import StepState
 
 BETWEEN = "ttp_set_ckpt_args was not called since its last update"
 
 
 def test_the_state_is_whole_when_both_calls_were_made() -> None:
-    standing = Standing(bound=True)
+    standing = StepState(bound=True)
     for step in (1, 2):
         standing.begin()
         assert standing.why == "its update was not completed"
@@ -23,7 +23,7 @@ def test_the_state_is_whole_when_both_calls_were_made() -> None:
 
 def test_an_iteration_without_an_update_has_a_number_of_its_own() -> None:
     """The scale of the loss was too large 15 times: 16 iterations, one update."""
-    standing = Standing(bound=True)
+    standing = StepState(bound=True)
     for iteration in range(1, 16):
         standing.give((iteration, "model"))
         assert standing.step == 0
@@ -37,7 +37,7 @@ def test_an_iteration_without_an_update_has_a_number_of_its_own() -> None:
 
 
 def test_arguments_of_before_the_update_are_told() -> None:
-    standing = Standing(bound=True)
+    standing = StepState(bound=True)
     standing.begin()
     standing.end(18)
     standing.give((17, "model"))
@@ -46,7 +46,7 @@ def test_arguments_of_before_the_update_are_told() -> None:
 
 
 def test_a_live_object_is_given_once() -> None:
-    standing = Standing(bound=False)
+    standing = StepState(bound=False)
     live = {"step": 0}
     standing.give(live)
     standing.begin()
@@ -55,7 +55,7 @@ def test_a_live_object_is_given_once() -> None:
 
 
 def test_a_count_binds_whoever_gives_it() -> None:
-    standing = Standing(bound=False)
+    standing = StepState(bound=False)
     standing.give((0, "model"))
     standing.begin()
     standing.end(1)
@@ -63,7 +63,7 @@ def test_a_count_binds_whoever_gives_it() -> None:
 
 
 def test_handlers_that_take_no_arguments_need_none() -> None:
-    standing = Standing(bound=True)
+    standing = StepState(bound=True)
     standing.begin()
     standing.end(1)
     assert standing.why == BETWEEN
@@ -73,7 +73,7 @@ def test_handlers_that_take_no_arguments_need_none() -> None:
 
 
 def test_arguments_that_were_left_out_are_told_once() -> None:
-    standing = Standing(bound=True)
+    standing = StepState(bound=True)
     told = []
     for step in (1, 2, 3, 4):
         told.append(standing.begin())
@@ -91,7 +91,7 @@ CALLS = st.lists(st.sampled_from(["begin", "end", "give", "skip"]), max_size=40)
 @given(CALLS)
 def test_no_order_of_calls_pairs_a_state_with_other_arguments(calls: list[str]) -> None:
     """``weights`` is the iteration of the last update that began; ``given`` that of the last arguments."""
-    standing = Standing(bound=True)
+    standing = StepState(bound=True)
     iteration = updates = 0
     begun = False
     since = True  # arguments since the last update began

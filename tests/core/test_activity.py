@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.protocol.health_messages import Active
-from holdfast.core.watch.activity import SAY_S, Activity, Seen
+from holdfast.core.watch.activity import SAY_S, Activity, WorkerSeen
 
 NODE = NodeId("n0")
 ONE, TWO = MemberId(1), MemberId(2)
 
 
-def seen(*works: int, recovers: bool = True, stopped: tuple[int, ...] = ()) -> list[Seen]:
+def seen(*works: int, recovers: bool = True, stopped: tuple[int, ...] = ()) -> list[WorkerSeen]:
     """One look: the amount of work of members 1, 2, ..."""
     return [
-        Seen(MemberId(number), (work,), recovers, number in stopped)
+        WorkerSeen(MemberId(number), (work,), recovers, number in stopped)
         for number, work in enumerate(works, start=1)
     ]
 

@@ -8,7 +8,7 @@ import msgspec
 
 from holdfast.core.agent import Agent
 from holdfast.core.config import AgentConfig
-from holdfast.core.ids import EVERYBODY, Generation, MemberId, NodeId, Version
+from holdfast.core.ids import EVERYBODY, Generation, LayoutVersion, MemberId, NodeId
 from holdfast.core.protocol.layout_messages import Layout, Layouts
 from holdfast.core.protocol.messages import (
     Ack,
@@ -98,7 +98,7 @@ def exited(member: int) -> MemberExited:
 def test_workers_tell_the_next_agent_what_all_ranks_hold() -> None:
     """Once: they were all told the same. To its own workers it says what a controller says."""
     desk = Desk().running()
-    old, new = (Catalogued(MemberId(1), G1, Version(G1, vote), Layouts((), {})) for vote in (0, 3))
+    old, new = (Catalogued(MemberId(1), G1, LayoutVersion(G1, vote), Layouts((), {})) for vote in (0, 3))
     assert desk.post(old) == [Send(to="controller", message=old)]
     assert desk.post(msgspec.structs.replace(old, member_id=MemberId(2))) == []
     assert desk.post(new) == [Send(to="controller", message=new)]
@@ -157,7 +157,11 @@ def test_a_new_controller_hears_everything_that_matters_and_then_a_beat() -> Non
     assert any(isinstance(c, RestartController) for c in desk.last)
     desk.post(
         LayoutPublished(
-            member_id=MemberId(1), generation=G1, rank=0, version=Version(G1, 2), layout=Layout(b"{}", b"")
+            member_id=MemberId(1),
+            generation=G1,
+            rank=0,
+            version=LayoutVersion(G1, 2),
+            layout=Layout(b"{}", b""),
         )
     )
     desk.post(exited(2))

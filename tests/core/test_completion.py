@@ -7,7 +7,7 @@ import random
 import pytest
 
 from holdfast.core.ids import MemberId, NodeId
-from holdfast.core.job.completion import Rollcall
+from holdfast.core.job.completion import AllOf
 from holdfast.core.job.membership import Member
 
 RANKS = 500
@@ -29,7 +29,7 @@ def test_all_answers_together_cost_two_looks_at_each(order: str) -> None:
         looks += 1
         return member.reached
 
-    rollcall = Rollcall()
+    rollcall = AllOf()
     ranks = list(range(RANKS))
     if order == "from the last":
         ranks.reverse()
@@ -42,7 +42,7 @@ def test_all_answers_together_cost_two_looks_at_each(order: str) -> None:
 
 
 def test_the_answer_is_that_of_all_whatever_was_asked_before() -> None:
-    rng, rollcall = random.Random(8), Rollcall()
+    rng, rollcall = random.Random(8), AllOf()
     for _ in range(2000):
         everyone = members(rng.randint(0, 6))
         done = {m.rank for m in everyone if rng.random() < 0.8}

@@ -9,9 +9,9 @@ import pytest
 
 from holdfast.core.config import Config
 from holdfast.core.controller import Controller
-from holdfast.core.ids import Generation, MemberId, NodeId, SaveId, Version
-from holdfast.core.job.log_replay import Past
-from holdfast.core.protocol.health_messages import Paced, Vouched
+from holdfast.core.ids import Generation, LayoutVersion, MemberId, NodeId, SaveId
+from holdfast.core.job.log_replay import ReplayedState
+from holdfast.core.protocol.health_messages import StateDigests, StepTimes
 from holdfast.core.protocol.layout_messages import Layout, Layouts
 from holdfast.core.protocol.messages import (
     AgentBeat,
@@ -26,13 +26,13 @@ from holdfast.core.protocol.messages import (
     KillMember,
     LayoutPublished,
     Leave,
+    LogRecord,
     MemberExited,
     MemberSeen,
     MemberStarted,
     Message,
     RankState,
-    Record,
-    Resume,
+    ResumeInPlace,
     SaveReported,
     Send,
     SessionOpened,
@@ -59,20 +59,20 @@ def covered(layouts: Layouts, sources: tuple[int, ...]) -> str:
 class Job:
     """A controller and the log of what it did."""
 
-    def __init__(self, world_size: int = 3, past: Past | None = None, **config: Any) -> None:
+    def __init__(self, world_size: int = 3, past: ReplayedState | None = None, **config: Any) -> None:
         self.config = Config(run_id="run", world_size=world_size, **config)
-        self.past = past or Past()
+        self.past = past or ReplayedState()
         self.controller = Controller(self.config, self.past, covered)
         self.now = 0.0
         self.log: list[Command] = []
-        self.records: list[Record] = []
+        self.records: list[LogRecord] = []
         self.last: list[Command] = []
         self._take(self.controller.start(self.now))
 
     def _take(self, commands: list[Command]) -> None:
         self.last = commands
         self.log += commands
-        self.records += [c for c in commands if isinstance(c, Record)]
+        self.records += [c for c in commands if isinstance(c, LogRecord)]
         self.controller.check()
 
     def post(self, event: Message, after_s: float = 0.01) -> list[Command]:
@@ -89,7 +89,7 @@ class Job:
         asked = [settle for settle in self.sent(Settle) if settle.vouch]
         said = [c for c in self.last if not (isinstance(c, Send) and c.message in asked)]
         for settle in asked:
-            vouched = Vouched(settle.member_id, settle.generation, settle.step, copies=())
+            vouched = StateDigests(settle.member_id, settle.generation, settle.step, copies=())
             self._take(self.controller.handle(self.now, vouched))
             said += self.last
         self.last = said
@@ -130,7 +130,9 @@ class Job:
             self.post(
                 SessionOpened(member_id=member, generation=generation, step=step, root="/ck", live=live)
             )
-            self.post(LayoutPublished(member, generation, rank, Version(generation, 0), Layout(b"{}", b"")))
+            self.post(
+                LayoutPublished(member, generation, rank, LayoutVersion(generation, 0), Layout(b"{}", b""))
+            )
 
     def exit(self, rank: int, state: RankState = "compute", step: int = 5, **how: Any) -> None:
         how = how or {"signal": 9}
@@ -247,7 +249,7 @@ def test_a_death_fences_saves_and_restarts_without_loss() -> None:
     assert job.record("fenced")["dead_ranks"] == [1]
     job.settle(0, "aborted", 5)
     job.settle(2, "aborted", 5)
-    kinds = [c.kind if isinstance(c, Record) else type(c).__name__ for c in job.last]
+    kinds = [c.kind if isinstance(c, LogRecord) else type(c).__name__ for c in job.last]
     assert kinds.index("planned") < kinds.index("Send"), "the decision is written before it is told"
     orders = job.sent(Settle)
     assert [(o.step, o.then, o.save and o.save.sources) for o in orders] == [(5, "restart", (0, 2))] * 2
@@ -304,7 +306,7 @@ def test_the_decision_waits_for_everyone_and_refuses_stale_answers() -> None:
 def test_whose_steps_take_long_may_be_long_in_an_update() -> None:
     job = Job().up()
     assert job.controller.job.settle_s == job.config.quiesce_s
-    job.post(Paced(node_id=NODE, generation=job.generation, ranks=(), step_s=30.0))
+    job.post(StepTimes(node_id=NODE, generation=job.generation, ranks=(), step_s=30.0))
     job.exit(1, state="updating")
     assert SetTimer(name="quiesce", delay_s=60.0) in job.last
 
@@ -354,7 +356,7 @@ def test_another_attempt_to_save_answers_no_other_fault(on_fault: str) -> None:
     job.settle(0, "aborted", 5)
     job.settle(1, "aborted", 5)
     assert job.record("verdict")["action"] == "restart_last_gasp" and not job.record("verdict")["counts"]
-    assert len(job.controller.job.answered) == len(Past.read(job.records).answered) == 1
+    assert len(job.controller.job.answered) == len(ReplayedState.read(job.records).answered) == 1
     job.exit(0)
     job.settle(1, "aborted", 5)
     assert job.record("verdict")["action"] == "stop_budget", "another fault is one too many"
@@ -371,9 +373,9 @@ def test_a_broken_collective_without_a_death_is_retried_in_place() -> None:
     job.settle(2, "in_doubt", 5)
     assert {(o.step, o.then) for o in job.sent(Settle)} == {(6, "retry")}
     job.settle(0, "ready", 6)
-    assert job.sent(Resume) == [], "rank 2 has not applied its update yet"
+    assert job.sent(ResumeInPlace) == [], "rank 2 has not applied its update yet"
     job.settle(2, "ready", 6)
-    assert {r.step for r in job.sent(Resume)} == {6}
+    assert {r.step for r in job.sent(ResumeInPlace)} == {6}
     for member in job.members:
         job.post(StepReached(member_id=member, generation=job.generation, step=7))
     assert job.record("recovered")["kind"] == "collective"
@@ -494,7 +496,7 @@ def test_all_layouts_make_a_catalogue_once() -> None:
 
 def successor(job: Job, **changes: Any) -> Job:
     """A controller of the next term, with the log of the one before."""
-    return Job(past=Past.read(job.records), term=2, **changes)
+    return Job(past=ReplayedState.read(job.records), term=2, **changes)
 
 
 def seen(job: Job) -> tuple[MemberSeen, ...]:

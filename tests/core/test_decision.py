@@ -6,17 +6,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdfast.core.decide.decision import Decided, Report, committed_floor, decide
+from holdfast.core.decide.decision import Decision, RankReport, committed_floor, decide
 from holdfast.core.protocol.messages import RankState
 
 
-def reports(text: str) -> list[Report]:
+def reports(text: str) -> list[RankReport]:
     """``"ready 5, dead updating 4"`` -> reports of ranks 0, 1."""
     found = []
     for rank, item in enumerate(text.split(",")):
         words = item.split()
         state: RankState = words[-2]  # type: ignore[assignment]
-        found.append(Report(rank, state, int(words[-1]), words[0] != "dead"))
+        found.append(RankReport(rank, state, int(words[-1]), words[0] != "dead"))
     return found
 
 
@@ -59,13 +59,13 @@ def test_evidence_names_who_proves_it() -> None:
     assert decided.evidence == ("dead rank 2 was in the update of step 5",)
 
 
-def legal_worlds() -> st.SearchStrategy[list[Report]]:
+def legal_worlds() -> st.SearchStrategy[list[RankReport]]:
     """Situations that the protocol allows around step 5: nobody updates unless all have voted."""
     everyone_voted = st.tuples(st.sampled_from(["in_doubt 5", "ready 6", "torn 5"]), st.booleans())
     dead_only = st.sampled_from(["updating 5", "voting 5"])
     some_did_not = st.tuples(st.sampled_from(["aborted 5", "ready 5", "in_doubt 5"]), st.booleans())
 
-    def build(items: list[tuple[str, bool]], dead: list[str]) -> list[Report]:
+    def build(items: list[tuple[str, bool]], dead: list[str]) -> list[RankReport]:
         text = [f"{'' if alive else 'dead '}{where}" for where, alive in items] + [f"dead {d}" for d in dead]
         return reports(", ".join(text))
 
@@ -77,8 +77,8 @@ def legal_worlds() -> st.SearchStrategy[list[Report]]:
 
 
 @given(legal_worlds())
-def test_no_living_rank_is_left_behind_or_overruled(world: list[Report]) -> None:
-    decided: Decided = decide(world)
+def test_no_living_rank_is_left_behind_or_overruled(world: list[RankReport]) -> None:
+    decided: Decision = decide(world)
     floors = [f for f in map(committed_floor, world) if f is not None]
     assert decided.step == max(floors)
     sound = [r.rank for r in world if r.alive and r.state != "torn"]

@@ -11,7 +11,7 @@ from holdfast.core.protocol.messages import (
     EndRun,
     ExitCancelled,
     ExitRun,
-    Held,
+    HeldStates,
     Send,
     Tick,
 )
@@ -113,7 +113,7 @@ def test_a_node_that_alone_holds_shards_does_not_leave_alone(in_memory: bool) ->
     job.open(20)
     job.controller.job.uncovered = lambda layouts, sources: "" if 1 in sources else "shard 1 is gone"
     if in_memory:
-        job.post(Held(node_id=C, ranks={"1": (20,)}))
+        job.post(HeldStates(node_id=C, ranks={"1": (20,)}))
     ask(job, B)
     job.post(Tick(name="depart"), 5.0)
     assert ("node_left" in kinds(job)) is in_memory and ("exit_requested" in kinds(job)) is not in_memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from holdfast.core.election import Election, ElectionConfig, Kept
+from holdfast.core.election import Election, ElectionConfig, HardState
 from holdfast.core.ids import NodeId
 from holdfast.core.protocol.messages import (
     Command,
@@ -16,32 +16,32 @@ from holdfast.core.protocol.messages import (
     Tick,
 )
 from holdfast.core.protocol.peer_messages import (
-    Amended,
-    AmendSaid,
     Claim,
+    ConfigChange,
+    ConfigChangeAck,
     ControllerUp,
-    Electorate,
     Follow,
     Founded,
     GiveUp,
-    Keep,
     Lead,
     LeaderLost,
-    StandDown,
+    PersistHardState,
+    RequestVote,
     StartController,
-    VoteAsk,
-    VoteSaid,
-    WitnessSaid,
+    StepDown,
+    VoteReply,
+    VoterSet,
+    WitnessReply,
 )
 
 A, B, C, D = (NodeId(f"node{i}") for i in range(4))
 
 
-def nodes(*who: NodeId, witness: bool = False) -> Kept:
-    return Kept(electorate=Electorate(0, 1, who, witness), committed=True)
+def nodes(*who: NodeId, witness: bool = False) -> HardState:
+    return HardState(electorate=VoterSet(0, 1, who, witness), committed=True)
 
 
-def agent(me: NodeId, kept: Kept) -> Election:
+def agent(me: NodeId, kept: HardState) -> Election:
     machine = Election(ElectionConfig(node_id=me), kept)
     machine.start(0.0)
     return machine
@@ -62,61 +62,61 @@ def lead(machine: Election, *others: NodeId) -> list[Command]:
     post(machine, Tick(name="campaign"))
     for voter in others:
         term = machine.kept.term + 1
-        post(machine, VoteSaid(voter=voter, term=term, trial=True, granted=True))
+        post(machine, VoteReply(voter=voter, term=term, trial=True, granted=True))
     done: list[Command] = []
     for voter in others:
-        done += post(machine, VoteSaid(voter=voter, term=machine.kept.term, trial=False, granted=True))
+        done += post(machine, VoteReply(voter=voter, term=machine.kept.term, trial=False, granted=True))
     return done + post(machine, ControllerUp(term=machine.kept.term, host="h", port=1))
 
 
 def test_one_node_elects_itself_at_once_and_again_when_its_controller_dies() -> None:
-    machine = agent(A, Kept())
+    machine = agent(A, HardState())
     first = post(machine, Founded(voters=(A,), witness=False))
     again = post(machine, LeaderLost())
     assert [c.term for c in first + again if isinstance(c, StartController)] == [1, 2]
     kinds = [type(c) for c in again]
-    assert kinds.index(Keep) < kinds.index(StartController), "the term is kept before it is used"
+    assert kinds.index(PersistHardState) < kinds.index(StartController), "the term is kept before it is used"
 
 
 def test_a_trial_binds_nobody_and_a_vote_is_given_once() -> None:
     machine = agent(A, nodes(A, B, C))
-    ask = VoteAsk(candidate=B, term=1, electorate=Electorate(0, 1, (A, B, C)), trial=True)
-    assert not any(isinstance(c, Keep) for c in post(machine, ask))
-    ask = VoteAsk(candidate=B, term=1, electorate=Electorate(0, 1, (A, B, C)), trial=False)
-    ((to, answer),) = said(post(machine, ask), VoteSaid)
-    assert to == f"node:{B}" and isinstance(answer, VoteSaid) and answer.granted
-    ask = VoteAsk(candidate=C, term=1, electorate=Electorate(0, 1, (A, B, C)), trial=False)
-    ((_, answer),) = said(post(machine, ask), VoteSaid)
-    assert isinstance(answer, VoteSaid) and not answer.granted
+    ask = RequestVote(candidate=B, term=1, electorate=VoterSet(0, 1, (A, B, C)), trial=True)
+    assert not any(isinstance(c, PersistHardState) for c in post(machine, ask))
+    ask = RequestVote(candidate=B, term=1, electorate=VoterSet(0, 1, (A, B, C)), trial=False)
+    ((to, answer),) = said(post(machine, ask), VoteReply)
+    assert to == f"node:{B}" and isinstance(answer, VoteReply) and answer.granted
+    ask = RequestVote(candidate=C, term=1, electorate=VoterSet(0, 1, (A, B, C)), trial=False)
+    ((_, answer),) = said(post(machine, ask), VoteReply)
+    assert isinstance(answer, VoteReply) and not answer.granted
     assert (machine.kept.term, machine.kept.voted_for) == (1, B)
 
 
 def test_who_has_voted_waits_as_long_as_the_controller_of_that_one_starts() -> None:
     """On a crowded host it starts in seconds; three agents deposed each other for a minute, and gave up."""
-    machine, electorate = agent(A, nodes(A, B, C)), Electorate(0, 1, (A, B, C))
+    machine, electorate = agent(A, nodes(A, B, C)), VoterSet(0, 1, (A, B, C))
     vote, trial = (
-        VoteAsk(candidate=B, term=1, electorate=electorate, trial=False),
-        VoteAsk(candidate=C, term=2, electorate=electorate, trial=True),
+        RequestVote(candidate=B, term=1, electorate=electorate, trial=False),
+        RequestVote(candidate=C, term=2, electorate=electorate, trial=True),
     )
-    assert any(isinstance(c, Keep) for c in post(machine, vote))
+    assert any(isinstance(c, PersistHardState) for c in post(machine, vote))
     for _ in range(3):
         again = post(machine, vote)
         assert {c.name for c in again if isinstance(c, SetTimer)} == {"campaign", "alone"}
-        assert not any(isinstance(c, Keep) for c in again), "it is on the disk"
-        ((_, answer),) = said(post(machine, trial), VoteSaid)
-        assert isinstance(answer, VoteSaid) and not answer.granted
+        assert not any(isinstance(c, PersistHardState) for c in again), "it is on the disk"
+        ((_, answer),) = said(post(machine, trial), VoteReply)
+        assert isinstance(answer, VoteReply) and not answer.granted
     post(machine, Tick(name="campaign"))
-    ((_, answer),) = said(post(machine, trial), VoteSaid)
-    assert isinstance(answer, VoteSaid) and answer.granted
+    ((_, answer),) = said(post(machine, trial), VoteReply)
+    assert isinstance(answer, VoteReply) and answer.granted
 
 
 def test_who_is_elected_says_so_until_its_controller_is_up() -> None:
     machine = agent(A, nodes(A, B, C))
     post(machine, Tick(name="campaign"))
-    post(machine, VoteSaid(voter=B, term=1, trial=True, granted=True))
-    post(machine, VoteSaid(voter=B, term=1, trial=False, granted=True))
+    post(machine, VoteReply(voter=B, term=1, trial=True, granted=True))
+    post(machine, VoteReply(voter=B, term=1, trial=False, granted=True))
     again = post(machine, Tick(name="starting"))
-    assert [to for to, _ in said(again, VoteAsk)] == [f"node:{B}", f"node:{C}"]
+    assert [to for to, _ in said(again, RequestVote)] == [f"node:{B}", f"node:{C}"]
     assert "starting" in {c.name for c in again if isinstance(c, SetTimer)}
     post(machine, ControllerUp(term=1, host="h", port=1))
     assert post(machine, Tick(name="starting")) == []
@@ -126,18 +126,18 @@ def test_who_hears_a_leader_deposes_nobody_and_says_who_it_is() -> None:
     machine = agent(A, nodes(A, B, C))
     known = Lead(leader=B, term=1, host="b", port=1)
     assert [c for c in post(machine, known) if isinstance(c, Follow)] == [Follow(lead=known)]
-    ask = VoteAsk(candidate=C, term=2, electorate=Electorate(0, 1, (A, B, C)), trial=True)
+    ask = RequestVote(candidate=C, term=2, electorate=VoterSet(0, 1, (A, B, C)), trial=True)
     commands = post(machine, ask)
-    assert [m for _, m in said(commands, VoteSaid) if isinstance(m, VoteSaid) and m.granted] == []
+    assert [m for _, m in said(commands, VoteReply) if isinstance(m, VoteReply) and m.granted] == []
     assert said(commands, Lead) == [(f"node:{C}", known)]
 
 
 def test_a_leader_that_meets_a_later_term_stands_down_and_runs_again() -> None:
     machine = agent(A, nodes(A, B, C))
     lead(machine, B)
-    commands = post(machine, VoteSaid(voter=C, term=7, trial=False, granted=False))
-    assert any(isinstance(c, StandDown) for c in commands)
-    asks = [m for _, m in said(commands, VoteAsk) if isinstance(m, VoteAsk)]
+    commands = post(machine, VoteReply(voter=C, term=7, trial=False, granted=False))
+    assert any(isinstance(c, StepDown) for c in commands)
+    asks = [m for _, m in said(commands, RequestVote) if isinstance(m, RequestVote)]
     assert {(m.term, m.trial) for m in asks} == {(8, True)}
 
 
@@ -145,7 +145,7 @@ def test_a_minority_gives_up_and_answers_nobody_any_more() -> None:
     machine = agent(A, nodes(A, B, C))
     post(machine, LeaderLost())
     assert any(isinstance(c, GiveUp) for c in post(machine, Tick(name="alone")))
-    ask = VoteAsk(candidate=B, term=9, electorate=Electorate(0, 1, (A, B, C)), trial=False)
+    ask = RequestVote(candidate=B, term=9, electorate=VoterSet(0, 1, (A, B, C)), trial=False)
     assert post(machine, ask) == []
 
 
@@ -162,12 +162,12 @@ def test_of_two_with_a_witness_one_goes_on() -> None:
         post(machine, LeaderLost())
         claims = [c for c in post(machine, Tick(name="alone")) if isinstance(c, Claim)]
         assert [(c.number, c.voters) for c in claims] == [(2, (machine.me,))]
-    won = post(first, WitnessSaid(number=2, voters=(A,)))
-    lost = post(second, WitnessSaid(number=2, voters=(A,)))
+    won = post(first, WitnessReply(number=2, voters=(A,)))
+    lost = post(second, WitnessReply(number=2, voters=(A,)))
     assert any(isinstance(c, StartController) for c in won) and any(isinstance(c, GiveUp) for c in lost)
     # The one that was left out is refused even by a term that nobody has seen.
-    ask = VoteAsk(candidate=B, term=99, electorate=Electorate(0, 1, (A, B), True), trial=False)
-    assert [m for _, m in said(post(first, ask), VoteSaid) if isinstance(m, VoteSaid) and m.granted] == []
+    ask = RequestVote(candidate=B, term=99, electorate=VoterSet(0, 1, (A, B), True), trial=False)
+    assert [m for _, m in said(post(first, ask), VoteReply) if isinstance(m, VoteReply) and m.granted] == []
 
 
 def test_of_two_without_a_witness_none_goes_on() -> None:
@@ -183,32 +183,34 @@ def test_a_lost_voter_leaves_and_a_new_one_joins_one_at_a_time() -> None:
     kept = []
     for _ in range(3):
         commands = post(machine, Rolled(up=(A, B, C)))
-        kept += [c.electorate for c in commands if isinstance(c, Keep)]
+        kept += [c.electorate for c in commands if isinstance(c, PersistHardState)]
         electorate = machine.kept.electorate
         assert electorate is not None
         for voter in (B, C):
-            post(machine, AmendSaid(voter=voter, electorate=electorate))
-    assert machine.kept.committed and machine.kept.electorate == Electorate(1, 2, (A, B, C))
-    assert kept[0] == Electorate(1, 1, (A, B, C, D)), "first anew in its own term"
+            post(machine, ConfigChangeAck(voter=voter, electorate=electorate))
+    assert machine.kept.committed and machine.kept.electorate == VoterSet(1, 2, (A, B, C))
+    assert kept[0] == VoterSet(1, 1, (A, B, C, D)), "first anew in its own term"
 
 
 def test_an_agent_that_was_restarted_drops_nobody_before_it_is_told_who_is_there() -> None:
     machine = agent(A, msgspec.structs.replace(nodes(A, B, C, D), term=1, voted_for=A, committed=False))
     commands = post(machine, ControllerUp(term=1, host="h", port=1))
-    electorate = Electorate(1, 1, (A, B, C, D))
-    assert [m.electorate for _, m in said(commands, Amended) if isinstance(m, Amended)] == [electorate]
+    electorate = VoterSet(1, 1, (A, B, C, D))
+    assert [m.electorate for _, m in said(commands, ConfigChange) if isinstance(m, ConfigChange)] == [
+        electorate
+    ]
     for voter in (B, C):
-        post(machine, AmendSaid(voter=voter, electorate=electorate))
+        post(machine, ConfigChangeAck(voter=voter, electorate=electorate))
     assert machine.kept.committed and machine.kept.electorate == electorate
 
 
 def test_a_voter_keeps_what_the_leader_issues_and_refuses_who_knows_less() -> None:
     machine = agent(C, nodes(A, B, C, D))
-    newer = Electorate(3, 2, (A, B, C))
-    post(machine, Amended(leader=A, term=3, electorate=newer, committed=False))
+    newer = VoterSet(3, 2, (A, B, C))
+    post(machine, ConfigChange(leader=A, term=3, electorate=newer, committed=False))
     assert machine.kept.electorate == newer and machine.kept.term == 3
-    ask = VoteAsk(candidate=D, term=9, electorate=Electorate(0, 1, (A, B, C, D)), trial=False)
-    assert [m for _, m in said(post(machine, ask), VoteSaid) if isinstance(m, VoteSaid) and m.granted] == []
+    ask = RequestVote(candidate=D, term=9, electorate=VoterSet(0, 1, (A, B, C, D)), trial=False)
+    assert [m for _, m in said(post(machine, ask), VoteReply) if isinstance(m, VoteReply) and m.granted] == []
 
 
 @pytest.mark.parametrize("leads", [True, False])
@@ -219,10 +221,10 @@ def test_a_change_of_a_later_leader_ends_what_an_older_one_is_at(leads: bool) ->
         lead(machine, B)
     else:
         post(machine, Tick(name="campaign"))
-        post(machine, VoteSaid(voter=B, term=1, trial=True, granted=True))
+        post(machine, VoteReply(voter=B, term=1, trial=True, granted=True))
     assert machine.role == ("leader" if leads else "candidate")
-    wider = Electorate(2, 2, (A, B, C, D))
-    done = post(machine, Amended(leader=B, term=2, electorate=wider, committed=False))
-    assert any(isinstance(c, StandDown) for c in done) == leads
+    wider = VoterSet(2, 2, (A, B, C, D))
+    done = post(machine, ConfigChange(leader=B, term=2, electorate=wider, committed=False))
+    assert any(isinstance(c, StepDown) for c in done) == leads
     assert (machine.kept.term, machine.kept.electorate) == (2, wider)
-    assert not said(post(machine, Rolled(up=(A, C))), Amended)
+    assert not said(post(machine, Rolled(up=(A, C))), ConfigChange)

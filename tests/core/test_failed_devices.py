@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from holdfast.core.ids import NodeId
-from holdfast.core.job.failed_devices import DeviceFailure, Devices, certainty
+from holdfast.core.job.failed_devices import DeviceFailure, FailedDevices, certainty
 
 NODE, OTHER = NodeId("n0"), NodeId("n1")
 ONE = DeviceFailure(node_id=NODE, local_rank=1, step=5, digest="d", certain=True, occurrence=1)
@@ -40,7 +40,7 @@ def test_what_an_exception_says_of_its_device(kind: str, what: str, sure: str) -
 
 
 def test_a_slot_is_left_out_after_its_second_certain_failure() -> None:
-    devices = Devices()
+    devices = FailedDevices()
     assert devices.note(ONE) and not devices.note(ONE), "a successor hears of it again"
     assert devices.trusted(NODE, 3) == devices.usable(NODE, 3) == [0, 1, 2]
     devices.note(msgspec.structs.replace(ONE, occurrence=2, step=9))
@@ -50,7 +50,7 @@ def test_a_slot_is_left_out_after_its_second_certain_failure() -> None:
 
 def test_an_uncertain_failure_only_makes_others_first() -> None:
     unsure = msgspec.structs.replace(ONE, certain=False)
-    devices = Devices([unsure, msgspec.structs.replace(unsure, occurrence=2)])
+    devices = FailedDevices([unsure, msgspec.structs.replace(unsure, occurrence=2)])
     assert devices.trusted(NODE, 2) == [0] and devices.usable(NODE, 2) == [0, 1]
     elsewhere = msgspec.structs.replace(unsure, node_id=OTHER, occurrence=3)
     assert not devices.is_of_script(unsure)
@@ -60,5 +60,5 @@ def test_an_uncertain_failure_only_makes_others_first() -> None:
 
 
 def test_the_same_certain_error_on_two_devices_is_not_the_script() -> None:
-    devices = Devices([ONE])
+    devices = FailedDevices([ONE])
     assert not devices.is_of_script(msgspec.structs.replace(ONE, local_rank=0))

@@ -14,7 +14,7 @@ from holdfast.core.protocol.messages import (
     Leave,
     RankState,
     Release,
-    Resume,
+    ResumeInPlace,
     SaveReported,
     Settle,
     Settled,
@@ -147,7 +147,7 @@ def _replaced(job: Job, lost: int = 1) -> None:
 def test_a_rank_that_falls_after_it_has_answered_says_so_and_all_start_again() -> None:
     job = live()
     _replaced(job)
-    assert len(job.sent(Resume)) == 3
+    assert len(job.sent(ResumeInPlace)) == 3
     says(job, 0, "ready", away=True)  # its metric met the fault only now
     assert "left its loop" in str(job.record("fenced")["reason"])
     for rank in range(3):
@@ -199,7 +199,7 @@ def gone_back() -> Job:
     newcomer = job.controller.job.roster.members[1]
     newcomer.live, newcomer.opened_step = True, 100
     job.post(Joined(member_id=job.members[1], generation=job.generation, step=100))
-    assert {order.step for order in job.sent(Resume)} == {100}
+    assert {order.step for order in job.sent(ResumeInPlace)} == {100}
     return job
 
 

@@ -10,10 +10,10 @@ import pytest
 from holdfast.core.ids import NodeId
 from holdfast.core.protocol.health_messages import (
     LAST_LOOK,
+    CollectEvidence,
     Evidence,
-    Gather,
     Late,
-    Moved,
+    ProgressResumed,
     RankEvidence,
     Stalled,
 )
@@ -25,7 +25,7 @@ from holdfast.core.protocol.messages import (
     KillMember,
     MemberSeen,
     MemberStarted,
-    Resume,
+    ResumeInPlace,
     SetTimer,
     Settle,
     StartMembers,
@@ -66,7 +66,7 @@ def test_evidence_comes_before_the_kill_and_the_fault_is_a_hang() -> None:
     job = Job().up()
     job.now = 100.0
     job.post(stalled(job))
-    (order,) = job.sent(Gather)
+    (order,) = job.sent(CollectEvidence)
     assert job.sent(KillMember) == []
     job.post(evidence(job, order.number, process="T"))
     (kill,) = job.sent(KillMember)
@@ -83,8 +83,8 @@ def test_evidence_comes_before_the_kill_and_the_fault_is_a_hang() -> None:
 def test_a_worker_that_moves_takes_everything_back() -> None:
     job = Job().up()
     job.post(stalled(job))
-    (order,) = job.sent(Gather)
-    job.post(Moved(node_id=NODE, generation=job.generation))
+    (order,) = job.sent(CollectEvidence)
+    job.post(ProgressResumed(node_id=NODE, generation=job.generation))
     assert CancelTimer(name="gather") in job.last
     job.post(evidence(job, order.number, process="T"))
     job.post(Tick(name="gather"))
@@ -94,12 +94,12 @@ def test_a_worker_that_moves_takes_everything_back() -> None:
 def test_nobody_to_blame_is_a_fence_and_a_retry_in_place() -> None:
     job = Job().up()
     job.post(stalled(job))
-    job.post(evidence(job, job.sent(Gather)[0].number))
+    job.post(evidence(job, job.sent(CollectEvidence)[0].number))
     assert len(job.sent(Fence)) == 3 and job.sent(KillMember) == []
     for rank in range(3):
         job.settle(rank, "aborted", 5)
     assert job.record("verdict")["action"] == "retry_in_place"
-    assert [(r.member_id, r.generation.n, r.step) for r in job.sent(Resume)] == [
+    assert [(r.member_id, r.generation.n, r.step) for r in job.sent(ResumeInPlace)] == [
         (1, 2, 5),
         (2, 2, 5),
         (3, 2, 5),
@@ -111,7 +111,7 @@ def test_a_hang_of_all_at_the_same_step_twice_ends_the_run() -> None:
     job = Job().up()
     for number in range(2):
         job.post(stalled(job))
-        job.post(evidence(job, job.sent(Gather)[0].number))
+        job.post(evidence(job, job.sent(CollectEvidence)[0].number))
         for rank in range(3):
             job.settle(rank, "aborted", 5)
         if number == 0:
@@ -126,7 +126,7 @@ def test_a_hang_of_all_at_the_same_step_twice_ends_the_run() -> None:
 def test_when_all_compute_it_is_slow_and_looked_at_again_later() -> None:
     job = Job(patience_s=60.0).up()
     job.post(stalled(job))
-    number = job.sent(Gather)[0].number
+    number = job.sent(CollectEvidence)[0].number
     busy = evidence(job, number)
     ranks = tuple(
         RankEvidence(
@@ -139,20 +139,20 @@ def test_when_all_compute_it_is_slow_and_looked_at_again_later() -> None:
     (timer,) = [c for c in job.last if isinstance(c, SetTimer)]
     assert timer.name == "patience"
     job.post(stalled(job))
-    assert job.sent(Gather) == [], "not before its patience is over"
+    assert job.sent(CollectEvidence) == [], "not before its patience is over"
     job.post(Tick(name="patience"))
-    assert len(job.sent(Gather)) == 1
+    assert len(job.sent(CollectEvidence)) == 1
 
 
 def test_during_a_recovery_nothing_is_judged() -> None:
     job = Job().up()
     job.post(stalled(job))
-    number = job.sent(Gather)[0].number
+    number = job.sent(CollectEvidence)[0].number
     job.exit(2)
     job.post(evidence(job, number, process="T"))
     assert job.sent(KillMember) == []
     job.post(stalled(job))
-    assert job.sent(Gather) == []
+    assert job.sent(CollectEvidence) == []
 
 
 def newcomer() -> Job:
@@ -192,16 +192,16 @@ def test_a_newcomer_that_hangs_in_its_start_is_followed_by_another(
     job = newcomer()
     first, generation = job.members[1], job.generation
     job.post(late(job, stopped=process == "T"))
-    (order,) = job.sent(Gather)
+    (order,) = job.sent(CollectEvidence)
     assert job.sent(KillMember) == []
     job.post(late(job, stopped=process == "T"))
-    assert job.sent(Gather) == [], "asked once"
+    assert job.sent(CollectEvidence) == [], "asked once"
     job.post(seen_late(job, order.number, process=process, cpu=cpu))
     (kill,) = job.sent(KillMember)
     assert kill.member_id == first and why in kill.reason
     assert job.record("hang")["ranks"] == [1] and len(job.record("hang")["evidence"]) == 1
     job.post(late(job))
-    assert job.sent(Gather) == [], "it is being killed"
+    assert job.sent(CollectEvidence) == [], "it is being killed"
     job.exit(1, "starting", 0)
     assert job.record("detected")["kind"] == "hang" and job.generation == generation
     assert [a.rank for order in job.sent(StartMembers) for a in order.members] == [1]
@@ -212,13 +212,13 @@ def test_a_newcomer_that_waits_for_its_state_is_late_only_when_it_is_stopped() -
     job = newcomer()
     job.post(JoinAsked(member_id=job.members[1], generation=job.generation))
     job.post(late(job))
-    assert job.sent(Gather) == []
+    assert job.sent(CollectEvidence) == []
     job.post(late(job, stopped=True))
-    (order,) = job.sent(Gather)
+    (order,) = job.sent(CollectEvidence)
     job.post(seen_late(job, order.number, process="S"))
     assert job.sent(KillMember) == [], "it runs again"
     job.post(late(job, stopped=True))
-    job.post(seen_late(job, job.sent(Gather)[0].number, process="T"))
+    job.post(seen_late(job, job.sent(CollectEvidence)[0].number, process="T"))
     assert [kill.member_id for kill in job.sent(KillMember)] == [job.members[1]]
 
 
@@ -228,7 +228,7 @@ def test_a_newcomer_that_moves_meanwhile_lives_and_a_silent_agent_is_asked_again
     assert SetTimer(name="late", delay_s=GATHER_S) in job.last
     job.post(Tick(name="late"))
     job.post(late(job))
-    job.post(seen_late(job, job.sent(Gather)[0].number, idle_s=0.1))
+    job.post(seen_late(job, job.sent(CollectEvidence)[0].number, idle_s=0.1))
     assert job.sent(KillMember) == [] and not any(r.kind == "hang" for r in job.records)
 
 
@@ -253,7 +253,7 @@ def test_a_newcomer_that_does_not_join_in_time_is_looked_at_before_its_end() -> 
 def test_only_a_newcomer_is_late() -> None:
     job = Job().up()
     job.post(late(job, stopped=True))
-    assert job.sent(Gather) == [], "others are judged together"
+    assert job.sent(CollectEvidence) == [], "others are judged together"
 
 
 def test_a_worker_that_is_stopped_before_its_session_opens_is_replaced() -> None:
@@ -262,10 +262,10 @@ def test_a_worker_that_is_stopped_before_its_session_opens_is_replaced() -> None
     job.hello()
     found = msgspec.structs.replace(stalled(job), stopped=True)
     job.post(found)
-    job.post(evidence(job, job.sent(Gather)[0].number, phase="starting", process="S"))
+    job.post(evidence(job, job.sent(CollectEvidence)[0].number, phase="starting", process="S"))
     assert job.sent(KillMember) == [] and job.sent(Fence) == [], "it runs again, and nothing else is known"
     job.post(found)
-    job.post(evidence(job, job.sent(Gather)[0].number, phase="starting", process="T"))
+    job.post(evidence(job, job.sent(CollectEvidence)[0].number, phase="starting", process="T"))
     assert [kill.member_id for kill in job.sent(KillMember)] == [job.members[1]]
 
 
@@ -274,7 +274,7 @@ def test_a_script_without_a_session_is_left_alone() -> None:
     job.post(AgentHello(node_id=NODE, slots=3, pid=1))
     job.hello()
     job.post(stalled(job))
-    assert job.sent(Gather) == []
+    assert job.sent(CollectEvidence) == []
 
 
 def test_an_agent_that_does_not_answer_is_left_out() -> None:
@@ -298,10 +298,10 @@ def test_all_nodes_must_stand_still_and_all_are_asked() -> None:
         job.post(StepReached(member_id=member, generation=job.generation, step=1))
     still = stalled(job)
     job.post(msgspec.structs.replace(still, node_id=nodes[0]))
-    assert job.sent(Gather) == [], "the other node may be busy"
+    assert job.sent(CollectEvidence) == [], "the other node may be busy"
     job.post(msgspec.structs.replace(still, node_id=nodes[1]))
-    assert [g.node_id for g in job.sent(Gather)] == nodes
-    found = evidence(job, job.sent(Gather)[0].number, phase="forward")
+    assert [g.node_id for g in job.sent(CollectEvidence)] == nodes
+    found = evidence(job, job.sent(CollectEvidence)[0].number, phase="forward")
     job.post(msgspec.structs.replace(found, node_id=nodes[0], ranks=found.ranks[:1]))
     assert job.sent(KillMember) == [], "half of the evidence names nobody"
     job.post(msgspec.structs.replace(found, node_id=nodes[1], ranks=found.ranks[1:]))
@@ -313,7 +313,7 @@ def test_the_same_hang_at_the_same_step_twice_is_a_bug_of_the_script() -> None:
         job = Job().up()
         for attempt in range(2):
             job.post(stalled(job))
-            job.post(evidence(job, job.sent(Gather)[0].number, **odd))
+            job.post(evidence(job, job.sent(CollectEvidence)[0].number, **odd))
             job.exit(1)
             for rank in (0, 2):
                 job.settle(rank, "aborted", 5)
@@ -344,6 +344,6 @@ def test_what_an_agent_said_before_its_successor_came_is_no_stall_any_more() -> 
     here = MemberSeen(job.members[0], job.generation, 0, 101, "ready", 0)
     job.post(AgentHello(node_id=nodes[0], slots=1, pid=2, members=(here,)))
     job.post(msgspec.structs.replace(still, node_id=nodes[1]))
-    assert not job.sent(Gather)
+    assert not job.sent(CollectEvidence)
     job.post(msgspec.structs.replace(still, node_id=nodes[0]))
-    assert len(job.sent(Gather)) == 2
+    assert len(job.sent(CollectEvidence)) == 2

@@ -21,7 +21,7 @@ from holdfast.core.decide.ladder import (
     Ladder,
     judge,
 )
-from holdfast.core.decide.stop_policy import Situation, Verdict
+from holdfast.core.decide.stop_policy import LadderVerdict, Situation
 from holdfast.core.job.situation import CAUSE_OF
 from holdfast.errors import UsageError
 
@@ -35,7 +35,7 @@ FIXED: dict[str, Any] = {"unreplaceable": "its groups cannot be rebuilt"}
 UNCOVERED: dict[str, Any] = {**FIXED, "uncovered": "no holder of box 1"}
 
 
-def decide(on_fault: str = "auto", **changes: Any) -> Verdict:
+def decide(on_fault: str = "auto", **changes: Any) -> LadderVerdict:
     """An ordinary death, changed."""
     config = Config(run_id="r", world_size=4, on_fault=on_fault)
     return judge(0.0, msgspec.structs.replace(DEATH, **changes), [], config)

@@ -7,7 +7,13 @@ from collections.abc import Mapping
 
 import pytest
 
-from holdfast.core.launch_environment import LAUNCHERS, Launcher, Seat, is_told_of_others, seat_of
+from holdfast.core.launch_environment import (
+    LAUNCHERS,
+    LauncherVariables,
+    ProcessPlace,
+    is_told_of_others,
+    seat_of,
+)
 from holdfast.errors import UsageError
 
 Env = Mapping[str, str]
@@ -169,7 +175,7 @@ def test_what_cannot_be_is_refused_with_the_variables_and_their_values(name: str
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda each: each.name)
-def test_no_launcher_leaves_one_of_eight_alone(launcher: Launcher) -> None:
+def test_no_launcher_leaves_one_of_eight_alone(launcher: LauncherVariables) -> None:
     """The pair of variables of each row: one of eight, and an error where another pair says that it is alone."""
     assert seat_of({launcher.rank: "5", launcher.size: "8"})[:2] == (5, 8)
     other = LAUNCHERS[0] if launcher is not LAUNCHERS[0] else LAUNCHERS[1]
@@ -220,4 +226,4 @@ def test_a_rank_table_that_does_not_fit_is_refused(env: Env, words: tuple[str, .
 
 def test_where_nothing_says_how_many_ranks_are_here_the_place_says_so() -> None:
     seat = seat_of({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"})
-    assert seat == Seat(5, 8, 1, 0, said="RANK=5, WORLD_SIZE=8") and not seat.one_node
+    assert seat == ProcessPlace(5, 8, 1, 0, said="RANK=5, WORLD_SIZE=8") and not seat.one_node

@@ -7,9 +7,9 @@ import random
 import msgspec
 import pytest
 
-from holdfast.core.ids import NO_VERSION, Generation, MemberId, Version
+from holdfast.core.ids import NO_VERSION, Generation, LayoutVersion, MemberId
 from holdfast.core.job.membership import Roster
-from holdfast.core.protocol.health_messages import Vouched
+from holdfast.core.protocol.health_messages import StateDigests
 from holdfast.core.protocol.layout_messages import Layout, Layouts
 from holdfast.core.protocol.messages import FRAME_SIZE_BYTES_MAX, Catalogued, LayoutPublished, Settle
 from holdfast.errors import ProtocolError
@@ -62,10 +62,10 @@ def test_the_layouts_of_a_large_job_fit_into_a_frame() -> None:
         layout = Layout(own, table)
         first = first or layout
         told = roster.publish(
-            LayoutPublished(MemberId(rank + 1), generation, rank, Version(generation, 0), layout), world
+            LayoutPublished(MemberId(rank + 1), generation, rank, LayoutVersion(generation, 0), layout), world
         )
     assert told is not None and first is not None
-    data = msgspec.msgpack.encode(Catalogued(MemberId(1), generation, Version(generation, 0), told))
+    data = msgspec.msgpack.encode(Catalogued(MemberId(1), generation, LayoutVersion(generation, 0), told))
     assert len(data) < FRAME_SIZE_BYTES_MAX / 32 < world * len(first.table)
     assert msgspec.msgpack.decode(data, type=Catalogued).layouts.by_rank()[0] == first
 
@@ -83,7 +83,7 @@ def test_sources_of_a_save_plan_with_what_all_of_them_hold_now() -> None:
             settle.member_id, job.generation, rank, version=NO_VERSION, layout=Layout(b"new", b"")
         )
         job.post(new)
-        job.post(Vouched(settle.member_id, settle.generation, settle.step, copies=()))
+        job.post(StateDigests(settle.member_id, settle.generation, settle.step, copies=()))
     for order in job.sent(Settle):
         assert order.save is not None and not order.vouch
         assert {r: found.own for r, found in order.save.layouts.by_rank().items()} == {

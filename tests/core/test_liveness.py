@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from holdfast.core.config import Config
-from holdfast.core.ids import EVERYBODY, NO_VERSION, Generation, MemberId, NodeId, Version
+from holdfast.core.ids import EVERYBODY, NO_VERSION, Generation, LayoutVersion, MemberId, NodeId
 from holdfast.core.job.liveness import Liveness
 from holdfast.core.job.membership import Member, Roster, assign, is_stale
 from holdfast.core.protocol.layout_messages import Layout
@@ -59,7 +59,7 @@ def test_a_rank_is_seated_once() -> None:
 def test_layouts_survive_a_restart_but_make_a_catalogue_only_together() -> None:
     roster = Roster()
 
-    def publish(rank: int, version: Version) -> bool:
+    def publish(rank: int, version: LayoutVersion) -> bool:
         layout = LayoutPublished(
             member_id=MemberId(1),
             generation=G1,
@@ -69,7 +69,7 @@ def test_layouts_survive_a_restart_but_make_a_catalogue_only_together() -> None:
         )
         return roster.publish(layout, 2) is not None
 
-    first, second = Version(G1, 0), Version(G1.next(), 0)
+    first, second = LayoutVersion(G1, 0), LayoutVersion(G1.next(), 0)
     assert [publish(0, first), publish(1, first)] == [False, True]
     assert publish(1, first), "a rank that says it again may not have heard the answer"
     roster.seat(G1.next(), [])

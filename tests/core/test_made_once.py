@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.core.job.log_replay import Past
+from holdfast.core.job.log_replay import ReplayedState
 from holdfast.core.job.made_once import NAMES_MAX, VALUE_LENGTH_MAX
-from holdfast.core.protocol.messages import OnceAsked, OnceTold, Record, Send
+from holdfast.core.protocol.messages import LogRecord, OnceAsked, OnceTold, Send
 from tests.core.test_controller import Job
 
 
@@ -20,7 +20,7 @@ def test_the_first_value_of_a_rank_stays() -> None:
     job = Job().up()
     assert ask(job, 1, "id").value == ""
     assert ask(job, 1, "id", '"a"').value == '"a"'
-    assert [type(c) for c in job.last] == [Record, Send]  # in the log before the process hears of it
+    assert [type(c) for c in job.last] == [LogRecord, Send]  # in the log before the process hears of it
     assert ask(job, 1, "id", '"b"').value == '"a"'
     assert ask(job, 1, "id").value == '"a"'
     assert ask(job, 0, "id").value == "" and ask(job, 1, "other").value == ""
@@ -30,9 +30,9 @@ def test_the_first_value_of_a_rank_stays() -> None:
 def test_a_successor_knows_the_values_also_from_a_snapshot() -> None:
     job = Job().up()
     ask(job, 2, "id", "[1, 2]")
-    past = Past.read(job.records)
+    past = ReplayedState.read(job.records)
     assert past.once == ((2, "id", "[1, 2]"),)
-    again = Past.read([past.snapshot(1.0)])
+    again = ReplayedState.read([past.snapshot(1.0)])
     successor = Job(past=again).up()
     assert ask(successor, 2, "id", "[3]").value == "[1, 2]"
 

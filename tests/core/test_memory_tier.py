@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.decide.decision import Decided
+from holdfast.core.decide.decision import Decision
 from holdfast.core.ids import Generation, MemberId, NodeId
 from holdfast.core.job.membership import Member
 from holdfast.core.job.memory_tier import kept_by, newest_complete, replacement_step, replayed
@@ -42,9 +42,9 @@ def answers(*kept: tuple[int, ...], rewind: int = 0) -> dict[int, Settled]:
     }
 
 
-def stands(step: int | None) -> Decided:
+def stands(step: int | None) -> Decision:
     """The job stands there."""
-    return Decided(step=step, direction="none", in_doubt=0, sources=(0, 1), sound=True, evidence=())
+    return Decision(step=step, direction="none", in_doubt=0, sources=(0, 1), sound=True, evidence=())
 
 
 @pytest.mark.parametrize(
@@ -102,5 +102,5 @@ def test_updates_are_made_again_where_every_lost_rank_has_them(
 ) -> None:
     members = [seat(0, None), seat(1, None)]
     members += [seat(2 + n, kept, replays) for n, (kept, replays) in enumerate(dead)]
-    decided = Decided(step=step, direction="none", in_doubt=0, sources=sources, sound=True, evidence=())
+    decided = Decision(step=step, direction="none", in_doubt=0, sources=sources, sound=True, evidence=())
     assert replayed(decided, members, answers((4,), (4,)), {}) == found

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from holdfast.core.ids import NO_VERSION, Generation, MemberId, NodeId, Version
-from holdfast.core.job.log_replay import Past
+from holdfast.core.ids import NO_VERSION, Generation, LayoutVersion, MemberId, NodeId
+from holdfast.core.job.log_replay import ReplayedState
 from holdfast.core.job.membership import assign
 from holdfast.core.protocol.layout_messages import Layout, Layouts
 from holdfast.core.protocol.messages import (
@@ -28,7 +28,7 @@ from holdfast.core.protocol.messages import (
     Tick,
     VotersAre,
 )
-from holdfast.core.protocol.peer_messages import StandDown
+from holdfast.core.protocol.peer_messages import StepDown
 from holdfast.exit_codes import Exit
 from tests.core.test_controller import Job
 
@@ -51,7 +51,7 @@ def lose(job: Job, *nodes: NodeId) -> None:
         for node in {A, B, C} - set(nodes):
             job.post(AgentBeat(node_id=node), 0.0)
         job.post(Tick(name="beat"), 0.5)
-        if any(isinstance(c, StandDown | Finish) for c in job.last):
+        if any(isinstance(c, StepDown | Finish) for c in job.last):
             return
 
 
@@ -85,13 +85,13 @@ def test_a_request_to_leave_waits_for_nobody_for_long() -> None:
 def test_a_node_is_lost_while_a_majority_is_heard() -> None:
     job = started()
     lose(job, B)
-    assert job.record("member_lost")["rank"] == 1 and not any(isinstance(c, StandDown) for c in job.log)
+    assert job.record("member_lost")["rank"] == 1 and not any(isinstance(c, StepDown) for c in job.log)
 
 
 def test_without_a_majority_nothing_is_decided() -> None:
     job = started()
     lose(job, B, C)
-    assert any(isinstance(c, StandDown) for c in job.log)
+    assert any(isinstance(c, StepDown) for c in job.log)
     assert "only 1 of 3 agents are heard" in job.record("stood_down")["reason"]
     assert not any(r.kind in ("member_lost", "fenced") for r in job.records)
     assert job.post(Tick(name="beat")) == []
@@ -136,11 +136,11 @@ def test_an_electorate_of_one_decides_alone() -> None:
     job = started()
     job.post(VotersAre(voters=(A,)))
     lose(job, B, C)
-    assert job.record("member_lost")["rank"] == 1 and not any(isinstance(c, StandDown) for c in job.log)
+    assert job.record("member_lost")["rank"] == 1 and not any(isinstance(c, StepDown) for c in job.log)
 
 
-def past_of(job: Job) -> Past:
-    return Past.read(job.records)
+def past_of(job: Job) -> ReplayedState:
+    return ReplayedState.read(job.records)
 
 
 def take_over(alone: int) -> Job:
@@ -156,7 +156,7 @@ def take_over(alone: int) -> Job:
         Catalogued(
             member_id=MemberId(2),
             generation=Generation(1, 1),
-            version=Version(Generation(1, 1), 0),
+            version=LayoutVersion(Generation(1, 1), 0),
             layouts=layouts,
         )
     )
@@ -342,7 +342,7 @@ def test_layouts_of_survivors_count_beside_those_of_newcomers() -> None:
     job = started()
     roster = job.controller.job.roster
 
-    def publish(rank: int, version: Version, generation: Generation) -> bool:
+    def publish(rank: int, version: LayoutVersion, generation: Generation) -> bool:
         layout = LayoutPublished(
             member_id=roster.members[rank].member_id,
             generation=generation,
@@ -353,8 +353,8 @@ def test_layouts_of_survivors_count_beside_those_of_newcomers() -> None:
         return roster.publish(layout, 2) is not None
 
     first, second = Generation(1, 1), Generation(1, 2)
-    assert not publish(1, Version(first, 3), first), "rank 0 died before it told its second layout"
+    assert not publish(1, LayoutVersion(first, 3), first), "rank 0 died before it told its second layout"
     assert roster.agreed(2) == NO_VERSION, "its newcomer stands at none"
     assert not publish(0, NO_VERSION, second)
-    assert [publish(rank, Version(second, 1), second) for rank in (0, 1)] == [False, True]
-    assert roster.agreed(2) == Version(second, 1)
+    assert [publish(rank, LayoutVersion(second, 1), second) for rank in (0, 1)] == [False, True]
+    assert roster.agreed(2) == LayoutVersion(second, 1)

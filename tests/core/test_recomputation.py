@@ -8,12 +8,20 @@ from itertools import product
 
 import pytest
 
-from holdfast.core.watch.recomputation import AT_FIRST, OFFSETS, Ran, Verdict, encode, owner_of, read
+from holdfast.core.watch.recomputation import (
+    AT_FIRST,
+    OFFSETS,
+    Ran,
+    RecomputationVerdict,
+    encode,
+    owner_of,
+    read,
+)
 
 GOOD = 1 << 63  # does not fit into a signed word
 
 
-def meet(size: int, ran: Mapping[int, Mapping[int, Ran | None]]) -> Verdict:
+def meet(size: int, ran: Mapping[int, Mapping[int, Ran | None]]) -> RecomputationVerdict:
     vectors = [encode(copy, size, ran[copy]) for copy in range(size)]
     return read([sum(words) for words in zip(*vectors, strict=True)], size)
 
@@ -49,12 +57,14 @@ def test_one_copy_that_is_wrong_is_named_and_no_other(size: int, liar: int) -> N
         first = meet(size, results(size, AT_FIRST, wrong))
         assert first.outcome == ("ask" if any(runs[:AT_FIRST]) else "agree")
         found = meet(size, results(size, OFFSETS, wrong))
-        assert found == (Verdict("wrong", (liar,)) if any(runs) else Verdict("agree"))
+        assert found == (
+            RecomputationVerdict("wrong", (liar,)) if any(runs) else RecomputationVerdict("agree")
+        )
 
 
 def test_of_two_copies_one_that_is_wrong_now_and_then_is_named() -> None:
     """Its own batch, run again, comes out right: two ranks agree then. One that is always wrong cannot be told."""
-    assert meet(2, results(2, OFFSETS, {(1, 0): 3})) == Verdict("wrong", (1,))
+    assert meet(2, results(2, OFFSETS, {(1, 0): 3})) == RecomputationVerdict("wrong", (1,))
     assert meet(2, results(2, OFFSETS, {(1, 0): 3, (1, 1): 3, (1, 2): 3})).outcome == "unclear"
 
 
@@ -62,7 +72,7 @@ def test_of_two_copies_one_that_is_wrong_now_and_then_is_named() -> None:
 def test_a_block_that_depends_on_its_rank_names_nothing(size: int) -> None:
     wrong = {(copy, offset): 10 * copy for copy in range(size) for offset in range(OFFSETS)}
     assert meet(size, results(size, AT_FIRST, wrong)).outcome == "ask"
-    assert meet(size, results(size, OFFSETS, wrong)) == Verdict("unclear", tuple(range(size)))
+    assert meet(size, results(size, OFFSETS, wrong)) == RecomputationVerdict("unclear", tuple(range(size)))
 
 
 def test_kernels_that_add_in_any_order_name_nothing() -> None:
@@ -79,7 +89,7 @@ def test_what_is_not_there_is_not_waited_for() -> None:
     assert meet(3, ran).outcome == "ask"
     for copy in ran:
         ran[copy][2] = None
-    assert meet(3, ran) == Verdict("unclear", (1,))
+    assert meet(3, ran) == RecomputationVerdict("unclear", (1,))
     ran[0] = dict.fromkeys(range(OFFSETS))
     assert meet(3, ran).outcome in ("agree", "unclear")
     assert meet(3, {copy: dict.fromkeys(range(OFFSETS)) for copy in range(3)}).outcome == "nothing"
@@ -89,4 +99,4 @@ def test_what_is_not_there_is_not_waited_for() -> None:
 def test_another_batch_is_no_wrong_gradient() -> None:
     ran = results(3, AT_FIRST, {(0, 1): 4})
     ran[0][1] = Ran(99, 7)
-    assert meet(3, ran) == Verdict("unlike", (1,))
+    assert meet(3, ran) == RecomputationVerdict("unlike", (1,))

@@ -7,7 +7,7 @@ import msgspec
 from holdfast.core.config import Config
 from holdfast.core.decide.ladder import judge
 from holdfast.core.decide.stop_policy import Answered
-from holdfast.core.job.log_replay import Past
+from holdfast.core.job.log_replay import ReplayedState
 from holdfast.core.protocol.health_messages import CopiesDiffer, CopyDigest
 from holdfast.core.protocol.messages import (
     AgentBeat,
@@ -135,10 +135,10 @@ def test_a_second_fault_before_the_sessions_open_brings_no_distrusted_state_back
     job.exit(0, "starting", 0, kept=(5,))
     job.exit(1, "starting", 0, kept=(5,))
     assert job.record("verdict")["action"] == "restart_fresh", "neither from memory, nor the end"
-    assert Past.read(job.records).unequal
+    assert ReplayedState.read(job.records).unequal
     job.hello()
     job.open(0)
-    assert not Past.read(job.records).unequal and not job.controller.job.unequal
+    assert not ReplayedState.read(job.records).unequal and not job.controller.job.unequal
 
 
 def test_digests_of_workers_that_are_gone_accuse_nobody() -> None:

@@ -17,10 +17,10 @@ from holdfast.core.protocol.messages import (
     ControllerHere,
     EndRun,
     KillMember,
+    LogRecord,
     MemberExited,
     MemberStarted,
     Message,
-    Record,
     Send,
     SetTimer,
     StartMembers,
@@ -99,8 +99,8 @@ class Node:
             if isinstance(c, Send) and c.to == "shell" and isinstance(c.message, kind)
         ]
 
-    def records(self, kind: str) -> list[Record]:
-        return [c for c in self.said if isinstance(c, Record) and c.kind == kind]
+    def records(self, kind: str) -> list[LogRecord]:
+        return [c for c in self.said if isinstance(c, LogRecord) and c.kind == kind]
 
     def built(self) -> list[MemberId]:
         """Ids of all spares that were ordered."""

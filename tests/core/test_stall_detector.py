@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.core.ids import MemberId
 from holdfast.core.protocol.status_page import Phase
-from holdfast.core.watch.stall_detector import Learned, Limits, Progress, Reading
+from holdfast.core.watch.stall_detector import Learned, Limits, PageReading, Progress
 
 LIMITS = Limits(factor=10.0, floor_s=1.0, start_s=100.0, idle_s=50.0, section_s=200.0, look_s=0.1)
 STEP_S = 0.2
@@ -39,9 +39,9 @@ class World:
                 self.marks[rank] = self.mark
         return self.progress.look(self.now, [self.reading(rank) for rank in self.phase])
 
-    def reading(self, rank: int) -> Reading:
+    def reading(self, rank: int) -> PageReading:
         member = MemberId(rank + 1)
-        return Reading(
+        return PageReading(
             member,
             rank,
             self.step,
@@ -208,7 +208,7 @@ def test_a_process_that_is_stopped_in_its_start_is_found_before_anybody_has_done
 NEWCOMER = MemberId(9)
 
 
-def starts(world: World, **more: Any) -> Reading:
+def starts(world: World, **more: Any) -> PageReading:
     """A look at a process that stands still in its start, beside workers that wait for it."""
     start: dict[str, Any] = {"phase": Phase.STARTING, "mark": (-1,), "collectives": 0, "done": 0}
     newcomer = world.reading(0)._replace(member_id=NEWCOMER, **(start | more))
@@ -394,7 +394,7 @@ class Script(World):
         self.phase = dict.fromkeys(range(ranks), Phase.STARTING)
         self.waiting: set[int] = set()
 
-    def reading(self, rank: int) -> Reading:
+    def reading(self, rank: int) -> PageReading:
         return (
             super()
             .reading(rank)

@@ -12,7 +12,7 @@ from holdfast.core.protocol.messages import (
     Leave,
     MemberExited,
     MemberSeen,
-    Resume,
+    ResumeInPlace,
     Settle,
     StartMembers,
     Tick,
@@ -88,7 +88,7 @@ def test_a_step_that_all_go_back_to_is_told_by_the_next_controller() -> None:
     )
     second.post(AgentHello(node_id=NODE, slots=3, pid=1, members=here))
     second.post(AgentBeat(node_id=NODE))
-    assert {(order.generation, order.step) for order in second.sent(Resume)} == {(job.generation, 100)}
+    assert {(order.generation, order.step) for order in second.sent(ResumeInPlace)} == {(job.generation, 100)}
 
 
 def taken_over() -> Job:

@@ -8,9 +8,9 @@ from typing import get_args
 import pytest
 
 from holdfast.core.decide.recovery_phases import PHASES, Phase
-from holdfast.core.ids import Version
+from holdfast.core.ids import LayoutVersion
 from holdfast.core.job.wait_bounds import RATE_BYTES_PER_S, WAITS
-from holdfast.core.protocol.health_messages import Active, Evidence, Gather, RankEvidence, Stalled
+from holdfast.core.protocol.health_messages import Active, CollectEvidence, Evidence, RankEvidence, Stalled
 from holdfast.core.protocol.layout_messages import Layout
 from holdfast.core.protocol.messages import (
     AgentHello,
@@ -121,7 +121,7 @@ def stands_still(job: Job) -> None:
     job.post(
         Stalled(node_id=NODE, generation=generation, idle_s=130.0, bound_s=120.0, step_s=0.1, waiting=True)
     )
-    (order,) = job.sent(Gather)
+    (order,) = job.sent(CollectEvidence)
     ranks = tuple(
         RankEvidence(
             member_id=member, rank=rank, step=5, phase="resuming", idle_s=130.0, bound_s=120.0, process="S"
@@ -219,7 +219,7 @@ def test_a_newcomer_that_waits_for_its_state_is_not_late() -> None:
 def test_the_first_bound_follows_from_the_size_of_the_state() -> None:
     job = Job().up()
     size_bytes = 400 * RATE_BYTES_PER_S
-    version = Version(job.generation, 0)
+    version = LayoutVersion(job.generation, 0)
     job.post(LayoutPublished(job.members[0], job.generation, 0, version, Layout(b"{}", b""), size_bytes))
     job.exit(1)
     job.settle(0, "aborted", 5)

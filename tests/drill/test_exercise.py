@@ -15,8 +15,8 @@ from holdfast.cli.main import answer
 from holdfast.core.job.fault import SEEN
 from holdfast.drill import train
 from holdfast.drill.digest import COMPARED, STATE, digest_of_checkpoint, digest_of_results
-from holdfast.drill.exercise import Drill, Exercise, Verdict, require_torch
-from holdfast.drill.fault_spec import DEATHS, PHASES, Fault
+from holdfast.drill.exercise import Drill, DrillVerdict, Exercise, require_torch
+from holdfast.drill.fault_spec import DEATHS, PHASES, InjectedFault
 from holdfast.drill.matrix import NPROC, PAIRED, SPACING, VICTIMS, drill_for, pairwise
 from holdfast.drill.runner import Runner
 from holdfast.errors import UnsupportedError, UserError
@@ -34,7 +34,7 @@ def bare_digest(directory: Path, layout: str, steps: int, compared: Sequence[str
     return digest_of_results(directory, NPROC, compared)
 
 
-def prove(base: Path, layout: str, faults: list[Fault]) -> Verdict:
+def prove(base: Path, layout: str, faults: list[InjectedFault]) -> DrillVerdict:
     """Inject ``faults`` and check everything that the drill promises."""
     steps = SPACING * (len(faults) + 2)  # the last fault may still come a spacing late
     drill = drill_for(base, layout, steps, SEED)
@@ -60,7 +60,10 @@ def test_ddp_loses_nothing(tmp_path: Path) -> None:
     """Neither to one fault of each pair, nor to two ranks at once, nor at a random moment."""
     pairs = pairwise("ddp")
     more = SPACING * (len(pairs) + 1)
-    at_once, moment = Fault("kill", (0, 3), more, "backward"), Fault("kill", (1,), more + SPACING, "moment")
+    at_once, moment = (
+        InjectedFault("kill", (0, 3), more, "backward"),
+        InjectedFault("kill", (1,), more + SPACING, "moment"),
+    )
     verdict = prove(tmp_path, "ddp", [*pairs, at_once, moment])
     asked = [fault.phase for fault in (*pairs, at_once)]
     assert [fault.phase for fault in verdict.faults[: len(asked)]] == asked
@@ -82,17 +85,17 @@ def test_hsdp_loses_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "faults", "rungs"),
     [
-        pytest.param("tp", [Fault("kill", (1,), 6, "backward")], ["replace"], marks=pytest.mark.more),
+        pytest.param("tp", [InjectedFault("kill", (1,), 6, "backward")], ["replace"], marks=pytest.mark.more),
         # Stage 1 loses one of its copies, later both stages lose all: everything comes from disk.
         (
             "pp",
-            [Fault("kill", (2,), 6, "vote"), Fault("kill", (0, 1, 2, 3), 14, "forward")],
+            [InjectedFault("kill", (2,), 6, "vote"), InjectedFault("kill", (0, 1, 2, 3), 14, "forward")],
             ["replace", "restart_checkpoint"],
         ),
     ],
 )
 def test_a_model_in_parts_is_the_same_after_a_loss(
-    tmp_path: Path, layout: str, faults: list[Fault], rungs: list[str]
+    tmp_path: Path, layout: str, faults: list[InjectedFault], rungs: list[str]
 ) -> None:
     """Tensor parallel and pipeline, two copies each: the copy gives what the lost part was."""
     steps = 24
@@ -113,7 +116,7 @@ def test_when_all_die_before_anything_was_saved_all_of_it_is_computed_again(tmp_
     runner = Runner(tmp_path, 2, exercise.command, lambda _name, _step, _done: None)
     results = tmp_path / "results"
     outcome = runner.run(
-        "disturbed", ("--result", str(results)), [Fault("kill", (0, 1), 6, "backward")], SEED
+        "disturbed", ("--result", str(results)), [InjectedFault("kill", (0, 1), 6, "backward")], SEED
     )
     assert outcome.code == 0 and len(outcome.injected) == 1, outcome.log.read_text()
     verdicts = [event.data for event in outcome.events if event.kind == "verdict"]
@@ -130,7 +133,7 @@ def test_a_rank_that_dies_in_the_last_save_is_replaced_and_all_save_again(tmp_pa
     steps = 12
     exercise = Exercise.builtin(nproc=2, size="tiny", layout="ddp", steps=steps, save_every=5)
     runner = Runner(tmp_path, 2, exercise.command, lambda _name, _step, _done: None)
-    outcome = runner.run("disturbed", (), [Fault("kill", (1,), steps, "save")], SEED)
+    outcome = runner.run("disturbed", (), [InjectedFault("kill", (1,), steps, "save")], SEED)
     assert outcome.code == 0 and len(outcome.injected) == 1, outcome.log.read_text()
     finals = [e.data for e in outcome.events if e.kind == "sealed" and e.data["save_kind"] == "final"]
     assert [final["step"] for final in finals] == [steps]
@@ -143,7 +146,7 @@ def test_a_shard_whose_update_raised_comes_from_the_log(tmp_path: Path) -> None:
     flags = ("--memory-every", "3")
     exercise = Exercise.builtin(nproc=2, size="tiny", layout="fsdp", steps=14, save_every=50, flags=flags)
     runner = Runner(tmp_path, 2, exercise.command, lambda _name, _step, _done: None)
-    outcome = runner.run("disturbed", (), [Fault("exception", (1,), 7, "update")], SEED)
+    outcome = runner.run("disturbed", (), [InjectedFault("exception", (1,), 7, "update")], SEED)
     assert outcome.code == 0 and len(outcome.injected) == 1, outcome.log.read_text()
     actions = [event.data["action"] for event in outcome.events if event.kind == "verdict"]
     assert actions == ["replace_from_memory"]
@@ -155,7 +158,7 @@ def test_a_rank_that_came_after_the_last_step_has_the_same_state(tmp_path: Path)
     """It computed no loss: that of the rank it replaces is not what is compared."""
     exercise = Exercise.builtin(nproc=2, size="tiny", layout="ddp", steps=8)
     drill = Drill(tmp_path, exercise, SEED, lambda *_: None)
-    verdict = drill.disturbed("disturbed", [Fault("kill", (0,), 3, "save")])
+    verdict = drill.disturbed("disturbed", [InjectedFault("kill", (0,), 3, "save")])
     assert verdict.passed and [fault.phase for fault in verdict.faults] == ["save"], verdict
 
 
@@ -164,7 +167,7 @@ def test_a_shard_that_was_made_again_is_no_wrong_copy(tmp_path: Path) -> None:
     flags = ("--memory-every", "3", "--verify-every", "2")
     exercise = Exercise.builtin(nproc=NPROC, size="tiny", layout="fsdp", steps=24, save_every=50, flags=flags)
     runner = Runner(tmp_path, NPROC, exercise.command, lambda _name, _step, _done: None)
-    faults = [Fault("kill", (3,), 7, "backward"), Fault("kill", (1,), 14, "backward")]
+    faults = [InjectedFault("kill", (3,), 7, "backward"), InjectedFault("kill", (1,), 14, "backward")]
     outcome = runner.run("disturbed", (), faults, SEED)
     assert outcome.code == 0 and len(outcome.injected) == len(faults), outcome.log.read_text()
     actions = [event.data["action"] for event in outcome.events if event.kind == "verdict"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli.main import answer
-from holdfast.drill.fault_spec import MOMENT, STEP_PHASES, Fault, expand, parse_fault
+from holdfast.drill.fault_spec import MOMENT, STEP_PHASES, InjectedFault, expand, parse_fault
 from holdfast.errors import UsageError
 
 
@@ -25,18 +25,21 @@ def test_what_can_never_come_is_refused_before_a_run(
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("kill:rank=2@step=20", [Fault("kill", (2,), 20, MOMENT)]),
-        ("kill:rank=1@step=20,phase=vote", [Fault("kill", (1,), 20, "vote")]),
-        ("exit:rank=0@step=3,phase=save", [Fault("exit", (0,), 3, "save")]),
-        ("kill:rank=1+3@step=5,phase=update", [Fault("kill", (1, 3), 5, "update")]),
-        ("stop:rank=1+3@step=5", [Fault("stop", (1, 3), 5, MOMENT)]),
-        ("gil:rank=1@step=5,phase=update", [Fault("gil", (1,), 5, "update")]),
-        ("deadlock:rank=1@step=5", [Fault("deadlock", (1,), 5, "forward")]),
-        ("loader:rank=1@step=5", [Fault("loader", (1,), 5, "loading")]),
-        ("kill:rank=1@every=15", [Fault("kill", (1,), 15, MOMENT), Fault("kill", (1,), 30, MOMENT)]),
+        ("kill:rank=2@step=20", [InjectedFault("kill", (2,), 20, MOMENT)]),
+        ("kill:rank=1@step=20,phase=vote", [InjectedFault("kill", (1,), 20, "vote")]),
+        ("exit:rank=0@step=3,phase=save", [InjectedFault("exit", (0,), 3, "save")]),
+        ("kill:rank=1+3@step=5,phase=update", [InjectedFault("kill", (1, 3), 5, "update")]),
+        ("stop:rank=1+3@step=5", [InjectedFault("stop", (1, 3), 5, MOMENT)]),
+        ("gil:rank=1@step=5,phase=update", [InjectedFault("gil", (1,), 5, "update")]),
+        ("deadlock:rank=1@step=5", [InjectedFault("deadlock", (1,), 5, "forward")]),
+        ("loader:rank=1@step=5", [InjectedFault("loader", (1,), 5, "loading")]),
+        (
+            "kill:rank=1@every=15",
+            [InjectedFault("kill", (1,), 15, MOMENT), InjectedFault("kill", (1,), 30, MOMENT)],
+        ),
     ],
 )
-def test_reads_what_the_documentation_shows(text: str, expected: list[Fault]) -> None:
+def test_reads_what_the_documentation_shows(text: str, expected: list[InjectedFault]) -> None:
     assert expand([parse_fault(text)], world_size=4, steps=40, seed=0) == expected
 
 
@@ -85,8 +88,8 @@ def test_a_seed_decides_what_is_random() -> None:
 
 def test_a_fault_reads_back_as_it_prints() -> None:
     for fault in (
-        Fault("kill", (1, 3), 5, "update"),
-        Fault("exit", (0,), 9, "save"),
-        Fault("kill", (2,), 7, MOMENT),
+        InjectedFault("kill", (1, 3), 5, "update"),
+        InjectedFault("exit", (0,), 9, "save"),
+        InjectedFault("kill", (2,), 7, MOMENT),
     ):
         assert expand([parse_fault(str(fault))], world_size=4, steps=40, seed=0) == [fault]

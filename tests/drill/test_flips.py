@@ -10,7 +10,7 @@ import pytest
 from holdfast import event_log
 from holdfast.cli.commands.drill import show
 from holdfast.drill.exercise import Drill, Exercise
-from holdfast.drill.fault_spec import Fault, Kind
+from holdfast.drill.fault_spec import InjectedFault, Kind
 from tests.drill.test_exercise import bare_digest
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes, pytest.mark.timeout(200)]
@@ -38,7 +38,7 @@ def test_a_flipped_bit_is_found_and_undone(
         nproc=nproc, size="tiny", layout=layout, steps=30 * len(flips), save_every=save_every, flags=flags
     )
     drill = Drill(tmp_path, exercise, 5, lambda _name, _step, _done: None)
-    faults = [Fault(kind, (rank,), step, "forward") for kind, rank, step in flips]
+    faults = [InjectedFault(kind, (rank,), step, "forward") for kind, rank, step in flips]
     verdict = drill.disturbed("disturbed", faults)
     show(verdict)
     assert verdict.passed, verdict
@@ -73,7 +73,7 @@ def test_a_wrong_copy_is_not_given_away(
     )
     drill = Drill(tmp_path, exercise, 5, lambda _name, _step, _done: None)
     # Between two saves, the first one over: one that had to wait would compare before the kill.
-    faults = [Fault("flip", (2,), 70, "forward"), Fault(kind, (0,), 73, "forward")]
+    faults = [InjectedFault("flip", (2,), 70, "forward"), InjectedFault(kind, (0,), 73, "forward")]
     verdict = drill.disturbed("disturbed", faults)
     show(verdict)
     assert verdict.identical and not verdict.missed and verdict.code == 0, verdict

@@ -12,7 +12,7 @@ import pytest
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.protocol.status_page import Word
 from holdfast.drill.failure_excerpt import launcher_log
-from holdfast.drill.fault_spec import Fault
+from holdfast.drill.fault_spec import InjectedFault
 from holdfast.drill.runner import Runner, end, plan_path
 from holdfast.runtime.node.rundir import write_private
 from holdfast.runtime.node.status_page import Page
@@ -62,7 +62,7 @@ def test_what_a_run_leaves_is_private(tmp_path: Path, monkeypatch: pytest.Monkey
     script.write_text(LOOP)
     runner = Runner(tmp_path / "drill", 2, [str(script), "5"], lambda name, step, faults: None)
     runner.base.mkdir()
-    outcome = runner.run("calm", faults=[Fault("kill", (0,), 1000, "forward")])
+    outcome = runner.run("calm", faults=[InjectedFault("kill", (0,), 1000, "forward")])
     assert outcome.code == 0 and not outcome.injected
     for path in (launcher_log(outcome.directory), plan_path(outcome.directory)):
         assert path.stat().st_mode & 0o777 == 0o600, path

@@ -22,7 +22,7 @@ from holdfast.frameworks.torch.adapter import TorchAdapter
 from holdfast.frameworks.torch.comm.comm_state import fabric
 from holdfast.frameworks.torch.state.boxes import byte_view
 from holdfast.frameworks.torch.state.rng import reseed
-from holdfast.frameworks.torch.state.state import Collected
+from holdfast.frameworks.torch.state.state import TorchCollected
 from holdfast.store.layouts.replica_digests import Extent
 from tests.adapters.worlds import Line
 
@@ -124,7 +124,7 @@ def compared(line: Line, numel: int) -> dict[str, Any]:
     """Copies of the state are compared on the device, with less memory than the state takes."""
     adapter, _ = _adapter(numel)
     collected = adapter.collect()
-    twin = Collected()
+    twin = TorchCollected()
     for fqn, tensor in collected.tensors.items():
         twin.add(tensor.detach().cpu(), fqn)
     parts = [Extent(fqn, box, 0, tensor.numel() * 4) for fqn, tensor in collected.tensors.items()

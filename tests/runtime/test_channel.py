@@ -27,7 +27,7 @@ from holdfast.core.protocol.messages import (
     KvRequest,
     Leave,
     Message,
-    Resume,
+    ResumeInPlace,
     SessionOpened,
     Settled,
     WorkerFailed,
@@ -40,7 +40,7 @@ from holdfast.runtime.net.service_names import agent_of
 from holdfast.runtime.node.agent_client import AgentLink
 from holdfast.runtime.node.rundir import RunDir, try_lock
 from holdfast.runtime.node.status_page import Page
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.wire import MESSAGES, WireMessage
 from tests.runtime.runs import until
 
@@ -113,9 +113,9 @@ def run(tmp_path: Path) -> Iterator[RunDir]:
 
 
 @contextlib.contextmanager
-def client_of(run: RunDir, **more: Any) -> Iterator[Client]:
+def client_of(run: RunDir, **more: Any) -> Iterator[WorkerClient]:
     page = Page.create(run.page_path(ME))
-    client = Client(
+    client = WorkerClient(
         member_id=ME,
         generation=FIRST,
         rank=0,
@@ -132,7 +132,7 @@ def client_of(run: RunDir, **more: Any) -> Iterator[Client]:
     finally:
         client.close()
         page.close()
-    assert Client.current() is None
+    assert WorkerClient.current() is None
 
 
 def test_a_wrong_token_is_refused(run: RunDir) -> None:
@@ -206,13 +206,13 @@ def test_hello_messages_handlers_and_tasks(run: RunDir) -> None:
         client.on(Fence, got.append)
         client.send(SessionOpened(member_id=ME, generation=FIRST, step=3))
         until("both", lambda: desk.kinds() == ["WorkerHello", "SessionOpened"])
-        assert Client.current() is client and client.connected
+        assert WorkerClient.current() is client and client.connected
         assert client.kv("set", ("echo",), value=b"x").value == b"x"
         client.run_task(lambda: threads.append(threading.current_thread().name))
         desk.say(Fence(member_id=ME, generation=SECOND, reason="r"))
         until("fence", lambda: got and threads)
         assert client.fenced and threads == ["holdfast-task"]
-        desk.say(Resume(member_id=ME, generation=SECOND, step=3))
+        desk.say(ResumeInPlace(member_id=ME, generation=SECOND, step=3))
         until("resume", lambda: not client.fenced)
         assert client.generation == SECOND and client.page[Word.GENERATION] == SECOND.pack()
         desk.say(Fence(member_id=ME, generation=FIRST, reason="late"))
@@ -225,10 +225,10 @@ def test_a_rank_that_has_resumed_is_not_due_when_a_new_controller_says_it_again(
     with Desk(run) as desk, client_of(run) as client:
         until("hello", lambda: desk.kinds() == ["WorkerHello"])
         desk.say(Fence(member_id=ME, generation=SECOND, reason="r"))
-        desk.say(Resume(member_id=ME, generation=SECOND, step=3))
+        desk.say(ResumeInPlace(member_id=ME, generation=SECOND, step=3))
         until("due", lambda: client.page[Word.DUE] == 1)
         client.resumed(SECOND)
-        desk.say(Resume(member_id=ME, generation=SECOND, step=3))
+        desk.say(ResumeInPlace(member_id=ME, generation=SECOND, step=3))
         assert client.kv("set", ("echo",), value=b"x").value == b"x"  # answered after it
         assert client.page[Word.DUE] == 0
 
@@ -301,7 +301,7 @@ def test_an_orphan_asks_nobody_until_an_agent_comes_all_the_same(run: RunDir) ->
             assert client.kv("set", ("echo",), value=b"x", timeout_s=600.0).value == b"x"
 
 
-def _ask_from_client_thread(client: Client, run: RunDir) -> None:
+def _ask_from_client_thread(client: WorkerClient, run: RunDir) -> None:
     caught: list[Exception] = []
 
     def handler(fence: Fence) -> None:

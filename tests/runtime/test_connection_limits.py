@@ -18,7 +18,7 @@ import pytest
 
 from holdfast.core.protocol.messages import StopRun
 from holdfast.runtime.net.channel import BlockingChannel
-from holdfast.runtime.net.connection_limits import RESERVE, Strangers, is_accept, raise_limit
+from holdfast.runtime.net.connection_limits import RESERVE, ConnectionLimits, is_accept, raise_limit
 from holdfast.runtime.net.service_names import zygote_of
 from holdfast.runtime.node.rundir import RunDir
 from holdfast.runtime.node.spawn import ZYGOTE_MESSAGES, Preloaded
@@ -38,25 +38,25 @@ def descriptors(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_the_oldest_of_too_many_is_cut(descriptors: list[int]) -> None:
-    strangers: Strangers[int] = Strangers(most=3)
+    strangers: ConnectionLimits[int] = ConnectionLimits(most=3)
     assert [strangers.admit(number, 10) for number in range(5)] == [[], [], [], [0], [1]]
     strangers.release(2)
     assert strangers.admit(5, 10) == [] and strangers.admit(6, 10) == [3]
-    few: Strangers[int] = Strangers()
+    few: ConnectionLimits[int] = ConnectionLimits()
     descriptors[0] = 48  # a share of them is six
     assert [few.admit(number, 10) for number in range(8)] == [[], [], [], [], [], [], [0], [1]]
 
 
 def test_the_last_descriptors_are_left_to_the_process(descriptors: list[int]) -> None:
-    strangers: Strangers[int] = Strangers()
+    strangers: ConnectionLimits[int] = ConnectionLimits()
     assert not any(strangers.admit(number, LIMIT - RESERVE - 1) for number in range(4))
     assert strangers.admit(4, LIMIT - RESERVE) == [0, 1, 2]
-    alone: Strangers[int] = Strangers()
+    alone: ConnectionLimits[int] = ConnectionLimits()
     assert alone.admit(0, LIMIT - 1) == [0]
 
 
 def test_a_connection_that_cannot_be_accepted_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    strangers: Strangers[int] = Strangers()
+    strangers: ConnectionLimits[int] = ConnectionLimits()
     for number in range(4):
         strangers.admit(number, 10)
     error = OSError(errno.EMFILE, "Too many open files")

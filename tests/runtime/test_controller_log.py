@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from holdfast import event_log
-from holdfast.core.job.log_replay import SNAPSHOT, Past
+from holdfast.core.job.log_replay import SNAPSHOT, ReplayedState
 from holdfast.core.protocol.messages import Field, Mirror
-from holdfast.event_log import Event, Journal, Said
+from holdfast.event_log import Event, EventLog, Said
 from holdfast.runtime.agent.leader_election import last_line
 from holdfast.runtime.controller import controllerd
 from holdfast.runtime.controller.controllerd import ControllerDaemon, ControllerLog, in_time_of
@@ -30,7 +30,7 @@ def test_a_log_is_read_from_its_newest_sound_snapshot_on(
     monkeypatch.setattr(event_log, "_BLOCK_SIZE_BYTES", block)
     path = tmp_path / "events.jsonl"
     assert list(event_log.read_since(path, "mark")) == []
-    log = Journal.open(path, "a")
+    log = EventLog.open(path, "a")
     for number in range(40):
         log.append("mark" if number in (7, 20, 33) else "tick", {"number": number, "text": '"kind":"mark"'})
     log.close()
@@ -50,7 +50,7 @@ def test_a_successor_reads_from_the_newest_snapshot_on(
     run = Run(tmp_path).dir
     shown: list[Mirror] = []
     log = ControllerLog.open(run.journal, "controller")
-    log.begin(Past(), 0, 1, shown.append)
+    log.begin(ReplayedState(), 0, 1, shown.append)
     answered_s = time.monotonic()
     log.append("verdict", {**VERDICT, "at_s": answered_s})
     for number in range(24):

@@ -17,13 +17,13 @@ from holdfast.core.protocol.messages import (
     CancelTimer,
     Command,
     Finish,
+    LogRecord,
     Message,
-    Record,
     SetTimer,
     Tick,
 )
 from holdfast.errors import InternalError
-from holdfast.event_log import Journal
+from holdfast.event_log import EventLog
 from holdfast.runtime.net.driver import Driver, watched
 
 BEAT = AgentBeat(node_id=NodeId("n"))
@@ -57,7 +57,7 @@ def run(
             if isinstance(command, Finish):
                 over.set_result(None)
 
-        log = Journal.open(path, "test")
+        log = EventLog.open(path, "test")
         driver = Driver(machine, log, act)
         driver.guard_loop()
         body(driver)
@@ -75,7 +75,7 @@ FINISH = Finish(code=0, reason="r")
 def test_records_are_in_the_log_before_any_effect(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     seen: list[list[str]] = []
-    machine = Script([FINISH, Record(kind="late", data={}), Record(kind="later", data={})])
+    machine = Script([FINISH, LogRecord(kind="late", data={}), LogRecord(kind="later", data={})])
     failure = run(
         path,
         machine,
@@ -93,10 +93,12 @@ def test_a_slow_disk_holds_effects_and_events_back_and_not_the_loop(tmp_path: Pa
     def flush() -> None:
         synced.wait(10)
 
-    machine = Script([Record(kind="one", data={}), FINISH], [Record(kind="two", data={}), FINISH], [FINISH])
+    machine = Script(
+        [LogRecord(kind="one", data={}), FINISH], [LogRecord(kind="two", data={}), FINISH], [FINISH]
+    )
 
     async def main() -> None:
-        log = Journal.open(path, "test")
+        log = EventLog.open(path, "test")
         all_done = asyncio.Event()
 
         def execute(command: Command) -> None:
@@ -127,8 +129,8 @@ def test_a_disk_that_is_gone_is_a_failure(tmp_path: Path) -> None:
         raise OSError("gone")
 
     async def main() -> BaseException | None:
-        log = Journal.open(tmp_path / "events.jsonl", "test")
-        driver = Driver(Script([Record(kind="one", data={}), FINISH]), log, lambda command: None, gone)
+        log = EventLog.open(tmp_path / "events.jsonl", "test")
+        driver = Driver(Script([LogRecord(kind="one", data={}), FINISH]), log, lambda command: None, gone)
         driver.start()
         await asyncio.wait({driver.failure}, timeout=10)
         log.close()

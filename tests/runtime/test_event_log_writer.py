@@ -12,14 +12,14 @@ import pytest
 
 from holdfast import event_log
 from holdfast.errors import ProtocolError
-from holdfast.event_log import Journal
-from holdfast.runtime.node.event_log_writer import Scribe
+from holdfast.event_log import EventLog
+from holdfast.runtime.node.event_log_writer import EventLogWriter
 
 BOUND_S = 30.0
 
 
-def log_at(path: Path) -> Journal:
-    return Journal.open(path, "agent", room_wait_s=BOUND_S)
+def log_at(path: Path) -> EventLog:
+    return EventLog.open(path, "agent", room_wait_s=BOUND_S)
 
 
 def test_a_loop_goes_on_while_its_log_waits_for_the_disk(
@@ -27,17 +27,17 @@ def test_a_loop_goes_on_while_its_log_waits_for_the_disk(
 ) -> None:
     """Five seconds of a full disk, and a healthy node counted as lost."""
     path, stuck, goes = tmp_path / "events.jsonl", threading.Event(), threading.Event()
-    write = Journal._write
+    write = EventLog._write
 
-    def waits(self: Journal, line: bytes) -> None:
+    def waits(self: EventLog, line: bytes) -> None:
         if not goes.is_set():
             stuck.set()
             raise OSError(errno.ENOSPC, "No space left on device")
         write(self, line)
 
     async def run() -> float:
-        loop, scribe = asyncio.get_running_loop(), Scribe(log_at(path))
-        monkeypatch.setattr(Journal, "_write", waits)
+        loop, scribe = asyncio.get_running_loop(), EventLogWriter(log_at(path))
+        monkeypatch.setattr(EventLog, "_write", waits)
         scribe.append("first", {"number": 1}, durable=True)
         await loop.run_in_executor(None, stuck.wait, BOUND_S)
         for number in range(2, 5):
@@ -61,7 +61,7 @@ def test_a_lock_that_another_process_holds_stops_nothing(tmp_path: Path) -> None
     path = tmp_path / "events.jsonl"
 
     async def run() -> None:
-        scribe = Scribe(log_at(path))
+        scribe = EventLogWriter(log_at(path))
         with path.open() as other:
             fcntl.flock(other, fcntl.LOCK_EX)
             scribe.append("line", {})
@@ -76,7 +76,7 @@ def test_what_cannot_be_written_is_told_once(tmp_path: Path) -> None:
     errors: list[BaseException] = []
 
     async def run() -> None:
-        scribe = Scribe(log_at(tmp_path / "events.jsonl"))
+        scribe = EventLogWriter(log_at(tmp_path / "events.jsonl"))
         scribe.fail = errors.append
         for _ in range(3):
             scribe.append("line", {"text": "x" * event_log.LINE_SIZE_BYTES_MAX})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.runtime.rank_table.hccl_rules import ONE_SWITCH, hccl_mistakes, hccl_notes
-from holdfast.runtime.rank_table.table import Device, RankTable, Server
+from holdfast.runtime.rank_table.table import Device, RankTable, TableServer
 
 ALL = range(8)
 
@@ -17,7 +17,7 @@ def table(*hosts: object) -> RankTable:
         assert isinstance(ids, range | tuple)
         devices = tuple(Device(rank + k, device_id, "") for k, device_id in enumerate(ids))
         rank += len(devices)
-        servers.append(Server(f"10.0.0.{number}", "", devices))
+        servers.append(TableServer(f"10.0.0.{number}", "", devices))
     return RankTable("1.0", tuple(servers))
 
 

@@ -17,13 +17,13 @@ import pytest
 
 from holdfast import event_log
 from holdfast.errors import ProtocolError
-from holdfast.event_log import ROOM_KEPT_BYTES, Journal
+from holdfast.event_log import ROOM_KEPT_BYTES, EventLog
 
 
 def test_append_read_and_numbers(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     assert event_log.read(path).events == []
-    log = Journal.open(path, "controller")
+    log = EventLog.open(path, "controller")
     log.append("run", {"nproc": 4, "name": "a\nb", "ok": True, "ranks": [1, 2]})
     log.append("fence", {"n": 2}, durable=True)
     log.close()
@@ -40,7 +40,7 @@ def test_append_read_and_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize("cut", [1, 5, 40])
 def test_a_torn_tail_is_told_and_cut_by_the_next_writer(tmp_path: Path, cut: int) -> None:
     path = tmp_path / "events.jsonl"
-    log = Journal.open(path, "a")
+    log = EventLog.open(path, "a")
     for number in range(3):
         log.append("tick", {"number": number})
     log.close()
@@ -48,7 +48,7 @@ def test_a_torn_tail_is_told_and_cut_by_the_next_writer(tmp_path: Path, cut: int
         file.truncate(path.stat().st_size - cut)
     reading = event_log.read(path)
     assert not reading.damaged and [event.seq for event in reading.events] == [1, 2]
-    successor = Journal.open(path, "b")
+    successor = EventLog.open(path, "b")
     successor.append("tick", {"number": 9})
     successor.close()
     reading = event_log.read(path)
@@ -58,7 +58,7 @@ def test_a_torn_tail_is_told_and_cut_by_the_next_writer(tmp_path: Path, cut: int
 
 def test_a_flipped_bit_hides_only_its_own_line(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    log = Journal.open(path, "a")
+    log = EventLog.open(path, "a")
     for number in range(3):
         log.append("tick", {"number": number})
     data = bytearray(path.read_bytes())
@@ -107,7 +107,7 @@ def test_a_killed_writer_leaves_a_readable_log(tmp_path: Path) -> None:
         while (not path.exists() or path.stat().st_size < 20_000) and time.monotonic() < deadline:
             time.sleep(0.005)
         os.kill(writer.pid, signal.SIGKILL)
-    log = Journal.open(path, "b")
+    log = EventLog.open(path, "b")
     last = log.append("end", {}).seq
     log.close()
     reading = event_log.read(path)
@@ -117,7 +117,7 @@ def test_a_killed_writer_leaves_a_readable_log(tmp_path: Path) -> None:
 
 def test_a_full_disk_raises_and_leaves_no_half_line(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    log = Journal.open(path, "a")
+    log = EventLog.open(path, "a")
     log.append("tick", {"text": "x" * 100})
     size_bytes = path.stat().st_size
     old = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -170,7 +170,7 @@ def test_a_long_log_is_read_in_little_memory(tmp_path: Path) -> None:
 
 
 def test_a_daemon_waits_for_room(tiny_disk: Path) -> None:
-    log = Journal.open(tiny_disk / "events.jsonl", "a")
+    log = EventLog.open(tiny_disk / "events.jsonl", "a")
     ballast = tiny_disk / "ballast"
     with pytest.raises(OSError, match="No space"), ballast.open("wb", buffering=0) as file:
         while True:
@@ -190,7 +190,7 @@ def test_a_daemon_waits_for_room(tiny_disk: Path) -> None:
 
 def test_a_full_disk_has_room_for_the_lines_of_a_daemon(tiny_disk: Path) -> None:
     """A tenth of a MiB of them; when the run is over its disk has that back."""
-    log = Journal.open(tiny_disk / "events.jsonl", "a", room_wait_s=1.0)
+    log = EventLog.open(tiny_disk / "events.jsonl", "a", room_wait_s=1.0)
     with pytest.raises(OSError, match="No space"), (tiny_disk / "ballast").open("wb", buffering=0) as file:
         while True:
             file.write(bytes(4096))

@@ -7,7 +7,7 @@ from pathlib import Path
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.protocol.messages import KvReply, KvRequest
 from holdfast.core.protocol.peer_messages import KvBack, KvForward
-from holdfast.runtime.agent.kv_router import Keys
+from holdfast.runtime.agent.kv_router import KvRouter
 from holdfast.runtime.agent.kv_server import KvServer
 
 A, B = NodeId("node0"), NodeId("node1")
@@ -21,7 +21,7 @@ class Node:
         self.worker = worker
         self.heard: list[KvReply] = []
         self.wire: list[tuple[NodeId, KvForward | KvBack]] = []
-        self.keys = Keys(
+        self.keys = KvRouter(
             me,
             KvServer.open(base / f"{me}.log"),
             self.reply,
@@ -84,7 +84,7 @@ def test_a_new_start_of_all_begins_with_its_first_request(tmp_path: Path) -> Non
 
 def test_the_successor_of_an_agent_asks_where_the_keys_are(tmp_path: Path) -> None:
     Node(B, THERE, tmp_path).keys.begin(0)
-    successor = Keys(
+    successor = KvRouter(
         B, KvServer.open(tmp_path / "node1.log"), lambda to, reply: True, lambda to, what: sent.append(to)
     )
     sent: list[NodeId] = []

@@ -14,10 +14,10 @@ from typing import cast
 import pytest
 
 from holdfast import event_log
-from holdfast.core.launch_environment import Seat
+from holdfast.core.launch_environment import ProcessPlace
 from holdfast.errors import UnsupportedError, UsageError
 from holdfast.runtime.worker.library_mode import agree_on_root, join_or_start_agent
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 from tests.runtime.runs import exists, until
 
 RANK = """
@@ -115,8 +115,10 @@ def test_a_dead_rank_is_seen_and_the_others_leave(tmp_path: Path) -> None:
             rank.stdout.close()
 
 
-@pytest.mark.parametrize("seat", [Seat(0, 4, 0, 2, said="RANK=0"), Seat(5, 8, 1, 0, said="RANK=5")])
-def test_several_nodes_are_refused_by_name(seat: Seat) -> None:
+@pytest.mark.parametrize(
+    "seat", [ProcessPlace(0, 4, 0, 2, said="RANK=0"), ProcessPlace(5, 8, 1, 0, said="RANK=5")]
+)
+def test_several_nodes_are_refused_by_name(seat: ProcessPlace) -> None:
     with pytest.raises(UnsupportedError, match=r"one node.*RANK") as caught:
         join_or_start_agent(seat)
     assert "holdfast run --nnodes" in caught.value.hint
@@ -154,7 +156,7 @@ def test_ranks_that_save_to_different_places_are_refused() -> None:
             stored.append(value)
             return SimpleNamespace(value=stored[0])
 
-    client = cast(Client, Keys())
+    client = cast(WorkerClient, Keys())
     agree_on_root(client, "/a/device0/ckpts")
     agree_on_root(client, "/a/device0/ckpts")
     with pytest.raises(UsageError, match=r"/a/device1/ckpts.*/a/device0/ckpts"):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import event_log
-from holdfast.core.launch_environment import Seat
+from holdfast.core.launch_environment import ProcessPlace
 from holdfast.errors import UnsupportedError
 from holdfast.runtime.worker.library_nodes import agree, own_address, towards
 from tests.runtime.runs import exists, until
@@ -107,7 +107,7 @@ def test_a_death_on_one_node_ends_the_ranks_of_the_other(tmp_path: Path) -> None
 
 def test_the_ranks_agree_on_contact_and_token() -> None:
     said: list[list[int]] = []
-    seats = [Seat(rank, 4, rank % 2, 2, -1, "127.0.0.1") for rank in range(4)]
+    seats = [ProcessPlace(rank, 4, rank % 2, 2, -1, "127.0.0.1") for rank in range(4)]
 
     def collect(vector: list[int]) -> list[int]:
         said.append(vector)
@@ -128,12 +128,17 @@ def test_the_ranks_agree_on_contact_and_token() -> None:
 @pytest.mark.parametrize(
     "seats",
     [
-        [Seat(0, 3, 0, 2), Seat(1, 3, 1, 2), Seat(2, 3, 0, 1)],
-        [Seat(0, 4, 0, 2), Seat(1, 4, 0, 2), Seat(2, 4, 1, 2), Seat(3, 4, 1, 2)],
+        [ProcessPlace(0, 3, 0, 2), ProcessPlace(1, 3, 1, 2), ProcessPlace(2, 3, 0, 1)],
+        [
+            ProcessPlace(0, 4, 0, 2),
+            ProcessPlace(1, 4, 0, 2),
+            ProcessPlace(2, 4, 1, 2),
+            ProcessPlace(3, 4, 1, 2),
+        ],
     ],
     ids=["nodes of two sizes", "ranks in turn"],
 )
-def test_ranks_that_lie_otherwise_are_refused_by_all_of_them(seats: list[Seat]) -> None:
+def test_ranks_that_lie_otherwise_are_refused_by_all_of_them(seats: list[ProcessPlace]) -> None:
     numbers = [
         [
             seat.local_world_size,

@@ -11,7 +11,7 @@ import pytest
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.protocol.peer_messages import Peer
 from holdfast.core.protocol.status_page import Word
-from holdfast.runtime.agent.peer_replication import Buddies, BuddyServer, pull, push
+from holdfast.runtime.agent.peer_replication import PeerReplication, ReplicaServer, pull, push
 from holdfast.runtime.node.status_page import Page
 from holdfast.store.shared_memory.memory_slots import Slots, kept_steps, marked_step
 from tests.store.test_memory_slots import LAYOUT, State, keep, proves
@@ -26,7 +26,7 @@ class Agent:
         self.directory = directory
         directory.mkdir()
         self.held: list[int] = []
-        self.server = BuddyServer(directory, TOKEN, "n1", self.held.append)
+        self.server = ReplicaServer(directory, TOKEN, "n1", self.held.append)
         self.at = ("127.0.0.1", self.server.start("127.0.0.1"))
 
 
@@ -91,7 +91,7 @@ def test_an_agent_gives_a_state_when_it_is_whole_and_another_one_of_that_step(
     at = Peer(node_id=NodeId("n1"), home="n1", host=buddy.at[0], port=1, memory_port=buddy.at[1])
 
     async def give() -> None:
-        giving = Buddies(
+        giving = PeerReplication(
             NodeId("n0"), home, TOKEN, lambda: [path], lambda: {at.node_id: at}, lambda held: None
         )
         await giving._give(path)

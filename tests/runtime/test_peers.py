@@ -8,7 +8,7 @@ from pathlib import Path
 
 from holdfast.core.ids import NodeId
 from holdfast.core.protocol.peer_messages import Peer, PeerHello, PeerMessage, PeerRefused
-from holdfast.event_log import Journal
+from holdfast.event_log import EventLog
 from holdfast.runtime.agent.peers import PEER_MESSAGES, Peers
 from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.service_names import PEERS
@@ -25,7 +25,7 @@ def test_a_job_whose_name_would_lead_elsewhere_is_refused(tmp_path: Path) -> Non
     settings = RunSettings(run_id="t", target="x", nnodes=2, nnodes_max=2, bind="127.0.0.1")
 
     async def scenario() -> PeerMessage:
-        log = Journal.open(run.journal, "test")
+        log = EventLog.open(run.journal, "test")
         peers = Peers(
             run, settings, log, on_message=print, on_here=print, on_refused=print, fail=print
         )  # fmt: skip
@@ -60,7 +60,7 @@ def test_a_contact_that_cannot_even_be_looked_up_is_told(tmp_path: Path) -> None
 
     async def scenario() -> BaseException:
         failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
-        log = Journal.open(run.journal, "test")
+        log = EventLog.open(run.journal, "test")
         peers = Peers(
             run, settings, log,
             on_message=lambda node_id, message: None,

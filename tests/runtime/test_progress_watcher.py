@@ -16,7 +16,7 @@ from holdfast.core.protocol.messages import Message
 from holdfast.core.protocol.status_page import Phase, Word
 from holdfast.core.watch.stall_detector import Limits
 from holdfast.runtime.agent.progress_watcher import LEARNED, Watcher
-from holdfast.runtime.agent.worker_processes import Life
+from holdfast.runtime.agent.worker_processes import WorkerProcess
 from holdfast.runtime.node.hang_evidence import sample
 from holdfast.runtime.node.process_info import age_s, kill_group, stopped, stopped_children
 from holdfast.runtime.node.rundir import RunDir
@@ -31,14 +31,14 @@ def test_a_spare_that_waits_for_ever_is_no_hang(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
     heard: list[Message] = []
-    living: dict[MemberId, Life] = {}
+    living: dict[MemberId, WorkerProcess] = {}
     watcher = Watcher(run, NodeId("node0"), LIMITS, living, heard.append)
     try:
         for number in (-7, 3):
             page = Page.create(run.page_path(MemberId(number)), member=number, rank=max(number - 3, -1))
             page[Word.PID] = 1
             page.place(0, Phase.SPARE if number < 0 else Phase.FORWARD)
-            living[MemberId(number)] = Life(MemberId(number), 1, -1, None)
+            living[MemberId(number)] = WorkerProcess(MemberId(number), 1, -1, None)
             page.close()
             for now in range(100, 120):
                 watcher.look(float(now))
@@ -53,7 +53,7 @@ def test_where_nothing_can_be_kept_the_looks_go_on(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
     heard: list[Message] = []
-    living = {DONE: Life(DONE, os.getpid(), -1, None)}
+    living = {DONE: WorkerProcess(DONE, os.getpid(), -1, None)}
     watcher = Watcher(run, NodeId("node0"), LIMITS, living, heard.append)
     kept = watcher._learned = run.pages() / f"{LEARNED}node0"
     try:
@@ -88,7 +88,7 @@ def test_a_stopped_process_is_late_wherever_it_is(tmp_path: Path, what: str) -> 
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=pipe, stdout=pipe, start_new_session=True
     ) as one:
-        living = {each: Life(each, one.pid, -1, None) for each in (member_id, DONE)}
+        living = {each: WorkerProcess(each, one.pid, -1, None) for each in (member_id, DONE)}
         # The factor: where it runs it is not late, however fast the other one started.
         limits = Limits(factor=1e6, floor_s=1.0, start_s=100.0, look_s=0.1)
         watcher = Watcher(run, NodeId("node0"), limits, living, heard.append)
@@ -125,7 +125,7 @@ def test_a_newcomer_that_loops_is_late_though_nobody_saw_the_others_start(tmp_pa
     run.create()
     heard: list[Message] = []
     with subprocess.Popen(["sleep", "60"]) as one:
-        living = {each: Life(each, one.pid, -1, None) for each in (MemberId(3), DONE)}
+        living = {each: WorkerProcess(each, one.pid, -1, None) for each in (MemberId(3), DONE)}
         watcher = Watcher(run, NodeId("node0"), LIMITS, living, heard.append)
         try:
             for member_id, phase in ((MemberId(3), Phase.STARTING), (DONE, Phase.ABORTED)):

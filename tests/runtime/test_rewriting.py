@@ -16,7 +16,7 @@ from holdfast.core.protocol.messages import StartMembers
 from holdfast.errors import UsageError
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir
-from holdfast.runtime.rank_table.rewriting import NodeRanks, Written, rewrite, table_of
+from holdfast.runtime.rank_table.rewriting import NodeRanks, RewrittenTable, rewrite, table_of
 from holdfast.runtime.rank_table.table import check, make
 from tests.runtime.runs import LOOP, until
 from tests.runtime.test_meeting import Nodes, address
@@ -93,9 +93,9 @@ def test_the_users_table_is_passed_on_as_long_as_it_fits(tmp_path: Path) -> None
         run_id="t", nproc=1, nnodes=2, nnodes_max=3, rank_table=str(given), device_ids=(0,)
     )
     fits, moved = order(("node0", "a"), ("node1", "b")), order(("node0", HOSTS[0]), ("node2", HOSTS[2]))
-    assert table_of(run, settings, fits) == Written(str(given))
-    assert table_of(run, settings, order()) == Written(str(given)), "one node"
-    assert table_of(run, RunSettings(run_id="t"), moved) == Written("")
+    assert table_of(run, settings, fits) == RewrittenTable(str(given))
+    assert table_of(run, settings, order()) == RewrittenTable(str(given)), "one node"
+    assert table_of(run, RunSettings(run_id="t"), moved) == RewrittenTable("")
     path, kept = table_of(run, settings, moved)
     assert not kept and Path(path).name == "rank-table-1.2.json"
     assert [name for name, *_ in shown(json.loads(Path(path).read_bytes()))] == [HOSTS[0], HOSTS[2]]

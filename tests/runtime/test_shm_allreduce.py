@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import InternalError, PeerLost, StateError
-from holdfast.runtime.node.shm_allreduce import NOTE_SIZE_BYTES_MAX, VOTE_LENGTH_MAX, Board
+from holdfast.runtime.node.shm_allreduce import NOTE_SIZE_BYTES_MAX, VOTE_LENGTH_MAX, SharedMemoryAllReduce
 
 WORLD_SIZE = 4
 ROUNDS = 300
@@ -37,7 +37,7 @@ def ballot(seed: int, rank: int, turn: int) -> list[int]:
 
 def many_rounds(path: Path, rank: int, seed: int, to_parent: Connection) -> None:
     """Votes and notes at random paces; says ``right`` when every sum and note was."""
-    board = Board(path, rank, WORLD_SIZE).start()
+    board = SharedMemoryAllReduce(path, rank, WORLD_SIZE).start()
     pace = random.Random(seed * 31 + rank)
     for turn in range(ROUNDS):
         if pace.random() < 0.05:
@@ -55,7 +55,7 @@ def many_rounds(path: Path, rank: int, seed: int, to_parent: Connection) -> None
 
 def vote_once(path: Path, rank: int, seed: int, to_parent: Connection) -> None:
     """One vote of two ranks; says the sums, or who was missed."""
-    board = Board(path, rank, 2).start()
+    board = SharedMemoryAllReduce(path, rank, 2).start()
     to_parent.send("here")
     try:
         to_parent.send(board.reduce([1, seed], never))
@@ -88,7 +88,7 @@ def test_every_rank_reads_the_same_sums_and_notes(tmp_path: Path, seed: int) -> 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_a_dead_rank_ends_the_wait(tmp_path: Path, how: signal.Signals) -> None:
-    board = Board(tmp_path / "board", 0, 2).start()
+    board = SharedMemoryAllReduce(tmp_path / "board", 0, 2).start()
     process, line = start(vote_once, tmp_path / "board", 1, 5)
     assert line.recv() == "here"
     assert board.reduce([1, 2], never) == [2, 7]
@@ -102,7 +102,7 @@ def test_a_dead_rank_ends_the_wait(tmp_path: Path, how: signal.Signals) -> None:
 def test_the_ballot_of_a_dead_rank_counts(tmp_path: Path) -> None:
     process, line = start(vote_once, tmp_path / "board", 1, 5)
     assert line.recv() == "here"
-    board = Board(tmp_path / "board", 0, 2).start()
+    board = SharedMemoryAllReduce(tmp_path / "board", 0, 2).start()
     while not board._words[board._ballot(1, 1)]:
         time.sleep(0.001)
     assert process.pid is not None
@@ -112,7 +112,7 @@ def test_the_ballot_of_a_dead_rank_counts(tmp_path: Path) -> None:
 
 
 def test_the_check_ends_the_wait_for_a_rank_that_never_came(tmp_path: Path) -> None:
-    board = Board(tmp_path / "board", 0, 2).start()
+    board = SharedMemoryAllReduce(tmp_path / "board", 0, 2).start()
     deadline_s = time.monotonic() + 0.1
 
     def check() -> None:
@@ -128,8 +128,8 @@ def test_the_check_ends_the_wait_for_a_rank_that_never_came(tmp_path: Path) -> N
 @pytest.mark.parametrize("word", [1, 2, 3])
 def test_a_record_that_is_not_whole_is_not_believed(tmp_path: Path, word: int) -> None:
     """As a processor shows it that delays some of the stores."""
-    ours = Board(tmp_path / "board", 0, 2).start()
-    theirs = Board(tmp_path / "board", 1, 2).start()
+    ours = SharedMemoryAllReduce(tmp_path / "board", 0, 2).start()
+    theirs = SharedMemoryAllReduce(tmp_path / "board", 1, 2).start()
     at = theirs._ballot(1, 1)
     theirs._post(at, 1, (7).to_bytes(8, "little"))
     right = int(theirs._words[at + word])
@@ -147,7 +147,7 @@ def test_a_record_that_is_not_whole_is_not_believed(tmp_path: Path, word: int) -
 
 
 def test_limits(tmp_path: Path) -> None:
-    board = Board(tmp_path / "board", 0, 1).start()
+    board = SharedMemoryAllReduce(tmp_path / "board", 0, 1).start()
     assert board.reduce([3] * VOTE_LENGTH_MAX, never) == [3] * VOTE_LENGTH_MAX
     with pytest.raises(InternalError, match="holds"):
         board.reduce([3] * (VOTE_LENGTH_MAX + 1), never)
@@ -156,4 +156,4 @@ def test_limits(tmp_path: Path) -> None:
     board.close()
     board.close()
     with pytest.raises(StateError, match="cannot be had"):
-        Board(tmp_path / "missing" / "board", 0, 1).start()
+        SharedMemoryAllReduce(tmp_path / "missing" / "board", 0, 1).start()

@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.protocol.status_page import FILE_SIZE_BYTES
-from holdfast.runtime.agent.shm_cleanup import YOUNG_S, Remains
+from holdfast.runtime.agent.shm_cleanup import YOUNG_S, ShmCleanup
 from holdfast.runtime.agent.worker_processes import recorded_members, sweep
 from holdfast.runtime.net.multiprocessing_sockets import remove_sockets_of, sockets_of, use_sockets_of
 from holdfast.runtime.node.hang_evidence import stacks_path
@@ -28,7 +28,7 @@ from tests.runtime.runs import Run, without_torch
 def test_the_dead_of_the_newest_recovery_stay_those_before_go(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
-    remains = Remains(run)
+    remains = ShmCleanup(run)
     try:
         for number in (1, 2, 3):
             member = MemberId(number)

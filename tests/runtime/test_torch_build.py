@@ -12,7 +12,7 @@ import pytest
 from holdfast import event_log
 from holdfast.errors import FrameworkError
 from holdfast.runtime.node import torch_build as builds
-from holdfast.runtime.node.torch_build import TESTED_MOST, TorchBuild, Verdict, torch_build, try_out
+from holdfast.runtime.node.torch_build import TESTED_MOST, SelfTestVerdict, TorchBuild, torch_build, try_out
 from tests.cli.command import HOLDFAST
 
 NO_LIBRARY = "libcudnn.so.9: cannot open shared object file: No such file or directory"
@@ -107,7 +107,7 @@ def test_a_verdict_is_kept_for_one_build(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(builds, "_self_test", self_test)
     for identity in ("a", "a", "b"):
         try_out.cache_clear()
-        assert try_out(TorchBuild(NEWER, identity)) == Verdict(NEWER, "it breaks")
+        assert try_out(TorchBuild(NEWER, identity)) == SelfTestVerdict(NEWER, "it breaks")
     assert len(tried) == 2
     assert [path.stat().st_mode & 0o777 for path in tmp_path.rglob("*.json")] == [0o600, 0o600]
     try_out.cache_clear()

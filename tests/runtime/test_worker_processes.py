@@ -20,16 +20,16 @@ from holdfast import event_log
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.protocol.messages import Assignment
 from holdfast.core.protocol.status_page import Word
-from holdfast.event_log import Journal
+from holdfast.event_log import EventLog
 from holdfast.runtime.agent import exiting_processes
-from holdfast.runtime.agent.exiting_processes import Fading
+from holdfast.runtime.agent.exiting_processes import ExitingProcesses
 from holdfast.runtime.agent.worker_processes import Processes, sweep
 from holdfast.runtime.agent.zygote import device_in_use
 from holdfast.runtime.net.channel import Channel, Hub
 from holdfast.runtime.net.service_names import zygote_of
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir
-from holdfast.runtime.node.spawn import ZYGOTE_MESSAGES, Order, ZygoteMessage
+from holdfast.runtime.node.spawn import ZYGOTE_MESSAGES, SpawnOrder, ZygoteMessage
 from holdfast.runtime.node.status_page import Page
 from tests.runtime.runs import BOUND_S, exists, without_torch
 
@@ -59,7 +59,7 @@ class Node:
             run_id="t", target=str(where / "train.py"), nproc=4, env=without_torch(where), preload=preload
         )
         self.settings.save(self.run.path)
-        self.journal = Journal.open(self.run.journal, "test")
+        self.journal = EventLog.open(self.run.journal, "test")
         self.started: dict[int, int] = {}
         self.exited: list[tuple[int, int, int | None]] = []  # member, pid, signal
         self.failures: list[BaseException] = []
@@ -83,7 +83,7 @@ class Node:
     def order(self, member_id: int) -> None:
         """Start one member."""
         seat = Assignment(MemberId(member_id), member_id, member_id)
-        self.procs.start(Order(seat, Generation(1, 1), 4, 0, 0, "", False, "", 29500))
+        self.procs.start(SpawnOrder(seat, Generation(1, 1), 4, 0, 0, "", False, "", 29500))
 
     def said(self, kind: str) -> list[dict[str, Any]]:
         """Data of the records of a kind."""
@@ -370,7 +370,7 @@ def test_a_worker_starts_when_the_one_before_it_is_gone_or_its_end_stands_still(
     async def scenario() -> None:
         nonlocal gone
         freed: list[str] = []
-        held = Fading(lambda: freed.append("free"))
+        held = ExitingProcesses(lambda: freed.append("free"))
         held.add(1)
         held.add(2)
         await until(lambda: held.pids == (1,))

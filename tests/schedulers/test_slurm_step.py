@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.cli.start import scheduler_flags as module
-from holdfast.cli.start.flag_files import COMMAND_LINE, DEFAULT, Settings
+from holdfast.cli.start.flag_files import COMMAND_LINE, DEFAULT, FlagValues
 from holdfast.cli.start.flags import FLAGS
 from holdfast.cli.start.scheduler_flags import POD, SLURM, scheduled, share_token
 from holdfast.errors import AuthError, NotMet, UsageError
@@ -40,10 +40,10 @@ STEP = {  # as Slurm 22.05 sets them in the second of three tasks
 }
 
 
-def settled(**given: Any) -> Settings:
+def settled(**given: Any) -> FlagValues:
     """The defaults, and what the command line says."""
     values = {flag.key: flag.default for flag in FLAGS} | given
-    return Settings(values, {key: COMMAND_LINE if key in given else DEFAULT for key in values})
+    return FlagValues(values, {key: COMMAND_LINE if key in given else DEFAULT for key in values})
 
 
 @pytest.fixture(autouse=True)
@@ -177,7 +177,7 @@ def test_a_pod_has_its_index_where_the_manifest_says_so() -> None:
 
 
 def test_the_first_node_makes_the_secret_and_the_others_read_it(tmp_path: Path) -> None:
-    def node(number: int) -> Settings:
+    def node(number: int) -> FlagValues:
         return scheduled(settled(run_dir=str(tmp_path / "runs")), STEP | {"SLURM_NODEID": str(number)})
 
     waiting = threading.Thread(target=share_token, args=(node(2),))

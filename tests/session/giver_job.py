@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast.core.protocol.messages import Settle
-from holdfast.session.checkpoints.state_transfer import Giver
+from holdfast.session.checkpoints.state_transfer import StateSource
 
 STEPS = 12
 KILLED_AT = 5
@@ -23,15 +23,15 @@ STOPPED = Path("stopped")
 
 def stop_when_asked() -> None:
     """This process is stopped once, when it has settled and is about to offer its state."""
-    give = Giver.give
+    give = StateSource.give
 
-    def trapped(self: Giver, settle: Settle) -> None:
+    def trapped(self: StateSource, settle: Settle) -> None:
         if ASKED.exists():
             ASKED.rename(STOPPED)
             os.kill(os.getpid(), signal.SIGSTOP)
         give(self, settle)
 
-    Giver.give = trapped  # type: ignore[method-assign]
+    StateSource.give = trapped  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
 from holdfast.session.checkpoints import checkpointer
-from holdfast.session.steps.participant import Rank
+from holdfast.session.steps.participant import StepParticipant
 from tests.session.once import first
 
 STEPS = 12
@@ -29,9 +29,9 @@ checkpointer.SCRIPT_TIMEOUT_S = 3600.0  # who waits for a script that waits itse
 
 def kill_between_two_joins(rank: int) -> None:
     """The survivor 0 dies when newcomer 1 waits for all to go on, and newcomer 2 is about to say that it is ready."""
-    join, await_resume = Rank.join, Rank.await_resume
+    join, await_resume = StepParticipant.join, StepParticipant.await_resume
 
-    def second(self: Rank) -> None:
+    def second(self: StepParticipant) -> None:
         if self.joining and rank == 2 and first(Path("second")):
             while not JOINED.exists():
                 time.sleep(0.01)
@@ -40,12 +40,12 @@ def kill_between_two_joins(rank: int) -> None:
             time.sleep(0.3)
         join(self)
 
-    def waits(self: Rank) -> None:
+    def waits(self: StepParticipant) -> None:
         if rank == 1 and VICTIM.exists():
             JOINED.touch()
         await_resume(self)
 
-    Rank.join, Rank.await_resume = second, waits  # type: ignore[method-assign]
+    StepParticipant.join, StepParticipant.await_resume = second, waits  # type: ignore[method-assign]
 
 
 def main() -> None:

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import holdfast
 from holdfast.core.protocol.messages import Fence
 from holdfast.session.checkpoints import checkpointer
-from holdfast.session.steps.participant import Rank
+from holdfast.session.steps.participant import StepParticipant
 from tests.session.once import first
 
 EPOCHS = 4
@@ -43,13 +43,13 @@ FENCED, RESTING, STRUCK = Path("fenced"), Path("resting"), Path("struck")
 
 def tell_of_fences() -> None:
     """A file says that this rank has heard of a fault, and answered."""
-    on_fence = Rank.on_fence
+    on_fence = StepParticipant.on_fence
 
-    def told(self: Rank, fence: Fence) -> None:
+    def told(self: StepParticipant, fence: Fence) -> None:
         on_fence(self, fence)
         FENCED.touch()
 
-    Rank.on_fence = told  # type: ignore[method-assign]
+    StepParticipant.on_fence = told  # type: ignore[method-assign]
 
 
 def await_file(marker: Path) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import holdfast
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 
 STEPS = 12
 SEALED_S_MAX = 2.0
@@ -71,7 +71,7 @@ def await_seal(step: int) -> None:
 
 def die_in_vote(rank: int, victim: int, again: bool, died: Path) -> None:
     """Called before the vote of the step of the fault: rank 0 comes to it when it is over."""
-    client = Client.current()
+    client = WorkerClient.current()
     assert client is not None
     if rank == 0:
         while not (again or client.fenced):

@@ -32,7 +32,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import holdfast
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 from tests.session.once import first
 
 STEPS = 14
@@ -86,7 +86,7 @@ class Job:
             while not all(path.exists() for path in here):
                 time.sleep(0.01)
             self.struck(step, where)
-        client = Client.current()
+        client = WorkerClient.current()
         while client is not None and not client.fenced:
             time.sleep(0.01)
         time.sleep(1.0)

@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.errors import UsageError
 from holdfast.exit_codes import Exit
-from holdfast.session.loops.loop_bounds import Before, Bound, bound_of, counted_anew
+from holdfast.session.loops.loop_bounds import Bound, LoopMembers, bound_of, counted_anew
 from tests.session.curriculum_job import PHASE_STEPS, PHASES
 from tests.session.launch import run_job
 
@@ -107,16 +107,16 @@ def test_ranks_that_end_their_loops_elsewhere_are_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("here", "until", "before", "bound"),
     [
-        (23, 30, Before.SURVIVORS, (20, 30)),
-        (23, 33, Before.SURVIVORS, (20, 30)),
-        (23, 33, Before.THIS_RUN, (20, 30)),
-        (30, 40, Before.THIS_RUN, (20, 30)),
-        (30, 40, Before.ANOTHER_JOB, (20, 40)),  # so many more
-        (23, 100, Before.THIS_RUN, (20, 100)),
-        (23, None, Before.ANOTHER_JOB, (20, None)),
+        (23, 30, LoopMembers.SURVIVORS, (20, 30)),
+        (23, 33, LoopMembers.SURVIVORS, (20, 30)),
+        (23, 33, LoopMembers.THIS_RUN, (20, 30)),
+        (30, 40, LoopMembers.THIS_RUN, (20, 30)),
+        (30, 40, LoopMembers.ANOTHER_JOB, (20, 40)),  # so many more
+        (23, 100, LoopMembers.THIS_RUN, (20, 100)),
+        (23, None, LoopMembers.ANOTHER_JOB, (20, None)),
     ],
 )
-def test_which_end_holds(here: int, until: int | None, before: Before, bound: Bound) -> None:
+def test_which_end_holds(here: int, until: int | None, before: LoopMembers, bound: Bound) -> None:
     assert bound_of(1, here, until, (20, 30), before) == bound
 
 
@@ -141,9 +141,9 @@ def test_a_first_end_that_is_that_of_a_later_loop(until: int) -> None:
         counted_anew(23, until, (0, 10))
 
 
-@pytest.mark.parametrize("before", [Before.THIS_RUN, Before.ANOTHER_JOB])
+@pytest.mark.parametrize("before", [LoopMembers.THIS_RUN, LoopMembers.ANOTHER_JOB])
 @pytest.mark.parametrize("here", [20, 30])
-def test_an_end_behind_a_first_one_that_was_not_counted_after_all(before: Before, here: int) -> None:
+def test_an_end_behind_a_first_one_that_was_not_counted_after_all(before: LoopMembers, here: int) -> None:
     with pytest.raises(UsageError, match="ended at step 30 before, and would end at step 50 here"):
         bound_of(1, here, 50, (20, 30), before, anew=True)
     assert bound_of(1, 23, 50, (20, 30), before, anew=True) == (20, 50)  # more steps were asked for
@@ -152,13 +152,13 @@ def test_an_end_behind_a_first_one_that_was_not_counted_after_all(before: Before
 
 def test_an_end_that_is_another_after_a_start_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "holdfast"):
-        assert bound_of(1, 23, 40, (20, 30), Before.ANOTHER_JOB) == (20, 40)  # more steps were asked for
+        assert bound_of(1, 23, 40, (20, 30), LoopMembers.ANOTHER_JOB) == (20, 40)  # more steps were asked for
         assert not caplog.records
-        assert bound_of(1, 23, 33, (20, 30), Before.ANOTHER_JOB) == (20, 33)
+        assert bound_of(1, 23, 33, (20, 30), LoopMembers.ANOTHER_JOB) == (20, 33)
     assert "ended at step 30 before, and would end at step 33 here; if that is not meant" in caplog.text
 
 
 @pytest.mark.parametrize("until", [60, None, 31])
 def test_survivors_are_never_left_behind(until: int | None) -> None:
     with pytest.raises(UsageError, match="the other ranks are still in it"):
-        bound_of(1, 23, until, (20, 30), Before.SURVIVORS)
+        bound_of(1, 23, until, (20, 30), LoopMembers.SURVIVORS)

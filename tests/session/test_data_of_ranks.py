@@ -12,7 +12,7 @@ import pytest
 from holdfast.core.protocol.messages import KvReply
 from holdfast.errors import UsageError
 from holdfast.frameworks.common.adapter import DataIdentity
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.session.loops.dataset_check import compare_with_ranks
 from tests.session.launch import run_job
 
@@ -29,7 +29,7 @@ class Store:
 
 
 def warnings_of(lengths: list[int], caplog: pytest.LogCaptureFixture, *, shared: bool = False) -> list[str]:
-    client = cast(Client, Store())
+    client = cast(WorkerClient, Store())
     caplog.set_level(logging.WARNING, "holdfast")
     for rank, length in enumerate(lengths):
         compare_with_ranks(client, rank, 0, DataIdentity(length, "", shared))

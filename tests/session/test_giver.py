@@ -13,7 +13,7 @@ from holdfast.core.ids import Generation, MemberId
 from holdfast.core.protocol.messages import Settle, StateOffered, StateRefused
 from holdfast.errors import StateError
 from holdfast.runtime.worker.state_transfer import fetch
-from holdfast.session.checkpoints.state_transfer import Giver
+from holdfast.session.checkpoints.state_transfer import StateSource
 from holdfast.store.format.json_values import decode_mapping
 from tests.runtime.runs import Run
 
@@ -40,7 +40,7 @@ def test_an_order_that_comes_again_leaves_the_server_as_it_is(tmp_path: Path) ->
         member_id=MemberId(1), rank=0, run_dir=run.path, send=offers.append, moved=lambda size_bytes: None
     )
     refused: list[object] = []
-    giver = Giver(
+    giver = StateSource(
         client,
         boundary=lambda settle: True,
         collect=collect,
@@ -73,7 +73,7 @@ def test_a_survivor_that_cannot_listen_says_so_and_lives(
     client: Any = SimpleNamespace(
         member_id=MemberId(1), rank=0, run_dir=run.path, send=offers.append, moved=lambda size_bytes: None
     )
-    giver = Giver(
+    giver = StateSource(
         client,
         boundary=lambda settle: True,
         collect=lambda rebuilt: SimpleNamespace(view=lambda fqn, box: memoryview(b"")),

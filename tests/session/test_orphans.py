@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.drill.observer import Run
+from holdfast.drill.observer import ObservedRun
 from holdfast.runtime.node.rundir import RunDir
 from tests.runtime.runs import exists, until
 from tests.session.launch import end, start_job
@@ -44,7 +44,7 @@ def test_a_rank_that_waits_for_another_one_s_session_leaves(tmp_path: Path) -> N
     try:
         until("rank 1 waits for rank 0", (tmp_path / "waits").exists)
         directory = RunDir(tmp_path / "runs/it")
-        workers = [worker.pid for worker in Run(directory.path).workers().values()]
+        workers = [worker.pid for worker in ObservedRun(directory.path).workers().values()]
         assert len(workers) == RANKS
         os.kill(launcher.pid, signal.SIGKILL)
         os.kill(directory.serving("agent"), signal.SIGKILL)

@@ -9,10 +9,10 @@ import pytest
 from holdfast.core.ids import Generation
 from holdfast.errors import StepError
 from holdfast.frameworks.common.adapter import Adapter
-from holdfast.session.steps.nonfinite import Finite
-from holdfast.session.steps.participant import Rank
-from holdfast.session.steps.step import Blocks, Step, StepAborted
-from holdfast.session.steps.voting import Votes
+from holdfast.session.steps.nonfinite import NonfiniteCheck
+from holdfast.session.steps.participant import StepParticipant
+from holdfast.session.steps.step import Step, StepAborted, StepRunner
+from holdfast.session.steps.voting import VoteCaster
 
 
 class GateAdapter:
@@ -38,7 +38,7 @@ class GateAdapter:
         return lambda *arguments, **options: None
 
 
-class Newcomer(Rank):
+class Newcomer(StepParticipant):
     """Joins without a control plane."""
 
     joins = 0
@@ -60,7 +60,7 @@ def test_a_newcomer_rehearses_once_and_then_joins() -> None:
         rank.machine.open(10)
     rank.joining = True
     owner: Any = GateAdapter()
-    blocks = Blocks(rank, typed, Votes(rank, typed), owner, Finite(typed, "ignore"))
+    blocks = StepRunner(rank, typed, VoteCaster(rank, typed), owner, NonfiniteCheck(typed, "ignore"))
     step = Step(blocks, 10)
     blocks.begin(step)
     assert step.rehearsal and not rank.joins
@@ -75,4 +75,6 @@ def test_nothing_is_open_that_could_begin_again() -> None:
     adapter: Any = GateAdapter()
     rank = Newcomer(adapter, None)
     with pytest.raises(StepError, match="no step is open"):
-        Blocks(rank, adapter, Votes(rank, adapter), adapter, Finite(adapter, "ignore")).redo()
+        StepRunner(
+            rank, adapter, VoteCaster(rank, adapter), adapter, NonfiniteCheck(adapter, "ignore")
+        ).redo()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import holdfast
-from holdfast.core.protocol.status_page import Flag
+from holdfast.core.protocol.status_page import PageFlag
 from holdfast.errors import (
     CheckpointInvalid,
     CheckpointMismatch,
@@ -31,7 +31,7 @@ from holdfast.errors import (
 from holdfast.exit_codes import Exit
 from holdfast.frameworks.torch.state.rng import reseed
 from holdfast.frameworks.torch.state.state import TorchState
-from holdfast.session.steps.participant import Rank
+from holdfast.session.steps.participant import StepParticipant
 from holdfast.store.layouts.layout import Box
 from holdfast.store.manage.checkpoint_root import Root
 from holdfast.store.manage.retention import Moment
@@ -537,7 +537,9 @@ def test_a_section_that_was_cut_off_is_run_again_or_told(
 def test_compilation_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
     monkeypatch.setattr(
-        Rank, "flag", lambda self, what, on: seen.append(on) if what is Flag.COMPILING else None
+        StepParticipant,
+        "flag",
+        lambda self, what, on: seen.append(on) if what is PageFlag.COMPILING else None,
     )
     job = Job()
     with job.session() as s:

@@ -19,7 +19,7 @@ import torch
 import holdfast
 from holdfast.core.ids import Generation, MemberId
 from holdfast.errors import PeerLost
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.session.session import Session
 from tests.runtime.runs import exists, until
 
@@ -173,10 +173,10 @@ def test_a_session_that_never_opened_ends_with_the_error_that_kept_it_closed(
         **{"on": lambda *given: None, "open_session": lambda: None, "on_orphaned": lambda handler: None},
     )
 
-    def refuse(session: Session, _: Client) -> None:
+    def refuse(session: Session, _: WorkerClient) -> None:
         raise PeerLost("damaged")
 
-    monkeypatch.setattr(Client, "_current", client)
+    monkeypatch.setattr(WorkerClient, "_current", client)
     monkeypatch.setattr(Session, "_take_over", refuse)
     net = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(net.parameters())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.drill.observer import Run
+from holdfast.drill.observer import ObservedRun
 from holdfast.runtime.node.rundir import RunDir
 from tests.runtime.runs import until
 from tests.session.launch import start_job
@@ -41,7 +41,7 @@ pathlib.Path(f"end-{dist.get_rank()}").write_text(str(end))
 """
 
 
-def kill(directory: RunDir, run: Run, daemons: tuple[str, ...]) -> None:
+def kill(directory: RunDir, run: ObservedRun, daemons: tuple[str, ...]) -> None:
     """All at once."""
     pids = [*map(directory.serving, daemons), run.workers()[1].pid]
     assert all(pids)
@@ -49,7 +49,7 @@ def kill(directory: RunDir, run: Run, daemons: tuple[str, ...]) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def freeze(directory: RunDir, run: Run, daemons: tuple[str, ...]) -> None:
+def freeze(directory: RunDir, run: ObservedRun, daemons: tuple[str, ...]) -> None:
     """The agent, when the next controller waits for it: that one hears of the workers from another agent."""
     controller, agent = map(directory.serving, daemons)
     os.kill(controller, signal.SIGKILL)
@@ -66,7 +66,7 @@ def check(place: Path) -> None:
 
 
 def train(
-    where: Path, *daemons: str, strike: Callable[[RunDir, Run, tuple[str, ...]], None] = kill
+    where: Path, *daemons: str, strike: Callable[[RunDir, ObservedRun, tuple[str, ...]], None] = kill
 ) -> list[str]:
     """What each rank has at the end; these daemons and the worker of rank 1 are struck in the middle.
 
@@ -78,7 +78,7 @@ def train(
     try:
         if daemons:
             directory = RunDir(where / "runs/it")
-            run = Run(directory.path)
+            run = ObservedRun(directory.path)
             until("the training is under way", lambda: run.committed_step() >= 5)
             strike(directory, run, daemons)
         (where / "struck").touch()

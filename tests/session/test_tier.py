@@ -13,8 +13,8 @@ from torch import nn
 
 from holdfast.errors import CheckpointInvalid, CheckpointMismatch, StateError
 from holdfast.frameworks.torch.adapter import TorchAdapter
-from holdfast.session.checkpoints.memory_tier import Tier, cost_of_a_loss
-from holdfast.session.steps.participant import Rank
+from holdfast.session.checkpoints.memory_tier import MemoryTier, cost_of_a_loss
+from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.update_log import UpdateRecord
 from holdfast.store.shared_memory.update_log import Gradient, Update, reachable
 
@@ -27,7 +27,9 @@ def test_a_spare_asks_other_nodes_for_the_states_of_the_rank_that_it_became(tmp_
         asked.append((rank, step))
         return False
 
-    tier = Tier(Rank(adapter, None), adapter, tmp_path, 1, lambda state, step: {}, dict, pull)
+    tier = MemoryTier(
+        StepParticipant(adapter, None), adapter, tmp_path, 1, lambda state, step: {}, dict, pull
+    )
     adapter.rank = 2
     tier.know_rank()
     with pytest.raises(CheckpointInvalid, match="no state of rank 2 at step 7"):
@@ -44,10 +46,15 @@ def test_a_state_of_another_model_is_refused_before_anything_changes(
 ) -> None:
     """Also where it takes as many bytes: they were taken for numbers of the other type."""
 
-    def tier_of(net: nn.Module) -> Tier:
+    def tier_of(net: nn.Module) -> MemoryTier:
         adapter = TorchAdapter(net, torch.optim.SGD(net.parameters()), None, None, {}, seed=0)
-        return Tier(
-            Rank(adapter, None), adapter, tmp_path, 1, lambda s, step: {**s.values, "session": {}}, dict
+        return MemoryTier(
+            StepParticipant(adapter, None),
+            adapter,
+            tmp_path,
+            1,
+            lambda s, step: {**s.values, "session": {}},
+            dict,
         )
 
     first = nn.Linear(4, 3, bias=False).to(torch.bfloat16)

@@ -18,7 +18,7 @@ import holdfast
 from holdfast.errors import StepError, UsageError
 from holdfast.exit_codes import Exit
 from holdfast.session.loops.script_source import enclosed, leaves
-from holdfast.session.loops.turn_position import Walk
+from holdfast.session.loops.turn_position import TurnPosition
 from tests.session.launch import run_job
 from tests.session.turns_job import RANKS
 
@@ -231,7 +231,7 @@ def test_a_script_that_ends_without_the_loop_of_the_job_is_an_error(tmp_path: Pa
 
 
 def test_a_process_that_comes_in_later_numbers_its_loops_as_the_others() -> None:
-    walk = Walk()
+    walk = TurnPosition()
     part = walk.enter('phase "warmup"', 1)
     walk.begin(part, 0)
     assert walk.next_loop() == 0
@@ -243,7 +243,7 @@ def test_a_process_that_comes_in_later_numbers_its_loops_as_the_others() -> None
         walk.next_loop()
         if start == 4:
             walk.end(epochs, 7)
-    late = Walk()
+    late = TurnPosition()
     late.stand_at(walk.record)
     over = late.enter('phase "warmup"', 1)
     assert (over.done, over.turns) == (1, 1)
@@ -254,7 +254,7 @@ def test_a_process_that_comes_in_later_numbers_its_loops_as_the_others() -> None
 
 
 def test_another_part_in_the_place_of_one_is_refused() -> None:
-    walk, other = Walk(), Walk()
+    walk, other = TurnPosition(), TurnPosition()
     part = walk.enter('phase "a"', 1)
     walk.begin(part, 0)
     other.stand_at(walk.record)
@@ -264,7 +264,7 @@ def test_another_part_in_the_place_of_one_is_refused() -> None:
 
 
 def test_parts_inside_a_turn_are_forgotten_with_it() -> None:
-    walk = Walk()
+    walk = TurnPosition()
     epochs = walk.enter("epochs", 2)
     for _ in range(2):
         walk.begin(epochs, 0)

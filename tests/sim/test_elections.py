@@ -12,8 +12,8 @@ from holdfast.core.protocol.messages import (
     Send,
 )
 from holdfast.core.protocol.peer_messages import (
+    RequestVote,
     StartController,
-    VoteAsk,
 )
 from holdfast.sim.elections import ElectionSearch
 from holdfast.sim.invariants import Violation
@@ -31,7 +31,7 @@ def test_two_elections_with_a_crash_at_any_moment() -> None:
 class VotesTwice(Election):
     """Forgets in memory whom it voted for in this term."""
 
-    def _asked(self, ask: VoteAsk) -> None:
+    def _asked(self, ask: RequestVote) -> None:
         if self.role == "follower":
             self.kept = msgspec.structs.replace(self.kept, voted_for="")
         super()._asked(ask)

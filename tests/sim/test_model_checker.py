@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 import holdfast.sim.model_checker as search_module
-from holdfast.core.decide.decision import Decided, Report, decide
+from holdfast.core.decide.decision import Decision, RankReport, decide
 from holdfast.core.ids import Generation
 from holdfast.core.worker.step import StepEvent
 from holdfast.sim.invariants import Violation
@@ -31,7 +31,7 @@ def test_search_finds_a_stale_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_search_finds_a_timid_decision(monkeypatch: pytest.MonkeyPatch) -> None:
-    def timid(reports: Sequence[Report], sealed_step: int = -1) -> Decided:
+    def timid(reports: Sequence[RankReport], sealed_step: int = -1) -> Decision:
         undecided = [r for r in reports if r.state in ("in_doubt", "aborted")]
         return decide(undecided or reports, sealed_step)
 

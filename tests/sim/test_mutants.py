@@ -12,9 +12,9 @@ import holdfast.core.agent as agent_module
 import holdfast.core.controller as controller_module
 import holdfast.core.job.recovery as recovery_module
 from holdfast.core.agent import Agent
-from holdfast.core.decide.decision import Decided, Report, decide
+from holdfast.core.decide.decision import Decision, RankReport, decide
 from holdfast.core.decide.stop_policy import Situation
-from holdfast.core.ids import NO_VERSION, Generation, MemberId, Version
+from holdfast.core.ids import NO_VERSION, Generation, LayoutVersion, MemberId
 from holdfast.core.job.fault import Fault
 from holdfast.core.job.membership import Roster
 from holdfast.core.job.recovery import Recovery
@@ -22,13 +22,13 @@ from holdfast.core.job.situation import Survey
 from holdfast.core.job.spares import Spares
 from holdfast.core.protocol.health_messages import CopyDigest
 from holdfast.core.protocol.layout_messages import Layout, Layouts
-from holdfast.core.protocol.messages import Assignment, Command, Receive, Record, Settled
-from holdfast.core.worker.layout_agreement import Telling, Told
+from holdfast.core.protocol.messages import Assignment, Command, LogRecord, Receive, Settled
+from holdfast.core.worker.layout_agreement import LayoutAgreement, LayoutAnnouncement
 from holdfast.core.worker.vote import Ballot, Tally
 from holdfast.sim.faults import SimFault, random_faults
 from holdfast.sim.invariants import Violation
-from holdfast.sim.sim_layouts import Holding
-from holdfast.sim.sim_store import Save, Store
+from holdfast.sim.sim_layouts import SimLayouts
+from holdfast.sim.sim_store import SimSave, SimStore
 from holdfast.sim.worker import SimWorker
 from holdfast.sim.world import World, run_sim
 
@@ -65,13 +65,13 @@ def test_accepting_a_stale_generation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert catch(World, frozenset({"decided_after_all_settled", "decision_is_true", "one_fate_per_step"}))
 
 
-class Careless(Store):
+class Careless(SimStore):
     """Plans whatever it is asked for, and seals as soon as every source has written."""
 
     def uncovered(self, layouts: Layouts, sources: tuple[int, ...]) -> str:
         return ""
 
-    def is_complete(self, save: Save) -> bool:
+    def is_complete(self, save: SimSave) -> bool:
         return set(save.shares) == set(save.sources)
 
 
@@ -93,7 +93,7 @@ def test_acting_before_persisting() -> None:
         def execute_controller(self, commands: list[Command]) -> None:
             for command in commands:
                 self._act_for_controller(command)
-            self.journal.extend(c for c in commands if isinstance(c, Record))
+            self.journal.extend(c for c in commands if isinstance(c, LogRecord))
 
     assert catch(Mutant) == {"persist_then_act"}
 
@@ -141,7 +141,7 @@ def test_deciding_before_all_have_settled(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_never_going_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    def timid(reports: Sequence[Report], sealed_step: int = -1) -> Decided:
+    def timid(reports: Sequence[RankReport], sealed_step: int = -1) -> Decision:
         undecided = [r for r in reports if r.state in ("in_doubt", "aborted")]
         return decide(undecided or reports, sealed_step)
 
@@ -185,45 +185,45 @@ def test_saving_without_comparing_the_copies() -> None:
 
 
 def test_giving_without_comparing_the_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    def vouching_for_anything(holding: Holding, differs: bool) -> CopyDigest:
+    def vouching_for_anything(holding: SimLayouts, differs: bool) -> CopyDigest:
         return CopyDigest(str(holding._owner.rank), "w", 7 + differs)
 
-    monkeypatch.setattr(Holding, "copy", vouching_for_anything)
+    monkeypatch.setattr(SimLayouts, "copy", vouching_for_anything)
     assert catch(World, frozenset({"sealed_was_compared", "given_was_compared"}))
 
 
 def test_keeping_it_secret_that_a_layout_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    ballot = Told.ballot
+    ballot = LayoutAgreement.ballot
 
-    def secretive(told: Told, said: Ballot, generation: Generation, have: Version) -> Ballot:
+    def secretive(told: LayoutAgreement, said: Ballot, generation: Generation, have: LayoutVersion) -> Ballot:
         return msgspec.structs.replace(ballot(told, said, generation, have), moved=False)
 
-    monkeypatch.setattr(Told, "ballot", secretive)
+    monkeypatch.setattr(LayoutAgreement, "ballot", secretive)
     assert catch(World) == {"saved_by_one_catalogue"}
 
 
 def test_taking_a_catalogue_that_never_came_for_granted(monkeypatch: pytest.MonkeyPatch) -> None:
-    ballot = Told.ballot
+    ballot = LayoutAgreement.ballot
 
-    def confident(told: Told, said: Ballot, generation: Generation, have: Version) -> Ballot:
+    def confident(told: LayoutAgreement, said: Ballot, generation: Generation, have: LayoutVersion) -> Ballot:
         return ballot(told, said, generation, told.version)
 
-    monkeypatch.setattr(Told, "ballot", confident)
+    monkeypatch.setattr(LayoutAgreement, "ballot", confident)
     assert catch(World) == {"saved_by_one_catalogue"}
 
 
 def test_telling_a_change_under_a_version_that_others_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    note = Told.note
+    note = LayoutAgreement.note
 
-    def eager(told: Told, layout: Layout, generation: Generation) -> Telling | None:
-        return note(told, layout, generation) and Telling(told.version, layout)
+    def eager(told: LayoutAgreement, layout: Layout, generation: Generation) -> LayoutAnnouncement | None:
+        return note(told, layout, generation) and LayoutAnnouncement(told.version, layout)
 
-    monkeypatch.setattr(Told, "note", eager)
+    monkeypatch.setattr(LayoutAgreement, "note", eager)
     assert catch(World) == {"one_catalogue_per_version"}
 
 
 def test_a_catalogue_of_several_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    def careless(roster: Roster, world_size: int) -> Version:
+    def careless(roster: Roster, world_size: int) -> LayoutVersion:
         versions = [told.version for told in roster.layouts.values()]
         return max(versions) if len(versions) == world_size else NO_VERSION
 
@@ -232,14 +232,14 @@ def test_a_catalogue_of_several_versions(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_newcomer_that_claims_the_version_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    inherit = Told.inherit
+    inherit = LayoutAgreement.inherit
 
-    def claiming(told: Told, version: Version, layout: Layout) -> Telling:
+    def claiming(told: LayoutAgreement, version: LayoutVersion, layout: Layout) -> LayoutAnnouncement:
         telling = inherit(told, version, layout)
         told._under = layout
         return telling
 
-    monkeypatch.setattr(Told, "inherit", claiming)
+    monkeypatch.setattr(LayoutAgreement, "inherit", claiming)
     assert catch(World) == {"saved_by_one_catalogue"}
 
 
@@ -247,7 +247,7 @@ def test_trusting_the_living_after_their_copies_differed(monkeypatch: pytest.Mon
     situation = Survey.situation
 
     def trusting(
-        survey: Survey, decided: Decided, answers: Mapping[int, Settled], faults: Sequence[Fault]
+        survey: Survey, decided: Decision, answers: Mapping[int, Settled], faults: Sequence[Fault]
     ) -> Situation:
         survey.job.unequal = ""
         return situation(survey, decided, answers, faults)

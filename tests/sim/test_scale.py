@@ -14,7 +14,14 @@ from typing import Any, ClassVar
 import pytest
 
 from holdfast.core.controller import Controller
-from holdfast.core.protocol.health_messages import Evidence, Moved, Pace, Paced, RankEvidence, Stalled
+from holdfast.core.protocol.health_messages import (
+    Evidence,
+    ProgressResumed,
+    RankEvidence,
+    Stalled,
+    StepTime,
+    StepTimes,
+)
 from holdfast.core.protocol.messages import Command, Message
 from holdfast.exit_codes import Exit
 from holdfast.sim.faults import SimFault
@@ -74,8 +81,8 @@ def see(world: World) -> None:
     generation = roster.generation
     for _ in range(2):
         for node_id, members in nodes.items():
-            paces = tuple(Pace(m.rank, 50, 0.5 if m.rank % 64 == 1 else 0.1) for m in members)
-            world._feed_controller(Paced(node_id=node_id, generation=generation, ranks=paces))
+            paces = tuple(StepTime(m.rank, 50, 0.5 if m.rank % 64 == 1 else 0.1) for m in members)
+            world._feed_controller(StepTimes(node_id=node_id, generation=generation, ranks=paces))
     for node_id in nodes:
         still = Stalled(node_id=node_id, generation=generation, idle_s=9.0, bound_s=5.0, step_s=0.1)
         world._feed_controller(still)
@@ -88,7 +95,7 @@ def see(world: World) -> None:
         )
         world._feed_controller(Evidence(node_id=node_id, number=1, ranks=ranks))
     for node_id in nodes:
-        world._feed_controller(Moved(node_id=node_id, generation=generation))
+        world._feed_controller(ProgressResumed(node_id=node_id, generation=generation))
 
 
 def kill(at_s: float) -> Callable[[int], tuple[SimFault, ...]]:

@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 
-from holdfast.core.protocol.messages import RankState, Resume
+from holdfast.core.protocol.messages import RankState, ResumeInPlace
 from holdfast.sim.faults import SimFault, random_faults
 from holdfast.sim.invariants import Violation
 from holdfast.sim.sim_memory_tier import Memory
@@ -189,7 +189,7 @@ def test_mutant_that_copies_over_the_newest_state_and_leaves_its_marker() -> Non
 
 def test_mutant_that_does_not_go_back_with_the_others() -> None:
     class Stubborn(SimWorker):
-        def _resumed(self, resume: Resume) -> None:
+        def _resumed(self, resume: ResumeInPlace) -> None:
             if resume.step < self.machine.step and self.machine.state in ("ready", "aborted"):
                 self.world.memory.keep_only(self.rank, resume.step)
                 self.machine.rewind(resume.step)  # says so, and keeps its parameters

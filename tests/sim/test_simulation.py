@@ -10,9 +10,9 @@ import sys
 import msgspec
 import pytest
 
-from holdfast.core.job.log_replay import SNAPSHOT, Past
-from holdfast.core.protocol.health_messages import Vouched
-from holdfast.core.protocol.messages import JoinAsked, Joined, Message, Record, StateOffered
+from holdfast.core.job.log_replay import SNAPSHOT, ReplayedState
+from holdfast.core.protocol.health_messages import StateDigests
+from holdfast.core.protocol.messages import JoinAsked, Joined, LogRecord, Message, StateOffered
 from holdfast.exit_codes import Exit
 from holdfast.sim.faults import SimFault, random_faults
 from holdfast.sim.worker import SimWorker
@@ -160,11 +160,11 @@ def test_a_fault_during_a_graceful_exit_still_saves() -> None:
 
 def test_the_past_is_what_the_records_say() -> None:
     faults = (SimFault(kind="kill", at_s=0.5, rank=1), SimFault(kind="kill", at_s=1.5, rank=2))
-    past = Past.read(run_sim(4, 5, faults).records)
+    past = ReplayedState.read(run_sim(4, 5, faults).records)
     assert past.attempts == 1 and past.last_member == 6
     assert [s.member_id for s in past.seats] == [1, 5, 6, 4]
     assert [a.action for a in past.answered] == ["replace", "replace"]
-    past = Past.read(run_sim(4, 7, faults).records)  # of the seeds that restart all workers
+    past = ReplayedState.read(run_sim(4, 7, faults).records)  # of the seeds that restart all workers
     assert past.attempts == 3 and past.last_member == 12
     assert [s.member_id for s in past.seats] == [9, 10, 11, 12]
     assert [a.action for a in past.answered] == ["restart_last_gasp", "restart_last_gasp"]
@@ -174,12 +174,12 @@ def test_the_past_is_what_the_records_say() -> None:
 @pytest.mark.parametrize("seed", [5, 7, 12])
 def test_a_reader_may_begin_at_a_snapshot(seed: int) -> None:
     records = simulate(seed).records
-    whole, before = Past.read(records), Past()
+    whole, before = ReplayedState.read(records), ReplayedState()
     for number, record in enumerate(records):
         before = before.after(record)
         if number % 5 == 0:
             data = {**before.snapshot(100.0).data, "read_s": 130.0}
-            behind = Past.read([Record(kind=SNAPSHOT, data=data), *records[number + 1 :]])
+            behind = ReplayedState.read([LogRecord(kind=SNAPSHOT, data=data), *records[number + 1 :]])
             shifted = len(before.answered)
             moved = [a.at_s + 30.0 for a in before.answered]
             assert [a.at_s for a in behind.answered[:shifted]] == pytest.approx(moved)
@@ -222,7 +222,7 @@ def test_a_resume_that_some_ranks_never_heard_is_said_again(rank: int) -> None:
         assert (result.code, result.step) == (Exit.OK, 12), f"seed {seed}"
 
 
-@pytest.mark.parametrize("kind", [StateOffered, Vouched, JoinAsked, Joined])
+@pytest.mark.parametrize("kind", [StateOffered, StateDigests, JoinAsked, Joined])
 def test_a_word_that_dies_with_its_agent_is_said_again(kind: type[Message]) -> None:
     """The agent is killed while a word of the recovery is on its way: nobody waits for it until somebody is killed."""
 

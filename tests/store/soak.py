@@ -38,7 +38,7 @@ from holdfast.store.layouts.save_plan import plan
 from holdfast.store.manage.checkpoint_root import Root
 from holdfast.store.read.load import load_into
 from holdfast.store.write.async_save import BackgroundSaver
-from holdfast.store.write.writer import Written
+from holdfast.store.write.writer import WrittenShare
 from tests.store import s3server
 from tests.store.worlds import World, random_array, replicated
 
@@ -65,7 +65,7 @@ def work(root: Place, rank: int, report: int) -> NoReturn:
     def tell(*words: object) -> None:
         os.write(report, (" ".join(map(str, words)) + "\n").encode())
 
-    def done(save_id: SaveId, result: Written | HoldfastError) -> None:
+    def done(save_id: SaveId, result: WrittenShare | HoldfastError) -> None:
         if isinstance(result, HoldfastError):
             tell("failed", save_id.step, str(result).replace("\n", " "))
         else:

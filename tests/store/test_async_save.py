@@ -15,11 +15,11 @@ from holdfast.store.layouts.save_plan import plan
 from holdfast.store.read.load import load_into, load_values
 from holdfast.store.read.validation import inspect
 from holdfast.store.write.async_save import BackgroundSaver
-from holdfast.store.write.writer import Written
+from holdfast.store.write.writer import WrittenShare
 from tests.store.limits import descriptors, no_threads
 from tests.store.worlds import replicated, save_id
 
-Results = dict[SaveId, Written | HoldfastError]
+Results = dict[SaveId, WrittenShare | HoldfastError]
 
 
 def test_later_changes_do_not_reach_the_checkpoint(tmp_path: Path) -> None:
@@ -38,7 +38,7 @@ def test_later_changes_do_not_reach_the_checkpoint(tmp_path: Path) -> None:
             values["scheduler"]["last"] = -1
             arrays["w"] /= 2
         assert saver.wait(30) and not saver.busy
-    assert [type(result) for result in results.values()] == [Written] * 3
+    assert [type(result) for result in results.values()] == [WrittenShare] * 3
     for step in (1, 2, 3):
         path = tmp_path / save_id(step).directory()
         assert inspect(path, deep=True).sealed
@@ -63,7 +63,7 @@ def test_one_save_is_in_flight_and_the_next_one_waits(tmp_path: Path) -> None:
     shares = plan(catalogue, frozenset({0}))
     gate, entered = threading.Event(), threading.Event()
 
-    def slow(_id: SaveId, _result: Written | HoldfastError) -> None:
+    def slow(_id: SaveId, _result: WrittenShare | HoldfastError) -> None:
         entered.set()
         assert gate.wait(30)
 
@@ -94,7 +94,7 @@ def test_failures_are_told_and_the_next_save_works(tmp_path: Path) -> None:
         saver.save(tmp_path, save_id(3), catalogue, shares, 0, state, {}, {})
     assert isinstance(results[save_id(1)], StoreWriteError)
     assert save_id(2) not in results
-    assert isinstance(results[save_id(3)], Written)
+    assert isinstance(results[save_id(3)], WrittenShare)
     with pytest.raises(InternalError, match="outside its with block"):
         saver.save(tmp_path, save_id(4), catalogue, shares, 0, state, {}, {})
 
@@ -117,7 +117,7 @@ def test_an_error_in_what_follows_a_save_is_logged_and_the_next_save_works(
     catalogue, state = world.catalogue(), world.state(0)
     shares, told = plan(catalogue, frozenset({0})), list[SaveId]()
 
-    def done(save: SaveId, _result: Written | HoldfastError) -> None:
+    def done(save: SaveId, _result: WrittenShare | HoldfastError) -> None:
         told.append(save)
         raise TypeError("nobody foresaw this")
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from holdfast.store.format.manifest import BoxRecord
 from holdfast.store.layouts.box import Box
 from holdfast.store.read.load import _scatter
-from holdfast.store.read.load_plan import Target, batches_of, in_order, reads_of
-from holdfast.store.read.validation import Stored
+from holdfast.store.read.load_plan import LoadTarget, batches_of, in_order, reads_of
+from holdfast.store.read.validation import StoredBox
 
 Boxes = tuple[tuple[int, ...], Box, list[tuple[Box, Box]]]
 
@@ -50,10 +50,12 @@ def test_every_wanted_element_comes_from_its_place(case: Boxes, each: int, batch
 
     data = memoryview(np.array(whole[of(box)], order="C").tobytes())
     digests = tuple("" for _ in range(0, box.numel, each))
-    stored = Stored(0, "f", 4 * each, BoxRecord("t", "U32", shape, box.offsets, box.sizes, 0, 100, digests))
+    stored = StoredBox(
+        0, "f", 4 * each, BoxRecord("t", "U32", shape, box.offsets, box.sizes, 0, 100, digests)
+    )
     arrays = [np.zeros(target.sizes, np.uint32) for target, _ in pieces]
     wanted = [
-        (Target("t", target, "U32", array.reshape(-1).view(np.uint8).data, shape), region)
+        (LoadTarget("t", target, "U32", array.reshape(-1).view(np.uint8).data, shape), region)
         for (target, region), array in zip(pieces, arrays, strict=True)
     ]
     reads = reads_of(stored, wanted, batch * 4 * each)

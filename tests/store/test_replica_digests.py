@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.store.layouts.layout import Box, Catalogue, RankLayout, TensorMeta
-from holdfast.store.layouts.replica_digests import Copies, Extent, runs
+from holdfast.store.layouts.replica_digests import Extent, ReplicaCopies, runs
 
 WORLD = 4
 
@@ -32,7 +32,7 @@ def test_all_of_it_once_in_k_turns_and_the_same_on_all_holders(
     sizes: list[int], turns: int, sharded: bool
 ) -> None:
     catalogue = layouts(sizes, sharded)
-    ranks = [Copies(catalogue, rank, lambda fqn: fqn != "buffer", turns) for rank in range(WORLD)]
+    ranks = [ReplicaCopies(catalogue, rank, lambda fqn: fqn != "buffer", turns) for rank in range(WORLD)]
     assert len({copies.plan for copies in ranks}) == 1 and ranks[0].plan > 0
     for rank, copies in enumerate(ranks):
         seen: dict[tuple[str, Box], int] = {}
@@ -54,7 +54,7 @@ def test_all_of_it_once_in_k_turns_and_the_same_on_all_holders(
 
 
 def test_other_layouts_are_another_plan() -> None:
-    one, other = (Copies(layouts([4, size], False), 0, lambda fqn: True, 3).plan for size in (4, 5))
+    one, other = (ReplicaCopies(layouts([4, size], False), 0, lambda fqn: True, 3).plan for size in (4, 5))
     assert one != other
 
 

@@ -18,7 +18,7 @@ from holdfast.store.layouts import save_plan as planner
 from holdfast.store.layouts.layout import Box
 from holdfast.store.layouts.save_plan import plan
 from holdfast.store.read import load
-from holdfast.store.read.load import Target, load_catalogue, load_into, load_locals, load_values
+from holdfast.store.read.load import LoadTarget, load_catalogue, load_into, load_locals, load_values
 from holdfast.store.read.validation import inspect
 from holdfast.store.write import writer
 from holdfast.store.write.writer import write_share
@@ -192,11 +192,11 @@ def test_targets_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     save(tmp_path, replicated(1, {"a": np.ones(4)}), save_id())
     path, box = tmp_path / save_id().directory(), Box((0,), (4,))
     with pytest.raises(StateError, match="writable flat buffer of 32 bytes"):
-        load_into(path, [Target("a", box, "F64", memoryview(bytes(32)), (4,))])
+        load_into(path, [LoadTarget("a", box, "F64", memoryview(bytes(32)), (4,))])
     with pytest.raises(StateError, match="got 31 bytes"):
-        load_into(path, [Target("a", box, "F64", memoryview(bytearray(31)), (4,))])
+        load_into(path, [LoadTarget("a", box, "F64", memoryview(bytearray(31)), (4,))])
     with pytest.raises(StateError, match="outside"):
-        load_into(path, [Target("a", Box((1,), (4,)), "F64", memoryview(bytearray(32)), (4,))])
+        load_into(path, [LoadTarget("a", Box((1,), (4,)), "F64", memoryview(bytearray(32)), (4,))])
 
 
 def test_arrays_that_cannot_be_saved_are_named() -> None:

@@ -37,7 +37,7 @@ from holdfast.store.manage.checkpoint_root import Root, resolve
 from holdfast.store.read.load import load_into
 from holdfast.store.read.validation import inspect
 from holdfast.store.write.async_save import BackgroundSaver
-from holdfast.store.write.writer import Written
+from holdfast.store.write.writer import WrittenShare
 from tests.store.limits import no_threads
 from tests.store.s3server import ACCESS, SECRET, Proxy, environment, long, refusing
 from tests.store.worlds import World, pipeline, random_array, replicated, save, save_id
@@ -322,7 +322,7 @@ def test_a_killed_writer_process_is_replaced(
     world = large(1)
     catalogue, results, done = world.catalogue(), [], threading.Event()
 
-    def told(_: SaveId, result: Written | HoldfastError) -> None:
+    def told(_: SaveId, result: WrittenShare | HoldfastError) -> None:
         results.append(result)
         done.set()
 
@@ -334,7 +334,7 @@ def test_a_killed_writer_process_is_replaced(
             with in_the_middle(proxy, lambda: os.kill(saver.writer_pid, signal.SIGKILL)):
                 saver.save(bucket, save_id(1), catalogue, shares, 0, world.state(0), {}, {0: {}})
             assert not done.is_set() and done.wait(60)
-        assert [isinstance(result, Written) and result.sealed for result in results] == [True]
+        assert [isinstance(result, WrittenShare) and result.sealed for result in results] == [True]
         check(world, resolve(bucket))
 
 

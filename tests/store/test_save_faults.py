@@ -22,7 +22,7 @@ from holdfast.store.manage.checkpoint_root import Root
 from holdfast.store.read.load import load_into
 from holdfast.store.read.validation import inspect
 from holdfast.store.write.async_save import BackgroundSaver
-from holdfast.store.write.writer import Written
+from holdfast.store.write.writer import WrittenShare
 from tests.store.worlds import newest_of, random_array, replicated, save, save_id, world_at
 
 REPOSITORY = Path(__file__).parents[2]
@@ -186,11 +186,11 @@ def test_a_writer_killed_at_any_step_is_replaced_and_the_save_sealed(
         text = KILLED.format(call=call, number=number, marker=str(marker))
         (site / "sitecustomize.py").write_text(text)
         save(root, world_at(1), save_id(1))
-        results: list[Written | HoldfastError] = []
+        results: list[WrittenShare | HoldfastError] = []
         with BackgroundSaver(lambda _id, result, to=results: to.append(result)) as saver:  # type: ignore[misc]
             saver.save(root, save_id(2), catalogue, plan(catalogue, frozenset({0})), 0, state, {}, {})
         assert marker.exists(), f"there is no call {number} of {call}"
-        assert isinstance(results[0], Written) and results[0].sealed
+        assert isinstance(results[0], WrittenShare) and results[0].sealed
         assert newest_of(root, {2}) == 2
 
 

@@ -23,8 +23,8 @@ from holdfast.store.manage.checkpoint_root import Root
 from holdfast.store.read.load import load_into
 from holdfast.store.read.validation import inspect
 from holdfast.store.write.async_save import WRITERS_MAX, BackgroundSaver
-from holdfast.store.write.staging import Pool, PoolReader, SaveOrder, SaveOutcome
-from holdfast.store.write.writer import Written
+from holdfast.store.write.staging import Pool, PoolReader, SaveOutcome, StagedSave
+from holdfast.store.write.writer import WrittenShare
 from tests.runtime.runs import exists, until
 from tests.store.limits import descriptors
 from tests.store.worlds import World, random_array, replicated, save_id
@@ -145,7 +145,7 @@ def test_a_copy_that_fails_takes_the_order_back(tmp_path: Path) -> None:
             self.given += 1
             return state.view(fqn, box)[: None if self.given < 3 else 5]
 
-    results: dict[SaveId, Written | HoldfastError] = {}
+    results: dict[SaveId, WrittenShare | HoldfastError] = {}
     with BackgroundSaver(results.__setitem__) as saver:
         for step in (1, 3):
             with pytest.raises(StateError, match="5 bytes offered"):
@@ -178,10 +178,10 @@ def test_a_killed_writer_is_replaced_and_the_save_done_again(tmp_path: Path, cou
     catalogue, state = world.catalogue(), world.state(0)
     shares = plan(catalogue, frozenset({0}))
     save_whole(tmp_path, world, save_id(1))
-    results: dict[SaveId, Written | HoldfastError] = {}
+    results: dict[SaveId, WrittenShare | HoldfastError] = {}
     done = threading.Event()
 
-    def told(done_id: SaveId, result: Written | HoldfastError) -> None:
+    def told(done_id: SaveId, result: WrittenShare | HoldfastError) -> None:
         results[done_id] = result
         done.set()
 
@@ -194,7 +194,7 @@ def test_a_killed_writer_is_replaced_and_the_save_done_again(tmp_path: Path, cou
             assert isinstance(result, StoreWriteError) and "killed by signal 9" in result.message
             assert Root(tmp_path).newest_valid(deep=True).require().step == 1
         else:
-            assert isinstance(result, Written) and result.sealed
+            assert isinstance(result, WrittenShare) and result.sealed
             assert Root(tmp_path).newest_valid(deep=True).require().step == 2
         saver.save(tmp_path, save_id(3), catalogue, shares, 0, state, {}, {})
         last = saver.writer_pid
@@ -202,7 +202,7 @@ def test_a_killed_writer_is_replaced_and_the_save_done_again(tmp_path: Path, cou
         assert not inspect(tmp_path / save_id(2).directory()).valid, (
             "nobody went on with what was reported as failed"
         )
-    assert isinstance(results[save_id(3)], Written), "the next save works"
+    assert isinstance(results[save_id(3)], WrittenShare), "the next save works"
     assert not exists(last)
 
 
@@ -232,7 +232,7 @@ def test_a_writer_that_cannot_be_started_fails_saves_by_name_and_not_the_next_on
     world = large()
     catalogue, state = world.catalogue(), world.state(0)
     shares = plan(catalogue, frozenset({0}))
-    results: dict[SaveId, Written | HoldfastError] = {}
+    results: dict[SaveId, WrittenShare | HoldfastError] = {}
     with BackgroundSaver(results.__setitem__) as saver:
         without_writer = descriptors()
         saver.save(tmp_path, save_id(1), catalogue, shares, 0, state, {}, {})
@@ -252,13 +252,13 @@ def test_a_writer_that_cannot_be_started_fails_saves_by_name_and_not_the_next_on
     failed = results[save_id(1)]
     assert isinstance(failed, StoreWriteError) and "killed by signal 9), then no process" in failed.message
     assert save_id(2) not in results, "it was refused at the call"
-    assert isinstance(results[save_id(3)], Written)
+    assert isinstance(results[save_id(3)], WrittenShare)
 
 
 def test_a_writer_killed_while_idle_costs_nothing(tmp_path: Path) -> None:
     world = large()
     catalogue, state = world.catalogue(), world.state(0)
-    results: dict[SaveId, Written | HoldfastError] = {}
+    results: dict[SaveId, WrittenShare | HoldfastError] = {}
     with BackgroundSaver(results.__setitem__) as saver:
         assert saver.writer_pid == 0, "nothing is started before it is needed"
         for step in (1, 2):
@@ -267,20 +267,20 @@ def test_a_writer_killed_while_idle_costs_nothing(tmp_path: Path) -> None:
             pid = saver.writer_pid
             os.kill(pid, signal.SIGKILL)
             until("it is gone", lambda pid=pid: not exists(pid))  # type: ignore[misc]
-    assert isinstance(results[save_id(1)], Written) and isinstance(results[save_id(2)], Written)
+    assert isinstance(results[save_id(1)], WrittenShare) and isinstance(results[save_id(2)], WrittenShare)
 
 
 def test_polite_signals_do_not_end_a_writer(tmp_path: Path) -> None:
     world = large()
     catalogue, state = world.catalogue(), world.state(0)
-    results: dict[SaveId, Written | HoldfastError] = {}
+    results: dict[SaveId, WrittenShare | HoldfastError] = {}
     with BackgroundSaver(results.__setitem__) as saver:
         for step in (1, 2):
             saver.save(tmp_path, save_id(step), catalogue, plan(catalogue, frozenset({0})), 0, state, {}, {})
             saver.wait(60)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 os.kill(saver.writer_pid, number)
-    assert all(isinstance(result, Written) for result in results.values()) and len(results) == 2
+    assert all(isinstance(result, WrittenShare) for result in results.values()) and len(results) == 2
 
 
 def test_memory_is_reused_and_only_grows(tmp_path: Path) -> None:
@@ -321,12 +321,12 @@ def test_orders_outside_the_pool_and_nonsense_in_it_are_refused() -> None:
     memory = pool.memory(4096)
     reader = PoolReader(pool.fd)
     with pytest.raises(InternalError, match="not a save job"):
-        reader.job(SaveOrder(1, 0, 10, 4096, 0))
+        reader.job(StagedSave(1, 0, 10, 4096, 0))
     for start, size_bytes in ((4000, 200), (-1, 5), (0, -1)):
         with pytest.raises(InternalError, match="outside a pool"):
-            reader.job(SaveOrder(1, start, size_bytes, 4096, 0))
+            reader.job(StagedSave(1, start, size_bytes, 4096, 0))
     with pytest.raises(InternalError, match="larger than its memory"):
-        reader.job(SaveOrder(1, 0, 10, 1 << 40, 0))
+        reader.job(StagedSave(1, 0, 10, 1 << 40, 0))
     memory.release()
     pool.close()
 
@@ -337,4 +337,4 @@ def test_outcomes_travel_with_their_class() -> None:
     assert isinstance(back, StoreWriteError) and (back.message, back.hint) == (error.message, error.hint)
     strange = SaveOutcome(1, failed="SystemExit", message="boo").result()
     assert isinstance(strange, InternalError) and "boo" in strange.message
-    assert SaveOutcome.of(1, Written(True, 5, 1.0, ("a",))).result() == Written(True, 5, 1.0, ())
+    assert SaveOutcome.of(1, WrittenShare(True, 5, 1.0, ("a",))).result() == WrittenShare(True, 5, 1.0, ())

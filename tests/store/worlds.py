@@ -26,7 +26,7 @@ from holdfast.store.layouts.save_plan import plan
 from holdfast.store.layouts.shardings import Cuts
 from holdfast.store.manage.checkpoint_root import Root
 from holdfast.store.read.load import load_into
-from holdfast.store.write.writer import Written, write_share
+from holdfast.store.write.writer import WrittenShare, write_share
 
 DTYPES = ("bool", "uint8", "int16", "float32", "float64", "complex64")
 
@@ -229,7 +229,7 @@ def save(
     sources: Iterable[int] | None = None,
     copies: int = 1,
     threads: int = 1,
-) -> list[Written]:
+) -> list[WrittenShare]:
     """Let every source write its share, one after the other."""
     catalogue = world.catalogue()
     shares = plan(catalogue, frozenset(range(world.size) if sources is None else sources), copies)

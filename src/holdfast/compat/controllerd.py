@@ -8,18 +8,18 @@ from pathlib import Path
 
 from holdfast.compat.dying_checkpoint import (
     After,
-    Controller,
+    DyingCheckpoint,
     Event,
     FromRank,
     Here,
-    Log,
     Lost,
     Over,
-    Send,
+    SendToRank,
     Timer,
+    WriteLog,
 )
 from holdfast.compat.endpoint import LINES, Message, drop_token
-from holdfast.event_log import Journal
+from holdfast.event_log import EventLog
 from holdfast.runtime.net.channel import Channel, Hub
 from holdfast.runtime.net.connection_limits import raise_limit
 from holdfast.runtime.net.service_names import TTP
@@ -31,10 +31,10 @@ RETRY_S = 0.1
 CLOSE_S = 2.0
 
 
-class Server:
+class TtpServer:
     """Carries out the controller's commands."""
 
-    def __init__(self, controller: Controller, journal: Journal, token: bytes) -> None:
+    def __init__(self, controller: DyingCheckpoint, journal: EventLog, token: bytes) -> None:
         self._controller = controller
         self._journal = journal
         self._lines: dict[int, Channel[Message]] = {}
@@ -69,9 +69,9 @@ class Server:
     def _take(self, event: Event) -> None:
         for command in self._controller.handle(event):
             match command:
-                case Log(kind, data):
+                case WriteLog(kind, data):
                     self._journal.append(kind, data)
-                case Send(rank, message):
+                case SendToRank(rank, message):
                     line = self._lines.get(rank)
                     if line is not None:
                         line.send(message)  # type: ignore[arg-type]  # a union of its subclasses
@@ -84,8 +84,8 @@ class Server:
 
 async def serve(host: str, port: int, world_size: int, token: bytes, log: Path) -> int:
     """Listen and decide; returns 1 when the port stays taken."""
-    journal = Journal.open(log, "ttp")
-    server = Server(Controller(world_size), journal, token)
+    journal = EventLog.open(log, "ttp")
+    server = TtpServer(DyingCheckpoint(world_size), journal, token)
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + BIND_S
     while True:

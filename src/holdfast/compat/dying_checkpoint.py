@@ -29,11 +29,11 @@ RENAME_S = 300.0
 TEXT_SIZE_MAX = 1000
 
 
-class Line(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class TtpMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Base of what travels between a rank and the controller."""
 
 
-class Here(Line, frozen=True):
+class Here(TtpMessage, frozen=True):
     """A rank's first message."""
 
     rank: int
@@ -41,7 +41,7 @@ class Here(Line, frozen=True):
     pid: int
 
 
-class Group(msgspec.Struct, frozen=True):
+class ShardGroup(msgspec.Struct, frozen=True):
     """Ranks that hold the same kind of state in ``shards`` parts."""
 
     kind: int
@@ -53,21 +53,21 @@ class Group(msgspec.Struct, frozen=True):
         return [self.ranks[part :: self.shards] for part in range(self.shards)]
 
 
-class Replicas(Line, frozen=True):
+class Replicas(TtpMessage, frozen=True):
     """The groups that a rank belongs to."""
 
     rank: int
-    groups: tuple[Group, ...]
+    groups: tuple[ShardGroup, ...]
 
 
-class Faulted(Line, frozen=True):
+class Faulted(TtpMessage, frozen=True):
     """A rank's training ended by an exception."""
 
     rank: int
     what: str
 
 
-class Stood(Line, frozen=True):
+class Stood(TtpMessage, frozen=True):
     """Answer to :class:`Stop`: no update begins any more. ``why``: the state is not sound."""
 
     rank: int
@@ -75,7 +75,7 @@ class Stood(Line, frozen=True):
     why: str = ""
 
 
-class Saved(Line, frozen=True):
+class Saved(TtpMessage, frozen=True):
     """A writer has written its parts, or failed (``why``)."""
 
     rank: int
@@ -83,40 +83,40 @@ class Saved(Line, frozen=True):
     why: str = ""
 
 
-class Renamed(Line, frozen=True):
+class Renamed(TtpMessage, frozen=True):
     """The result is published, or not (``why``)."""
 
     rank: int
     why: str = ""
 
 
-class Done(Line, frozen=True):
+class Done(TtpMessage, frozen=True):
     """The rank's training is over."""
 
     rank: int
 
 
-class Stop(Line, frozen=True):
+class Stop(TtpMessage, frozen=True):
     """Begin no update beyond ``step`` (-1: none at all); say where you stand."""
 
     reason: str
     step: int = -1
 
 
-class Save(Line, frozen=True):
+class SaveParts(TtpMessage, frozen=True):
     """Write the parts of these groups; ``plan`` names the writers of each kind."""
 
     step: int
     plan: dict[int, tuple[int, ...]]
 
 
-class Rename(Line, frozen=True):
+class Rename(TtpMessage, frozen=True):
     """Publish what all have written."""
 
     step: int
 
 
-class Exit(Line, frozen=True):
+class LeaveOrder(TtpMessage, frozen=True):
     """Leave. ``saved``: a checkpoint of ``step`` is published."""
 
     step: int
@@ -124,14 +124,14 @@ class Exit(Line, frozen=True):
     reason: str
 
 
-class Lost(Line, frozen=True):
+class Lost(TtpMessage, frozen=True):
     """The line to a rank ended (event, never sent)."""
 
     rank: int
     what: str
 
 
-class Timer(Line, frozen=True):
+class Timer(TtpMessage, frozen=True):
     """Time is up (event, never sent); ``number`` as in :class:`After`."""
 
     number: int
@@ -141,11 +141,11 @@ FromRank = Here | Replicas | Faulted | Stood | Saved | Renamed | Done
 Event = FromRank | Lost | Timer
 
 
-class Send(NamedTuple):
+class SendToRank(NamedTuple):
     """Command: to a rank."""
 
     rank: int
-    message: Line
+    message: TtpMessage
 
 
 class After(NamedTuple):
@@ -155,7 +155,7 @@ class After(NamedTuple):
     delay_s: float
 
 
-class Log(NamedTuple):
+class WriteLog(NamedTuple):
     """Command: one line of the log."""
 
     kind: str
@@ -166,10 +166,10 @@ class Over(NamedTuple):
     """Command: nothing is left to do."""
 
 
-Command = Send | After | Log | Over
+Command = SendToRank | After | WriteLog | Over
 
 
-def choose(groups: Iterable[Group], good: set[int]) -> tuple[dict[int, tuple[int, ...]], str]:
+def choose(groups: Iterable[ShardGroup], good: set[int]) -> tuple[dict[int, tuple[int, ...]], str]:
     """Writers by kind of group, and why there is none for some part (empty: all are covered)."""
     plan: dict[int, list[int]] = {}
     load: dict[int, int] = {}
@@ -187,7 +187,7 @@ def choose(groups: Iterable[Group], good: set[int]) -> tuple[dict[int, tuple[int
     return {kind: tuple(writers) for kind, writers in plan.items()}, ""
 
 
-class Controller:
+class DyingCheckpoint:
     """See the module. ``phase`` is for reports: forming, training, stopping, reaching, saving, renaming, over."""
 
     def __init__(self, world_size: int) -> None:
@@ -196,7 +196,7 @@ class Controller:
         self.step = 0
         self._here: set[int] = set()
         self._done: set[int] = set()
-        self._groups: dict[int, tuple[Group, ...]] = {}
+        self._groups: dict[int, tuple[ShardGroup, ...]] = {}
         self._stood: dict[int, Stood] = {}
         self._failed: set[tuple[int, int]] = set()  # rank, step
         self._plan: dict[int, tuple[int, ...]] = {}
@@ -237,7 +237,7 @@ class Controller:
         if self.phase == "forming" and len(self._here) == self.world_size:
             self.phase = "training"
         elif self.phase == "over":
-            self._send(event.rank, Exit(step=self.step, saved=False, reason="the job has ended"))
+            self._send(event.rank, LeaveOrder(step=self.step, saved=False, reason="the job has ended"))
         elif self.phase not in ("forming", "training"):
             self._send(event.rank, Stop(reason="the job is being ended"))
 
@@ -328,7 +328,7 @@ class Controller:
         self.phase, self._plan, self._written = "saving", plan, set()
         self._log("plan", step=self.step, writers=sorted(self._writers))
         for rank in sorted(self._writers):
-            self._send(rank, Save(step=self.step, plan=plan))
+            self._send(rank, SaveParts(step=self.step, plan=plan))
         self._after(SAVE_S)
 
     def _saved(self, event: Saved) -> None:
@@ -366,22 +366,22 @@ class Controller:
         self._timer += 1
         self._log("end", step=self.step, saved=not why, why=why[:TEXT_SIZE_MAX])
         for rank in sorted(self._living):
-            self._send(rank, Exit(step=self.step, saved=not why, reason=why))
+            self._send(rank, LeaveOrder(step=self.step, saved=not why, reason=why))
 
     # ------------------------------------------------------------------ out
 
-    def _send(self, rank: int, message: Line) -> None:
-        self._out.append(Send(rank, message))
+    def _send(self, rank: int, message: TtpMessage) -> None:
+        self._out.append(SendToRank(rank, message))
 
     def _after(self, delay_s: float) -> None:
         self._timer += 1
         self._out.append(After(self._timer, delay_s))
 
     def _log(self, kind: str, **data: Any) -> None:
-        self._out.append(Log(kind, data))
+        self._out.append(WriteLog(kind, data))
 
 
-def replicas(infos: Sequence[dict[str, Any]]) -> tuple[Group, ...]:
+def replicas(infos: Sequence[dict[str, Any]]) -> tuple[ShardGroup, ...]:
     """``tft_set_optimizer_replica``'s list as groups: ``replica_cnt`` copies of each part.
 
     Raises:
@@ -394,5 +394,5 @@ def replicas(infos: Sequence[dict[str, Any]]) -> tuple[Group, ...]:
             raise ValueError(
                 f"{copies} copies over the ranks {list(ranks)}: the number of ranks must be a multiple"
             )
-        groups.append(Group(int(info.get("type", 0)), ranks, len(ranks) // copies))
+        groups.append(ShardGroup(int(info.get("type", 0)), ranks, len(ranks) // copies))
     return tuple(groups)

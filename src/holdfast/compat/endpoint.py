@@ -12,14 +12,14 @@ from pathlib import Path
 
 from holdfast.compat.dying_checkpoint import (
     Done,
-    Exit,
     Faulted,
     Here,
+    LeaveOrder,
     Rename,
     Renamed,
     Replicas,
-    Save,
     Saved,
+    SaveParts,
     Stood,
     Stop,
 )
@@ -32,7 +32,7 @@ LOG_VARIABLE = "HOLDFAST_TTP_LOG"
 LOG_NAME = "ttp_controller.jsonl"
 ROLE = "worker"
 
-Message = Here | Replicas | Faulted | Stood | Saved | Renamed | Done | Stop | Save | Rename | Exit
+Message = Here | Replicas | Faulted | Stood | Saved | Renamed | Done | Stop | SaveParts | Rename | LeaveOrder
 LINES: Codec[Message] = Codec(Message)  # type: ignore[arg-type]  # a union is no type[M]
 
 

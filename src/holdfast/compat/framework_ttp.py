@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from holdfast.compat.dying_checkpoint import Group, Rename, Save, replicas
+from holdfast.compat.dying_checkpoint import Rename, SaveParts, ShardGroup, replicas
 from holdfast.compat.endpoint import Message
 from holdfast.compat.rank_processor import Processor, start_controller
-from holdfast.compat.step_state import Standing
+from holdfast.compat.step_state import StepState
 from holdfast.errors import UnsupportedError, UsageError
 from holdfast.runtime.net.addresses import read_host
 
@@ -64,14 +64,14 @@ class _State:
     def __init__(self) -> None:
         self.controller_world = 0
         self.processor: Processor | None = None
-        self.groups: tuple[Group, ...] = ()
+        self.groups: tuple[ShardGroup, ...] = ()
         self.handlers: dict[str, _Handler] = {}
         self.checked: _Handler | None = None  # the save handler that has seen what it is to save
-        self.standing = Standing(bound=False)
+        self.standing = StepState(bound=False)
 
     def start(self, rank: int, world_size: int, bound: bool) -> None:
-        """A processor of this rank; ``bound``: see :class:`Standing`. Arguments that were given before it are kept."""
-        given, self.standing = self.standing.arguments, Standing(bound)
+        """A processor of this rank; ``bound``: see :class:`StepState`. Arguments that were given before it are kept."""
+        given, self.standing = self.standing.arguments, StepState(bound)
         if given is not None:
             self.standing.give(given)
         self.processor = Processor(rank, world_size, self.call, self.standing)
@@ -89,7 +89,7 @@ class _State:
         if handler is None:
             return
         first: tuple[Any, ...] = ()
-        if isinstance(order, Save):
+        if isinstance(order, SaveParts):
             plan = [{"type": kind, "ranks": list(writers)} for kind, writers in order.plan.items()]
             first = (order.step, plan, self.standing.arguments)
         elif isinstance(order, Rename):
@@ -363,7 +363,7 @@ def ttp_init_processor(
             f"two ranks have to hold each part",
             hint="replica = len(dp_ranks) // 2, with an even number of ranks",
         )
-    _state.groups = (Group(0, ranks, replica),)
+    _state.groups = (ShardGroup(0, ranks, replica),)
     _init_processor(rank, world_size, True, False, {})
     return 0
 

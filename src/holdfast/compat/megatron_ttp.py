@@ -20,7 +20,7 @@ from holdfast.store.backends.location import ROOT_VARIABLE, Place, absolute
 from holdfast.store.layouts.layout import Catalogue
 from holdfast.store.layouts.save_plan import plan as plan_of
 from holdfast.store.manage.checkpoint_root import Root
-from holdfast.store.read.load import Target, load_catalogue, load_into, load_values
+from holdfast.store.read.load import LoadTarget, load_catalogue, load_into, load_values
 from holdfast.store.read.validation import inspect
 from holdfast.store.write.writer import write_share
 
@@ -107,7 +107,7 @@ def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any = None)
     if not isinstance(session, dict):
         raise CheckpointMismatch(f"{found.path} was not written by ttp_save_checkpoint or a session")
     restore = _state(model, optimizer, opt_param_scheduler).restore(load_catalogue(found.path), values)
-    load_into(found.path, [Target(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()])
+    load_into(found.path, [LoadTarget(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()])
     restore.finish()
     return int(session["step"])
 

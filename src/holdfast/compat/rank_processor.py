@@ -32,20 +32,20 @@ from holdfast.compat.dying_checkpoint import (
     STAND_S,
     TEXT_SIZE_MAX,
     Done,
-    Exit,
     Faulted,
-    Group,
     Here,
+    LeaveOrder,
     Rename,
     Renamed,
     Replicas,
-    Save,
     Saved,
+    SaveParts,
+    ShardGroup,
     Stood,
     Stop,
 )
 from holdfast.compat.endpoint import LINES, LOG_NAME, LOG_VARIABLE, ROLE, Message, make_token, token
-from holdfast.compat.step_state import Standing
+from holdfast.compat.step_state import StepState
 from holdfast.errors import AuthError, GroupError, ProtocolError, UsageError
 from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.service_names import TTP
@@ -109,7 +109,7 @@ class Processor:
     """
 
     def __init__(
-        self, rank: int, world_size: int, call: Callable[[str, Message], None], standing: Standing
+        self, rank: int, world_size: int, call: Callable[[str, Message], None], standing: StepState
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -169,7 +169,7 @@ class Processor:
 
     # ------------------------------------------------------------------ the training thread
 
-    def hold(self, groups: tuple[Group, ...]) -> None:
+    def hold(self, groups: tuple[ShardGroup, ...]) -> None:
         """Who holds what this rank holds."""
         self._tell(Replicas(rank=self.rank, groups=groups))
 
@@ -245,7 +245,7 @@ class Processor:
                     return
                 if self._limit is not None:  # a fault has stopped the job, and nobody is left to decide
                     self._exit(
-                        Exit(
+                        LeaveOrder(
                             step=self._standing.step,
                             saved=False,
                             reason=f"the TTP controller is lost: {error}",
@@ -259,11 +259,11 @@ class Processor:
             match message:
                 case Stop():
                     self._stop(message)
-                case Save():
+                case SaveParts():
                     self._save(message)
                 case Rename():
                     self._tell(Renamed(rank=self.rank, why=self._try("rename", message)))
-                case Exit():
+                case LeaveOrder():
                     self._exit(message)
                     return
                 case _:
@@ -284,7 +284,7 @@ class Processor:
         why = why or self._try("stop", order)
         self._tell(Stood(rank=self.rank, step=self._standing.step, why=why))
 
-    def _save(self, order: Save) -> None:
+    def _save(self, order: SaveParts) -> None:
         with self._changed:
             moved = not self._standing.whole or self._standing.step != order.step
             if not moved:
@@ -292,7 +292,7 @@ class Processor:
         why = f"it stands at step {self._standing.step}" if moved else self._try("save", order)
         self._tell(Saved(rank=self.rank, step=order.step, why=why))
 
-    def _exit(self, order: Exit) -> None:
+    def _exit(self, order: LeaveOrder) -> None:
         saved = (
             f"a checkpoint of step {order.step} is saved"
             if order.saved

@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import Any
 
 
-class Standing:
+class StepState:
     """See the module. Pure: the caller guards it with its own lock.
 
     Args:

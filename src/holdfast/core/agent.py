@@ -28,14 +28,14 @@ from holdfast.core.job.membership import is_stale
 from holdfast.core.job.spares import SPARE_TIMER, CallSpare, Spares, is_spare
 from holdfast.core.protocol.health_messages import (
     Active,
+    CollectEvidence,
     CopiesDiffer,
     Evidence,
-    Gather,
     Late,
-    Moved,
-    Paced,
+    ProgressResumed,
     Stalled,
-    Vouched,
+    StateDigests,
+    StepTimes,
 )
 from holdfast.core.protocol.messages import (
     Ack,
@@ -55,19 +55,19 @@ from holdfast.core.protocol.messages import (
     FaultSeen,
     Finish,
     Finished,
-    Held,
+    HeldStates,
     JoinAsked,
     Joined,
     KillMember,
     LauncherGone,
     LayoutPublished,
+    LogRecord,
     MemberExited,
     MemberSeen,
     MemberStarted,
     Message,
     OnceAsked,
     RankState,
-    Record,
     RestartController,
     SaveReported,
     Send,
@@ -110,7 +110,7 @@ died with it. Not those that answer a standing order, which a hello has repeated
 LEAVE_TIMER = "leave"
 UPWARD = (
     *REMEMBERED,
-    *(ExitAsked, ExitAgreed, StateOffered, StateRefused, JoinAsked, Joined, Vouched, OnceAsked),
+    *(ExitAsked, ExitAgreed, StateOffered, StateRefused, JoinAsked, Joined, StateDigests, OnceAsked),
 )
 """What a worker says; everything else that names a member is said to it."""
 
@@ -152,7 +152,7 @@ class Agent:
         self._here_s = 0.0
         self._pending: deque[Message] = deque()
         self._catalogue: Catalogued | None = None
-        self._held: Held | None = None
+        self._held: HeldStates | None = None
         self._out: list[Command] = []
         self.spares = Spares(config, self._out)
 
@@ -200,13 +200,13 @@ class Agent:
                 self._start_members(event)
             case KillMember():
                 self._kill(event)
-            case Gather():
+            case CollectEvidence():
                 self._out.append(Send(to="shell", message=event))
-            case Held():
+            case HeldStates():
                 self._held = event
                 if self.connected:
                     self._tell(event)
-            case Stalled() | Late() | Moved() | Active() | Evidence() | Paced():
+            case Stalled() | Late() | ProgressResumed() | Active() | Evidence() | StepTimes():
                 if self.connected:  # said again while it lasts
                     self._tell(event)
             case Catalogued():
@@ -508,7 +508,7 @@ class Agent:
         self._out.append(Finish(code=self.ending.code, reason=self.ending.reason))
 
     def _record(self, kind: str, /, **data: str | int) -> None:
-        self._out.append(Record(kind=kind, data={**data, "node": str(self.node_id)}))
+        self._out.append(LogRecord(kind=kind, data={**data, "node": str(self.node_id)}))
 
     def _take(self) -> list[Command]:
         out = list(self._out)

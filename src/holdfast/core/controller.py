@@ -25,21 +25,21 @@ from holdfast.core.job.departure import Departures
 from holdfast.core.job.failed_devices import certainty
 from holdfast.core.job.fault import FaultKind
 from holdfast.core.job.job_state import Job, Uncovered
-from holdfast.core.job.log_replay import Past
-from holdfast.core.job.made_once import Once
+from holdfast.core.job.log_replay import ReplayedState
+from holdfast.core.job.made_once import MadeOnce
 from holdfast.core.job.membership import Member, is_stale, node_order
-from holdfast.core.job.node_tracker import Fleet
+from holdfast.core.job.node_tracker import NodeTracker
 from holdfast.core.job.recovery import Recovery
-from holdfast.core.job.shutdown import Ending
+from holdfast.core.job.shutdown import Shutdown
 from holdfast.core.protocol.health_messages import (
     Active,
     CopiesDiffer,
     Evidence,
     Late,
-    Moved,
-    Paced,
+    ProgressResumed,
     Stalled,
-    Vouched,
+    StateDigests,
+    StepTimes,
 )
 from holdfast.core.protocol.messages import (
     AgentBeat,
@@ -52,7 +52,7 @@ from holdfast.core.protocol.messages import (
     ExitRun,
     FaultSeen,
     Finished,
-    Held,
+    HeldStates,
     JoinAsked,
     Joined,
     LayoutPublished,
@@ -83,16 +83,16 @@ PROTOCOL = (Settled, FaultSeen, StepReached, StateOffered, StateRefused, JoinAsk
 class Controller:
     """Decides for one job. See the module for the clock; ``uncovered`` is the planner of the store."""
 
-    def __init__(self, config: Config, past: Past, uncovered: Uncovered) -> None:
+    def __init__(self, config: Config, past: ReplayedState, uncovered: Uncovered) -> None:
         self.job = Job(config, past, uncovered)
         self.recovery = Recovery(self.job)
-        self.ending = Ending(self.job)
-        self.fleet = Fleet(self.job, self.recovery, self.ending, past)
+        self.ending = Shutdown(self.job)
+        self.fleet = NodeTracker(self.job, self.recovery, self.ending, past)
         self.departures = Departures(self.job, self.fleet, self.ending)
         self.hangs = Hangs(self.job, self.recovery)
         self.stragglers = Stragglers(self.job, self.recovery)
         self.corruption = Corruption(self.job, self.recovery)
-        self.once = Once(self.job, past)
+        self.once = MadeOnce(self.job, past)
 
     def start(self, now: float) -> list[Command]:
         """The first commands, before any event."""
@@ -110,7 +110,7 @@ class Controller:
             case AgentHello():
                 self.hangs.rejoined(event.node_id)
                 self.fleet.agent_hello(now, event)
-            case Held():
+            case HeldStates():
                 self.job.held[event.node_id] = {int(r): frozenset(s) for r, s in event.ranks.items()}
             case AgentBeat():
                 self.fleet.agent_beat(now, event.node_id)
@@ -124,13 +124,13 @@ class Controller:
                 self.hangs.stalled(now, event)
             case Late():
                 self.hangs.late(event)
-            case Moved():
+            case ProgressResumed():
                 self.hangs.moved(now, event)
             case Active():
                 self.recovery.active(now, event)
             case Evidence():
                 self.hangs.evidence(now, event)
-            case Paced():
+            case StepTimes():
                 self.stragglers.paced(event)
             case ExitRun():
                 if event.cancel:
@@ -193,7 +193,7 @@ class Controller:
                 self.recovery.progress(now)
             case CopiesDiffer():
                 self.corruption.differ(now, member, event)
-            case Vouched():
+            case StateDigests():
                 self.recovery.bounds.moved(member.member_id)
                 self.corruption.vouched(now, member, event)
             case SaveReported():

@@ -14,7 +14,7 @@ Two voters are no majority of each other. With a *witness* (an object store wher
 that first makes the name of the next change goes on alone; the other one finds the name taken and gives up.
 
 Invariants:
-1. What this machine answers or does follows from what it has kept before: ``Keep`` precedes the ``Send``.
+1. What this machine answers or does follows from what it has kept before: ``PersistHardState`` precedes the ``Send``.
 2. (term, voted_for) of a voter never changes within a term, except from nobody to somebody.
 3. At most one agent leads in each term.
 4. The terms and the electorates that an agent keeps never go backwards.
@@ -38,34 +38,34 @@ from holdfast.core.protocol.messages import (
     Tick,
 )
 from holdfast.core.protocol.peer_messages import (
-    Amended,
-    AmendSaid,
     Claim,
+    ConfigChange,
+    ConfigChangeAck,
     ControllerUp,
-    Electorate,
     Follow,
     Founded,
     GiveUp,
-    Keep,
     Lead,
     LeaderLost,
     PeerHere,
-    StandDown,
+    PersistHardState,
+    RequestVote,
     StartController,
-    VoteAsk,
-    VoteSaid,
-    WitnessSaid,
+    StepDown,
+    VoteReply,
+    VoterSet,
+    WitnessReply,
 )
 
 Role = Literal["follower", "trying", "candidate", "leader", "alone"]
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class HardState(msgspec.Struct, frozen=True, kw_only=True):
     """What survives the agent. The file of an agent that has never voted is the default."""
 
     term: int = 0
     voted_for: str = ""
-    electorate: Electorate | None = None
+    electorate: VoterSet | None = None
     committed: bool = False
 
 
@@ -83,7 +83,7 @@ class ElectionConfig(msgspec.Struct, frozen=True, kw_only=True):
 class Election:
     """One agent's part. Messages to other agents are ``Send(to="node:<id>")``."""
 
-    def __init__(self, config: ElectionConfig, kept: Kept) -> None:
+    def __init__(self, config: ElectionConfig, kept: HardState) -> None:
         self.config = config
         self.me = config.node_id
         self.kept = kept
@@ -115,7 +115,7 @@ class Election:
         match event:
             case Founded():
                 if self.kept.electorate is None:
-                    founded = Electorate(0, 1, event.voters, event.witness)
+                    founded = VoterSet(0, 1, event.voters, event.witness)
                     self._keep(electorate=founded, committed=True)
                     self._campaign()
             case LeaderLost():
@@ -127,18 +127,18 @@ class Election:
             case PeerHere():
                 if self.lead is not None:
                     self._send(event.node_id, self.lead)
-            case VoteAsk():
+            case RequestVote():
                 self._asked(event)
-            case VoteSaid():
+            case VoteReply():
                 self._answered(event)
             case Rolled():
                 self._up = frozenset(event.up)
                 self._amend()
-            case Amended():
+            case ConfigChange():
                 self._amended(event)
-            case AmendSaid():
+            case ConfigChangeAck():
                 self._acknowledged(event)
-            case WitnessSaid():
+            case WitnessReply():
                 self._witnessed(event)
             case Tick():
                 self._tick(event.name)
@@ -201,13 +201,13 @@ class Election:
         self._ask(electorate, self.kept.term + 1, trial=True)
         self._count(electorate)
 
-    def _ask(self, electorate: Electorate, term: int, *, trial: bool) -> None:
-        ask = VoteAsk(candidate=self.me, term=term, electorate=electorate, trial=trial)
+    def _ask(self, electorate: VoterSet, term: int, *, trial: bool) -> None:
+        ask = RequestVote(candidate=self.me, term=term, electorate=electorate, trial=trial)
         for voter in electorate.voters:
             if voter != self.me:
                 self._send(voter, ask)
 
-    def _count(self, electorate: Electorate) -> None:
+    def _count(self, electorate: VoterSet) -> None:
         if self.role == "trying" and self._elected(electorate):
             self._keep(term=self.kept.term + 1, voted_for=self.me)
             self.role = "candidate"
@@ -229,10 +229,10 @@ class Election:
                 self._timer("starting", self.config.retry_s)
             self._ask(electorate, self.kept.term, trial=False)
 
-    def _elected(self, electorate: Electorate) -> bool:
+    def _elected(self, electorate: VoterSet) -> bool:
         return len(self._granted & set(electorate.voters)) >= electorate.quorum
 
-    def _asked(self, ask: VoteAsk) -> None:
+    def _asked(self, ask: RequestVote) -> None:
         kept = self.kept
         unspent = ask.term > kept.term or (
             not ask.trial and ask.term == kept.term and kept.voted_for in ("", ask.candidate)
@@ -248,7 +248,7 @@ class Election:
             self.role = "follower"
             self._wait()
         term = ask.term if granted else self.kept.term
-        self._send(ask.candidate, VoteSaid(voter=self.me, term=term, trial=ask.trial, granted=granted))
+        self._send(ask.candidate, VoteReply(voter=self.me, term=term, trial=ask.trial, granted=granted))
         if not granted and self.lead is not None:
             self._send(ask.candidate, self.lead)
 
@@ -258,7 +258,7 @@ class Election:
         self._timer("campaign", self.config.starting_s + self._turn_s())
         self._timer("alone", self.config.starting_s + self.config.alone_s)  # it has a majority
 
-    def _answered(self, said: VoteSaid) -> None:
+    def _answered(self, said: VoteReply) -> None:
         if not said.granted:
             self._meet_term(said.term)
             return
@@ -276,7 +276,7 @@ class Election:
         was_leader, self.role = self.role == "leader", "follower"
         self._keep(term=term, voted_for="")
         if was_leader:
-            self._out.append(StandDown(reason=f"an agent has seen term {term}"))
+            self._out.append(StepDown(reason=f"an agent has seen term {term}"))
             self._search(was_leader=True)
 
     def copy(self) -> Election:
@@ -289,7 +289,7 @@ class Election:
         if lead.leader == self.me:
             return
         if lead.term < self.kept.term:
-            said = VoteSaid(voter=self.me, term=self.kept.term, trial=False, granted=False)
+            said = VoteReply(voter=self.me, term=self.kept.term, trial=False, granted=False)
             self._send(lead.leader, said)
             return
         if self.lead == lead:
@@ -297,7 +297,7 @@ class Election:
         if lead.term > self.kept.term:
             self._keep(term=lead.term, voted_for="")
         if self.role == "leader":
-            self._out.append(StandDown(reason=f"{lead.leader} leads in term {lead.term}"))
+            self._out.append(StepDown(reason=f"{lead.leader} leads in term {lead.term}"))
         self.role = "follower"
         self.lead = lead
         self._waits = False
@@ -354,13 +354,13 @@ class Election:
         elif kept.witness:
             self._claim(kept.number + 1, voters)
         else:
-            self._issue(Electorate(self.kept.term, kept.number + 1, voters))
+            self._issue(VoterSet(self.kept.term, kept.number + 1, voters))
 
     def _claim(self, number: int, voters: tuple[NodeId, ...]) -> None:
         self._claimed = number
         self._out.append(Claim(number=number, voters=voters))
 
-    def _issue(self, electorate: Electorate) -> None:
+    def _issue(self, electorate: VoterSet) -> None:
         self._acks = frozenset((self.me,))
         self._keep(electorate=electorate, committed=electorate.quorum == 1)
         self._publish()
@@ -370,25 +370,25 @@ class Election:
     def _publish(self) -> None:
         electorate = self.kept.electorate
         assert electorate is not None
-        amended = Amended(
+        amended = ConfigChange(
             leader=self.me, term=self.kept.term, electorate=electorate, committed=self.kept.committed
         )
         self._send("*", amended)
         if not self.kept.committed:
             self._timer("amend", self.config.retry_s)
 
-    def _amended(self, event: Amended) -> None:
+    def _amended(self, event: ConfigChange) -> None:
         if event.term < self.kept.term:
-            said = VoteSaid(voter=self.me, term=self.kept.term, trial=False, granted=False)
+            said = VoteReply(voter=self.me, term=self.kept.term, trial=False, granted=False)
             self._send(event.leader, said)
             return
         self._meet_term(event.term)  # before anybody said who leads in it
         kept = self.kept
         if kept.electorate is None or event.electorate >= kept.electorate:
             self._keep(electorate=event.electorate, committed=event.committed)
-            self._send(event.leader, AmendSaid(voter=self.me, electorate=event.electorate))
+            self._send(event.leader, ConfigChangeAck(voter=self.me, electorate=event.electorate))
 
-    def _acknowledged(self, said: AmendSaid) -> None:
+    def _acknowledged(self, said: ConfigChangeAck) -> None:
         electorate = self.kept.electorate
         if self.role != "leader" or said.electorate != electorate or self.kept.committed:
             return
@@ -398,7 +398,7 @@ class Election:
             self._publish()
             self._amend()
 
-    def _witnessed(self, said: WitnessSaid) -> None:
+    def _witnessed(self, said: WitnessReply) -> None:
         kept = self.kept.electorate
         if kept is None or said.number != self._claimed or said.number <= kept.number:
             return
@@ -408,13 +408,13 @@ class Election:
                 self._give_up("neither the other agent nor the witness answers")
         elif self.role == "leader":
             if self.me in said.voters:
-                self._issue(Electorate(self.kept.term, said.number, said.voters, witness=True))
+                self._issue(VoterSet(self.kept.term, said.number, said.voters, witness=True))
             else:
-                self._out.append(StandDown(reason="the witness let another agent go on"))
+                self._out.append(StepDown(reason="the witness let another agent go on"))
                 self._give_up("the witness let another agent go on")
         elif said.voters == (self.me,):
             self._keep(
-                electorate=Electorate(self.kept.term, said.number, said.voters, witness=True), committed=True
+                electorate=VoterSet(self.kept.term, said.number, said.voters, witness=True), committed=True
             )
             self._campaign()
         else:
@@ -426,7 +426,7 @@ class Election:
         self.kept = msgspec.structs.replace(self.kept, **changes)
         kept = self.kept
         self._out.append(
-            Keep(
+            PersistHardState(
                 term=kept.term,
                 voted_for=kept.voted_for,
                 electorate=kept.electorate,

@@ -76,7 +76,7 @@ def memory_name(step: int) -> str:
 NO_GENERATION = Generation(0, 0)
 
 
-class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
+class LayoutVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
     """Names what all ranks told after the ``vote``-th vote of ``generation``; 0: what they told at their start."""
 
     generation: Generation
@@ -86,7 +86,7 @@ class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
         return f"{self.generation}/{self.vote}"
 
 
-NO_VERSION = Version(NO_GENERATION, 0)
+NO_VERSION = LayoutVersion(NO_GENERATION, 0)
 """Of what a rank told on its own."""
 
 

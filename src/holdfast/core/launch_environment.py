@@ -27,7 +27,7 @@ SLURM_SPECIAL_STEPS = 0xFFFF_FFF0
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
-class Seat(NamedTuple):
+class ProcessPlace(NamedTuple):
     """The place of one process.
 
     Attributes:
@@ -62,7 +62,7 @@ class Fact(NamedTuple):
         return f"{self.name}={self.value}"
 
 
-class Launcher(NamedTuple):
+class LauncherVariables(NamedTuple):
     """Names of the variables of one launcher. ``manager``: it starts processes, which may be launchers themselves."""
 
     name: str
@@ -76,39 +76,39 @@ class Launcher(NamedTuple):
 
 
 LAUNCHERS = (
-    Launcher(
+    LauncherVariables(
         "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"
     ),
-    Launcher("run.sh", "RANK_ID", "RANK_SIZE"),
-    Launcher("msrun", "MS_NODE_ID", "MS_WORKER_NUM"),
-    Launcher(
+    LauncherVariables("run.sh", "RANK_ID", "RANK_SIZE"),
+    LauncherVariables("msrun", "MS_NODE_ID", "MS_WORKER_NUM"),
+    LauncherVariables(
         "Open MPI", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE", manager=True,
     ),
-    Launcher(
+    LauncherVariables(
         "MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
         "MV2_COMM_WORLD_LOCAL_SIZE", manager=True,
     ),
-    Launcher("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", manager=True),
-    Launcher("PMIx", "PMIX_RANK", "PMIX_SIZE", "PMIX_LOCAL_RANK", "PMIX_LOCAL_SIZE", manager=True),
+    LauncherVariables("PMI", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", manager=True),
+    LauncherVariables("PMIx", "PMIX_RANK", "PMIX_SIZE", "PMIX_LOCAL_RANK", "PMIX_LOCAL_SIZE", manager=True),
 )  # fmt: skip
-SLURM = Launcher(
+SLURM = LauncherVariables(
     "Slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "", "SLURM_NODEID", "SLURM_STEP_NUM_NODES",
     manager=True,
 )  # fmt: skip
 SLURM_SIZE_OF_JOB = "SLURM_NTASKS"
-FRAMEWORK = Launcher("framework", "rank of its group", "size of its group")
+FRAMEWORK = LauncherVariables("framework", "rank of its group", "size of its group")
 
 
 class LaunchClaim(NamedTuple):
     """What one launcher says.
 
     Attributes:
-        facts: by the name of the field of :class:`Launcher`.
+        facts: by the name of the field of :class:`LauncherVariables`.
         inside: its mark shows that it runs inside of any process manager.
     """
 
-    launcher: Launcher
+    launcher: LauncherVariables
     facts: Mapping[str, Fact] = {}
     inside: bool = False
 
@@ -134,7 +134,7 @@ def seat_of(
     *,
     known: tuple[int, int] | None = None,
     hosts: Sequence[Sequence[int]] = (),
-) -> Seat:
+) -> ProcessPlace:
     """The place of the process with the environment ``env``.
 
     Args:
@@ -156,7 +156,7 @@ def seat_of(
     if followed is None:
         for claim in claims:
             _refuse_partial(claim)
-        return Seat()
+        return ProcessPlace()
     for claim in claims:
         if claim is not followed and not _surrounds(claim, followed):
             _compare(followed, claim)
@@ -212,7 +212,7 @@ def _fact(env: Mapping[str, str], name: str) -> Fact:
     return Fact(name, int(text))
 
 
-def _facts(env: Mapping[str, str], launcher: Launcher) -> dict[str, Fact]:
+def _facts(env: Mapping[str, str], launcher: LauncherVariables) -> dict[str, Fact]:
     """Local numbers and nodes alone are no claim: many programs set them for themselves."""
     names = {k: name for k, name in launcher._asdict().items() if k not in ("name", "manager") and name}
     if not any(env.get(names[key]) for key in ("rank", "size")):
@@ -240,7 +240,7 @@ def _slurm(env: Mapping[str, str]) -> LaunchClaim:
 
 def _tensorflow(text: str) -> LaunchClaim:
     """TensorFlow's cluster: the chief, then the workers."""
-    launcher = Launcher(TF_CONFIG, "task of TF_CONFIG", "cluster of TF_CONFIG")
+    launcher = LauncherVariables(TF_CONFIG, "task of TF_CONFIG", "cluster of TF_CONFIG")
     if not text.strip():
         return LaunchClaim(launcher)
     try:
@@ -351,7 +351,7 @@ def _contradict(one: Fact, two: Fact) -> NoReturn:
 
 def _seated(
     env: Mapping[str, str], followed: LaunchClaim, claims: Sequence[LaunchClaim], started_on: int
-) -> Seat:
+) -> ProcessPlace:
     """The place that agreeing ``claims`` give; ``started_on``: nodes on which a manager has started the launcher."""
 
     def first(what: str) -> int | None:
@@ -367,7 +367,7 @@ def _seated(
     if local_rank is None:
         local_rank = rank.value % local_size if local_size else 0
     node = first("node")
-    return Seat(
+    return ProcessPlace(
         rank=rank.value,
         world_size=size.value,
         local_rank=local_rank,

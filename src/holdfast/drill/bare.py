@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from holdfast.drill.trace import Trace
 from holdfast.drill.training import (
+    DrillTraining,
     Pair,
-    Parts,
     accumulate,
     average_statistics,
     build,
@@ -31,7 +31,7 @@ from holdfast.drill.training import (
 from holdfast.frameworks.torch.state.rng import reseed, sample_seed, seed_all
 
 
-class Seeded(Dataset[Pair]):
+class SeededWindows(Dataset[Pair]):
     """A dataset that seeds the default generators before each sample; ``epoch`` is set before its workers start."""
 
     def __init__(self, inner: Dataset[Pair], seed: int) -> None:
@@ -45,10 +45,10 @@ class Seeded(Dataset[Pair]):
         return self.inner[index]
 
 
-def batches(parts: Parts, steps: int, seed: int) -> Iterator[tuple[int, list[Tensor]]]:
+def batches(parts: DrillTraining, steps: int, seed: int) -> Iterator[tuple[int, list[Tensor]]]:
     """Step numbers and batches over as many epochs as ``steps`` needs."""
     plain = parts.loader
-    data = Seeded(plain.dataset, seed)
+    data = SeededWindows(plain.dataset, seed)
     loader = DataLoader(
         data,
         plain.batch_size,

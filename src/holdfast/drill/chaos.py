@@ -30,7 +30,7 @@ from holdfast import event_log
 from holdfast.drill.digest import STATE, digest_of_checkpoint, digest_of_results
 from holdfast.drill.exercise import LAYOUTS as ALL_LAYOUTS
 from holdfast.drill.exercise import Exercise, require_torch, small
-from holdfast.drill.observer import Run, Seen
+from holdfast.drill.observer import ObservedRun, PageSeen
 from holdfast.drill.runner import end, launch
 from holdfast.exit_codes import Exit
 from holdfast.runtime.node.process_info import alive, kill_if, stopped
@@ -144,7 +144,7 @@ class Chaos:
                 directory, command, log, self.base / "checkpoints",
                 nproc_per_node=self.nproc, max_restarts=10_000, grace_s=20,
             )  # fmt: skip
-        self._run = Run(directory)
+        self._run = ObservedRun(directory)
 
     def settle(self, beyond: int = -1) -> bool:
         """Wait until all ranks live and a step after ``beyond`` is committed; False when the training has ended."""
@@ -233,7 +233,7 @@ class Chaos:
             return self._newcomer(victim)
         return RunDir(self._run.directory).serving(kind)
 
-    def _newcomer(self, victim: Seen) -> int:
+    def _newcomer(self, victim: PageSeen) -> int:
         """Kill a worker; the process that starts in its place, 0 where none does."""
         kill_if(victim.pid, alive)
         until_s = time.monotonic() + NEWCOMER_S_MAX

@@ -14,7 +14,7 @@ import xxhash
 
 from holdfast.store.layouts.layout import Box
 from holdfast.store.manage.checkpoint_root import Root
-from holdfast.store.read.load import Target, load_catalogue, load_into
+from holdfast.store.read.load import LoadTarget, load_catalogue, load_into
 
 COMPARED = ("rank", "world_size", "steps", "parameters", "optimizer", "buffers", "scheduler", "loss")
 
@@ -62,7 +62,7 @@ def digest_of_checkpoint(root: Path, run: str | None, step: int) -> str:
         data = bytearray(tensor.size_bytes)
         whole = Box.whole(tensor.shape)
         load_into(
-            path, [Target(tensor.fqn, whole, tensor.dtype, memoryview(data), tensor.shape)], known=names
+            path, [LoadTarget(tensor.fqn, whole, tensor.dtype, memoryview(data), tensor.shape)], known=names
         )
         total.update(f"{tensor.fqn}|{tensor.dtype}|{tensor.shape}|".encode())
         total.update(data)

@@ -12,10 +12,10 @@ import msgspec
 
 from holdfast.drill.digest import COMPARED, comparable, digest_of_checkpoint, digest_of_results
 from holdfast.drill.failure_excerpt import Excerpt, last_words
-from holdfast.drill.fault_spec import Fault, FaultSpec, expand, parse_fault
+from holdfast.drill.fault_spec import FaultSpec, InjectedFault, expand, parse_fault
 from holdfast.drill.observer import broken
 from holdfast.drill.runner import Outcome, Progress, Runner, failed
-from holdfast.drill.timeline import FaultReport, decisions, fault_reports
+from holdfast.drill.timeline import InjectedFaultReport, decisions, fault_reports
 from holdfast.errors import UnsupportedError, UsageError, UserError
 from holdfast.exit_codes import Exit
 from holdfast.runtime.node.run_settings import RunSettings
@@ -64,7 +64,7 @@ def small(layout: str, steps: int, save_every: int, nproc: int, flags: Sequence[
     )
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class DrillVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """What a drill found. ``digest`` is the undisturbed run's; ``missed`` are faults that were never injected;
     ``last_words``: of a run that did not end well."""
 
@@ -80,7 +80,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     disturbed_s: float
     decisions_forward: int
     decisions_back: int
-    faults: list[FaultReport]
+    faults: list[InjectedFaultReport]
     missed: list[str]
     directory: str
     reason: str = ""
@@ -146,7 +146,7 @@ class Drill:
                 hint="choose a writable place with --run-dir",
             ) from error
 
-    def plan(self, specs: Sequence[FaultSpec]) -> list[Fault]:
+    def plan(self, specs: Sequence[FaultSpec]) -> list[InjectedFault]:
         """The faults to inject; without any ``--fault``, the kill of a random rank at a random step."""
         steps = self.undisturbed().step
         if not specs:
@@ -154,7 +154,7 @@ class Drill:
             specs = [parse_fault(f"kill:rank=random@step={step}")]
         return expand(specs, world_size=self.exercise.nproc, steps=steps, seed=self.seed)
 
-    def disturbed(self, name: str, faults: Sequence[Fault]) -> Verdict:
+    def disturbed(self, name: str, faults: Sequence[InjectedFault]) -> DrillVerdict:
         """A run with ``faults``, compared with the undisturbed one."""
         reference = self.undisturbed()
         outcome = self._run(name, faults)
@@ -166,7 +166,7 @@ class Drill:
             wanted, digest = self._digests(reference, outcome)
         reports = fault_reports(outcome.injected, outcome.events)
         counts = decisions(outcome.events)
-        return Verdict(
+        return DrillVerdict(
             identical=bool(digest) and digest == wanted,
             steps_lost=sum(r.steps_lost for r in reports if not r.redone),
             steps_redone=sum(r.steps_lost for r in reports if r.redone),
@@ -186,7 +186,7 @@ class Drill:
             last_words=last_words(outcome.directory) if outcome.code != Exit.OK or outcome.stalled else [],
         )
 
-    def _run(self, name: str, faults: Sequence[Fault]) -> Outcome:
+    def _run(self, name: str, faults: Sequence[InjectedFault]) -> Outcome:
         extra = ("--result", str(self._results(name))) if self.exercise.results else ()
         return self._runner.run(name, extra, faults, self.seed)
 

@@ -54,7 +54,7 @@ class FaultSpec:
 
 
 @dataclass(frozen=True)
-class Fault:
+class InjectedFault:
     """One fault to inject: at ``phase`` (or ``moment``) of the first step from ``step`` on."""
 
     kind: Kind
@@ -117,20 +117,20 @@ def check(spec: FaultSpec, *, world_size: int, steps: int | None) -> None:
         raise _wrong(spec.text, f"the run ends at step {steps} (--steps): the fault would never come")
 
 
-def expand(specs: Iterable[FaultSpec], *, world_size: int, steps: int, seed: int) -> list[Fault]:
+def expand(specs: Iterable[FaultSpec], *, world_size: int, steps: int, seed: int) -> list[InjectedFault]:
     """The faults in the order of their steps; what is random is drawn from ``seed``.
 
     Raises:
         UsageError: a rank or a step that the run does not have.
     """
     draw = random.Random(seed)
-    faults: list[Fault] = []
+    faults: list[InjectedFault] = []
     for spec in specs:
         check(spec, world_size=world_size, steps=steps)
         places = range(spec.step, steps, spec.step) if spec.every else (spec.step,)
         for step in places:
             ranks = spec.ranks or (draw.randrange(world_size),)
-            faults.append(Fault(spec.kind, ranks, step, _phase(spec, draw)))
+            faults.append(InjectedFault(spec.kind, ranks, step, _phase(spec, draw)))
     return sorted(faults, key=lambda fault: fault.step)
 
 

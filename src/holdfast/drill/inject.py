@@ -23,8 +23,8 @@ from pathlib import Path
 import msgspec
 
 from holdfast.core.protocol.status_page import Phase, TrapAction, Word, pack_trap
-from holdfast.drill.fault_spec import DOUBT, FLIPS, FROM_OUTSIDE, HANGS, MOMENT, Fault, Kind
-from holdfast.drill.observer import GONE, Run, Seen
+from holdfast.drill.fault_spec import DOUBT, FLIPS, FROM_OUTSIDE, HANGS, MOMENT, InjectedFault, Kind
+from holdfast.drill.observer import GONE, ObservedRun, PageSeen
 from holdfast.runtime.node.process_info import alive
 from holdfast.runtime.node.rundir import open_log
 from holdfast.runtime.node.status_page import Page
@@ -55,10 +55,10 @@ SIGNALS: dict[Kind, signal.Signals] = {"stop": signal.SIGSTOP}
 """What is sent from here; SIGKILL where nothing else is said."""
 
 
-class Plan(msgspec.Struct, frozen=True):
+class InjectionPlan(msgspec.Struct, frozen=True):
     """What to inject, in order; ``seed`` draws the delays."""
 
-    faults: tuple[Fault, ...]
+    faults: tuple[InjectedFault, ...]
     seed: int
     world_size: int
 
@@ -81,7 +81,7 @@ class Injected(msgspec.Struct, frozen=True):
     freed_ns: int = 0  # the last survivor was out of its collectives; 0: one of them never said
 
 
-class Injector:
+class FaultInjector:
     """Injects the faults of a plan one after the other, each after the run recovered from the one before (unless that
     one was a flipped bit).
 
@@ -91,7 +91,7 @@ class Injector:
         out: file to append :class:`Injected` lines to.
     """
 
-    def __init__(self, run: Run, plan: Plan, out: Path) -> None:
+    def __init__(self, run: ObservedRun, plan: InjectionPlan, out: Path) -> None:
         self.run = run
         self.plan = plan
         self.out = out
@@ -119,7 +119,7 @@ class Injector:
         self.run.poll()
         return any(event.t_mono > since_s for event in self.run.all_of("resumed"))
 
-    def _wait_workers(self) -> dict[int, Seen] | None:
+    def _wait_workers(self) -> dict[int, PageSeen] | None:
         """All workers of the run, alive and beyond their start."""
         while True:
             self.run.poll()
@@ -130,7 +130,7 @@ class Injector:
                 return workers
             time.sleep(0.01)
 
-    def _inject(self, number: int, fault: Fault) -> Injected | None:
+    def _inject(self, number: int, fault: InjectedFault) -> Injected | None:
         while (workers := self._wait_workers()) is not None:
             victims = [workers[rank] for rank in fault.ranks]
             try:
@@ -151,7 +151,7 @@ class Injector:
                     return self._report(number, fault, victims, page, *at, freed_ns)
         return None
 
-    def _strike(self, page: Page, fault: Fault, victims: list[Seen]) -> tuple[int, int] | None:
+    def _strike(self, page: Page, fault: InjectedFault, victims: list[PageSeen]) -> tuple[int, int] | None:
         """Do it; ``(moment_ns, committed_step)``, or None when the victim was replaced before its turn came."""
         if fault.phase == MOMENT:
             if not self._wait_step(page, fault.step, victims[0].pid):
@@ -171,7 +171,9 @@ class Injector:
         # The worker sprang its trap when it entered the phase; we saw it a poll later.
         return (page[Word.ENTERED_NS] if page.state()[1].name.lower() == fault.phase else now_ns), committed
 
-    def _strike_in_doubt(self, page: Page, fault: Fault, victims: list[Seen]) -> tuple[int, int] | None:
+    def _strike_in_doubt(
+        self, page: Page, fault: InjectedFault, victims: list[PageSeen]
+    ) -> tuple[int, int] | None:
         """Kill a rank that knows that the vote passed while another one, delayed, still waits in the vote.
 
         The delay is a short SIGSTOP at a random moment of the vote, as a busy machine would cause it. When it did not
@@ -215,7 +217,7 @@ class Injector:
         time.sleep(POLL_S)
         return alive(pid)
 
-    def _hit(self, kind: Kind, victims: list[Seen]) -> tuple[int, int] | None:
+    def _hit(self, kind: Kind, victims: list[PageSeen]) -> tuple[int, int] | None:
         """Send the signal; None when the first victim was gone already."""
         committed = self.run.committed_step()
         moment_ns = time.monotonic_ns()
@@ -230,8 +232,8 @@ class Injector:
     def _report(
         self,
         number: int,
-        fault: Fault,
-        victims: list[Seen],
+        fault: InjectedFault,
+        victims: list[PageSeen],
         page: Page,
         moment_ns: int,
         committed: int,
@@ -284,7 +286,9 @@ def read_injected(path: Path) -> list[Injected]:
 def main(argv: list[str]) -> None:
     """Entry point: run directory, plan, output."""
     directory, plan, out = (Path(argument) for argument in argv)
-    Injector(Run(directory), msgspec.json.decode(plan.read_bytes(), type=Plan), out).work()
+    FaultInjector(
+        ObservedRun(directory), msgspec.json.decode(plan.read_bytes(), type=InjectionPlan), out
+    ).work()
 
 
 if __name__ == "__main__":

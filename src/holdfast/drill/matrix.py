@@ -18,8 +18,8 @@ from itertools import product
 from pathlib import Path
 
 from holdfast.drill.exercise import LAYOUTS as ALL_LAYOUTS
-from holdfast.drill.exercise import Drill, Verdict, require_torch, small
-from holdfast.drill.fault_spec import DEATHS, DOUBT, MOMENT, PHASES, Fault, Kind
+from holdfast.drill.exercise import Drill, DrillVerdict, require_torch, small
+from holdfast.drill.fault_spec import DEATHS, DOUBT, MOMENT, PHASES, InjectedFault, Kind
 from holdfast.text import plural
 
 NPROC = 4
@@ -33,12 +33,12 @@ Cell = tuple[str, int]
 """Phase and victim."""
 
 
-def schedule(kind: Kind, cells: Sequence[Cell]) -> list[Fault]:
+def schedule(kind: Kind, cells: Sequence[Cell]) -> list[InjectedFault]:
     """One fault per cell, ``SPACING`` steps apart."""
-    return [Fault(kind, (rank,), SPACING * (i + 1), phase) for i, (phase, rank) in enumerate(cells)]
+    return [InjectedFault(kind, (rank,), SPACING * (i + 1), phase) for i, (phase, rank) in enumerate(cells)]
 
 
-def pairwise(layout: str) -> list[Fault]:
+def pairwise(layout: str) -> list[InjectedFault]:
     """Half of the phase x kind combinations: with the other layout's half, every pair of values of two dimensions
     (phase, kind, victim, layout) occurs."""
     chosen = [
@@ -46,7 +46,9 @@ def pairwise(layout: str) -> list[Fault]:
         for (p, phase), (k, kind) in product(enumerate(PHASES), enumerate(DEATHS))
         if PAIRED[(p + k) % 2] == layout
     ]
-    return [Fault(kind, (rank,), SPACING * (i + 1), phase) for i, (kind, phase, rank) in enumerate(chosen)]
+    return [
+        InjectedFault(kind, (rank,), SPACING * (i + 1), phase) for i, (kind, phase, rank) in enumerate(chosen)
+    ]
 
 
 def steps_for(faults: int) -> int:
@@ -60,7 +62,7 @@ def drill_for(base: Path, layout: str, steps: int, seed: int) -> Drill:
     return Drill(base / layout, exercise, seed, lambda _name, _step, _done: None)
 
 
-def rows(verdict: Verdict) -> Iterator[str]:
+def rows(verdict: DrillVerdict) -> Iterator[str]:
     """One line per injected fault."""
     for fault in verdict.faults:
         resumed = "never" if fault.resumed_s is None else f"{fault.resumed_s:6.2f} s"
@@ -68,7 +70,7 @@ def rows(verdict: Verdict) -> Iterator[str]:
         yield f"  {place}  {resumed}  {'redone' if fault.redone else 'lost'} {fault.steps_lost}"
 
 
-def summary(name: str, verdict: Verdict) -> str:
+def summary(name: str, verdict: DrillVerdict) -> str:
     """One line per run."""
     facts = [
         plural(len(verdict.faults), "fault"),
@@ -122,14 +124,15 @@ def soak(base: Path, layouts: Sequence[str], kills: int, seed: int) -> bool:
     return good and forward > 0 and back > 0
 
 
-def random_faults(kills: int, seed: int) -> list[Fault]:
+def random_faults(kills: int, seed: int) -> list[InjectedFault]:
     """Kills of random ranks: ``kills`` at random moments, and beyond them a fifth before the vote's end (the others
     are in doubt and go back) and a fifth after it (whoever has not heard goes forward)."""
     draw = random.Random(seed)
     phases = [MOMENT] * kills + [DOUBT, "vote"] * max(1, kills // 5)
     draw.shuffle(phases)
     return [
-        Fault("kill", (draw.randrange(NPROC),), SPACING * (i + 1), phase) for i, phase in enumerate(phases)
+        InjectedFault("kill", (draw.randrange(NPROC),), SPACING * (i + 1), phase)
+        for i, phase in enumerate(phases)
     ]
 
 

@@ -16,7 +16,7 @@ from holdfast.runtime.node.status_page import each_page
 GONE = (Phase.FINISHED, Phase.AFTER, Phase.LEFT)
 
 
-class Seen(msgspec.Struct, frozen=True):
+class PageSeen(msgspec.Struct, frozen=True):
     """The page of one living worker."""
 
     path: Path
@@ -25,7 +25,7 @@ class Seen(msgspec.Struct, frozen=True):
     pid: int
 
 
-class Run:
+class ObservedRun:
     """The run as seen from outside.
 
     Args:
@@ -50,11 +50,11 @@ class Run:
         """The run said that it is over."""
         return bool(self.events) and self.events[-1].kind == "run_ended"
 
-    def workers(self) -> dict[int, Seen]:
+    def workers(self) -> dict[int, PageSeen]:
         """Living workers by rank."""
-        found: dict[int, Seen] = {}
+        found: dict[int, PageSeen] = {}
         for page in each_page(self.directory / "pages", PAGE):
-            seen = Seen(page.path, page[Word.MEMBER], page[Word.RANK], page[Word.PID])
+            seen = PageSeen(page.path, page[Word.MEMBER], page[Word.RANK], page[Word.PID])
             newer = seen.rank not in found or seen.member > found[seen.rank].member
             if newer and seen.pid > 0 and alive(seen.pid) and page.state()[1] not in GONE:
                 found[seen.rank] = seen

@@ -16,9 +16,9 @@ import msgspec
 
 from holdfast import event_log
 from holdfast.drill.failure_excerpt import last_words, launcher_log, text
-from holdfast.drill.fault_spec import Fault
-from holdfast.drill.inject import Injected, Plan, read_injected
-from holdfast.drill.observer import Run
+from holdfast.drill.fault_spec import InjectedFault
+from holdfast.drill.inject import Injected, InjectionPlan, read_injected
+from holdfast.drill.observer import ObservedRun
 from holdfast.errors import ScriptError
 from holdfast.runtime.agent.worker_processes import sweep
 from holdfast.runtime.node.process_info import kill_if
@@ -70,7 +70,7 @@ class Runner:
         self._progress = progress
 
     def run(
-        self, name: str, extra: Sequence[str] = (), faults: Sequence[Fault] = (), seed: int = 0
+        self, name: str, extra: Sequence[str] = (), faults: Sequence[InjectedFault] = (), seed: int = 0
     ) -> Outcome:
         """Run to the end.
 
@@ -113,15 +113,17 @@ class Runner:
                 raise failed(directory, launcher.returncode)
             time.sleep(POLL_S)
 
-    def _start_injector(self, directory: Path, faults: Sequence[Fault], seed: int) -> subprocess.Popen[bytes]:
+    def _start_injector(
+        self, directory: Path, faults: Sequence[InjectedFault], seed: int
+    ) -> subprocess.Popen[bytes]:
         plan, out = plan_path(directory), injected_path(directory)
-        write_private(plan, msgspec.json.encode(Plan(tuple(faults), seed, self.nproc)))
+        write_private(plan, msgspec.json.encode(InjectionPlan(tuple(faults), seed, self.nproc)))
         module = [sys.executable, "-m", "holdfast.drill.inject"]
         return subprocess.Popen([*module, str(directory), str(plan), str(out)], stdin=subprocess.DEVNULL)
 
     def _watch(self, directory: Path, launcher: subprocess.Popen[bytes]) -> bool:
         """Until the launcher ends; False when nothing moves any more."""
-        run = Run(directory)
+        run = ObservedRun(directory)
         seen: tuple[int, ...] = ()
         step, moved_s = 0, time.monotonic()
         while launcher.poll() is None:

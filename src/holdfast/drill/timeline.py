@@ -18,7 +18,7 @@ from holdfast.event_log import Event
 _FIRST_COUNTS = SEEN[:2]
 
 
-class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
+class InjectedFaultReport(msgspec.Struct, frozen=True, kw_only=True):
     """One fault and its recovery.
 
     ``freed_s``: the last survivor was out of its collectives; what it still computes of the step has no peers.
@@ -53,7 +53,7 @@ class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
         return value
 
 
-def fault_reports(injected: Sequence[Injected], events: Iterable[Event]) -> list[FaultReport]:
+def fault_reports(injected: Sequence[Injected], events: Iterable[Event]) -> list[InjectedFaultReport]:
     """One report per injected fault, in their order."""
     log = list(events)
     reports = []
@@ -64,7 +64,7 @@ def fault_reports(injected: Sequence[Injected], events: Iterable[Event]) -> list
     return reports
 
 
-def _report(fault: Injected, start_s: float, events: Sequence[Event]) -> FaultReport:
+def _report(fault: Injected, start_s: float, events: Sequence[Event]) -> InjectedFaultReport:
     times: dict[str, float] = {}
     decision, action, in_doubt, steps_lost = "none", "", 0, 0
     for event in events:
@@ -79,7 +79,7 @@ def _report(fault: Injected, start_s: float, events: Sequence[Event]) -> FaultRe
             action = str(event.data["action"])
         elif event.kind == "recovered":
             steps_lost = max(steps_lost, int(event.data["steps_lost"]))
-    return FaultReport(
+    return InjectedFaultReport(
         kind=fault.kind,
         rank=fault.ranks[0],
         ranks=fault.ranks,

@@ -33,7 +33,7 @@ from holdfast.drill.corpus import load
 from holdfast.drill.exercise import LAYOUTS
 from holdfast.drill.model import SIZES, Gpt, Size, Stage
 from holdfast.drill.parallelism import divide, run_pipeline
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 
 ACCUMULATION = 2
 LOADER_WORKERS = 2
@@ -45,7 +45,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Settings:
+class DrillSettings:
     """Arguments of the training script."""
 
     layout: str
@@ -58,7 +58,7 @@ class Settings:
     trace: Path | None
 
 
-def parse(argv: Sequence[str] | None = None) -> Settings:
+def parse(argv: Sequence[str] | None = None) -> DrillSettings:
     """The command line of the training script and of its twin."""
     parser = argparse.ArgumentParser(description="byte-level GPT on the sources of the standard library")
     parser.add_argument("--layout", choices=LAYOUTS, default="ddp")
@@ -73,7 +73,7 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
     parser.add_argument(
         "--trace", type=Path, default=None, help="directory for step times, one file per rank"
     )
-    return Settings(**vars(parser.parse_args(argv)))
+    return DrillSettings(**vars(parser.parse_args(argv)))
 
 
 class Windows(Dataset[Pair]):
@@ -101,7 +101,7 @@ class Windows(Dataset[Pair]):
 
 
 @dataclass
-class Parts:
+class DrillTraining:
     """One rank's training: ``network`` is what forward calls (wrapped), ``model`` (a ``Gpt`` or one stage) is inside.
 
     ``copy`` says which of the ranks, or groups of ranks, with data of their own this one belongs to; ``group`` are the
@@ -119,7 +119,7 @@ class Parts:
     sampler: DistributedSampler[Pair]
 
 
-def build(settings: Settings, world_size: int) -> Parts:
+def build(settings: DrillSettings, world_size: int) -> DrillTraining:
     """Model, optimizer, scheduler and loader of one rank; the process group exists already.
 
     With DDP nothing here asks for the rank (the sampler does so itself): a spare can be built to the end.
@@ -137,7 +137,7 @@ def build(settings: Settings, world_size: int) -> Parts:
         data, replicas, parts.copy, seed=settings.seed, drop_last=True
     )
     loader = DataLoader(data, size.batch, sampler=sampler, num_workers=LOADER_WORKERS, drop_last=True)
-    return Parts(
+    return DrillTraining(
         parts.model, parts.network, parts.copy, parts.group, parts.pipeline,
         optimizer, scheduler, loader, sampler,
     )  # fmt: skip
@@ -162,7 +162,7 @@ def synchronise(network: nn.Module, last: bool) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def accumulate(parts: Parts, batch: Sequence[Tensor]) -> float:
+def accumulate(parts: DrillTraining, batch: Sequence[Tensor]) -> float:
     """Forward and backward over all micro-batches of one step; the mean loss of this rank."""
     if parts.pipeline is not None:
         assert isinstance(parts.model, Stage)
@@ -176,7 +176,7 @@ def accumulate(parts: Parts, batch: Sequence[Tensor]) -> float:
     return total
 
 
-def average_statistics(parts: Parts) -> None:
+def average_statistics(parts: DrillTraining) -> None:
     """HSDP does not keep BatchNorm's statistics equal: the script averages them, once per step."""
     if not isinstance(parts.network, FSDPModule) or parts.pipeline is not None:
         return
@@ -229,7 +229,9 @@ class RankResult:
     loss: float | None
 
 
-def result_of(parts: Parts, settings: Settings, world_size: int, loss: float | None) -> RankResult:
+def result_of(
+    parts: DrillTraining, settings: DrillSettings, world_size: int, loss: float | None
+) -> RankResult:
     """Digests of everything that training changes."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in parts.optimizer.param_groups]
     plan = json.dumps([parts.scheduler.last_epoch, [group["lr"] for group in groups]])
@@ -264,9 +266,9 @@ def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def offer_faults(parts: Parts, world_size: int) -> None:
+def offer_faults(parts: DrillTraining, world_size: int) -> None:
     """Let a drill's injector do to this rank what only it can do to itself."""
-    client = Client.current()
+    client = WorkerClient.current()
     if client is None or world_size == 1:
         return
     page = client.page

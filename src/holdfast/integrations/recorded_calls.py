@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from holdfast.frameworks.torch.state.rng import mix, seed_all
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.session.steps.step import Step
 
 
 def is_newcomer() -> bool:
     """This process takes the place of a lost one: the others are ahead of it, and it communicates with nobody yet."""
-    client = Client.current()
+    client = WorkerClient.current()
     return client is not None and client.joining
 
 
-class Calls:
+class RecordedCalls:
     """One step after the other.
 
     Attributes:

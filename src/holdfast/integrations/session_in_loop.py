@@ -20,7 +20,7 @@ from typing import Any
 
 import holdfast
 from holdfast.integrations.drawn_batches import DrawnBatches
-from holdfast.integrations.recorded_calls import Calls
+from holdfast.integrations.recorded_calls import RecordedCalls
 from holdfast.session.session import Session
 
 
@@ -50,7 +50,7 @@ class Replay:
         known: dict[str, Any] = kept if isinstance(kept, dict) else {}
         self.own = known.get("own")
         self.drawn = DrawnBatches(known.get("drawn"), verify=arguments.get("verify_data", True))
-        self._calls = Calls(session.steps(until=sys.maxsize))
+        self._calls = RecordedCalls(session.steps(until=sys.maxsize))
         session.framework_stands()
 
     @property

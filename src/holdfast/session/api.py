@@ -87,10 +87,10 @@ def open_session(
         to write.
     """
     from holdfast.session.session import Session
-    from holdfast.session.settings import Settings, extras_of
+    from holdfast.session.settings import SessionSettings, extras_of
 
     configure_logging()
-    settings = Settings(
+    settings = SessionSettings(
         checkpoint=checkpoint, resume=resume, seed=seed, save=save, save_every_steps=save_every_steps,
         save_every_s=save_every_s, keep=keep, copies=copies, exit_file=exit_file, grace_s=grace_s, memory=memory,
         verify_block=verify_block, verify_data=verify_data, verify_ranks=verify_ranks, nonfinite=nonfinite,
@@ -133,7 +133,7 @@ def load(
     from holdfast.frameworks.torch.state.state import TorchState
     from holdfast.store.backends.local_store import threads_of_rank
     from holdfast.store.manage.checkpoint_root import find, repair_command
-    from holdfast.store.read.load import Target, load_catalogue, load_into, opened
+    from holdfast.store.read.load import LoadTarget, load_catalogue, load_into, opened
     from holdfast.store.read.validation import check_contents
 
     patterns = _names("load(optional", optional, "head.*")
@@ -149,7 +149,7 @@ def load(
         values: dict[str, Any] = {"optimizers": {}, "schedulers": {}, "state": {}}
         values["modules"] = saved.get("modules", {})
         restore = state.restore(catalogue, values, cast=cast, partial=True)
-        targets = [Target(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()]
+        targets = [LoadTarget(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()]
         wanted = {target.fqn for target in targets}
         known = beside_the_model(catalogue.by_fqn, saved) - wanted
         theirs = extra_states(saved)

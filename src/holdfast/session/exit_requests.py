@@ -52,7 +52,7 @@ CHILD_WAIT_S = 1.0  # for the signal that reaches the parent a little later
 FILE_SIZE_BYTES_MAX = 64 * 1024
 
 
-class Version(NamedTuple):
+class FileVersion(NamedTuple):
     """One content of the exit file."""
 
     time_ns: int
@@ -90,7 +90,7 @@ class ExitWatch:
         self._leaving = mmap.mmap(-1, 1)  # shared with forked processes: has a signal asked the parent
         self._forked = False
         self._deadline_s: float | None = None
-        self._seen: Version | None = None
+        self._seen: FileVersion | None = None
         self._answered: Plain = None  # of the version that was answered last
         self._unreadable = False
         self._before: dict[signal.Signals, Any] = {}
@@ -218,7 +218,7 @@ class ExitWatch:
         if version is not None and self._asks(version):
             self._asked(f"file {self._file}")
 
-    def _asks(self, version: Version) -> bool:
+    def _asks(self, version: FileVersion) -> bool:
         """It asks to leave; a warning where it is not JSON."""
         try:
             asked = json.loads(version.content)
@@ -227,12 +227,12 @@ class ExitWatch:
             return False
         return isinstance(asked, dict) and asked.get("GracefulExit") == 1
 
-    def _version(self) -> Version | None:
+    def _version(self) -> FileVersion | None:
         """The exit file as it is; None when there is none that can be read."""
         if self._file is None:
             return None
         try:
-            return Version(self._file.stat().st_mtime_ns, read_given(self._file, FILE_SIZE_BYTES_MAX))
+            return FileVersion(self._file.stat().st_mtime_ns, read_given(self._file, FILE_SIZE_BYTES_MAX))
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:

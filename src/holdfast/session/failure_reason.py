@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 
 from holdfast.errors import HoldfastError
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 
 WHY_LENGTH_MAX = 4000
 KEY_TIMEOUT_S = 600.0
 
 
-def tell_why(client: Client | None, key: str, rank: int, error: Exception) -> None:
+def tell_why(client: WorkerClient | None, key: str, rank: int, error: Exception) -> None:
     """Before the ranks agree. Without a client there is no other rank."""
     if client is None:
         return
@@ -24,7 +24,7 @@ def tell_why(client: Client | None, key: str, rank: int, error: Exception) -> No
     client.kv("set", (key,), json.dumps(told).encode())
 
 
-def hear_why(client: Client | None, key: str) -> tuple[str, str]:
+def hear_why(client: WorkerClient | None, key: str) -> tuple[str, str]:
     """Rank and message, and the hint; of one of the ranks where several have told. Of none where a fault came first."""
     value = client.kv("get", (key,), timeout_s=KEY_TIMEOUT_S).value if client is not None else b""
     if not value:

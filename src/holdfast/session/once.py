@@ -12,7 +12,7 @@ from typing import TypeVar
 from holdfast.core.job.made_once import NAME_LENGTH_MAX, NAMES_MAX, VALUE_LENGTH_MAX
 from holdfast.core.protocol.messages import OnceAsked, OnceTold
 from holdfast.errors import UsageError
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 
 ASK_AGAIN_S = 1.0  # a controller may have died over the question
 
@@ -56,7 +56,7 @@ def once(name: str, make: Callable[[], Value]) -> Value:
         )
     with _LOCK:
         if name not in _KNOWN:
-            client = Client.current()
+            client = WorkerClient.current()
             if client is None:
                 _refuse_child(name)
                 return make()
@@ -68,7 +68,7 @@ def once(name: str, make: Callable[[], Value]) -> Value:
         return value
 
 
-def _ask(client: Client, name: str, value: str) -> str:
+def _ask(client: WorkerClient, name: str, value: str) -> str:
     """What the controller keeps under ``name``; ``value``, if it is not empty and nothing is kept yet."""
     told: list[OnceTold] = []
     heard = threading.Event()

@@ -11,11 +11,11 @@ from typing import NamedTuple
 from holdfast.runtime.agent.peer_replication import puller
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.session.checkpoints.memory_tier import AUTO
 
 
-class Run(NamedTuple):
+class RunContext(NamedTuple):
     """What a session needs to know of its run; ``shared`` is memory that outlives this process."""
 
     saves_as: str
@@ -27,12 +27,12 @@ class Run(NamedTuple):
     pull: Callable[[int, int], bool] | None = None
 
 
-def run_of(client: Client | None, library: bool) -> Run:
+def run_of(client: WorkerClient | None, library: bool) -> RunContext:
     """The run of this process, or one of its own; ``library``: the job itself made it, without a launcher."""
     if client is None or client.run_dir is None:
-        return Run(f"solo-{secrets.token_hex(4)}")
+        return RunContext(f"solo-{secrets.token_hex(4)}")
     place, about = RunDir(client.run_dir), RunSettings.load(client.run_dir)
-    return Run(
+    return RunContext(
         about.saves_as,
         time.time() - about.created_at,
         about.verify_every,

@@ -15,7 +15,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from holdfast.core.protocol.messages import Leave, SessionOpened
-from holdfast.core.protocol.status_page import Flag, Phase
+from holdfast.core.protocol.status_page import PageFlag, Phase
 from holdfast.core.worker.vote import Ballot, Tally
 from holdfast.errors import (
     HoldfastError,
@@ -35,34 +35,34 @@ from holdfast.frameworks.common.adapter import (
     TakesParts,
 )
 from holdfast.frameworks.common.state_tree import Plain
-from holdfast.runtime.node.deferred_rank import StandIn
+from holdfast.runtime.node.deferred_rank import DeferredRank
 from holdfast.runtime.node.disabled import refuse_session
 from holdfast.runtime.worker.library_mode import agree_on_root, join_or_start_agent
 from holdfast.runtime.worker.process_place import seat_here
 from holdfast.runtime.worker.user_exception import show, tell, tell_exit
-from holdfast.runtime.worker.worker_client import Client, leave_process
-from holdfast.session.checkpoints.after_block import Behind
-from holdfast.session.checkpoints.checkpointer import Saver
-from holdfast.session.checkpoints.memory_tier import Tier
-from holdfast.session.checkpoints.resume import Candidates, Resume, Resumed, candidates
-from holdfast.session.checkpoints.save_schedule import Pace
+from holdfast.runtime.worker.worker_client import WorkerClient, leave_process
+from holdfast.session.checkpoints.after_block import AfterBlock
+from holdfast.session.checkpoints.checkpointer import Checkpointer
+from holdfast.session.checkpoints.memory_tier import MemoryTier
+from holdfast.session.checkpoints.resume import Candidates, Resumed, ResumeSearch, candidates
+from holdfast.session.checkpoints.save_schedule import SaveSchedule
 from holdfast.session.checkpoints.state_transfer import take_over
 from holdfast.session.exit_requests import ExitWatch, known_of
-from holdfast.session.loops.iterators import Repeating
+from holdfast.session.loops.iterators import ScriptLoops
 from holdfast.session.loops.loop import Loops
 from holdfast.session.loops.loop_bounds import before_of
-from holdfast.session.loops.replica_state_check import Common
+from holdfast.session.loops.replica_state_check import ReplicaStateCheck
 from holdfast.session.loops.turns import Turns
 from holdfast.session.run_context import run_of
-from holdfast.session.settings import Settings
-from holdfast.session.steps.nonfinite import Finite
-from holdfast.session.steps.out_of_step_collectives import Between
-from holdfast.session.steps.participant import Rank
-from holdfast.session.steps.participant_calls import Calls
+from holdfast.session.settings import SessionSettings
+from holdfast.session.steps.nonfinite import NonfiniteCheck
+from holdfast.session.steps.out_of_step_collectives import CollectiveGuard
+from holdfast.session.steps.participant import StepParticipant
+from holdfast.session.steps.participant_calls import ParticipantCalls
 from holdfast.session.steps.replica_check import Verifier
 from holdfast.session.steps.section import Sections
-from holdfast.session.steps.step import Blocks, Step
-from holdfast.session.steps.voting import Votes
+from holdfast.session.steps.step import Step, StepRunner
+from holdfast.session.steps.voting import VoteCaster
 from holdfast.store.backends.location import ROOT_VARIABLE, absolute
 from holdfast.store.backends.registry import open_store
 from holdfast.store.manage.lineage import Lineage
@@ -78,19 +78,21 @@ PARTS_VARIABLE = "HOLDFAST_PARTS"
 """Set by the launcher: each rank does the work of so many, because nodes are missing."""
 
 
-class Session(Repeating):
+class Session(ScriptLoops):
     """Made by :func:`holdfast.session`; a context manager.
 
     Attributes:
         state: the extra named objects and values that travel in checkpoints; plain values may be replaced here.
     """
 
-    def __init__(self, adapter: Callable[[], Adapter], extras: dict[str, Any], settings: Settings) -> None:
+    def __init__(
+        self, adapter: Callable[[], Adapter], extras: dict[str, Any], settings: SessionSettings
+    ) -> None:
         self.state = extras
         self._make_adapter = adapter
         self._settings = settings
         self._resumed: Resumed | None = None
-        self._spare: StandIn | None = None
+        self._spare: DeferredRank | None = None
         self._rehearsing = self._attached = self._entered = False
         self._watch: ExitWatch | None = None  # made when the session opens
         self._entered_by: tuple[FrameType, int] | None = None
@@ -127,34 +129,40 @@ class Session(Repeating):
             agree_on_root(client, "" if self.root is None else str(self.root))
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         every = run.memory_every if settings.memory is None else settings.memory
-        self._finite = Finite(self._adapter, settings.nonfinite)
-        self._pace = Pace(settings.policies if self.root else (), faults=restarts, run_s=max(0.0, run.age_s))
-        self._rank = Rank(self._adapter, client)
-        self._tier = Tier(self._rank, self._adapter, run.shared, every, self._values, self._locals, run.pull)
+        self._finite = NonfiniteCheck(self._adapter, settings.nonfinite)
+        self._pace = SaveSchedule(
+            settings.policies if self.root else (), faults=restarts, run_s=max(0.0, run.age_s)
+        )
+        self._rank = StepParticipant(self._adapter, client)
+        self._tier = MemoryTier(
+            self._rank, self._adapter, run.shared, every, self._values, self._locals, run.pull
+        )
         self._sections = Sections(self._rank)
-        self._between = Between(self._rank)
+        self._between = CollectiveGuard(self._rank)
         self._loops = Loops(
             self._rank, self._adapter, self._parts, self._tier, self._between, settings.verify_data
         )
-        self._votes = Votes(self._rank, self._adapter)
+        self._votes = VoteCaster(self._rank, self._adapter)
         self._turns = Turns(
             self._rank, self._adapter, self._loops, self._between, self._votes.cast, self._leaves
         )
         self._verifier = Verifier(self._rank, self._adapter, self._votes, run.verify_every)
-        self._saver = Saver(
+        self._saver = Checkpointer(
             self._rank, self._adapter, self.root, run.saves_as, self._finite.keeps(settings.keep),
             lambda collected: self._values(collected, self.step), self._locals, self._pace, self._votes,
             self._verifier, self._tier, copies=settings.copies, lineage=lambda: self._lineage,
             watched=client is not None and not library,
         )  # fmt: skip
-        self._behind = Behind(self._rank, self._adapter, self._pace, self._tier, self._saver)
+        self._behind = AfterBlock(self._rank, self._adapter, self._pace, self._tier, self._saver)
         verify = settings.verify_block, settings.verify_ranks
-        self._blocks = Blocks(self._rank, self._adapter, self._votes, self, self._finite, verify)
-        self._common = Common(self._adapter, client, self.state)
+        self._blocks = StepRunner(self._rank, self._adapter, self._votes, self, self._finite, verify)
+        self._common = ReplicaStateCheck(self._adapter, client, self.state)
         plan_ahead = self._verifier.slice  # the first one takes long, and all would wait for it in the vote
         self._entered = True
         self._rank.connect(
-            Calls(self._saver.on_settle, self._saver.resumed, self._rewind, self._tier.steps, plan_ahead)
+            ParticipantCalls(
+                self._saver.on_settle, self._saver.resumed, self._rewind, self._tier.steps, plan_ahead
+            )
         )
         if client is not None and client.stand_in is not None and not client.stand_in.called:
             self._stand_by(client.stand_in)
@@ -168,9 +176,9 @@ class Session(Repeating):
         self._open()
         return self
 
-    def _join(self) -> tuple[Client | None, bool]:
+    def _join(self) -> tuple[WorkerClient | None, bool]:
         """The line to the control plane, and whether this session started it."""
-        client = Client.current()
+        client = WorkerClient.current()
         if client is not None or self._adapter.world_size == 1:
             return client, False
         seat = seat_here((self._adapter.rank, self._adapter.world_size))
@@ -193,7 +201,7 @@ class Session(Repeating):
         self._saver.claim(begins=not restarts and not self._rank.joining)
 
     def _load(self, look: Callable[[], Candidates]) -> None:
-        search = Resume(self._adapter, self._client, self._adapter.vote, self._tier.load)
+        search = ResumeSearch(self._adapter, self._client, self._adapter.vote, self._tier.load)
         self._resumed = search.run(look, self.root)
         if self._resumed is None:
             if self.root is not None:
@@ -222,7 +230,7 @@ class Session(Repeating):
         """Ranks that the batch of a step was made for."""
         return int(session.get("world", 1)) * int(session.get("parts", 1))
 
-    def _take_over(self, client: Client) -> None:
+    def _take_over(self, client: WorkerClient) -> None:
         """A newcomer: the survivors give what a checkpoint would."""
         order = self._rank.await_receive()
         self._stand_at(take_over(self._rank, self._adapter, client, self._tier, order))
@@ -237,7 +245,7 @@ class Session(Repeating):
 
     # ------------------------------------------------------------------ spare
 
-    def _stand_by(self, stand_in: StandIn) -> None:
+    def _stand_by(self, stand_in: DeferredRank) -> None:
         """A spare: built, and in no generation yet. The first steps are rehearsed, everything else waits."""
         self._spare = stand_in
         self._attach()
@@ -551,7 +559,7 @@ class Session(Repeating):
         elif state != "torn":
             self._saver.rescue(state == "aborted")
 
-    def _stay(self, client: Client, error: Exception) -> None:
+    def _stay(self, client: WorkerClient, error: Exception) -> None:
         """The script's own exception: keep what this process holds until the job knows that others hold it, too."""
 
         def leave(order: Leave) -> None:
@@ -569,7 +577,7 @@ class Session(Repeating):
             self._turns.close()
             self._loops.require_all()
         self._loops.finish()
-        rank.flag(Flag.LEFT, True)
+        rank.flag(PageFlag.LEFT, True)
         self._behind.come_back()
         self._blocks.refuse_empty(excused=self._behind.exit_agreed)
         self._sections.pass_by(rank.step - 1, tell=self._adapter.rank == 0)

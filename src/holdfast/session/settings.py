@@ -20,7 +20,7 @@ _TEXTS = {
 }
 
 
-class Settings:
+class SessionSettings:
     """Checked arguments of :func:`holdfast.session` that do not concern the framework."""
 
     def __init__(

@@ -35,7 +35,7 @@ class Voter(Protocol):
     def glitch(self) -> None: ...
 
 
-class Scene(Protocol):
+class CollectivesScene(Protocol):
     """What the collectives need of the world."""
 
     world_size: int
@@ -68,7 +68,7 @@ class Round:
         return True
 
 
-class Group:
+class SimGroup:
     """The collectives of one generation."""
 
     def __init__(self, generation: Generation, world_size: int) -> None:
@@ -86,13 +86,13 @@ class Group:
 class Collectives:
     """Of all generations."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: CollectivesScene) -> None:
         self.scene = scene
-        self._groups: dict[Generation, Group] = {}
+        self._groups: dict[Generation, SimGroup] = {}
 
-    def group(self, generation: Generation) -> Group:
+    def group(self, generation: Generation) -> SimGroup:
         """Collectives of a generation."""
-        return self._groups.setdefault(generation, Group(generation, self.scene.world_size))
+        return self._groups.setdefault(generation, SimGroup(generation, self.scene.world_size))
 
     def vote(self, worker: Voter, ballot: Ballot, number: int) -> None:
         """A rank enters a vote, which it counts as this one."""

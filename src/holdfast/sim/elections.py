@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from holdfast.core.election import Election, ElectionConfig, Kept
+from holdfast.core.election import Election, ElectionConfig, HardState
 from holdfast.core.ids import NodeId
 from holdfast.core.protocol.messages import (
     Command,
@@ -20,12 +20,12 @@ from holdfast.core.protocol.messages import (
 )
 from holdfast.core.protocol.peer_messages import (
     ControllerUp,
-    Electorate,
-    Keep,
     LeaderLost,
+    PersistHardState,
+    RequestVote,
     StartController,
-    VoteAsk,
-    VoteSaid,
+    VoteReply,
+    VoterSet,
 )
 from holdfast.sim.invariants import Violation
 
@@ -35,7 +35,7 @@ STATES_MAX = 2_000_000
 class Node(NamedTuple):
     """One agent: what it has kept, and its machine unless it has crashed."""
 
-    kept: Kept
+    kept: HardState
     machine: Election | None
 
     def key(self) -> tuple[object, ...]:
@@ -44,7 +44,7 @@ class Node(NamedTuple):
         return (self.kept, None) if m is None else (self.kept, m.role, m.lead, m._granted)
 
 
-class State(NamedTuple):
+class ElectionState(NamedTuple):
     """A configuration of the whole system. ``leaders``, ``granted`` remember what has ever happened."""
 
     nodes: tuple[Node, ...]
@@ -91,9 +91,9 @@ class ElectionSearch:
         Raises:
             Violation: two leaders in a term, two grants of a voter in a term, or a machine's own check.
         """
-        founded = Kept(electorate=Electorate(0, 1, self.names), committed=True)
+        founded = HardState(electorate=VoterSet(0, 1, self.names), committed=True)
         nodes = tuple(Node(founded, self._make(i, founded)) for i in range(len(self.names)))
-        first = State(nodes, frozenset(), frozenset(), frozenset(), self.crashes)
+        first = ElectionState(nodes, frozenset(), frozenset(), frozenset(), self.crashes)
         seen = {first.key()}
         stack = [first]
         most = 0
@@ -109,13 +109,13 @@ class ElectionSearch:
                 raise Violation("the_search_ends", f"more than {STATES_MAX} states")
         return ElectionResult(len(seen), most)
 
-    def _make(self, index: int, kept: Kept) -> Election:
+    def _make(self, index: int, kept: HardState) -> Election:
         machine = self.machine(ElectionConfig(node_id=self.names[index]), kept)
         machine.start(0.0)
         return machine
 
-    def _actions(self, state: State) -> list[State]:
-        found: list[State] = []
+    def _actions(self, state: ElectionState) -> list[ElectionState]:
+        found: list[ElectionState] = []
         for index, node in enumerate(state.nodes):
             if node.machine is None:
                 back = Node(node.kept, self._make(index, node.kept))
@@ -138,11 +138,11 @@ class ElectionSearch:
                 found += self._feed(without, index, [message])
         return found
 
-    def _encouraged(self, index: int, node: Node) -> VoteSaid:
+    def _encouraged(self, index: int, node: Node) -> VoteReply:
         other = self.names[(index + 1) % len(self.names)]
-        return VoteSaid(voter=other, term=node.kept.term + 1, trial=True, granted=True)
+        return VoteReply(voter=other, term=node.kept.term + 1, trial=True, granted=True)
 
-    def _feed(self, state: State, index: int, events: list[Message]) -> list[State]:
+    def _feed(self, state: ElectionState, index: int, events: list[Message]) -> list[ElectionState]:
         """The state after these events, and one for each point at which the agent may crash on the way."""
         before = state.nodes[index].machine
         assert before is not None
@@ -158,13 +158,15 @@ class ElectionSearch:
                 found.append(after._replace(crashes=state.crashes - 1))
         return found
 
-    def _execute(self, state: State, index: int, machine: Election | None, commands: list[Command]) -> State:
+    def _execute(
+        self, state: ElectionState, index: int, machine: Election | None, commands: list[Command]
+    ) -> ElectionState:
         me = self.names[index]
         kept = state.nodes[index].kept
         network, leaders, granted = set(state.network), set(state.leaders), set(state.granted)
         for command in commands:
-            if isinstance(command, Keep):
-                kept = Kept(
+            if isinstance(command, PersistHardState):
+                kept = HardState(
                     term=command.term,
                     voted_for=command.voted_for,
                     electorate=command.electorate,
@@ -174,18 +176,20 @@ class ElectionSearch:
                 leaders.add((command.term, me))
             elif isinstance(command, Send):
                 message = command.message
-                if isinstance(message, VoteSaid) and message.granted and not message.trial:
+                if isinstance(message, VoteReply) and message.granted and not message.trial:
                     granted.add((me, message.term, NodeId(command.to[5:])))
-                if not (isinstance(message, VoteAsk | VoteSaid) and message.trial):
+                if not (isinstance(message, RequestVote | VoteReply) and message.trial):
                     names = self.names if command.to == "node:*" else (NodeId(command.to[5:]),)
                     network |= {(name, message) for name in names if name != me}
         if len({term for term, _ in leaders}) < len(leaders):
             raise Violation("one_leader_per_term", f"{sorted(leaders)}")
         if len({(voter, term) for voter, term, _ in granted}) < len(granted):
             raise Violation("one_vote_per_term", f"{sorted(granted)}")
-        after = State(state.nodes, frozenset(network), frozenset(leaders), frozenset(granted), state.crashes)
+        after = ElectionState(
+            state.nodes, frozenset(network), frozenset(leaders), frozenset(granted), state.crashes
+        )
         return self._with(after, index, Node(kept, machine))
 
     @staticmethod
-    def _with(state: State, index: int, node: Node) -> State:
+    def _with(state: ElectionState, index: int, node: Node) -> ElectionState:
         return state._replace(nodes=(*state.nodes[:index], node, *state.nodes[index + 1 :]))

@@ -12,17 +12,17 @@ from holdfast.core.protocol.messages import Message, RankState
 from holdfast.core.watch.activity import SAY_S
 from holdfast.sim.collectives import COLLECTIVE_TIMEOUT_S, Collectives
 from holdfast.sim.faults import SimFault
-from holdfast.sim.spares import Spares
+from holdfast.sim.spares import SimSpares
 from holdfast.sim.worker import SimWorker
 
 STOPPED_S = 1.5  # until the agent is sure
 
 
-class Target(Protocol):
+class FaultTarget(Protocol):
     """What faults can strike."""
 
     collectives: Collectives
-    spares: Spares
+    spares: SimSpares
     save_errors: int
     flips: int
 
@@ -37,10 +37,10 @@ class Target(Protocol):
     def tell_agent(self, node_id: NodeId, event: Message) -> None: ...
 
 
-class Injector:
+class SimInjector:
     """See the module."""
 
-    def __init__(self, world: Target, faults: tuple[SimFault, ...]) -> None:
+    def __init__(self, world: FaultTarget, faults: tuple[SimFault, ...]) -> None:
         self.world = world
         self._faults = faults
         self._armed: list[SimFault] = []

@@ -11,13 +11,13 @@ from typing import Protocol
 
 import msgspec
 
-from holdfast.core.decide.decision import Report, committed_floor
-from holdfast.core.ids import EVERYBODY, Generation, SaveId, Version
+from holdfast.core.decide.decision import RankReport, committed_floor
+from holdfast.core.ids import EVERYBODY, Generation, LayoutVersion, SaveId
 from holdfast.core.job.spares import is_spare
 from holdfast.core.protocol.layout_messages import Layouts
-from holdfast.core.protocol.messages import AgentHello, Message, RankState, Record, Resume, Settle
+from holdfast.core.protocol.messages import AgentHello, LogRecord, Message, RankState, ResumeInPlace, Settle
 from holdfast.sim.sim_memory_tier import Memory
-from holdfast.sim.sim_store import Save, Store
+from holdfast.sim.sim_store import SimSave, SimStore
 from holdfast.sim.worker import SimWorker
 
 
@@ -29,16 +29,16 @@ class Violation(AssertionError):
         self.name = name
 
 
-class Scene(Protocol):
+class CheckedScene(Protocol):
     """What the checks may look at."""
 
     now: float
     events: int
-    store: Store
+    store: SimStore
     memory: Memory
     save_errors: int
     memory_losses: set[str]
-    journal: list[Record]
+    journal: list[LogRecord]
     seated: dict[int, SimWorker]
     replaced: list[SimWorker]
 
@@ -46,7 +46,7 @@ class Scene(Protocol):
 class Checks:
     """State of the checks of one run."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, scene: CheckedScene) -> None:
         self.scene = scene
         self.planned: set[str] = set()
         self._written: set[str] = set()  # decisions in the journal, as far as it was read
@@ -54,10 +54,12 @@ class Checks:
         self.updated: dict[tuple[Generation, int], set[int]] = {}
         self.discarded: dict[tuple[Generation, int], set[int]] = {}
         self.promised: int | None = None  # step that the restart under way must open at
-        self._resumed: tuple[int, Resume] | None = None  # the event that was looked at, and what was told
+        self._resumed: tuple[int, ResumeInPlace] | None = (
+            None  # the event that was looked at, and what was told
+        )
         self.distrusted = False  # copies differ: everything starts again
-        self._catalogues: dict[Version, Layouts] = {}
-        self._plans: dict[SaveId, Version] = {}
+        self._catalogues: dict[LayoutVersion, Layouts] = {}
+        self._plans: dict[SaveId, LayoutVersion] = {}
         self.counts = {"forward": 0, "back": 0, "none": 0}
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
@@ -88,7 +90,7 @@ class Checks:
                     text = f"steps {step} and {machine.step} in generation {machine.generation}"
                     raise Violation("one_step_at_a_time", text)
 
-    def sealed(self, save: Save) -> None:
+    def sealed(self, save: SimSave) -> None:
         """A checkpoint counts as complete."""
         written = {shard for share in save.shares.values() for shard in share.shards}
         if written != set(range(self.scene.store.shards)):
@@ -110,19 +112,19 @@ class Checks:
             text = f"rank {rank} takes the state of step {step}, its parameters are of {applied}"
             raise Violation("memory_is_one_step", text)
 
-    def catalogued(self, version: Version, layouts: Layouts) -> None:
+    def catalogued(self, version: LayoutVersion, layouts: Layouts) -> None:
         """A rank hears of everyone's layouts."""
         if self._catalogues.setdefault(version, layouts) != layouts:
             raise Violation("one_catalogue_per_version", f"{version} means two sets of layouts")
 
-    def plans(self, save_id: SaveId, version: Version, told: bool) -> None:
+    def plans(self, save_id: SaveId, version: LayoutVersion, told: bool) -> None:
         """A rank plans a save by the catalogue of ``version``; ``told``: which has what the rank holds."""
         first = self._plans.setdefault(save_id, version)
         if first != version or not told:
             text = f"{save_id} is planned by {first} and {version}, with what this rank holds: {told}"
             raise Violation("saved_by_one_catalogue", text)
 
-    def recorded(self, record: Record) -> None:
+    def recorded(self, record: LogRecord) -> None:
         """The controller said something."""
         if record.kind == "resumed" or (record.kind == "restored" and record.data["steps_lost"]):
             self.scene.replaced = []  # from here on a rank may stand below what they have left
@@ -160,7 +162,7 @@ class Checks:
             text = f"rank {worker.rank} holds step {worker.applied} and updates step {worker.machine.step}"
             raise Violation("updates_what_it_holds", text)
 
-    def resuming(self, resume: Resume) -> None:
+    def resuming(self, resume: ResumeInPlace) -> None:
         """The job goes on in place: every seat must be taken by a rank that holds the step.
 
         All ranks are told in one event, in which none of them moves: one look serves them all.
@@ -179,12 +181,12 @@ class Checks:
                 text = f"rank {rank} is {machine.state}({machine.step}), the job resumes at {resume.step}"
                 raise Violation("resumed_together", text)
 
-    def _reports(self) -> list[Report]:
+    def _reports(self) -> list[RankReport]:
         return [
             w.report() for w in (*self.scene.replaced, *(w for _, w in sorted(self.scene.seated.items())))
         ]
 
-    def _planned(self, record: Record) -> None:
+    def _planned(self, record: LogRecord) -> None:
         generation = str(record.data["generation"])
         if generation in self.planned:
             raise Violation("one_decision_per_generation", generation)
@@ -204,7 +206,7 @@ class Checks:
             raise Violation("decision_is_true", text)
         self.counts[str(record.data["decision"])] += 1
 
-    def _verdict(self, record: Record) -> None:
+    def _verdict(self, record: LogRecord) -> None:
         action, step = record.data["action"], record.data["step"]
         self.promised = None
         if action == "restart_last_gasp" and isinstance(step, int):
@@ -247,7 +249,7 @@ class Checks:
             return machine.step == step
         return machine.state == "in_doubt" and step in (machine.step, machine.step + 1)
 
-    def _opened(self, record: Record) -> None:
+    def _opened(self, record: LogRecord) -> None:
         step = record.data["step"]
         if self.promised is not None and isinstance(step, int) and step < self.promised:
             text = f"restarted at {step}, step {self.promised} was promised"

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from holdfast.core.decide.decision import Report, committed_floor, decide
+from holdfast.core.decide.decision import RankReport, committed_floor, decide
 from holdfast.core.ids import Generation
 from holdfast.core.job.membership import is_stale
 from holdfast.core.protocol.messages import RankState
@@ -61,7 +61,7 @@ class Mail(NamedTuple):
     step: int = 0
 
 
-class State(NamedTuple):
+class CheckedState(NamedTuple):
     """Everything. ``up`` and ``down`` hold one queue per rank; ``known`` the deaths that the coordinator knows."""
 
     ranks: tuple[RankNow, ...]
@@ -92,7 +92,7 @@ def search(ranks: int = 3, deaths: int = 1, states_max: int = 2_000_000) -> Sear
         Violation: an invariant is broken; its text holds the state.
     """
     empty: tuple[tuple[Mail, ...], ...] = ((),) * ranks
-    first = State((RankNow(),) * ranks, empty, empty, (False,) * ranks, (None,) * ranks)
+    first = CheckedState((RankNow(),) * ranks, empty, empty, (False,) * ranks, (None,) * ranks)
     seen = {first}
     todo = deque([first])
     ends = forward = back = 0
@@ -119,7 +119,7 @@ def search(ranks: int = 3, deaths: int = 1, states_max: int = 2_000_000) -> Sear
     return SearchResult(len(seen), ends, forward, back)
 
 
-def _actions(state: State, deaths: int) -> Iterator[State]:
+def _actions(state: CheckedState, deaths: int) -> Iterator[CheckedState]:
     for i, rank in enumerate(state.ranks):
         if rank.alive:
             yield from _rank_actions(state, i, rank)
@@ -131,7 +131,7 @@ def _actions(state: State, deaths: int) -> Iterator[State]:
             yield _report_heard(state, i)
 
 
-def _rank_actions(state: State, i: int, rank: RankNow) -> Iterator[State]:
+def _rank_actions(state: CheckedState, i: int, rank: RankNow) -> Iterator[CheckedState]:
     if state.down[i]:
         yield _order_heard(state, i)
     if rank.state == "ready" and rank.step == STEP and not rank.fence:
@@ -150,7 +150,7 @@ def _rank_actions(state: State, i: int, rank: RankNow) -> Iterator[State]:
         yield _moved(state, i, rank.on(StepEvent.FAIL))
 
 
-def _with_rank(state: State, i: int, rank: RankNow) -> State:
+def _with_rank(state: CheckedState, i: int, rank: RankNow) -> CheckedState:
     return state._replace(ranks=(*state.ranks[:i], rank, *state.ranks[i + 1 :]))
 
 
@@ -158,7 +158,7 @@ def _put(boxes: tuple[tuple[Mail, ...], ...], i: int, mail: Mail) -> tuple[tuple
     return (*boxes[:i], (*boxes[i], mail), *boxes[i + 1 :])
 
 
-def _moved(state: State, i: int, rank: RankNow | None) -> State:
+def _moved(state: CheckedState, i: int, rank: RankNow | None) -> CheckedState:
     """Rank ``i`` moved; it reports when that settled it under a fence."""
     if rank is None:
         raise Violation("table_has_the_row", f"rank {i} in {state}")
@@ -170,7 +170,7 @@ def _moved(state: State, i: int, rank: RankNow | None) -> State:
     return after
 
 
-def _vote_entered(state: State, i: int) -> State:
+def _vote_entered(state: CheckedState, i: int) -> CheckedState:
     rank = state.ranks[i].on(StepEvent.VOTE)
     if rank is None:
         raise Violation("table_has_the_row", f"vote of rank {i} in {state}")
@@ -180,7 +180,7 @@ def _vote_entered(state: State, i: int) -> State:
     return after
 
 
-def _death_noticed(state: State, i: int) -> State:
+def _death_noticed(state: CheckedState, i: int) -> CheckedState:
     known = (*state.known[:i], True, *state.known[i + 1 :])
     after = state._replace(known=known)
     if state.fence and state.decided < 0:
@@ -192,7 +192,7 @@ def _death_noticed(state: State, i: int) -> State:
     return _decided_if_settled(after)
 
 
-def _report_heard(state: State, i: int) -> State:
+def _report_heard(state: CheckedState, i: int) -> CheckedState:
     mail, rest = state.up[i][0], state.up[i][1:]
     after = state._replace(up=(*state.up[:i], rest, *state.up[i + 1 :]))
     if is_stale(Generation(1, mail.generation), Generation(1, state.fence)) or state.known[i]:
@@ -203,7 +203,7 @@ def _report_heard(state: State, i: int) -> State:
     return _decided_if_settled(after._replace(reports=reports))
 
 
-def _decided_if_settled(state: State) -> State:
+def _decided_if_settled(state: CheckedState) -> CheckedState:
     if not state.fence or not all(
         k or r is not None for k, r in zip(state.known, state.reports, strict=True)
     ):
@@ -211,11 +211,11 @@ def _decided_if_settled(state: State) -> State:
     found = []
     for i, (rank, report) in enumerate(zip(state.ranks, state.reports, strict=True)):
         if state.known[i]:
-            found.append(Report(i, rank.state, rank.step, False))
+            found.append(RankReport(i, rank.state, rank.step, False))
         elif report is not None:
             if rank.alive and rank.fence != state.fence:
                 raise Violation("decided_after_all_settled", f"rank {i} in {state}")
-            found.append(Report(i, report.state, report.step, True))
+            found.append(RankReport(i, report.state, report.step, True))
     decided = decide(found)
     assert decided.step is not None
     after = state._replace(decided=decided.step)
@@ -225,7 +225,7 @@ def _decided_if_settled(state: State) -> State:
     return after
 
 
-def _order_heard(state: State, i: int) -> State:
+def _order_heard(state: CheckedState, i: int) -> CheckedState:
     mail, rest = state.down[i][0], state.down[i][1:]
     rank = state.ranks[i]
     after = state._replace(down=(*state.down[:i], rest, *state.down[i + 1 :]))
@@ -240,17 +240,17 @@ def _order_heard(state: State, i: int) -> State:
     return _moved(after._replace(discarded=True), i, rank.on(StepEvent.DISCARD))
 
 
-def _check(state: State) -> None:
+def _check(state: CheckedState) -> None:
     if state.updated and state.discarded:
         raise Violation("one_fate_per_step", str(state))
     if state.decided >= 0:
-        floors = [committed_floor(Report(i, r.state, r.step, r.alive)) for i, r in enumerate(state.ranks)]
+        floors = [committed_floor(RankReport(i, r.state, r.step, r.alive)) for i, r in enumerate(state.ranks)]
         above = [f for f in floors if f is not None and f > state.decided]
         if above:
             raise Violation("decision_is_true", str(state))
 
 
-def _check_end(state: State) -> None:
+def _check_end(state: CheckedState) -> None:
     places = {(r.state, r.step) for r in state.ranks if r.alive}
     steps = {step for where, step in places if where in ("ready", "aborted")}
     stuck = {where for where, _ in places} - {"ready", "aborted", "torn"}

@@ -10,14 +10,14 @@ import random
 from functools import cache
 from typing import Protocol
 
-from holdfast.core.ids import NO_VERSION, MemberId, SaveId, Version
+from holdfast.core.ids import NO_VERSION, LayoutVersion, MemberId, SaveId
 from holdfast.core.protocol.health_messages import CopyDigest, ranks_text
 from holdfast.core.protocol.layout_messages import Layout, Layouts
 from holdfast.core.protocol.messages import Catalogued, LayoutPublished, Message, Receive
-from holdfast.core.worker.layout_agreement import Telling, Told
+from holdfast.core.worker.layout_agreement import LayoutAgreement, LayoutAnnouncement
 from holdfast.core.worker.step import StepMachine
 from holdfast.core.worker.vote import Ballot, Tally
-from holdfast.sim.sim_store import Store
+from holdfast.sim.sim_store import SimStore
 
 CATALOGUE_TIMEOUT_S = 15.0
 CONTENTS = 3
@@ -32,7 +32,7 @@ def _text(ranks: range) -> str:
     return ranks_text(ranks)
 
 
-class Owner(Protocol):
+class LayoutOwner(Protocol):
     """The rank."""
 
     member_id: MemberId
@@ -42,18 +42,18 @@ class Owner(Protocol):
     def send(self, message: Message) -> None: ...
 
 
-class Scene(Protocol):
+class LayoutScene(Protocol):
     """What it needs of the world. ``whims`` decide about changes only."""
 
     world_size: int
-    store: Store
+    store: SimStore
     whims: random.Random
 
-    def catalogued(self, version: Version, layouts: Layouts) -> None: ...
-    def plans(self, save_id: SaveId, version: Version, told: bool) -> None: ...
+    def catalogued(self, version: LayoutVersion, layouts: Layouts) -> None: ...
+    def plans(self, save_id: SaveId, version: LayoutVersion, told: bool) -> None: ...
 
 
-class Holding:
+class SimLayouts:
     """Of one process life.
 
     Attributes:
@@ -61,8 +61,8 @@ class Holding:
         have: the newest version whose catalogue has come.
     """
 
-    def __init__(self, owner: Owner, world: Scene) -> None:
-        self.told = Told()
+    def __init__(self, owner: LayoutOwner, world: LayoutScene) -> None:
+        self.told = LayoutAgreement()
         self.have = NO_VERSION
         self._own = b"0"
         self._layouts = Layouts((), {})
@@ -104,7 +104,7 @@ class Holding:
         """Everyone's layouts."""
         self._take(message.version, message.layouts)
 
-    def _take(self, version: Version, layouts: Layouts) -> None:
+    def _take(self, version: LayoutVersion, layouts: Layouts) -> None:
         self._world.catalogued(version, layouts)
         if version > self.have:
             self.have, self._layouts = version, layouts
@@ -132,7 +132,7 @@ class Holding:
         """Another one for each rank whose copy has a flipped bit: two flips do not make two copies equal."""
         return 7 + differs * (1 + FLIPPED * (self._owner.rank + 1) ** 2)
 
-    def _tell(self, telling: Telling | None) -> None:
+    def _tell(self, telling: LayoutAnnouncement | None) -> None:
         owner = self._owner
         if telling is not None:
             owner.send(

@@ -16,7 +16,7 @@ from holdfast.core.protocol.messages import Receive
 SLOTS = 2
 
 
-class State(msgspec.Struct):
+class SlotState(msgspec.Struct):
     """One slot: ``step`` is what the marker says, ``applied`` what the parameters are."""
 
     step: int
@@ -31,7 +31,7 @@ class Memory:
 
     def __init__(self, every: int, on_load: Callable[[int, int, int | None], None]) -> None:
         self.every = every
-        self._slots: dict[int, list[State]] = {}
+        self._slots: dict[int, list[SlotState]] = {}
         self._updates: dict[
             int, dict[int, int | None]
         ] = {}  # rank -> step -> what the parameters were before it
@@ -47,7 +47,10 @@ class Memory:
 
     def commit(self, rank: int, step: int, applied: int | None) -> None:
         """The copy is complete and marked."""
-        self._slots[rank] = [*(s for s in self._slots.get(rank, []) if s.step != step), State(step, applied)]
+        self._slots[rank] = [
+            *(s for s in self._slots.get(rank, []) if s.step != step),
+            SlotState(step, applied),
+        ]
 
     def steps(self, rank: int) -> tuple[int, ...]:
         """What the markers of one rank say."""

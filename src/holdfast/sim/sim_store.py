@@ -12,7 +12,7 @@ import msgspec
 from holdfast.core.protocol.layout_messages import Layouts
 
 
-class Share(msgspec.Struct, frozen=True):
+class SimShare(msgspec.Struct, frozen=True):
     """What one rank wrote: shards, and the step its parameters had (None: in the middle of an update); ``wrong``:
     a flipped bit is in them, or what it did to the gradients."""
 
@@ -22,24 +22,24 @@ class Share(msgspec.Struct, frozen=True):
     wrong: bool = False
 
 
-class Save:
+class SimSave:
     """One checkpoint directory."""
 
     def __init__(self, directory: str, step: int, sources: Sequence[int]) -> None:
         self.directory = directory
         self.step = step
         self.sources = tuple(sources)
-        self.shares: dict[int, Share] = {}
+        self.shares: dict[int, SimShare] = {}
         self.written: set[int] = set()
         self.sealed = False
 
 
-class Store:
+class SimStore:
     """All checkpoint directories. Rank r holds shard ``r % shards``; a shard is one box."""
 
-    def __init__(self, shards: int, on_seal: Callable[[Save], None]) -> None:
+    def __init__(self, shards: int, on_seal: Callable[[SimSave], None]) -> None:
         self.shards = shards
-        self.saves: dict[str, Save] = {}
+        self.saves: dict[str, SimSave] = {}
         self._sources: Sequence[int] = ()
         self._first: dict[int, int] = {}  # shard -> its first holder among these sources
         self._on_seal = on_seal
@@ -59,9 +59,9 @@ class Store:
                 self._first[source % self.shards] = min(source, self._first.get(source % self.shards, source))
         return (shard,) if self._first[shard] == rank else ()
 
-    def write(self, directory: str, step: int, sources: Sequence[int], share: Share) -> bool:
+    def write(self, directory: str, step: int, sources: Sequence[int], share: SimShare) -> bool:
         """A share is durable. True when this one sealed the checkpoint, or found it sealed."""
-        save = self.saves.setdefault(directory, Save(directory, step, sources))
+        save = self.saves.setdefault(directory, SimSave(directory, step, sources))
         save.shares[share.rank] = share
         save.written.update(share.shards)
         if not save.sealed and self.is_complete(save):
@@ -69,7 +69,7 @@ class Store:
             self._on_seal(save)
         return save.sealed
 
-    def is_complete(self, save: Save) -> bool:
+    def is_complete(self, save: SimSave) -> bool:
         """Every shard is there."""
         return len(save.written) == self.shards
 

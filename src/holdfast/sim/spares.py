@@ -33,7 +33,7 @@ class Home(Protocol):
     def spawn(self, node_id: NodeId, order: StartMembers, delay_s: float) -> None: ...
 
 
-class Spare:
+class SimSpare:
     """One process."""
 
     def __init__(self, node_id: NodeId, order: BuildSpare) -> None:
@@ -43,13 +43,13 @@ class Spare:
         self.called = False
 
 
-class Spares:
+class SimSpares:
     """The shells' side of ``core/job/spares.py``, for all nodes."""
 
     def __init__(self, world: Home) -> None:
         self.world = world
         self.calls = 0
-        self._all: dict[MemberId, Spare] = {}
+        self._all: dict[MemberId, SimSpare] = {}
 
     def carry_out(self, node_id: NodeId, message: Message) -> bool:
         """An order to a shell; False when it is not about a spare."""
@@ -78,7 +78,7 @@ class Spares:
                 spare.alive = False
 
     def _build(self, node_id: NodeId, order: BuildSpare) -> None:
-        spare = self._all[order.member_id] = Spare(node_id, order)
+        spare = self._all[order.member_id] = SimSpare(node_id, order)
         who, generation = order.member_id, order.generation
 
         def say(*events: Message) -> Callable[[], None]:
@@ -108,7 +108,7 @@ class Spares:
         self.calls += 1
         self.world.spawn(spare.node_id, call.order, 0.001)
 
-    def _die(self, spare: Spare) -> None:
+    def _die(self, spare: SimSpare) -> None:
         if not spare.alive or spare.called:
             return
         spare.alive = False

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from holdfast.core.decide.decision import Report
-from holdfast.core.ids import MEMORY, Generation, MemberId, NodeId, SaveId, Version
-from holdfast.core.protocol.health_messages import CopiesDiffer, Vouched
+from holdfast.core.decide.decision import RankReport
+from holdfast.core.ids import MEMORY, Generation, LayoutVersion, MemberId, NodeId, SaveId
+from holdfast.core.protocol.health_messages import CopiesDiffer, StateDigests
 from holdfast.core.protocol.messages import (
     Assignment,
     Catalogued,
@@ -23,9 +23,9 @@ from holdfast.core.protocol.messages import (
     RankState,
     Receive,
     Release,
-    Resume,
-    SaveOrder,
+    ResumeInPlace,
     SaveReported,
+    SaveShare,
     SessionOpened,
     Settle,
     Settled,
@@ -40,9 +40,9 @@ from holdfast.core.worker.step import StepMachine
 from holdfast.core.worker.vote import Ballot, Tally
 from holdfast.exit_codes import Exit
 from holdfast.sim.collectives import Collectives
-from holdfast.sim.sim_layouts import CATALOGUE_TIMEOUT_S, Holding, Scene
+from holdfast.sim.sim_layouts import CATALOGUE_TIMEOUT_S, LayoutScene, SimLayouts
 from holdfast.sim.sim_memory_tier import Memory
-from holdfast.sim.sim_store import Share
+from holdfast.sim.sim_store import SimShare
 
 COMPUTE_S = 0.1
 UPDATE_S = 0.01
@@ -50,7 +50,7 @@ SAVE_EVERY = 5
 VERIFY_EVERY = 4
 
 
-class Surroundings(Scene, Protocol):
+class Surroundings(LayoutScene, Protocol):
     """What a worker needs of the world."""
 
     memory: Memory
@@ -87,9 +87,9 @@ class SimWorker:
         self._agreed = (order.generation, -1)
         self.comparing = False  # waits for a vote between two steps
         self._asking = False  # of these, the first one: who holds what
-        self._wants: Version | None = None  # waits for the catalogue of this version
+        self._wants: LayoutVersion | None = None  # waits for the catalogue of this version
         self._next: Callable[[], None] = lambda: None  # what waits until the copies were compared
-        self.holding = Holding(self, world)
+        self.holding = SimLayouts(self, world)
         self._vouching = False  # the state of a decision was compared, and goes somewhere
         self._given: Settle | None = None  # vouch for the state of this decision
         self.stopped = False
@@ -104,7 +104,7 @@ class SimWorker:
         self._told: tuple[Generation, RankState, int] | None = None
         self._reached = False
         self._exit_source = ""
-        self._order: SaveOrder | None = None
+        self._order: SaveShare | None = None
         self._ordered: SaveId | None = None
         self._tally: Tally | None = None
         self._voted = 0  # the number of the last vote of a step
@@ -118,12 +118,12 @@ class SimWorker:
         self.hello()
         self._later(self.world.jitter(0.02, 0.06), "open", self._ask if self._joining else self._open)
 
-    def report(self) -> Report:
+    def report(self) -> RankReport:
         """Where this rank stands, as far as anyone can know: what it answered to the newest fence, or its page."""
         told = self._told
         if self.alive and told is not None and told[0] == self.machine.fenced:
-            return Report(self.rank, told[1], told[2], True)
-        return Report(self.rank, self.machine.state, self.machine.step, self.alive)
+            return RankReport(self.rank, told[1], told[2], True)
+        return RankReport(self.rank, self.machine.state, self.machine.step, self.alive)
 
     def hello(self) -> None:
         """Say who this is, now or after a reconnection."""
@@ -395,7 +395,7 @@ class SimWorker:
             self._agreed = here
             self._next()
 
-    def _came(self, version: Version, *, late: bool = False) -> None:
+    def _came(self, version: LayoutVersion, *, late: bool = False) -> None:
         """The catalogue that is waited for may be there; without it the next vote says that it never came."""
         if self._wants == version and (late or self.holding.have >= version):
             self._between(1, self.holding.digest(self.flipped))
@@ -417,7 +417,7 @@ class SimWorker:
             return
         self._given, self._vouching = None, True
         copies = (self.holding.copy(self.flipped),)
-        vouched = Vouched(
+        vouched = StateDigests(
             member_id=self.member_id, generation=settle.generation, step=settle.step, copies=copies
         )
         self._later(self.world.jitter(0.001, 0.005), "vouch", lambda: self.send(vouched))
@@ -440,7 +440,7 @@ class SimWorker:
         everyone = self.world.everyone
         self.holding.plan(save_id)
         shards = self.world.store.share_of(self.rank, everyone)
-        share = Share(self.rank, shards, self.applied, self.flipped or self.wrong)
+        share = SimShare(self.rank, shards, self.applied, self.flipped or self.wrong)
         self._later(self.world.jitter(0.01, 0.05), "save", lambda: self._written(save_id, everyone, share))
 
     def _offer(self) -> None:
@@ -469,11 +469,11 @@ class SimWorker:
             return
         self._ordered = order.save_id
         shards = self.world.store.share_of(self.rank, order.sources)
-        share = Share(self.rank, shards, self.applied, self.flipped or self.wrong)
+        share = SimShare(self.rank, shards, self.applied, self.flipped or self.wrong)
         save_id, sources = order.save_id, order.sources
         self._later(self.world.jitter(0.01, 0.05), "gasp", lambda: self._written(save_id, sources, share))
 
-    def _written(self, save_id: SaveId, sources: tuple[int, ...], share: Share) -> None:
+    def _written(self, save_id: SaveId, sources: tuple[int, ...], share: SimShare) -> None:
         sealed, error = False, ""
         if self.save_error:
             self.save_error, error = False, "no space left on device"
@@ -518,7 +518,7 @@ class SimWorker:
                 self._settle(message)
             case Receive():
                 self._receive(message)
-            case Resume():
+            case ResumeInPlace():
                 self._resumed(message)
             case Leave():
                 code = message.code
@@ -555,7 +555,7 @@ class SimWorker:
         self._write_ordered()
         self._offer()
 
-    def _resumed(self, resume: Resume) -> None:
+    def _resumed(self, resume: ResumeInPlace) -> None:
         waits = self._joining if self.machine.fenced is None else self.machine.fenced == resume.generation
         if waits and resume.step < self.machine.step and self.machine.state in ("ready", "aborted"):
             self._told = (resume.generation, self.machine.state, resume.step)

@@ -20,8 +20,8 @@ import msgspec
 from holdfast.core.agent import REPEATED, Agent
 from holdfast.core.config import AgentConfig, Config
 from holdfast.core.controller import Controller
-from holdfast.core.ids import MemberId, NodeId, SaveId, Version
-from holdfast.core.job.log_replay import Past
+from holdfast.core.ids import LayoutVersion, MemberId, NodeId, SaveId
+from holdfast.core.job.log_replay import ReplayedState
 from holdfast.core.protocol.layout_messages import Layouts
 from holdfast.core.protocol.messages import (
     AgentGone,
@@ -32,13 +32,13 @@ from holdfast.core.protocol.messages import (
     ExitRun,
     Finish,
     KillMember,
+    LogRecord,
     MemberExited,
     MemberStarted,
     Message,
     RankState,
-    Record,
     RestartController,
-    Resume,
+    ResumeInPlace,
     Send,
     SetTimer,
     Settle,
@@ -49,11 +49,11 @@ from holdfast.core.protocol.peer_messages import JobFormed
 from holdfast.errors import InternalError
 from holdfast.sim.collectives import FEW_RANKS, Collectives
 from holdfast.sim.faults import SimFault
-from holdfast.sim.injector import Injector
+from holdfast.sim.injector import SimInjector
 from holdfast.sim.invariants import Checks, Violation
 from holdfast.sim.sim_memory_tier import Memory
-from holdfast.sim.sim_store import Store
-from holdfast.sim.spares import Spares
+from holdfast.sim.sim_store import SimStore
+from holdfast.sim.spares import SimSpares
 from holdfast.sim.worker import SimWorker
 
 RANKS_CHECKED_ALWAYS = 16
@@ -95,7 +95,7 @@ class World:
 
     controller_type = Controller
     worker_type = SimWorker
-    store_type = Store
+    store_type = SimStore
     memory_type = Memory
 
     def __init__(
@@ -112,7 +112,7 @@ class World:
         self.checks = Checks(self)
         self.store = self.store_type(shards, self.checks.sealed)
         self.memory = self.memory_type(memory, self.checks.loaded)
-        self.journal: list[Record] = []
+        self.journal: list[LogRecord] = []
         self.workers: dict[MemberId, SimWorker] = {}
         self.seated: dict[int, SimWorker] = {}
         self.replaced: list[SimWorker] = []  # the dead beside whom newcomers sit, since the last full start
@@ -126,14 +126,14 @@ class World:
         self._digest = hashlib.blake2b(digest_size=16)
         self._links: dict[tuple[str, str], float] = {}
         self.collectives = Collectives(self)
-        self.injector = Injector(self, faults)
+        self.injector = SimInjector(self, faults)
         self._term = 0
         self._controller: Controller | None = None
         self._timers: dict[str, int] = {}
         self._cut_s: dict[int, float] = {}  # by term: when the lines of a dead controller went silent
         nodes = 1 if ranks <= 8 else 2 if ranks <= FEW_RANKS else -(-ranks // RANKS_PER_NODE)
         per_node = -(-ranks // nodes)
-        self.spares = Spares(self)
+        self.spares = SimSpares(self)
         with_spares = seed % 5 in (1, 3)  # with and without them is searched
         self._agents = {}
         for number in range(nodes):
@@ -217,7 +217,7 @@ class World:
             on_fault=self.on_fault,
             verify=True,
         )
-        past = Past.read(self.journal)
+        past = ReplayedState.read(self.journal)
         self._controller = self.controller_type(config, past, self.store.uncovered)
         self._timers = {}
         self.execute_controller(self._controller.start(self.now))
@@ -242,14 +242,14 @@ class World:
     def execute_controller(self, commands: list[Command]) -> None:
         """Journal, then act."""
         for command in commands:
-            if isinstance(command, Record):
+            if isinstance(command, LogRecord):
                 self.journal.append(command)
         for command in commands:
             self._act_for_controller(command)
 
     def _act_for_controller(self, command: Command) -> None:
         match command:
-            case Record():
+            case LogRecord():
                 self.checks.recorded(command)
             case SetTimer() | CancelTimer():
                 self._set_timer(self._timers, command, f"c{self._term}", self._feed_controller)
@@ -259,7 +259,7 @@ class World:
             case Send():
                 if isinstance(command.message, Settle):
                     self.checks.sending(command.message)
-                elif isinstance(command.message, Resume):
+                elif isinstance(command.message, ResumeInPlace):
                     self.checks.resuming(command.message)
                 self._downlink(command)
             case _:
@@ -493,11 +493,11 @@ class World:
                 worker.flipped = worker.wrong = False
             self.collectives.forget_wrong()  # an update of theirs may be under way
 
-    def catalogued(self, version: Version, layouts: Layouts) -> None:
+    def catalogued(self, version: LayoutVersion, layouts: Layouts) -> None:
         """A rank hears of everyone's layouts."""
         self.checks.catalogued(version, layouts)
 
-    def plans(self, save_id: SaveId, version: Version, told: bool) -> None:
+    def plans(self, save_id: SaveId, version: LayoutVersion, told: bool) -> None:
         """A rank plans its part of a save."""
         self.checks.plans(save_id, version, told)
 
@@ -554,7 +554,7 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     back: int
     recovered: int
     spares_called: int
-    records: tuple[Record, ...]
+    records: tuple[LogRecord, ...]
 
 
 def run_sim(

@@ -8,7 +8,7 @@ import msgspec
 
 from holdfast.errors import StateError
 from holdfast.store.layouts.box import Shape
-from holdfast.store.layouts.shardings import Region
+from holdfast.store.layouts.shardings import BoxHolders
 
 VERSION = 1
 
@@ -68,10 +68,10 @@ def decode(data: bytes) -> Catalogue:
     return catalogue
 
 
-def regions(catalogue: Catalogue, tensor: TensorEntry) -> tuple[Region, ...]:
+def regions(catalogue: Catalogue, tensor: TensorEntry) -> tuple[BoxHolders, ...]:
     """The boxes of a tensor with the ranks that hold them."""
     return tuple(
-        Region(
+        BoxHolders(
             entry.offsets,
             entry.sizes,
             tuple(sorted(rank for c in entry.classes for rank in catalogue.classes[c])),

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import DataLoader, TensorDataset
 
-from holdfast.frameworks.torch.data.position import Feed, make_source
+from holdfast.frameworks.torch.data.position import TorchFeed, make_source
 
 SAMPLES = 46
 
@@ -31,9 +31,9 @@ def main() -> None:
     for epoch in range(2):
         loader.set_epoch(epoch)
         stock += [batch[0].tolist() for batch in loader]
-    feed = Feed(make_source(loader, 5, accelerator.process_index))
+    feed = TorchFeed(make_source(loader, 5, accelerator.process_index))
     ours = [feed.draw()[0].tolist() for _ in stock]
-    feed = Feed(make_source(loader, 5, accelerator.process_index))
+    feed = TorchFeed(make_source(loader, 5, accelerator.process_index))
     feed.seek({"epoch": 1, "batch": 1})
     again = [feed.draw()[0].tolist() for _ in stock[len(stock) // 2 + 1 :]]
     text = json.dumps({"stock": stock, "ours": ours, "again": again})

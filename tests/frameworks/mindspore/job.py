@@ -20,7 +20,7 @@ import numpy as np
 from mindspore import nn, ops
 
 import holdfast.mindspore
-from holdfast.frameworks.common.tcp_group import Mesh
+from holdfast.frameworks.common.tcp_group import TcpGroup
 
 EPOCHS = 5
 OPTIONS = frozenset(sys.argv[1:])
@@ -73,7 +73,7 @@ class Watch(ms.train.Callback):  # type: ignore[misc]
 def cut_connections() -> None:
     """Every connection between this rank and another breaks; nobody dies."""
     for found in gc.get_objects():
-        if isinstance(found, Mesh):
+        if isinstance(found, TcpGroup):
             for peer in found._peers.values():
                 peer.sock.shutdown(socket.SHUT_RDWR)
 

@@ -22,7 +22,7 @@ from holdfast.cli.screen.checkpoint_contents import readable, totals
 from holdfast.cli.screen.console import SafeConsole, print_table
 from holdfast.cli.screen.error_output import say
 from holdfast.cli.screen.escaping import echo, echo_json
-from holdfast.cli.start.finite_number import Finite
+from holdfast.cli.start.finite_number import FiniteNumber
 from holdfast.core.ids import STEP_MAX
 from holdfast.errors import CheckpointInvalid, StoreError, UsageError
 from holdfast.runtime.node.run_settings import without_launch
@@ -330,8 +330,10 @@ def import_(
 @click.argument("root", shell_complete=files)
 @click.option("--keep", type=int, required=True, help="Keep the newest N valid checkpoints.")
 @click.option("--every", "every_steps", type=int, default=0, help="Also keep one per N steps, for good.")
-@click.option("--hours", type=Finite(min=0), default=0.0, help="Also keep those of the last so many hours.")
-@click.option("--grace-s", type=Finite(min=0), default=GRACE_S, show_default=True,
+@click.option(
+    "--hours", type=FiniteNumber(min=0), default=0.0, help="Also keep those of the last so many hours."
+)
+@click.option("--grace-s", type=FiniteNumber(min=0), default=GRACE_S, show_default=True,
               help="Spare unfinished attempts, and the newest of each run, younger than this.")  # fmt: skip
 @click.option("--dry-run", is_flag=True, help="Only say what would be removed.")
 @json_option

@@ -51,7 +51,7 @@ SIGNS = {"good": ("ok", "green"), "poor": ("??", "yellow"), "bad": ("NO", "red")
 Grade = Literal["good", "poor", "bad"]
 
 
-class Finding(msgspec.Struct, frozen=True):
+class DoctorFinding(msgspec.Struct, frozen=True):
     """One thing that was looked at. ``advice`` says what to change, where something is to be changed."""
 
     what: str
@@ -88,9 +88,9 @@ def doctor(run: str | None, run_dir: str, checkpoint: str | None, as_json: bool)
     return Exit.BAD_INPUT if any(each.grade == "bad" for each in findings) else Exit.OK
 
 
-def examine(checkpoint: str | None) -> Iterator[Finding]:
+def examine(checkpoint: str | None) -> Iterator[DoctorFinding]:
     """All looks at this machine, in order."""
-    looks: list[Callable[[], Finding]] = [
+    looks: list[Callable[[], DoctorFinding]] = [
         _python,
         _torch,
         _groups,
@@ -107,48 +107,50 @@ def examine(checkpoint: str | None) -> Iterator[Finding]:
         yield _checkpoints(place_of(checkpoint))
 
 
-def _python() -> Finding:
+def _python() -> DoctorFinding:
     found = f"{platform.python_version()} at {sys.executable}"
     if sys.version_info < PYTHON_LEAST:
-        return Finding("python", "bad", found, f"use {'.'.join(map(str, PYTHON_LEAST))} or newer")
-    return Finding("python", "good", found)
+        return DoctorFinding("python", "bad", found, f"use {'.'.join(map(str, PYTHON_LEAST))} or newer")
+    return DoctorFinding("python", "good", found)
 
 
-def _torch() -> Finding:
+def _torch() -> DoctorFinding:
     try:
         if torch_build() is None:
-            return Finding("torch", "poor", "not there", "pip install 'holdfast[torch]' (for PyTorch jobs)")
+            return DoctorFinding(
+                "torch", "poor", "not there", "pip install 'holdfast[torch]' (for PyTorch jobs)"
+            )
         torch = importlib.import_module("torch")
     except HoldfastError as error:
-        return Finding("torch", "bad", error.message, error.hint)
+        return DoctorFinding("torch", "bad", error.message, error.hint)
     except (ImportError, OSError) as error:
         known = cannot_load(error)
-        return Finding("torch", "bad", known.message, known.hint)
+        return DoctorFinding("torch", "bad", known.message, known.hint)
     distributed = importlib.import_module("torch.distributed")
     if not distributed.is_available():
-        return Finding(
+        return DoctorFinding(
             "torch", "bad", f"{torch.__version__} without torch.distributed", "install another build"
         )
     backends = [name for name in ("gloo", "nccl") if getattr(distributed, f"is_{name}_available")()]
     devices = plural(torch.cuda.device_count(), "GPU") if torch.cuda.is_available() else "CPU only"
-    return Finding("torch", "good", f"{torch.__version__}, {' and '.join(backends)}, {devices}")
+    return DoctorFinding("torch", "good", f"{torch.__version__}, {' and '.join(backends)}, {devices}")
 
 
-def _groups() -> Finding:
+def _groups() -> DoctorFinding:
     try:
         groups = importlib.import_module("holdfast.frameworks.torch.comm.backend")
         groups.install()
     except ImportError:
-        return Finding("process groups", "poor", "no torch: nothing to survive in")
+        return DoctorFinding("process groups", "poor", "no torch: nothing to survive in")
     except (HoldfastError, OSError) as error:
-        return Finding("process groups", "bad", str(error))
+        return DoctorFinding("process groups", "bad", str(error))
     if reason := groups.untouched():
         found = all_restart(sys.modules["torch"].__version__, reason)
-        return Finding("process groups", "poor", found, f"use torch {TESTED}")
-    return Finding("process groups", "good", "broken collectives can be left, groups rebuilt")
+        return DoctorFinding("process groups", "poor", found, f"use torch {TESTED}")
+    return DoctorFinding("process groups", "good", "broken collectives can be left, groups rebuilt")
 
 
-def _names() -> Iterator[Finding]:
+def _names() -> Iterator[DoctorFinding]:
     """The probes of torch's private names: one line where all pass, else one for each that fails."""
     try:
         private = importlib.import_module("holdfast.frameworks.torch.private_api")
@@ -157,13 +159,13 @@ def _names() -> Iterator[Finding]:
     passed, failed = private.probed()
     for wrong, lost in failed:
         advice = f"use torch {TESTED}, or start again after a fault: --on-fault restart"
-        yield Finding("torch's names", "poor", f"{wrong}: without it, no {lost}", advice)
+        yield DoctorFinding("torch's names", "poor", f"{wrong}: without it, no {lost}", advice)
     if not failed:
         found = f"{plural(passed, 'probe')} of private names passed (tested: torch {TESTED})"
-        yield Finding("torch's names", "good", found)
+        yield DoctorFinding("torch's names", "good", found)
 
 
-def _same_bits() -> Iterator[Finding]:
+def _same_bits() -> Iterator[DoctorFinding]:
     """Where there is a GPU: the settings that the same bits in another process need."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
@@ -175,18 +177,18 @@ def _same_bits() -> Iterator[Finding]:
     script = "torch.use_deterministic_algorithms(True)"
     if not lacking and not torch.backends.cudnn.benchmark:
         found = f"a replaced rank computes the same bits, where the script says {script}"
-        yield Finding("same bits", "good", found)
+        yield DoctorFinding("same bits", "good", found)
         return
     chosen = "cuDNN chooses by speed" if not lacking else "cuBLAS and NCCL choose their algorithms"
     found = f"a replaced rank may compute other last bits: {chosen} in each process"
     export = f"export {' '.join(lacking)}; " if lacking else ""
     advice = f"{export}in the script {script} and torch.backends.cudnn.benchmark = False"
-    yield Finding("same bits", "poor", found, advice)
+    yield DoctorFinding("same bits", "poor", found, advice)
 
 
-def _shared_memory() -> Finding:
+def _shared_memory() -> DoctorFinding:
     if not os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
-        return Finding(
+        return DoctorFinding(
             "shared memory", "poor", f"{SHARED_MEMORY} cannot be written: pages go to the run directory"
         )
     usage = shutil.disk_usage(SHARED_MEMORY)
@@ -195,51 +197,53 @@ def _shared_memory() -> Finding:
         need = (
             f"{FILE_SIZE_BYTES >> 10} KiB per worker, and a copy of its part of the state while it is saved"
         )
-        return Finding("shared memory", "bad", found, f"make room ({need}); in a container: --shm-size")
-    return Finding("shared memory", "good", found)
+        return DoctorFinding("shared memory", "bad", found, f"make room ({need}); in a container: --shm-size")
+    return DoctorFinding("shared memory", "good", found)
 
 
-def _files() -> Finding:
+def _files() -> DoctorFinding:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = LIMIT_MAX if hard == resource.RLIM_INFINITY else hard
     found = f"{most} open files per process of a run ({soft} here)"
     if most < FILES_LEAST:
-        return Finding("file limit", "poor", found, f"raise the hard limit (ulimit -Hn) to {FILES_LEAST}")
-    return Finding("file limit", "good", found)
+        return DoctorFinding(
+            "file limit", "poor", found, f"raise the hard limit (ulimit -Hn) to {FILES_LEAST}"
+        )
+    return DoctorFinding("file limit", "good", found)
 
 
-def _processes() -> Finding:
+def _processes() -> DoctorFinding:
     if why := no_processes_for(1):
-        return Finding("process limit", "bad", why, "ulimit -u; in a container: --pids-limit")
+        return DoctorFinding("process limit", "bad", why, "ulimit -u; in a container: --pids-limit")
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     most = "no limit" if soft == resource.RLIM_INFINITY else f"{soft} for this user"
-    return Finding("process limit", "good", most)
+    return DoctorFinding("process limit", "good", most)
 
 
-def _temporary() -> Finding:
+def _temporary() -> DoctorFinding:
     """Where processes of one rank meet: those of a data loader wait for ever where they cannot."""
     try:
         place = tempfile.gettempdir()
     except OSError as error:
-        return Finding("temporary files", "bad", str(error), "TMPDIR=/a/writable/directory")
+        return DoctorFinding("temporary files", "bad", str(error), "TMPDIR=/a/writable/directory")
     found = f"in {place}"
     if len(os.fsencode(place)) > TEMPORARY_LENGTH_MAX:
         advice = f"TMPDIR of at most {TEMPORARY_LENGTH_MAX} bytes: data loaders with workers can stand still"
-        return Finding("temporary files", "poor", f"{found}: too long for a socket below it", advice)
-    return Finding("temporary files", "good", found)
+        return DoctorFinding("temporary files", "poor", f"{found}: too long for a socket below it", advice)
+    return DoctorFinding("temporary files", "good", found)
 
 
-def _checkpoints(place: Place) -> Finding:
+def _checkpoints(place: Place) -> DoctorFinding:
     if isinstance(place, Path):
         return _directory(place)
     try:
         open_store(place).probe()
     except StoreError as error:
-        return Finding("checkpoints", "bad", error.message, error.hint)
-    return Finding("checkpoints", "good", f"{place}: writable, with conditional writes")
+        return DoctorFinding("checkpoints", "bad", error.message, error.hint)
+    return DoctorFinding("checkpoints", "good", f"{place}: writable, with conditional writes")
 
 
-def _directory(path: Path) -> Finding:
+def _directory(path: Path) -> DoctorFinding:
     """Writable, and how fast a file gets to the disk. Nothing is made: the first existing parent speaks for it."""
     there = path.absolute()
     while not there.exists() and there != there.parent:
@@ -252,19 +256,19 @@ def _directory(path: Path) -> Finding:
             os.fsync(probe.fileno())
             took_s = time.monotonic() - began_s
     except OSError as error:
-        return Finding(
+        return DoctorFinding(
             "checkpoints", "bad", f"{path}: {error.strerror}", "session(checkpoint=...): another place"
         )
     speed = PROBE_SIZE_BYTES / took_s
     found = f"{path}: {speed / 1e6:.0f} MB/s to the disk, {shutil.disk_usage(there).free >> 30} GiB free"
     if speed < SLOW_BYTES_PER_S:
-        return Finding(
+        return DoctorFinding(
             "checkpoints", "poor", found, "saves take long here: save_every_s instead of every few steps"
         )
-    return Finding("checkpoints", "good", found)
+    return DoctorFinding("checkpoints", "good", found)
 
 
-def _losses(log: Path) -> list[Finding]:
+def _losses(log: Path) -> list[DoctorFinding]:
     """What a run loses with one rank, by its newest valid checkpoint."""
     roots = [
         str(e.data["root"])
@@ -272,14 +276,14 @@ def _losses(log: Path) -> list[Finding]:
         if e.kind == "session_opened" and e.data["root"]
     ]
     if not roots:
-        return [Finding("a lost rank", "poor", "costs everything: no session has told where it saves")]
+        return [DoctorFinding("a lost rank", "poor", "costs everything: no session has told where it saves")]
     findings = [_checkpoints(place_of(roots[-1]))]
     try:
         newest = Root(roots[-1]).newest_valid().require()
         found = holdings(place_of(newest.path))
     except HoldfastError as error:
         what = f"not known before the first checkpoint: {error.message}"
-        return [*findings, Finding("a lost rank", "poor", what)]
+        return [*findings, DoctorFinding("a lost rank", "poor", what)]
     alone: dict[int, int] = {}
     least = 0
     for one in found:
@@ -289,12 +293,12 @@ def _losses(log: Path) -> list[Finding]:
             alone[one.ranks[0]] = alone.get(one.ranks[0], 0) + size_bytes
     if not alone:
         text = f"costs 0 steps: every part of the state is on {least} ranks or more (step {newest.step})"
-        return [*findings, Finding("a lost rank", "good", text)]
+        return [*findings, DoctorFinding("a lost rank", "good", text)]
     every = RunSettings.load(log.parent).memory_every
     text = cost_of_a_loss(True, max(alone.values()), every)
     if every != 0:
-        return [*findings, Finding("a lost rank", "good", text)]
+        return [*findings, DoctorFinding("a lost rank", "good", text)]
     return [
         *findings,
-        Finding("a lost rank", "poor", text, "start with --memory-every auto, or replicate (HSDP)"),
+        DoctorFinding("a lost rank", "poor", text, "start with --memory-every auto, or replicate (HSDP)"),
     ]

@@ -19,10 +19,10 @@ from rich.text import Text
 from holdfast.cli.screen.console import Screen, table_console
 from holdfast.cli.start.run_config import find_target
 from holdfast.core.job.fault import SEEN
-from holdfast.drill.exercise import LAYOUTS, Drill, Exercise, Verdict, require_torch
+from holdfast.drill.exercise import LAYOUTS, Drill, DrillVerdict, Exercise, require_torch
 from holdfast.drill.failure_excerpt import text
-from holdfast.drill.fault_spec import DEATHS, HANGS, PHASES, Fault, check, parse_fault
-from holdfast.drill.timeline import FaultReport
+from holdfast.drill.fault_spec import DEATHS, HANGS, PHASES, InjectedFault, check, parse_fault
+from holdfast.drill.timeline import InjectedFaultReport
 from holdfast.errors import UsageError
 from holdfast.exit_codes import Exit
 from holdfast.text import plural
@@ -160,7 +160,7 @@ def _writable(file: Path) -> None:
         ) from error
 
 
-def _several(faults: list[Fault]) -> str:
+def _several(faults: list[InjectedFault]) -> str:
     named = ", ".join(str(fault) for fault in faults[:3])
     return named if len(faults) <= 3 else f"{len(faults)} faults: {named}, ..."
 
@@ -169,7 +169,7 @@ def _line(name: str, step: int, done: int) -> str:
     return f"{name} run: step {step}" + (f", {done} fault{'s' * (done != 1)} injected" if done else "")
 
 
-def show(verdict: Verdict) -> None:
+def show(verdict: DrillVerdict) -> None:
     """Timeline and verdict. A narrow terminal wraps lines itself, so that no digest is cut."""
     console = table_console()
     for number, fault in enumerate(verdict.faults, 1):
@@ -187,7 +187,7 @@ def show(verdict: Verdict) -> None:
     console.print(Text("\n".join(filter(None, (next_, text(verdict.last_words))))), soft_wrap=True)
 
 
-def findings(verdict: Verdict) -> Iterator[tuple[str, str]]:
+def findings(verdict: DrillVerdict) -> Iterator[tuple[str, str]]:
     """What was compared and measured, by name."""
     yield "steps lost", str(verdict.steps_lost)
     if verdict.steps_redone:
@@ -203,7 +203,7 @@ def findings(verdict: Verdict) -> Iterator[tuple[str, str]]:
         yield "not injected", missed
 
 
-def headline(fault: FaultReport) -> str:
+def headline(fault: InjectedFaultReport) -> str:
     """What happened, in words."""
     ranks = "rank " + "+".join(map(str, fault.ranks))
     words = {
@@ -221,7 +221,7 @@ def headline(fault: FaultReport) -> str:
     return f"{words[fault.kind]} at step {fault.step}, phase {fault.phase}"
 
 
-def timeline(fault: FaultReport) -> Text:
+def timeline(fault: InjectedFaultReport) -> Text:
     """The six phases, a line each: seconds since the fault, a bar, what it means."""
     words = {**WORDS, "restored": RESTORED.get(fault.action, WORDS["restored"])}
     whole = fault.resumed_s or max((fault.seconds(phase) or 0.0 for phase in SEEN), default=0.0)

@@ -12,7 +12,7 @@ from holdfast.cli.screen.error_output import logs_at
 from holdfast.cli.screen.escaping import echo
 from holdfast.cli.screen.run_lookup import find_run, name_of, run_argument
 from holdfast.cli.screen.run_view import Watch
-from holdfast.cli.start.finite_number import Finite
+from holdfast.cli.start.finite_number import FiniteNumber
 from holdfast.core.protocol.messages import ExitRun
 from holdfast.errors import UserError
 from holdfast.runtime.node.agent_client import AgentLink
@@ -28,7 +28,7 @@ POLL_S = 0.05
 @click.option(
     "--grace-s",
     "--grace_s",
-    type=Finite(min=0),
+    type=FiniteNumber(min=0),
     help="Seconds until the workers are killed (default: the run's).",
 )
 def exit_run(run: str | None, run_dir: str, cancel: bool, grace_s: float | None) -> int:

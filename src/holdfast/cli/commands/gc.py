@@ -24,7 +24,7 @@ from holdfast.cli.screen.escaping import echo, echo_json
 from holdfast.cli.screen.fault_report import REPORTS
 from holdfast.cli.screen.run_lookup import run_dir_option
 from holdfast.cli.screen.run_view import RunView
-from holdfast.cli.start.finite_number import Finite
+from holdfast.cli.start.finite_number import FiniteNumber
 from holdfast.errors import UsageError
 from holdfast.runtime.agent.worker_processes import processes
 from holdfast.runtime.node.file_owners import doubt
@@ -43,7 +43,7 @@ _OWN_BEGINS = re.compile(rf"{ATTEMPT}\d+$|\.[a-z.]+\.\d+\.[0-9a-f]{{8}}$")
 """Logs of an attempt, and what a write that was cut off has left."""
 
 
-class Collected(msgspec.Struct):
+class RemovedRuns(msgspec.Struct):
     """What was removed, or would be; and why the others stay, by name. ``size_bytes``: of the removed ones."""
 
     removed: list[str]
@@ -54,7 +54,9 @@ class Collected(msgspec.Struct):
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @run_dir_option
-@click.option("--days", type=Finite(min=0), metavar="N", help="Remove runs that ended more than N days ago.")
+@click.option(
+    "--days", type=FiniteNumber(min=0), metavar="N", help="Remove runs that ended more than N days ago."
+)
 @click.option("--keep", type=click.IntRange(min=0), metavar="N", help="Remove runs beyond the newest N.")
 @click.option("--checkpoints-of", "whole", multiple=True, metavar="RUN",
               help="Remove with RUN what it saved in its directory and your own files there; repeatable.")  # fmt: skip
@@ -82,7 +84,7 @@ def gc(
     base = Path(run_dir)
     runs = list(looked_at(base))
     _check_named(whole, [one.name for one, _ in runs])
-    done = Collected([], {}, 0, dry_run)
+    done = RemovedRuns([], {}, 0, dry_run)
     for number, (one, view) in enumerate(runs):
         if (keep is not None and number < keep) or (days is not None and _ended_s(one) <= days * DAY_S):
             continue
@@ -200,7 +202,7 @@ def _remove(path: Path) -> str:
     return ""
 
 
-def _say(done: Collected, base: Path) -> None:
+def _say(done: RemovedRuns, base: Path) -> None:
     for name, why in done.spared.items():
         echo(f"stays {name}: {why}")
     for name in done.removed:

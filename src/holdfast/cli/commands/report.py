@@ -10,7 +10,7 @@ import msgspec
 from holdfast import event_log
 from holdfast.cli.commands.status import first_line
 from holdfast.cli.screen.escaping import echo, echo_json
-from holdfast.cli.screen.fault_report import Report, reports_of, text
+from holdfast.cli.screen.fault_report import FaultReport, reports_of, text
 from holdfast.cli.screen.run_lookup import find_run, name_of, run_argument
 from holdfast.cli.screen.run_view import RunView, Watch
 from holdfast.errors import UsageError
@@ -50,7 +50,7 @@ def _ended(view: RunView) -> str:
     )
 
 
-def _named(found: list[Report], fault: str, run: Path) -> Report:
+def _named(found: list[FaultReport], fault: str, run: Path) -> FaultReport:
     number = fault.upper().removeprefix("F").lstrip("0") or "0"
     for each in found:
         if each.name.removeprefix("F").lstrip("0") == number:

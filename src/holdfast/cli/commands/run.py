@@ -11,7 +11,7 @@ import click
 
 from holdfast.cli.commands.completion import files, script_for
 from holdfast.cli.screen.escaping import echo
-from holdfast.cli.start.finite_number import Finite
+from holdfast.cli.start.finite_number import FiniteNumber
 from holdfast.cli.start.flag_files import explanation, settle
 from holdfast.cli.start.flags import FLAGS
 from holdfast.cli.start.help_pages import RunCommand
@@ -22,7 +22,7 @@ from holdfast.cli.start.torchrun_fallback import give_way
 from holdfast.errors import AuthError, UsageError, UserError
 from holdfast.runtime.node.disabled import is_disabled
 
-TYPES: dict[str, Any] = {"text": str, "whole": int, "number": Finite()}
+TYPES: dict[str, Any] = {"text": str, "whole": int, "number": FiniteNumber()}
 
 
 def _options(command: click.Command) -> click.Command:

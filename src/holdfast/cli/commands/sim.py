@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from holdfast.cli.screen.escaping import echo, echo_json
-from holdfast.cli.start.finite_number import Finite
+from holdfast.cli.start.finite_number import FiniteNumber
 from holdfast.errors import UsageError
 from holdfast.exit_codes import Exit
 from holdfast.sim.faults import SimFault
@@ -35,17 +35,17 @@ T = TypeVar("T")
 @click.option("--forecast", "foretell", is_flag=True, help="Goodput of a fleet of --ranks, by cause of loss.")
 @click.option(
     "--rank-hours",
-    type=Finite(min=0, min_open=True),
+    type=FiniteNumber(min=0, min_open=True),
     default=50_000.0,
     show_default=True,
     help="Forecast: rank-hours between faults.",
 )
 @click.option(
-    "--step-s", type=Finite(min=0), default=10.0, show_default=True, help="Forecast: seconds of a step."
+    "--step-s", type=FiniteNumber(min=0), default=10.0, show_default=True, help="Forecast: seconds of a step."
 )
 @click.option(
     "--stop-s",
-    type=Finite(min=0),
+    type=FiniteNumber(min=0),
     default=30.0,
     show_default=True,
     help="Forecast: seconds that a lost worker stops the job.",

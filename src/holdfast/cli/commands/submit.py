@@ -16,7 +16,7 @@ from holdfast.cli.commands.completion import files
 from holdfast.cli.commands.submit_flags import flags_of, named, pairs, passes_flags, passes_options
 from holdfast.cli.screen.error_output import say
 from holdfast.cli.screen.escaping import echo
-from holdfast.cli.start.finite_number import Finite
+from holdfast.cli.start.finite_number import FiniteNumber
 from holdfast.cli.start.run_config import find_target, kind_of
 from holdfast.errors import AuthError, UsageError, UserError
 from holdfast.runtime.node.rundir import TOKEN_SIZE_BYTES, read_token, write_private
@@ -43,7 +43,7 @@ def submit() -> None:
 )
 @click.option(
     "--grace-s",
-    type=Finite(min=1),
+    type=FiniteNumber(min=1),
     default=120,
     show_default=True,
     help="Seconds that the last save may take; Slurm warns the job that long, and 60 s, before its end.",
@@ -174,7 +174,7 @@ def _sbatch(script: str, batch: Batch, directory: Path) -> str:
 )
 @click.option(
     "--grace-s",
-    type=Finite(min=1),
+    type=FiniteNumber(min=1),
     default=120,
     show_default=True,
     help="Seconds that the last save may take; a pod is given that long, and 30 s, to end.",

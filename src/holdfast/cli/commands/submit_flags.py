@@ -9,7 +9,7 @@ import click
 from click.core import ParameterSource
 
 from holdfast.cli.commands.run import TYPES
-from holdfast.cli.start.flags import FLAGS, Flag
+from holdfast.cli.start.flags import FLAGS, RunFlag
 from holdfast.errors import UsageError
 from holdfast.schedulers.sbatch import OPTIONS, OURS, PYXIS, SWITCHES
 
@@ -46,7 +46,7 @@ def flags_of(
     return tuple(words)
 
 
-def _words(flag: Flag, value: object) -> tuple[str, ...]:
+def _words(flag: RunFlag, value: object) -> tuple[str, ...]:
     if flag.kind == "switch":
         return (flag.name,) if value else ()
     return flag.name, f"{value:g}" if isinstance(value, float) else str(value)

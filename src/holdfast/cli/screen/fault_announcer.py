@@ -20,7 +20,7 @@ from holdfast.runtime.worker.user_exception import NUMBER
 from holdfast.text import noun_of, plural, ranges
 
 
-class Telling:
+class FaultAnnouncer:
     """Says each fault, and each recovery, as it comes.
 
     Args:

@@ -15,7 +15,7 @@ import msgspec
 
 from holdfast.cli.commands.status import fault_place, named
 from holdfast.cli.screen.escaping import shown
-from holdfast.cli.screen.run_view import FaultView, Story, log_of, repeated
+from holdfast.cli.screen.run_view import FaultView, RunHistory, log_of, repeated
 from holdfast.core.decide.recovery_phases import NO_PAGE
 from holdfast.core.job.fault import LEFT_FOR_RESTART, SEEN
 from holdfast.core.protocol.status_page import Phase
@@ -57,7 +57,7 @@ class PhaseTime(msgspec.Struct, frozen=True):
         return self.took_s > self.usual_s
 
 
-class Report(msgspec.Struct, frozen=True, kw_only=True):
+class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
     """One fault. Times in seconds; ``at`` is Unix time; paths are absolute."""
 
     name: str
@@ -133,13 +133,13 @@ class _Case:
         return [e.data for e in self.events[: next(planned, len(self.events))] if e.kind == kind]
 
 
-class Casebook:
+class IncidentLog:
     """Folds a log into reports; ``take`` events in their order."""
 
     def __init__(self, run: RunDir, settings: RunSettings) -> None:
         self._run = run
         self._settings = settings
-        self._story = Story()
+        self._story = RunHistory()
         self._cases: list[_Case] = []
         self._hang: dict[str, Any] = {}
         self._corrupted: list[dict[str, Any]] = []
@@ -178,18 +178,18 @@ class Casebook:
             for case in self._cases:
                 case.open &= case.fault.member_id != event.data["member_id"]
 
-    def reports(self) -> list[Report]:
+    def reports(self) -> list[FaultReport]:
         """One per fault, in the order of detection."""
         return [self._report(case) for case in self._cases]
 
-    def _report(self, case: _Case) -> Report:
+    def _report(self, case: _Case) -> FaultReport:
         fault = case.fault
         log = log_of(fault, self._run, self._settings)
         verdict, planned, saved, ended = (
             case.last(kind) for kind in ("verdict", "planned", "sealed", "run_ended")
         )
         timeline = _timeline(fault, case.hang if fault.kind == "hang" else {})
-        return Report(
+        return FaultReport(
             name=fault.name,
             run_id=self._settings.run_id,
             at=round(fault.at, 3),
@@ -375,7 +375,7 @@ def _decision(planned: dict[str, Any], verdict: dict[str, Any]) -> str:
     return f"the job stands at step {planned['step']}{turn.get(str(planned['decision']), '')}"
 
 
-def text(report: Report) -> str:
+def text(report: FaultReport) -> str:
     """One screen."""
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report.at))
     node = f", {report.node}" if report.node else ""
@@ -406,7 +406,7 @@ def text(report: Report) -> str:
     return shown("\n".join(lines)) + "\n"
 
 
-def _answer(report: Report) -> str:
+def _answer(report: FaultReport) -> str:
     return f"{report.action.replace('_', ' ')}: {report.reason}" if report.action else ""
 
 
@@ -417,7 +417,7 @@ def _bar(each: PhaseTime) -> str:
     )
 
 
-def _cost(report: Report) -> str:
+def _cost(report: FaultReport) -> str:
     if not report.session:
         if not report.recovered:
             return "not known: the script has no session"
@@ -430,7 +430,7 @@ def _cost(report: Report) -> str:
     return f"{steps}, {report.lost_s:.2f} s without training{end}{saved}"
 
 
-def write(run: RunDir, report: Report) -> Path:
+def write(run: RunDir, report: FaultReport) -> Path:
     """Write ``faults/F003.txt`` and ``.json`` into the run directory; returns the path of the text.
 
     Raises:
@@ -445,9 +445,9 @@ def write(run: RunDir, report: Report) -> Path:
     return path
 
 
-def reports_of(run: RunDir, settings: RunSettings, events: Sequence[Event]) -> list[Report]:
+def reports_of(run: RunDir, settings: RunSettings, events: Sequence[Event]) -> list[FaultReport]:
     """All reports of a log."""
-    book = Casebook(run, settings)
+    book = IncidentLog(run, settings)
     for event in events:
         book.take(event)
     return book.reports()

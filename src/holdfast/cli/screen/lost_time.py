@@ -19,7 +19,7 @@ START, STILL, RECOVERY, REDONE, SAVING, SLOW, END = (
 Times = tuple[float, float]  # from, to; Unix time
 
 
-class Losses:
+class LostTime:
     """Folds the event log."""
 
     def __init__(self) -> None:

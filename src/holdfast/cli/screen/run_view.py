@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from holdfast.cli.screen.lost_time import Losses
+from holdfast.cli.screen.lost_time import LostTime
 from holdfast.core.ids import Generation, NodeId
 from holdfast.core.job.fault import SEEN, UNTIL_WHOLE
 from holdfast.core.job.membership import node_order
@@ -151,7 +151,7 @@ class RunView(msgspec.Struct):
     losses: dict[str, float] = {}
 
 
-class Story:
+class RunHistory:
     """Folds the event log."""
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class Story:
         ] = {}  # stragglers: rank -> ratio, and median of its steps in s
         self.hosts: dict[str, str] = {}  # of several: name -> why it is gone, empty while it is there
         self.log_ends: dict[int, int] = {}  # member id -> size in bytes of its log when it ended
-        self.losses = Losses()
+        self.losses = LostTime()
         self._open: list[tuple[FaultView, float]] = []  # and when it happened, CLOCK_MONOTONIC
 
     @property
@@ -382,7 +382,7 @@ class Watch:
     def __init__(self, directory: RunDir, settings: RunSettings) -> None:
         self.directory = directory
         self.settings = settings
-        self.story = Story()
+        self.story = RunHistory()
         self._follower = Follower(directory.journal)
         self._speeds: deque[tuple[float, int]] = deque()
 
@@ -396,7 +396,7 @@ class Watch:
         """Where the ``attempt-NNN/`` directories are."""
         return Path(log_root(self.directory, self.settings))
 
-    def read(self) -> Story:
+    def read(self) -> RunHistory:
         """Read what is new in the event log."""
         for event in self._follower.poll():
             self.story.take(event)

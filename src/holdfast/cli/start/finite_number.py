@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 
-class Finite(click.FloatRange):
+class FiniteNumber(click.FloatRange):
     """A number that is one: ``nan`` is in every range (neither below nor above), and settings cannot say ``inf``."""
 
     name = "number"

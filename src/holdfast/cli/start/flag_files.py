@@ -19,7 +19,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from holdfast.cli.start.flags import BY_KEY, FLAGS, Flag
+from holdfast.cli.start.flags import BY_KEY, FLAGS, RunFlag
 from holdfast.errors import UsageError
 from holdfast.text import closest
 
@@ -36,7 +36,7 @@ _IN_WORDS = {"text": "a text", "whole": "a whole number", "number": "a number", 
 
 
 @dataclass
-class Settings:
+class FlagValues:
     """Values of all flags by key. ``sources``: where each comes from; ``over``: what else has named it, and lost."""
 
     values: dict[str, Any]
@@ -59,7 +59,7 @@ class Settings:
         return tuple(found)
 
 
-def settle(ctx: click.Context, values: Mapping[str, Any], directory: Path) -> Settings:
+def settle(ctx: click.Context, values: Mapping[str, Any], directory: Path) -> FlagValues:
     """The values that count, from all places.
 
     Args:
@@ -70,7 +70,7 @@ def settle(ctx: click.Context, values: Mapping[str, Any], directory: Path) -> Se
         UsageError: a file that cannot be read, an unknown key, or a value that the flag does not take.
     """
     sources = {key: _source(ctx, key) for key in values}
-    settled = Settings(dict(values), sources)
+    settled = FlagValues(dict(values), sources)
     for name in FILES:
         found = _read(directory / name)
         better = {key for key, source in settled.sources.items() if source != DEFAULT}
@@ -82,7 +82,7 @@ def settle(ctx: click.Context, values: Mapping[str, Any], directory: Path) -> Se
     return settled
 
 
-def explanation(settled: Settings) -> list[tuple[str, str, str]]:
+def explanation(settled: FlagValues) -> list[tuple[str, str, str]]:
     """Flag, value and source of each flag that has an effect; those that somebody has set come first."""
     flags = [flag for flag in FLAGS if flag.use == "used" and flag.key not in NEVER]
     rows = []
@@ -121,8 +121,8 @@ def _read(path: Path) -> dict[str, Any]:
     return {flag.key: _checked(path, flag, value) for flag, value in _flags(path, document.items())}
 
 
-def _flags(path: Path, items: Iterable[tuple[str, Any]]) -> list[tuple[Flag, Any]]:
-    found: dict[str, tuple[Flag, Any]] = {}
+def _flags(path: Path, items: Iterable[tuple[str, Any]]) -> list[tuple[RunFlag, Any]]:
+    found: dict[str, tuple[RunFlag, Any]] = {}
     for name, value in items:
         flag = BY_KEY.get(name.replace("-", "_"))
         if flag is None or flag.key in NEVER:
@@ -141,7 +141,7 @@ def _flags(path: Path, items: Iterable[tuple[str, Any]]) -> list[tuple[Flag, Any
     return list(found.values())
 
 
-def _checked(path: Path, flag: Flag, value: Any) -> Any:
+def _checked(path: Path, flag: RunFlag, value: Any) -> Any:
     """The value as the flag takes it. Raises: UsageError."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if flag.kind == "text" and (isinstance(value, str) or is_whole):
@@ -158,7 +158,7 @@ def _checked(path: Path, flag: Flag, value: Any) -> Any:
     )
 
 
-def _example(flag: Flag) -> str:
+def _example(flag: RunFlag) -> str:
     if flag.kind == "switch":
         return "true"
     if flag.kind == "text":

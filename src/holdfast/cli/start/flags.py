@@ -16,7 +16,7 @@ _ONE_NODE = "the workers meet through the agents"
 
 
 @dataclass(frozen=True)
-class Flag:
+class RunFlag:
     """One flag. ``about`` is the help text, or the reason when the flag has no effect or is refused."""
 
     name: str  # dash spelling, the underscore spelling is accepted too
@@ -53,24 +53,24 @@ class Flag:
 
 
 def _used(name: str, kind: Kind, about: str, default: str | int | float | bool | None = None,
-          short: str = "") -> Flag:  # fmt: skip
-    return Flag(name, kind, "used", about, short, default)
+          short: str = "") -> RunFlag:  # fmt: skip
+    return RunFlag(name, kind, "used", about, short, default)
 
 
-def _idle(name: str, kind: Kind, about: str) -> Flag:
-    return Flag(name, kind, "no effect", about)
+def _idle(name: str, kind: Kind, about: str) -> RunFlag:
+    return RunFlag(name, kind, "no effect", about)
 
 
-def _refused(name: str, kind: Kind, about: str, *, env: bool = True) -> Flag:
-    return Flag(name, kind, "refused", about, env=env)
+def _refused(name: str, kind: Kind, about: str, *, env: bool = True) -> RunFlag:
+    return RunFlag(name, kind, "refused", about, env=env)
 
 
 def _own(name: str, kind: Kind, about: str, default: str | int | float | bool | None = None, *,
-         variable: str = "") -> Flag:  # fmt: skip
-    return Flag(name, kind, "used", about, default=default, ours=True, own_variable=variable)
+         variable: str = "") -> RunFlag:  # fmt: skip
+    return RunFlag(name, kind, "used", about, default=default, ours=True, own_variable=variable)
 
 
-FLAGS: tuple[Flag, ...] = (
+FLAGS: tuple[RunFlag, ...] = (
     _used("--nproc-per-node", "text", "workers to start: a number (8,4: for each node), auto, cpu, gpu or xpu", "1"),
     _used("--nnodes", "text", "nodes that hold ranks, or MIN:MAX: those beyond MIN wait as spares", "1:1"),
     _own("--shrink-to", "whole", "when nodes are lost and no spare waits, go on with at least so many: the "
@@ -114,7 +114,7 @@ FLAGS: tuple[Flag, ...] = (
     _used("--shutdown-timeout", "whole", "the same as --grace-s, in whole seconds"),
     _refused("--virtual-local-rank", "switch", "LOCAL_RANK is also the worker's place in the job; use "
              "torch.cuda.set_device(int(os.environ['LOCAL_RANK']))"),
-    Flag("--print-completion", "text", "used", "print what this shell (bash, zsh, fish, tcsh) reads to complete the "
+    RunFlag("--print-completion", "text", "used", "print what this shell (bash, zsh, fish, tcsh) reads to complete the "
          "command, and leave; torchrun's from 2.14 on", env=False),
     _own("--framework", "text", "framework of the script: torch, mindspore or tensorflow", "torch"),
     _own("--preload", "text", "modules of the script that are slow to import (transformers.trainer,lightning.pytorch): "
@@ -150,4 +150,4 @@ FLAGS: tuple[Flag, ...] = (
     _own("--grace-s", "number", "seconds that a graceful exit may take before the workers are killed", 300.0),
 )  # fmt: skip
 
-BY_KEY: dict[str, Flag] = {flag.key: flag for flag in FLAGS}
+BY_KEY: dict[str, RunFlag] = {flag.key: flag for flag in FLAGS}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from holdfast.cli.screen.escaping import echo
-from holdfast.cli.start.flags import BY_KEY, FLAGS, Flag
+from holdfast.cli.start.flags import BY_KEY, FLAGS, RunFlag
 from holdfast.errors import UsageError
 from holdfast.text import closest
 
@@ -70,12 +70,12 @@ class RunCommand(click.Command):
                 formatter.write_dl([_row(flag) for flag in FLAGS if flag.use == use])
 
 
-def metavar(flag: Flag) -> str:
+def metavar(flag: RunFlag) -> str:
     """What stands for the value of a flag."""
     return "" if flag.kind == "switch" else _METAVAR_OF.get(flag.key, "TEXT")
 
 
-def _row(flag: Flag) -> tuple[str, str]:
+def _row(flag: RunFlag) -> tuple[str, str]:
     names = f"{flag.short}, {flag.name}" if flag.short else flag.name
     shown = "" if flag.default in (None, False, "") else f"  [{flag.default}]"
     return f"{names} {metavar(flag)}".rstrip(), flag.about + shown

@@ -24,7 +24,7 @@ from holdfast.cli.commands.status import again, alike, facts, first_line, named
 from holdfast.cli.screen.checked_output import outlive_full_disk
 from holdfast.cli.screen.console import Screen, dated
 from holdfast.cli.screen.error_output import logs_at, outcome, say
-from holdfast.cli.screen.fault_announcer import Telling
+from holdfast.cli.screen.fault_announcer import FaultAnnouncer
 from holdfast.cli.screen.fault_report import reports_of, write
 from holdfast.cli.screen.log_tail import LogTail
 from holdfast.cli.screen.run_lookup import name_of
@@ -89,7 +89,7 @@ def launch(request: Request) -> int:
     request.settings.save(run_dir.path)
     with logs_at(run_dir.path):
         try:
-            return Launcher(request, run_dir).run()
+            return RunLauncher(request, run_dir).run()
         except OSError as error:
             if run_dir.path.exists():
                 raise
@@ -148,7 +148,7 @@ def prefixes(template: str, watch: Watch) -> Callable[[int], str]:
     return prefix
 
 
-class Launcher:
+class RunLauncher:
     """One run, seen from the terminal."""
 
     def __init__(self, request: Request, run_dir: RunDir) -> None:
@@ -160,7 +160,7 @@ class Launcher:
         self._agent_since_s = self._agent_ran_s = self._agent_seen_s = time.monotonic()
         self._asked: list[signal.Signals] = []
         self._answered = 0
-        self._telling = Telling(self.watch, self._shown)
+        self._telling = FaultAnnouncer(self.watch, self._shown)
         self._warnings_shown = 0
         self._saves_shown = 0
         self._had_room = True

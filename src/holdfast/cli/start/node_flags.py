@@ -27,7 +27,7 @@ ANSWER_S = 2.0  # a host that is up answers a dial within this, be it by a refus
 RUN_HELP = "holdfast run --help"
 
 
-class Nodes(NamedTuple):
+class NodeFlags(NamedTuple):
     """What the command line says about the nodes of the job."""
 
     least: int
@@ -63,7 +63,7 @@ class Contact(NamedTuple):
         return tuple(endpoint(host, self.port) for host in hosts)
 
 
-def read_nodes(values: Mapping[str, Any], given: frozenset[str]) -> Nodes:
+def read_nodes(values: Mapping[str, Any], given: frozenset[str]) -> NodeFlags:
     """The nodes that the flags ask for.
 
     Raises:
@@ -85,7 +85,7 @@ def read_nodes(values: Mapping[str, Any], given: frozenset[str]) -> Nodes:
         )
     join_s = join_s_of(str(values["rdzv_conf"] or ""))
     if most == 1:
-        return Nodes(1, 1, 0, "node0", (), 1, "127.0.0.1", join_s)
+        return NodeFlags(1, 1, 0, "node0", (), 1, "127.0.0.1", join_s)
     node = f"node{number}"
     if "node_rank" not in given and "rdzv_endpoint" in given:
         host = re.sub(r"[^a-z0-9]+", "-", socket.gethostname().lower()).strip("-")[:24] or "host"
@@ -98,7 +98,7 @@ def read_nodes(values: Mapping[str, Any], given: frozenset[str]) -> Nodes:
         )
     bind = _bind(values["bind"], contacts[0], join_s)
     reached = [contact.reached(bind) for contact in contacts]
-    return Nodes(least, most, number, node, sum(reached, ()), len(reached[0]), bind, join_s)
+    return NodeFlags(least, most, number, node, sum(reached, ()), len(reached[0]), bind, join_s)
 
 
 def join_s_of(conf: str) -> float:
@@ -230,7 +230,7 @@ def read_counts(asked: str) -> tuple[int, ...]:
     return tuple(map(int, words))
 
 
-def shrink_to(values: Mapping[str, Any], nodes: Nodes, counts: Sequence[int]) -> int:
+def shrink_to(values: Mapping[str, Any], nodes: NodeFlags, counts: Sequence[int]) -> int:
     """Fewest nodes to go on with. Raises: UsageError, UnsupportedError."""
     least = int(values["shrink_to"])
     if least == 0:
@@ -253,7 +253,7 @@ def shrink_to(values: Mapping[str, Any], nodes: Nodes, counts: Sequence[int]) ->
     return least
 
 
-def read_secret(path: str | None, nodes: Nodes) -> bytes:
+def read_secret(path: str | None, nodes: NodeFlags) -> bytes:
     """The secret of the job; empty: one node makes its own. Raises: UsageError."""
     if path is None:
         if nodes.several:
@@ -265,7 +265,7 @@ def read_secret(path: str | None, nodes: Nodes) -> bytes:
     return read_token(Path(path))
 
 
-def node_notes(nodes: Nodes, settings: RunSettings) -> tuple[str, ...]:
+def node_notes(nodes: NodeFlags, settings: RunSettings) -> tuple[str, ...]:
     """What the user reads first about several nodes."""
     if not nodes.several:
         return ()

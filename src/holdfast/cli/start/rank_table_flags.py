@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from holdfast.cli.screen.error_output import say
 from holdfast.errors import UsageError
 from holdfast.runtime.net.addresses import family_of, read_host, same_address
-from holdfast.runtime.rank_table.table import COMPLETED, RankTable, Server, read, refusal
+from holdfast.runtime.rank_table.table import COMPLETED, RankTable, TableServer, read, refusal
 from holdfast.text import plural
 
 WAIT_S = 120.0  # as long as its hosts may be apart
@@ -22,7 +22,7 @@ NOT_READY = ("initializing",)
 FORMS = "--rank-table FILE alone says all of this"
 
 
-class Placed(NamedTuple):
+class RankTableFlags(NamedTuple):
     """Flag values with those of the table, and what a worker is told of it."""
 
     values: Mapping[str, Any]
@@ -32,16 +32,16 @@ class Placed(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def place(values: Mapping[str, Any], given: frozenset[str]) -> Placed:
+def place(values: Mapping[str, Any], given: frozenset[str]) -> RankTableFlags:
     """The values as the table wants them; unchanged without one.
 
     Raises:
         UsageError: a table with mistakes, flags that contradict it, or a host that is not in it.
     """
     if not values["rank_table"]:
-        return Placed(values, given)
+        return RankTableFlags(values, given)
     if values["rank_table"] == os.environ.get(VARIABLE) and given & {"nproc_per_node", "nnodes"}:
-        return Placed(
+        return RankTableFlags(
             values, given, notes=(f"{VARIABLE} is not followed: --nproc-per-node or --nnodes is given",)
         )
     path = Path(values["rank_table"]).absolute()
@@ -51,7 +51,7 @@ def place(values: Mapping[str, Any], given: frozenset[str]) -> Placed:
     _agree(values, given, "nproc_per_node", workers, path)
     told: dict[str, Any] = {"nproc_per_node": workers}
     if len(table.servers) == 1 and "nnodes" not in given:
-        return Placed({**values, **told}, given, str(path), _ids(table.servers[0]))
+        return RankTableFlags({**values, **told}, given, str(path), _ids(table.servers[0]))
     if not table.servers[0].name:
         raise UsageError(f"the rank table {path} names no hosts (version {table.version}), and --nnodes is given",
                          hint="leave --nnodes out: one host runs all its ranks")  # fmt: skip
@@ -64,7 +64,7 @@ def place(values: Mapping[str, Any], given: frozenset[str]) -> Placed:
     if "bind" not in given and not spare:
         told["bind"] = _address(table.servers[number], path)
     ids = tuple(range(max(counts))) if spare else _ids(table.servers[number])
-    return Placed({**values, **told}, given | {"node_rank"}, str(path), ids)
+    return RankTableFlags({**values, **told}, given | {"node_rank"}, str(path), ids)
 
 
 def load(path: Path) -> RankTable:
@@ -88,7 +88,7 @@ def load(path: Path) -> RankTable:
         time.sleep(LOOK_S)
 
 
-def _ids(server: Server) -> tuple[int, ...]:
+def _ids(server: TableServer) -> tuple[int, ...]:
     return tuple(device.device_id for device in server.devices)
 
 
@@ -142,7 +142,7 @@ def _is_here(address: str) -> bool:
     return True
 
 
-def _address(server: Server, path: Path) -> str:
+def _address(server: TableServer, path: Path) -> str:
     if server.address:
         return server.address
     try:

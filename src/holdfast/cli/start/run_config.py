@@ -22,7 +22,7 @@ from holdfast.cli.start.flags import BY_KEY, FLAGS
 from holdfast.cli.start.misplaced_flags import misplaced
 from holdfast.cli.start.node_flags import (
     RUN_HELP,
-    Nodes,
+    NodeFlags,
     node_notes,
     read_counts,
     read_nodes,
@@ -260,7 +260,7 @@ def _check_module(name: str) -> None:
                           hint="check the name; for a file leave -m out")  # fmt: skip
 
 
-def worker_counts(asked: str, nodes: Nodes) -> tuple[int, ...]:
+def worker_counts(asked: str, nodes: NodeFlags) -> tuple[int, ...]:
     """``--nproc-per-node``: one number for all nodes, or one for each by ``--node-rank``, where they differ.
 
     Raises:
@@ -285,7 +285,7 @@ def worker_counts(asked: str, nodes: Nodes) -> tuple[int, ...]:
     return counts if len(set(counts)) > 1 else counts[:1]
 
 
-def workers_of(nodes: Nodes, counts: Sequence[int]) -> int:
+def workers_of(nodes: NodeFlags, counts: Sequence[int]) -> int:
     """Those of this node; a spare one can take the place of any."""
     if len(counts) == 1:
         return counts[0]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.start.flag_files import Settings
+from holdfast.cli.start.flag_files import FlagValues
 from holdfast.cli.start.node_flags import join_s_of
 from holdfast.errors import UsageError
 from holdfast.schedulers.job_secret import job_token
@@ -20,7 +20,7 @@ ASK_S = 10.0
 ALL_SAID = ({"nnodes", "node_rank", "master_addr"}, {"nnodes", "node_rank", "rdzv_endpoint"})
 
 
-def scheduled(settled: Settings, env: Mapping[str, str]) -> Settings:
+def scheduled(settled: FlagValues, env: Mapping[str, str]) -> FlagValues:
     """The values with those that the scheduler's environment gives; flags that are given win.
 
     Raises:
@@ -30,12 +30,12 @@ def scheduled(settled: Settings, env: Mapping[str, str]) -> Settings:
     if not told and "node_rank" not in settled.given and (number := node_rank(env)) is not None:
         told, source = {"node_rank": number}, POD
     new = {key: value for key, value in told.items() if key not in settled.given}
-    return Settings(
+    return FlagValues(
         {**settled.values, **new}, {**settled.sources, **dict.fromkeys(new, source)}, settled.over
     )
 
 
-def _of_step(settled: Settings, env: Mapping[str, str]) -> dict[str, Any]:
+def _of_step(settled: FlagValues, env: Mapping[str, str]) -> dict[str, Any]:
     values, given = settled.values, settled.given
     alone = values["standalone"] or ("nnodes" in given and str(values["nnodes"]) in ("1", "1:1"))
     if alone or values["rank_table"]:
@@ -72,7 +72,7 @@ def token_path(values: Mapping[str, Any], step: SlurmStep) -> Path:
     return Path(values["run_dir"]).absolute() / f"{step.name}.token"
 
 
-def share_token(settled: Settings) -> None:
+def share_token(settled: FlagValues) -> None:
     """Make the secret of a step's nodes, or wait for it. Nothing to do where ``--token-file`` is given.
 
     Raises:
@@ -89,7 +89,7 @@ def share_token(settled: Settings) -> None:
     )
 
 
-def _agree(settled: Settings, step: SlurmStep) -> None:
+def _agree(settled: FlagValues, step: SlurmStep) -> None:
     """Raises: UsageError."""
     values, given = settled.values, settled.given
     text = str(values["nnodes"])

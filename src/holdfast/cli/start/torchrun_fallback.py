@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from holdfast.cli.screen.error_output import say
-from holdfast.cli.start.flag_files import Settings
+from holdfast.cli.start.flag_files import FlagValues
 from holdfast.cli.start.flags import FLAGS
 from holdfast.errors import UsageError
 from holdfast.runtime.node.disabled import DISABLE_VARIABLE
 
 
-def torchrun_command(settled: Settings, script: str, args: Sequence[str]) -> list[str]:
+def torchrun_command(settled: FlagValues, script: str, args: Sequence[str]) -> list[str]:
     """The command line without Holdfast.
 
     Raises:
@@ -39,7 +39,7 @@ def torchrun_command(settled: Settings, script: str, args: Sequence[str]) -> lis
     return [python, "-m", "torch.distributed.run", *flags, script, *args]
 
 
-def give_way(settled: Settings, script: str, args: Sequence[str]) -> NoReturn:
+def give_way(settled: FlagValues, script: str, args: Sequence[str]) -> NoReturn:
     """Become torchrun, with one line that says so.
 
     Raises:

@@ -34,7 +34,7 @@ STANDS: dict[RankState, str] = {
 }
 
 
-class Report(NamedTuple):
+class RankReport(NamedTuple):
     """Where one rank of the old generation stands: its answer to the fence, or what its page shows after its
     death."""
 
@@ -48,7 +48,7 @@ class Report(NamedTuple):
         return f"{life}rank {self.rank} {STANDS[self.state]} {self.step}"
 
 
-class Decided(msgspec.Struct, frozen=True, kw_only=True):
+class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """Where the job stands. ``step`` is None when no rank has a session."""
 
     step: int | None
@@ -65,14 +65,14 @@ def stands_in(ranks: tuple[int, ...], rank: int) -> bool:
     return place < len(ranks) and ranks[place] == rank
 
 
-def committed_floor(report: Report) -> int | None:
+def committed_floor(report: RankReport) -> int | None:
     """The number of updates that ``report`` proves to be done, or to be owed; None when it proves nothing."""
     if report.state == "starting":
         return None
     return report.step + (1 if report.state in ("updating", "torn") else 0)
 
 
-def decide(reports: Sequence[Report], sealed_step: int = -1) -> Decided:
+def decide(reports: Sequence[RankReport], sealed_step: int = -1) -> Decision:
     """The decision rule.
 
     Args:
@@ -82,7 +82,7 @@ def decide(reports: Sequence[Report], sealed_step: int = -1) -> Decided:
     floors = [floor for floor in map(committed_floor, reports) if floor is not None]
     in_doubt = [r for r in reports if r.alive and r.state == "in_doubt"]
     if not floors:
-        return Decided(step=None, direction="none", in_doubt=0, sources=(), sound=False, evidence=())
+        return Decision(step=None, direction="none", in_doubt=0, sources=(), sound=False, evidence=())
     step = max(floors)
     sealed_ahead = bool(in_doubt) and sealed_step == step + 1 and all(r.step == step for r in in_doubt)
     if sealed_ahead and not any(r.alive and r.state in ("ready", "aborted", "finished") for r in reports):
@@ -100,7 +100,7 @@ def decide(reports: Sequence[Report], sealed_step: int = -1) -> Decided:
     proofs = [str(r) for r in reports if committed_floor(r) == step and r.state != "in_doubt"]
     if sealed_step == step:
         proofs.append(f"a checkpoint of step {step} is saved")
-    return Decided(
+    return Decision(
         step=step,
         direction="forward" if forward else "back" if in_doubt else "none",
         in_doubt=len(in_doubt),

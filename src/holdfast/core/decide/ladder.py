@@ -19,7 +19,7 @@ from typing import ClassVar
 import msgspec
 
 from holdfast.core.config import Config
-from holdfast.core.decide.stop_policy import Answered, Situation, Verdict, stop_for
+from holdfast.core.decide.stop_policy import Answered, LadderVerdict, Situation, stop_for
 from holdfast.errors import InternalError, UsageError
 from holdfast.text import plural
 
@@ -65,7 +65,7 @@ class Rung(msgspec.Struct, frozen=True):
     name: ClassVar[str]
     does: ClassVar[str]  # its line in docs/ladder.md
 
-    def consider(self, case: Case) -> Verdict | str:
+    def consider(self, case: Case) -> LadderVerdict | str:
         """What this rung would do, or why it cannot."""
         raise NotImplementedError
 
@@ -76,14 +76,14 @@ class Grow(Rung, frozen=True):
     name = "grow"
     does = "all workers start again with more ranks, from a checkpoint written now, when nodes came back"
 
-    def consider(self, case: Case) -> Verdict | str:
+    def consider(self, case: Case) -> LadderVerdict | str:
         """Needs room and a complete last-gasp."""
         if not case.situation.room:
             return "there is no room for more ranks"
         if not case.savable:
             return case.unsavable()
         reason = f"{case.situation.room}: all workers start again there"
-        return Verdict(
+        return LadderVerdict(
             action="restart_last_gasp",
             reason=reason,
             evidence=case.failures,
@@ -98,7 +98,7 @@ class Retry(Rung, frozen=True):
     name = "retry"
     does = "the same step again in the same processes, with fresh connections"
 
-    def consider(self, case: Case) -> Verdict | str:
+    def consider(self, case: Case) -> LadderVerdict | str:
         """Needs all ranks, alive and sound, and a step that was not retried too often."""
         situation = case.situation
         if not situation.session:
@@ -110,7 +110,7 @@ class Retry(Rung, frozen=True):
         retries = sum(1 for a in case.history if a.action == "retry_in_place" and a.step == case.step)
         if retries >= case.config.retries_per_step_max:
             return f"step {case.step} was run again {plural(retries, 'time')} already"
-        return Verdict(
+        return LadderVerdict(
             action="retry_in_place",
             reason="every rank is alive and sound: the step is run again",
             evidence=(f"{retries} {'retry' if retries == 1 else 'retries'} of step {situation.step} before",),
@@ -121,13 +121,13 @@ def _again(steps: int) -> str:
     return f"{plural(steps, 'step')} {'is' if steps == 1 else 'are'} done again"
 
 
-class Begin(Rung, frozen=True):
+class BeginFresh(Rung, frozen=True):
     """Nothing is known, or nothing was done."""
 
     name = "begin"
     does = "all workers start from nothing: the script has no session, or no step was committed yet"
 
-    def consider(self, case: Case) -> Verdict | str:
+    def consider(self, case: Case) -> LadderVerdict | str:
         """Only when nothing committed is given up."""
         if not case.situation.session:
             reason = "the script has no session: all workers start again"
@@ -135,7 +135,7 @@ class Begin(Rung, frozen=True):
             reason = "nothing was committed yet: all workers start again"
         else:
             return f"{plural(case.step, 'step')} {'is' if case.step == 1 else 'are'} committed"
-        return Verdict(action="restart_fresh", reason=reason, evidence=case.failures)
+        return LadderVerdict(action="restart_fresh", reason=reason, evidence=case.failures)
 
 
 class ReplaceWorker(Rung, frozen=True):
@@ -147,7 +147,7 @@ class ReplaceWorker(Rung, frozen=True):
         "the others keep process, weights and compiled code"
     )
 
-    def consider(self, case: Case) -> Verdict | str:
+    def consider(self, case: Case) -> LadderVerdict | str:
         """Needs a living holder of every box, and the nodes of the lost ranks."""
         if case.situation.lost_nodes:
             return f"{', '.join(case.situation.lost_nodes)} is gone"
@@ -160,14 +160,14 @@ class ReplaceNode(Rung, frozen=True):
     name = "node"
     does = "the same on another node with free slots, for ranks whose node is lost"
 
-    def consider(self, case: Case) -> Verdict | str:
+    def consider(self, case: Case) -> LadderVerdict | str:
         """Needs free slots elsewhere."""
         if not case.situation.lost_nodes:
             return "no node of a lost rank is gone"
         return _replaced(case)
 
 
-def _replaced(case: Case) -> Verdict | str:
+def _replaced(case: Case) -> LadderVerdict | str:
     situation = case.situation
     if situation.all_alive:
         return "no rank is lost"
@@ -176,7 +176,7 @@ def _replaced(case: Case) -> Verdict | str:
     if situation.unreplaceable:
         return situation.unreplaceable
     where = f", on another node than {', '.join(situation.lost_nodes)}" if situation.lost_nodes else ""
-    return Verdict(
+    return LadderVerdict(
         action="replace",
         reason=f"every part of the state is on a living rank at step {situation.step}: "
         f"only the lost ranks are replaced{where}",
@@ -193,13 +193,13 @@ class ReplaceFromMemory(Rung, frozen=True):
         "without one, all go back to it in place"
     )
 
-    def consider(self, case: Case) -> Verdict | str:
+    def consider(self, case: Case) -> LadderVerdict | str:
         """Needs states in memory (``--memory-every``)."""
         back, step = case.situation.memory_here, case.step
         if case.situation.all_alive:
             return "no rank is lost"
         if case.situation.replayed:
-            return Verdict(
+            return LadderVerdict(
                 action="replace_from_memory",
                 reason=f"the lost ranks have left a state and the gradients since in memory: only they are replaced, "
                 f"and make the updates up to step {step} again",
@@ -215,7 +215,7 @@ class ReplaceFromMemory(Rung, frozen=True):
             else f"every rank has a state of step {back} in memory: only the lost ones are replaced, "
             f"all go back from {step}, {_again(step - back)}"
         )
-        return Verdict(
+        return LadderVerdict(
             action="replace_from_memory",
             reason=what,
             evidence=(*case.not_in_place, *case.failures),
@@ -232,7 +232,7 @@ class Shrink(Rung, frozen=True):
         "from a checkpoint written now"
     )
 
-    def consider(self, case: Case) -> Verdict | str:
+    def consider(self, case: Case) -> LadderVerdict | str:
         """Needs --shrink-to, too few nodes for all ranks, and a complete last-gasp."""
         if not case.situation.fewer:
             return "the nodes that are left have room for all ranks, or shrinking is not allowed"
@@ -247,13 +247,13 @@ class RestartAll(Rung, frozen=True):
     name = "restart"
     does = "the living write one checkpoint of this step, all workers start again from it"
 
-    def consider(self, case: Case) -> Verdict | str:
+    def consider(self, case: Case) -> LadderVerdict | str:
         """Needs a complete last-gasp."""
         return _saved(case, "") if case.savable else case.unsavable()
 
 
-def _saved(case: Case, first: str) -> Verdict:
-    return Verdict(
+def _saved(case: Case, first: str) -> LadderVerdict:
+    return LadderVerdict(
         action="restart_last_gasp",
         reason=f"{first}every part of the state is on a living rank at step {case.situation.step}: no step is lost",
         evidence=(*case.not_in_place, *case.failures),
@@ -267,12 +267,12 @@ class Requeue(Rung, frozen=True):
     name = "requeue"
     does = "the living write one checkpoint of this step, the run ends with 75 for the scheduler; never by itself"
 
-    def consider(self, case: Case) -> Verdict | str:
+    def consider(self, case: Case) -> LadderVerdict | str:
         """Needs a complete last-gasp, or a checkpoint."""
         if not case.savable and not case.situation.checkpoint_known:
             return f"{case.unsavable()}, and no checkpoint was saved"
         what = f"step {case.step} is saved" if case.savable else f"no last-gasp: {case.unsavable()}"
-        return Verdict(
+        return LadderVerdict(
             action="requeue",
             reason=f"{what}, the scheduler starts the job again",
             evidence=case.failures,
@@ -286,12 +286,12 @@ class RestartFromMemory(Rung, frozen=True):
     name = "memory-restart"
     does = "all workers start again from states of one step in shared memory"
 
-    def consider(self, case: Case) -> Verdict | str:
+    def consider(self, case: Case) -> LadderVerdict | str:
         """Needs a state of one step in memory of every rank."""
         situation = case.situation
         if situation.memory_step < 0:
             return "not every rank has a state of one step in memory"
-        return Verdict(
+        return LadderVerdict(
             action="restart_from_memory",
             reason=f"every rank has a state of step {situation.memory_step} in memory: "
             + _again(case.step - situation.memory_step),
@@ -308,29 +308,29 @@ class Disk(Rung, frozen=True):
         "all workers start again from the newest valid checkpoint; the steps since are done again and counted"
     )
 
-    def consider(self, case: Case) -> Verdict | str:
+    def consider(self, case: Case) -> LadderVerdict | str:
         """Needs a sealed checkpoint, or one that is being written."""
         if not case.situation.checkpoint_known:
             return "no checkpoint was saved"
-        return Verdict(
+        return LadderVerdict(
             action="restart_checkpoint",
             reason=f"no last-gasp of step {case.step}: {case.situation.uncovered}",
             evidence=case.failures,
         )
 
 
-class Recompute(Rung, frozen=True):
+class RecomputeFromStart(Rung, frozen=True):
     """Nothing is left, or nothing can be trusted, and nothing was saved: as a person would start the command again."""
 
     name = "recompute"
     does = "all workers compute again from the start: no state is left, or its copies differ, and nothing was saved"
 
-    def consider(self, case: Case) -> Verdict | str:
+    def consider(self, case: Case) -> LadderVerdict | str:
         """Only when the state of the living is not whole, or not trusted."""
         situation = case.situation
         if case.savable or situation.checkpoint_known:
             return f"step {case.step} is not lost, or another one was saved"
-        return Verdict(
+        return LadderVerdict(
             action="restart_fresh",
             reason=f"step {case.step} is lost: {case.unsavable()}, and nothing was saved since the start: "
             "all of it is computed again",
@@ -341,7 +341,7 @@ class Recompute(Rung, frozen=True):
 RUNGS: tuple[Rung, ...] = (
     Grow(),
     Retry(),
-    Begin(),
+    BeginFresh(),
     ReplaceWorker(),
     ReplaceNode(),
     ReplaceFromMemory(),
@@ -350,7 +350,7 @@ RUNGS: tuple[Rung, ...] = (
     Requeue(),
     RestartFromMemory(),
     Disk(),
-    Recompute(),
+    RecomputeFromStart(),
 )
 BY_NAME = {rung.name: rung for rung in RUNGS}
 AUTO = tuple(rung.name for rung in RUNGS if rung.name != "requeue")
@@ -421,12 +421,12 @@ def _words() -> str:
     return ", ".join((*SPELLINGS, *BY_NAME))
 
 
-def judge(now: float, situation: Situation, history: Sequence[Answered], config: Config) -> Verdict:
+def judge(now: float, situation: Situation, history: Sequence[Answered], config: Config) -> LadderVerdict:
     """Pick the rung. ``now`` in seconds, on the clock of ``Answered.at_s``."""
     case = Case(situation, tuple(history), config)
     if situation.left:  # a newcomer would train alone: the others do not begin another step
         reason = f"the ranks have agreed to leave at step {case.step}, and it is saved"
-        return Verdict(action="requeue", reason=reason, evidence=case.failures)
+        return LadderVerdict(action="requeue", reason=reason, evidence=case.failures)
     stop = stop_for(now, situation, history, config)
     answers = not situation.again and (situation.causes or not situation.room)
     if stop is not None and answers:  # a node that comes is no fault, another attempt to save no other one
@@ -435,7 +435,7 @@ def judge(now: float, situation: Situation, history: Sequence[Answered], config:
     refused: list[str] = []
     for rung in Ladder.parse(config.on_fault).rungs(situation.causes):
         answer = rung.consider(case)
-        if isinstance(answer, Verdict):
+        if isinstance(answer, LadderVerdict):
             return msgspec.structs.replace(answer, rung=rung.name, refused=tuple(refused))
         refused.append(f"{rung.name}: {answer}")
     raise InternalError(f"no rung answers step {case.step}: {'; '.join(refused)}")

@@ -122,7 +122,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     again: bool = False  # all of them were answered already: that save has failed
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class LadderVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """The rung and its reason. ``save``: write a last-gasp checkpoint first."""
 
     action: Action
@@ -141,20 +141,24 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
         return self.action in STOP_CODE
 
 
-def stop_for(now: float, situation: Situation, history: Sequence[Answered], config: Config) -> Verdict | None:
+def stop_for(
+    now: float, situation: Situation, history: Sequence[Answered], config: Config
+) -> LadderVerdict | None:
     """Why the run ends with this fault, whatever rung could answer it; None: it goes on."""
     return _stop_for_failures(situation, history) or _stop_for_budget(now, history, config)
 
 
-def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Verdict | None:
+def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> LadderVerdict | None:
     for failure in situation.failures:
         error = failure.what if failure.kind == DEATH else f"{failure.kind}: {failure.what}"
         where = f"rank {failure.rank} at step {failure.step}: {error}"
         what = _WHAT.get(failure.kind, "exception")
         if failure.user_error:
-            return Verdict(action="stop_bad_input", reason=error, evidence=(where,))
+            return LadderVerdict(action="stop_bad_input", reason=error, evidence=(where,))
         if not situation.session and failure.kind in DETERMINISTIC_KINDS:
-            return Verdict(action="stop_user_bug", reason=f"{error} (before any session)", evidence=(where,))
+            return LadderVerdict(
+                action="stop_user_bug", reason=f"{error} (before any session)", evidence=(where,)
+            )
         if failure.by_device:
             continue
         before = {
@@ -165,7 +169,7 @@ def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Ver
         }
         if len(before) + 1 >= failure.times_max:
             times = "twice" if len(before) == 1 else f"{len(before) + 1} times"
-            return Verdict(
+            return LadderVerdict(
                 action="stop_user_bug",
                 reason=f"the same {what} at step {failure.step} {times}: {error}",
                 evidence=(where, f"digest {failure.digest}"),
@@ -173,7 +177,7 @@ def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Ver
         if failure.kind == DEATH:
             continue
         if steps := _at_the_next_step(failure, history) or _again_and_again(failure, history):
-            return Verdict(
+            return LadderVerdict(
                 action="stop_user_bug",
                 reason=f"the same {what} at steps {', '.join(map(str, steps))}: {error}",
                 evidence=(where, f"digest {failure.digest}"),
@@ -216,11 +220,11 @@ def _again_and_again(failure: Failure, history: Sequence[Answered]) -> list[int]
     return steps if near else []
 
 
-def _stop_for_budget(now: float, history: Sequence[Answered], config: Config) -> Verdict | None:
+def _stop_for_budget(now: float, history: Sequence[Answered], config: Config) -> LadderVerdict | None:
     recent = [a for a in history if now - a.at_s < config.restart_window_s]
     if len(recent) < config.max_restarts:
         return None
-    return Verdict(
+    return LadderVerdict(
         action="stop_budget",
         reason=f"{len(recent)} recoveries within {config.restart_window_s:g} s, {config.max_restarts} are allowed",
         evidence=tuple(f"{now - a.at_s:.1f} s ago: {a.action} at step {a.step}" for a in recent[-5:]),

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from holdfast.core.decide.recovery_phases import Phase
 from holdfast.core.job.job_state import Job
-from holdfast.core.job.last_gasp import Gasp
+from holdfast.core.job.last_gasp import LastGaspSave
 from holdfast.core.job.membership import Member
 from holdfast.core.job.replacement import Replacement
 from holdfast.core.job.wait_bounds import WAITS, Bounds
@@ -22,13 +22,13 @@ ALL_NEEDED: tuple[Phase, ...] = ("retrying", "replacing")
 """In these every living member has something to do: a source serves its state until all have joined."""
 
 
-class Standing(Protocol):
+class AwaitedAnswer(Protocol):
     """What is asked of a recovery."""
 
     phase: Phase
     bounds: Bounds
     replacement: Replacement
-    gasp: Gasp
+    gasp: LastGaspSave
     reports: dict[int, Settled]
     is_vouched: bool
     unvouched: set[int]
@@ -40,7 +40,7 @@ class Standing(Protocol):
 class Awaited:
     """Part of :class:`~holdfast.core.job.recovery.Recovery`; ``job`` is shared with it."""
 
-    def __init__(self, job: Job, recovery: Standing) -> None:
+    def __init__(self, job: Job, recovery: AwaitedAnswer) -> None:
         self.job = job
         self.recovery = recovery
 

@@ -16,7 +16,7 @@ from itertools import chain
 from holdfast.core.job.membership import Member
 
 
-class Rollcall:
+class AllOf:
     """See the module. One may serve several questions, one after the other."""
 
     def __init__(self) -> None:

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 from holdfast.core.ids import NodeId
 from holdfast.core.job.job_state import Job
-from holdfast.core.job.node_tracker import Fleet
-from holdfast.core.job.shutdown import Ending
+from holdfast.core.job.node_tracker import NodeTracker
+from holdfast.core.job.shutdown import Shutdown
 from holdfast.core.protocol.messages import EndRun, ExitRun
 from holdfast.exit_codes import Exit
 
@@ -28,7 +28,7 @@ AGAIN_S = 0.5
 class Departures:
     """Sub-machine of the controller. ``job`` is shared with it."""
 
-    def __init__(self, job: Job, fleet: Fleet, ending: Ending) -> None:
+    def __init__(self, job: Job, fleet: NodeTracker, ending: Shutdown) -> None:
         self.job = job
         self.fleet = fleet
         self.ending = ending

@@ -84,7 +84,7 @@ class DeviceFailure(msgspec.Struct, frozen=True, kw_only=True):
         return self.node_id, self.local_rank
 
 
-class Devices:
+class FailedDevices:
     """All failures of devices of a run.
 
     Args:

@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from holdfast.core.config import Config
 from holdfast.core.decide.stop_policy import Failure
 from holdfast.core.ids import Generation, MemberId, NodeId, SaveId
-from holdfast.core.job.failed_devices import FAILURES_MAX, DeviceFailure, Devices
+from holdfast.core.job.failed_devices import FAILURES_MAX, DeviceFailure, FailedDevices
 from holdfast.core.job.liveness import Liveness
-from holdfast.core.job.log_replay import Past
+from holdfast.core.job.log_replay import ReplayedState
 from holdfast.core.job.membership import Member, Roster, assign, node_order
 from holdfast.core.protocol.layout_messages import Layouts
 from holdfast.core.protocol.messages import (
@@ -29,14 +29,14 @@ from holdfast.core.protocol.messages import (
     Field,
     Finish,
     KillMember,
+    LogRecord,
     Message,
-    Record,
     Release,
     Send,
     SetTimer,
     StartMembers,
 )
-from holdfast.core.protocol.peer_messages import StandDown
+from holdfast.core.protocol.peer_messages import StepDown
 from holdfast.exit_codes import Exit
 
 WHAT_LENGTH_MAX = 500
@@ -51,7 +51,7 @@ Uncovered = Callable[[Layouts, tuple[int, ...]], str]
 class Job:
     """Facts of one run."""
 
-    def __init__(self, config: Config, past: Past, uncovered: Uncovered) -> None:
+    def __init__(self, config: Config, past: ReplayedState, uncovered: Uncovered) -> None:
         self.config = config
         self.uncovered = uncovered
         self.roster = Roster()
@@ -61,7 +61,7 @@ class Job:
             self.world_size = len(past.seats)
         self.slots: dict[NodeId, int] = {}
         self.leaving: set[NodeId] = set()  # nothing new is started there
-        self.devices = Devices(past.device_failures)
+        self.devices = FailedDevices(past.device_failures)
         self.step_s: dict[NodeId, float] = {}  # what the last step took there
         self.held: dict[NodeId, dict[int, frozenset[int]]] = {}  # states in memory of other nodes' ranks
         self.hosts: dict[NodeId, tuple[str, int]] = {}  # address and a free port there
@@ -128,7 +128,7 @@ class Job:
     def record(self, kind: str, /, **data: Field) -> None:
         """One line of the event log."""
         if not self.ended:
-            self._out.append(Record(kind=kind, data=data))
+            self._out.append(LogRecord(kind=kind, data=data))
 
     def send(self, member: Member, message: Message) -> None:
         """To a worker."""
@@ -446,7 +446,7 @@ class Job:
         if self.ended:
             return
         self.record("stood_down", reason=reason, term=self.config.term)
-        self._out.append(StandDown(reason=reason))
+        self._out.append(StepDown(reason=reason))
         self.ended = True
 
     @property

@@ -15,27 +15,27 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.core.decide.decision import Decided
+from holdfast.core.decide.decision import Decision
 from holdfast.core.ids import SaveId
 from holdfast.core.job.job_state import Job
-from holdfast.core.protocol.messages import SaveOrder, SaveReported
+from holdfast.core.protocol.messages import SaveReported, SaveShare
 
 Outcome = Literal["other", "writing", "sealed", "failed"]
 
 
-class Gasp:
+class LastGaspSave:
     """Part of :class:`~holdfast.core.job.recovery.Recovery`; ``job`` is shared with it."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.order: SaveOrder | None = None  # the attempt under way
+        self.order: SaveShare | None = None  # the attempt under way
         self.writing: set[int] = set()  # sources that have not reported
         self.error = ""  # of the last attempt that failed
         self.failures = 0
         self._attempts = 0
         self._excluded: set[int] = set()
 
-    def sources(self, decided: Decided) -> tuple[int, ...]:
+    def sources(self, decided: Decision) -> tuple[int, ...]:
         """Ranks that can write the decided state."""
         return tuple(r for r in decided.sources if r not in self._excluded)
 
@@ -44,7 +44,7 @@ class Gasp:
         job = self.job
         self._attempts += 1
         self.writing = set(sources)
-        self.order = SaveOrder(
+        self.order = SaveShare(
             save_id=SaveId(
                 run=job.config.run_id,
                 generation=job.generation,

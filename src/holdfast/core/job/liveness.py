@@ -26,7 +26,7 @@ class NodeEvent(NamedTuple):
     reason: str
 
 
-class _Watch:
+class _NodeWatch:
     def __init__(self, now: float) -> None:
         self.heard_at = now
         self.suspected_at: float | None = None
@@ -37,11 +37,11 @@ class Liveness:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self._watches: dict[NodeId, _Watch] = {}
+        self._watches: dict[NodeId, _NodeWatch] = {}
 
     def hello(self, node_id: NodeId, now: float) -> None:
         """A node joined or rejoined."""
-        self._watches[node_id] = _Watch(now)
+        self._watches[node_id] = _NodeWatch(now)
 
     def beat(self, node_id: NodeId, now: float) -> None:
         """A heartbeat; it lifts a suspicion by silence."""

@@ -5,7 +5,7 @@ from the log that was written before each command went out: the newest generatio
 who was seated, how many faults the budget has seen, and where the job was decided to stand.
 
 Invariants:
-1. ``Past.read`` of no records is the past of a new run.
+1. ``ReplayedState.read`` of no records is the past of a new run.
 2. Generation, member id and attempt never go backwards, so nothing that was issued once is issued again.
 """
 
@@ -16,15 +16,15 @@ from typing import cast
 
 import msgspec
 
-from holdfast.core.decide.stop_policy import STOP_CODE, Action, Answered, Verdict
+from holdfast.core.decide.stop_policy import STOP_CODE, Action, Answered, LadderVerdict
 from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
 from holdfast.core.job.failed_devices import DeviceFailure
-from holdfast.core.protocol.messages import Field, Record
+from holdfast.core.protocol.messages import Field, LogRecord
 
 SNAPSHOT = "snapshot"
 
 
-class Seat(msgspec.Struct, frozen=True):
+class Placement(msgspec.Struct, frozen=True):
     """A member of the newest generation that was started."""
 
     member_id: MemberId
@@ -33,13 +33,15 @@ class Seat(msgspec.Struct, frozen=True):
     node_id: NodeId
 
 
-class Past(msgspec.Struct, frozen=True, kw_only=True):
+class ReplayedState(msgspec.Struct, frozen=True, kw_only=True):
     """Facts of earlier controllers of this run."""
 
     generation: Generation = NO_GENERATION  # the newest that was issued, by a start or a fence
     seated: Generation = NO_GENERATION  # the one that ``seats`` belong to
-    seats: tuple[Seat, ...] = ()
-    newcomers: tuple[Seat, ...] = ()  # in the seats of the dead since that start, not resumed; oldest first
+    seats: tuple[Placement, ...] = ()
+    newcomers: tuple[
+        Placement, ...
+    ] = ()  # in the seats of the dead since that start, not resumed; oldest first
     last_member: int = 0
     attempts: int = 0
     step: int = 0  # where the job was last decided to stand
@@ -59,25 +61,25 @@ class Past(msgspec.Struct, frozen=True, kw_only=True):
     unequal: str = ""  # copies of the state differed, and no session of newer workers has opened
     answered: tuple[Answered, ...] = ()
     device_failures: tuple[DeviceFailure, ...] = ()
-    ends: Verdict | None = None  # it was decided that the run ends
+    ends: LadderVerdict | None = None  # it was decided that the run ends
     once: tuple[tuple[int, str, str], ...] = ()  # rank, name and value (JSON) of what scripts have made once
 
     @staticmethod
-    def read(records: Iterable[Record]) -> Past:
+    def read(records: Iterable[LogRecord]) -> ReplayedState:
         """Fold the records of a run, oldest first."""
-        past = Past()
+        past = ReplayedState()
         for record in records:
             past = past.after(record)
         return past
 
-    def after(self, record: Record) -> Past:
+    def after(self, record: LogRecord) -> ReplayedState:
         """With one record more."""
         fold = _FOLDS.get(record.kind)
         return self if fold is None else msgspec.structs.replace(self, **fold(self, record.data))
 
-    def snapshot(self, now: float) -> Record:
+    def snapshot(self, now: float) -> LogRecord:
         """All of it as one record, with which a reader may begin. ``now`` is on the clock of ``Answered.at_s``."""
-        return Record(kind=SNAPSHOT, data={"past": msgspec.json.encode(self).decode(), "at_s": now})
+        return LogRecord(kind=SNAPSHOT, data={"past": msgspec.json.encode(self).decode(), "at_s": now})
 
 
 Data = dict[str, Field]
@@ -100,11 +102,11 @@ def _generation(data: Data) -> Generation:
     return Generation.parse(str(data["generation"]))
 
 
-def _started(past: Past, data: Data) -> Changes:
+def _started(past: ReplayedState, data: Data) -> Changes:
     generation = _generation(data)
     columns = (_list(data, "members"), _list(data, "nodes"), _list(data, "local_ranks"))
     seats = tuple(
-        Seat(MemberId(int(member)), rank, int(local_rank), NodeId(node))
+        Placement(MemberId(int(member)), rank, int(local_rank), NodeId(node))
         for rank, (member, node, local_rank) in enumerate(zip(*columns, strict=True))
     )
     seated: Changes = {
@@ -124,10 +126,10 @@ def _started(past: Past, data: Data) -> Changes:
     }
 
 
-def _replaced(past: Past, data: Data) -> Changes:
+def _replaced(past: ReplayedState, data: Data) -> Changes:
     columns = (_list(data, key) for key in ("members", "ranks", "local_ranks", "nodes"))
     seats = tuple(
-        Seat(MemberId(int(member)), int(rank), int(local_rank), NodeId(node))
+        Placement(MemberId(int(member)), int(rank), int(local_rank), NodeId(node))
         for member, rank, local_rank, node in zip(*columns, strict=True)
     )
     return {
@@ -136,25 +138,27 @@ def _replaced(past: Past, data: Data) -> Changes:
     }
 
 
-def _fenced(past: Past, data: Data) -> Changes:
+def _fenced(past: ReplayedState, data: Data) -> Changes:
     return {"generation": _generation(data), "released": False}
 
 
-def _planned(past: Past, data: Data) -> Changes:
+def _planned(past: ReplayedState, data: Data) -> Changes:
     return {"step": _int(data, "step")}
 
 
-def _verdict(past: Past, data: Data) -> Changes:
+def _verdict(past: ReplayedState, data: Data) -> Changes:
     return _decided(past, data) | (_answered(past, data) if data.get("counts", True) else {})
 
 
-def _decided(past: Past, data: Data) -> Changes:
+def _decided(past: ReplayedState, data: Data) -> Changes:
     """What holds for a successor that finds it not carried out."""
     if data["action"] in STOP_CODE:
         action, reason = cast(Action, data["action"]), str(data["reason"])
         evidence = tuple(_list(data, "evidence"))
         return {
-            "ends": Verdict(action=action, reason=reason, evidence=evidence, save=past.step > past.base_step)
+            "ends": LadderVerdict(
+                action=action, reason=reason, evidence=evidence, save=past.step > past.base_step
+            )
         }
     if data["action"] == "replace_from_memory":  # all go back to it, where it is older
         step = _int(data, "memory_step")
@@ -162,7 +166,7 @@ def _decided(past: Past, data: Data) -> Changes:
     return {}
 
 
-def _answered(past: Past, data: Data) -> Changes:
+def _answered(past: ReplayedState, data: Data) -> Changes:
     at_s = data["at_s"]
     assert isinstance(at_s, int | float), data
     columns = (_list(data, "digests"), _list(data, "failed_steps"), _list(data, "occurrences"))
@@ -173,7 +177,7 @@ def _answered(past: Past, data: Data) -> Changes:
     return {"answered": (*past.answered, answered)}
 
 
-def _opened(past: Past, data: Data) -> Changes:
+def _opened(past: ReplayedState, data: Data) -> Changes:
     step = _int(data, "step")
     return {
         "session": True,
@@ -186,22 +190,22 @@ def _opened(past: Past, data: Data) -> Changes:
     }
 
 
-def _sealed(past: Past, data: Data) -> Changes:
+def _sealed(past: ReplayedState, data: Data) -> Changes:
     step = _int(data, "step")
     last = max(past.sealed_last, (_generation(data), step))
     return {"sealed_step": max(past.sealed_step, step), "sealed_last": last}
 
 
-def _snapshot(past: Past, data: Data) -> Changes:
+def _snapshot(past: ReplayedState, data: Data) -> Changes:
     """Times are those of the clock on which it was written at ``at_s``, and is read at ``read_s``."""
-    whole = msgspec.json.decode(str(data["past"]), type=Past)
+    whole = msgspec.json.decode(str(data["past"]), type=ReplayedState)
     at_s, read_s = data["at_s"], data.get("read_s", data["at_s"])
     assert isinstance(at_s, int | float) and isinstance(read_s, int | float), data
     answered = tuple(msgspec.structs.replace(each, at_s=each.at_s + read_s - at_s) for each in whole.answered)
-    return {name: getattr(whole, name) for name in Past.__struct_fields__} | {"answered": answered}
+    return {name: getattr(whole, name) for name in ReplayedState.__struct_fields__} | {"answered": answered}
 
 
-def _device_failed(past: Past, data: Data) -> Changes:
+def _device_failed(past: ReplayedState, data: Data) -> Changes:
     failure = DeviceFailure(
         node_id=NodeId(str(data["node"])),
         local_rank=_int(data, "local_rank"),
@@ -213,11 +217,11 @@ def _device_failed(past: Past, data: Data) -> Changes:
     return {"device_failures": (*past.device_failures, failure)}
 
 
-def _made_once(past: Past, data: Data) -> Changes:
+def _made_once(past: ReplayedState, data: Data) -> Changes:
     return {"once": (*past.once, (_int(data, "rank"), str(data["name"]), str(data["value"])))}
 
 
-_FOLDS: dict[str, Callable[[Past, Data], Changes]] = {
+_FOLDS: dict[str, Callable[[ReplayedState, Data], Changes]] = {
     "generation_started": _started,
     "fenced": _fenced,
     "members_replaced": _replaced,

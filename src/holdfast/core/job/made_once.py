@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 from holdfast.core.job.job_state import Job
-from holdfast.core.job.log_replay import Past
+from holdfast.core.job.log_replay import ReplayedState
 from holdfast.core.job.membership import Member
 from holdfast.core.protocol.messages import OnceAsked, OnceTold
 
@@ -22,10 +22,10 @@ VALUE_LENGTH_MAX = 1000
 NAMES_MAX = 100  # of one rank
 
 
-class Once:
+class MadeOnce:
     """The values of all ranks."""
 
-    def __init__(self, job: Job, past: Past) -> None:
+    def __init__(self, job: Job, past: ReplayedState) -> None:
         self._job = job
         self._kept = {(rank, name): value for rank, name, value in past.once}
 

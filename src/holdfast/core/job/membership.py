@@ -21,7 +21,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from holdfast.core.ids import EVERYBODY, NO_GENERATION, NO_VERSION, Generation, MemberId, NodeId, Version
+from holdfast.core.ids import (
+    EVERYBODY,
+    NO_GENERATION,
+    NO_VERSION,
+    Generation,
+    LayoutVersion,
+    MemberId,
+    NodeId,
+)
 from holdfast.core.protocol.layout_messages import Layout, Layouts
 from holdfast.core.protocol.messages import (
     Assignment,
@@ -76,10 +84,10 @@ class Member(msgspec.Struct, kw_only=True):
         return self.failed is not None and self.failed.stays and not self.may_end
 
 
-class Told(NamedTuple):
+class PublishedLayout(NamedTuple):
     """The newest layout of one rank."""
 
-    version: Version
+    version: LayoutVersion
     layout: Layout
     by_itself: bool  # the rank has told it to this controller
 
@@ -95,9 +103,9 @@ class Roster:
         self._living: list[Member] | None = None
         self._homes: dict[NodeId, list[Member]] | None = None  # the living by node
         self._dead: list[Member] | None = None
-        self.layouts: dict[int, Told] = {}
+        self.layouts: dict[int, PublishedLayout] = {}
         self._tables: dict[bytes, bytes] = {}  # one object for equal ones
-        self._versions: Counter[Version] = Counter()  # of the layouts
+        self._versions: Counter[LayoutVersion] = Counter()  # of the layouts
         self.catalogued = NO_VERSION  # the newest version whose catalogue was sent
         self._layouts: Layouts | None = None  # of all, made at need: each newcomer is told it
         self._recalled = NO_VERSION  # the last one that was recalled
@@ -205,7 +213,7 @@ class Roster:
         self.catalogued = layout.version
         return self.all_layouts()
 
-    def agreed(self, world_size: int) -> Version:
+    def agreed(self, world_size: int) -> LayoutVersion:
         """The version that all layouts are of; NO_VERSION while a rank has told another one, or none."""
         version, ranks = max(self._versions.items(), key=itemgetter(1), default=(NO_VERSION, 0))
         return version if ranks == world_size else NO_VERSION
@@ -220,14 +228,14 @@ class Roster:
         if catalogued.member_id == EVERYBODY:  # else one worker has it
             self.catalogued = max(self.catalogued, catalogued.version)
 
-    def _keep(self, rank: int, version: Version, layout: Layout, *, by_itself: bool) -> None:
+    def _keep(self, rank: int, version: LayoutVersion, layout: Layout, *, by_itself: bool) -> None:
         table = self._tables.setdefault(layout.table, layout.table)
         before = self.layouts.get(rank)
         if before is not None:
             self._versions[before.version] -= 1
             self._versions += Counter()  # without those of nobody
         self._versions[version] += 1
-        told = Told(version, Layout(layout.own, table), by_itself)
+        told = PublishedLayout(version, Layout(layout.own, table), by_itself)
         if before is None or before.layout != told.layout:
             self._layouts = None
         self.layouts[rank] = told

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from holdfast.core.decide.decision import Decided
+from holdfast.core.decide.decision import Decision
 from holdfast.core.job.membership import Member
 from holdfast.core.protocol.messages import Settled
 
@@ -46,7 +46,7 @@ def kept_by(
 
 
 def replayed(
-    decided: Decided, members: Sequence[Member], answers: Mapping[int, Settled], elsewhere: Elsewhere
+    decided: Decision, members: Sequence[Member], answers: Mapping[int, Settled], elsewhere: Elsewhere
 ) -> bool:
     """Each lost rank has left the decided step, or a log of updates that leads to it; some only the latter."""
     if decided.step is None or not decided.sources:
@@ -67,7 +67,7 @@ def newest_complete(kept: Mapping[int, Collection[int]], limit: int) -> int:
 
 
 def replacement_step(
-    decided: Decided,
+    decided: Decision,
     members: Sequence[Member],
     answers: Mapping[int, Settled],
     elsewhere: Elsewhere,

@@ -21,10 +21,10 @@ from holdfast.core.decide.stop_policy import HANG, Failure
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.job.fault import LEFT_FOR_RESTART, Fault, FaultKind, death_of
 from holdfast.core.job.job_state import Job
-from holdfast.core.job.log_replay import Past
+from holdfast.core.job.log_replay import ReplayedState
 from holdfast.core.job.membership import Member
 from holdfast.core.job.recovery import Recovery
-from holdfast.core.job.shutdown import Ending
+from holdfast.core.job.shutdown import Shutdown
 from holdfast.core.protocol.messages import (
     AgentHello,
     KillMember,
@@ -37,10 +37,10 @@ from holdfast.core.protocol.messages import (
 from holdfast.exit_codes import Exit
 
 
-class Fleet:
+class NodeTracker:
     """Sub-machine of the controller. ``job`` is shared with it."""
 
-    def __init__(self, job: Job, recovery: Recovery, ending: Ending, past: Past) -> None:
+    def __init__(self, job: Job, recovery: Recovery, ending: Shutdown, past: ReplayedState) -> None:
         self.job = job
         self.recovery = recovery
         self.ending = ending

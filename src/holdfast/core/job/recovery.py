@@ -24,22 +24,22 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.core.decide.decision import Decided, decide, stands_in
+from holdfast.core.decide.decision import Decision, decide, stands_in
 from holdfast.core.decide.ladder import judge
 from holdfast.core.decide.recovery_phases import PHASES, Phase
-from holdfast.core.decide.stop_policy import STOP_CODE, Answered, Failure, Verdict
+from holdfast.core.decide.stop_policy import STOP_CODE, Answered, Failure, LadderVerdict
 from holdfast.core.ids import MemberId, NodeId, memory_name
 from holdfast.core.job.awaited import Awaited
-from holdfast.core.job.completion import Rollcall
+from holdfast.core.job.completion import AllOf
 from holdfast.core.job.early_exits import missed
 from holdfast.core.job.fault import Fault, FaultKind, Faults, Seen
 from holdfast.core.job.job_state import Job
-from holdfast.core.job.last_gasp import Gasp
+from holdfast.core.job.last_gasp import LastGaspSave
 from holdfast.core.job.membership import Member
 from holdfast.core.job.replacement import Replacement
 from holdfast.core.job.situation import Survey
 from holdfast.core.job.wait_bounds import Bounds
-from holdfast.core.protocol.health_messages import Active, Vouched
+from holdfast.core.protocol.health_messages import Active, StateDigests
 from holdfast.core.protocol.messages import (
     FaultSeen,
     Fence,
@@ -47,7 +47,7 @@ from holdfast.core.protocol.messages import (
     Leave,
     Message,
     Receive,
-    Resume,
+    ResumeInPlace,
     SaveReported,
     Settle,
     Settled,
@@ -70,13 +70,13 @@ class Recovery:
         self.job = job
         self.bounds = Bounds(job)
         self.replacement = Replacement(job, self.bounds)
-        self.gasp = Gasp(job)
+        self.gasp = LastGaspSave(job)
         self.survey = Survey(job, self.replacement, self.gasp)
         self.awaited = Awaited(job, self)
         self.phase: Phase = "idle"
         self.faults = Faults()
         self.final: tuple[Exit, str] | None = None  # leave and end instead of starting again
-        self.decided: Decided | None = None
+        self.decided: Decision | None = None
         self.reports: dict[int, Settled] = {}
         self._then: Literal["restart", "retry", "replace", "stop"] = "restart"
         self._reason = self._resume = ""
@@ -85,10 +85,10 @@ class Recovery:
         self._rewind = -1  # survivors go back to the state of this step that they have in memory
         self.is_vouched = False  # the decision's sources told what they hold, and it is equal, or need not
         self.unvouched: set[int] = set()  # sources whose word is awaited
-        self.vouches: dict[int, Vouched] = {}
+        self.vouches: dict[int, StateDigests] = {}
         self._suspicion: Fault | None = None
         self._grown_on: frozenset[NodeId] = frozenset()
-        self._rollcall, self._openings = Rollcall(), Rollcall()
+        self._rollcall, self._openings = AllOf(), AllOf()
 
     # ---------------------------------------------------------------- events
 
@@ -236,7 +236,7 @@ class Recovery:
             return
         self.settled(now, member, self.replacement.joined(member, message))
 
-    def told(self, event: Vouched, rank: int) -> bool:
+    def told(self, event: StateDigests, rank: int) -> bool:
         """A source told what it holds; True when it was the last one, before the decided state goes anywhere."""
         if self.phase not in ("saving", "replacing") or rank not in self.unvouched:
             return False
@@ -417,7 +417,7 @@ class Recovery:
 
     # ---------------------------------------------------------------- planned -> restored
 
-    def _act(self, now: float, verdict: Verdict, decided: Decided) -> None:
+    def _act(self, now: float, verdict: LadderVerdict, decided: Decision) -> None:
         job = self.job
         self.final = None
         self._resume = ""
@@ -461,7 +461,7 @@ class Recovery:
             self.remind(member)
         self.bounds.begin("vouch", job.gasp_s, reads=True)
 
-    def _replace(self, verdict: Verdict, decided: Decided) -> None:
+    def _replace(self, verdict: LadderVerdict, decided: Decision) -> None:
         job = self.job
         self._then = "replace"
         kept = verdict.action == "replace_from_memory" and not verdict.replays
@@ -501,7 +501,7 @@ class Recovery:
                 turns=self._turns,
             )
         if self.phase == "resuming" and self._in_place:
-            return Resume(member_id=who, generation=generation, step=job.step, kv_node=job.kv_node)
+            return ResumeInPlace(member_id=who, generation=generation, step=job.step, kv_node=job.kv_node)
         if self.phase == "leaving":
             code = self.final[0] if self.final else Exit.RESTART
             return Leave(member_id=who, generation=generation, code=int(code), reason=self._reason)

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from holdfast.core.decide.decision import Decided, Report
+from holdfast.core.decide.decision import Decision, RankReport
 from holdfast.core.decide.ladder import Ladder
 from holdfast.core.decide.recovery_phases import NO_PAGE
 from holdfast.core.ids import MemberId
@@ -44,7 +44,7 @@ class Replacement:
         self._pages: dict[int, MemberExited] = {}  # by rank: what the last full member of a seat left
         self._former: dict[MemberId, int] = {}  # ranks of members that an earlier controller has replaced
 
-    def why_not(self, decided: Decided) -> str:
+    def why_not(self, decided: Decision) -> str:
         """Why the lost ranks cannot be replaced beside the living, whoever holds their boxes; empty when they can."""
         job = self.job
         living = job.roster.living
@@ -215,9 +215,9 @@ class Replacement:
         known = {step: local for page in left if page is not None for step, local in page.locals.items()}
         return known[max(steps)] if (steps := [step for step in known if step <= self.job.step]) else b""
 
-    def reports(self) -> list[Report]:
+    def reports(self) -> list[RankReport]:
         """What those that were replaced have left."""
-        return [Report(rank, page.state, page.step, False) for rank, page in sorted(self._pages.items())]
+        return [RankReport(rank, page.state, page.step, False) for rank, page in sorted(self._pages.items())]
 
     def went_back(self, step: int) -> None:
         """All were told to go back to ``step``: a page proves no later one any more."""

@@ -16,7 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
-from holdfast.core.job.completion import Rollcall
+from holdfast.core.job.completion import AllOf
 from holdfast.core.job.job_state import Job
 from holdfast.core.job.membership import Member, node_order
 from holdfast.core.job.situation import CONSEQUENCES
@@ -27,13 +27,13 @@ from holdfast.exit_codes import Exit
 EXPECTED_CODES = frozenset({0, int(Exit.REQUEUE), int(Exit.UNSAVED)})
 
 
-class Ending:
+class Shutdown:
     """Sub-machine of the controller. ``job`` is shared with it."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
         self.stopping: tuple[Exit, str] | None = None
-        self._rollcall = Rollcall()
+        self._rollcall = AllOf()
 
     def start(self) -> None:
         """A request that an earlier controller took has its deadline from this one, too.

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from holdfast.core.decide.decision import Decided, Report, decide
+from holdfast.core.decide.decision import Decision, RankReport, decide
 from holdfast.core.decide.recovery_phases import NO_PAGE
 from holdfast.core.decide.stop_policy import Failure, Situation
 from holdfast.core.ids import MemberId
 from holdfast.core.job.fault import Fault, FaultKind
 from holdfast.core.job.job_state import Job
-from holdfast.core.job.last_gasp import Gasp
+from holdfast.core.job.last_gasp import LastGaspSave
 from holdfast.core.job.memory_tier import NONE, kept_by, newest_complete, replacement_step, replayed
 from holdfast.core.job.replacement import Replacement
 from holdfast.core.protocol.messages import Settled
@@ -33,26 +33,26 @@ FAILURES_MAX = 16
 class Survey:
     """Part of :class:`~holdfast.core.job.recovery.Recovery`, with which everything is shared."""
 
-    def __init__(self, job: Job, replacement: Replacement, gasp: Gasp) -> None:
+    def __init__(self, job: Job, replacement: Replacement, gasp: LastGaspSave) -> None:
         self.job = job
         self.replacement = replacement
         self.gasp = gasp
 
-    def reports(self, answers: Mapping[int, Settled]) -> list[Report]:
+    def reports(self, answers: Mapping[int, Settled]) -> list[RankReport]:
         """What is known of each rank of the old generation; ``answers`` to the newest fence by rank."""
-        found: list[Report] = []
+        found: list[RankReport] = []
         for member in self.job.roster.members:
             answer = answers.get(member.rank)
             if member.alive and member.joining:
                 continue  # nobody until it has joined
             if member.alive and answer is not None:
-                found.append(Report(member.rank, answer.state, answer.step, True))
+                found.append(RankReport(member.rank, answer.state, answer.step, True))
             elif member.exited is not None and member.exited.detail != NO_PAGE:
-                found.append(Report(member.rank, member.exited.state, member.exited.step, False))
+                found.append(RankReport(member.rank, member.exited.state, member.exited.step, False))
         return found + self.replacement.reports()
 
     def situation(
-        self, decided: Decided, answers: Mapping[int, Settled], faults: Sequence[Fault]
+        self, decided: Decision, answers: Mapping[int, Settled], faults: Sequence[Fault]
     ) -> Situation:
         """All that the ladder may know."""
         job = self.job
@@ -94,7 +94,7 @@ class Survey:
             else "",
         )
 
-    def _why_uncovered(self, decided: Decided, no_holder: str) -> str:
+    def _why_uncovered(self, decided: Decision, no_holder: str) -> str:
         """Why no last-gasp can be complete; ``no_holder``: why the sources of the decision do not hold all."""
         job, gasp = self.job, self.gasp
         sources = gasp.sources(decided)
@@ -109,7 +109,7 @@ class Survey:
         uncovered = no_holder if sources == decided.sources else self._why_no_holder(sources)
         return f"{uncovered} (save failed before: {gasp.error})" if uncovered and gasp.error else uncovered
 
-    def _why_not_beside(self, decided: Decided, answers: Mapping[int, Settled]) -> str:
+    def _why_not_beside(self, decided: Decision, answers: Mapping[int, Settled]) -> str:
         """Why nobody can be replaced beside the living, wherever the state comes from; empty when they can."""
         if self.job.unequal:
             return self.job.unequal
@@ -122,11 +122,11 @@ class Survey:
         of = {answer.member_id for answer in answers.values() if answer.away}
         return [m.rank for m in self.job.roster.living if m.member_id in of]
 
-    def _memory_here(self, decided: Decided, answers: Mapping[int, Settled]) -> int:
+    def _memory_here(self, decided: Decision, answers: Mapping[int, Settled]) -> int:
         job = self.job
         return replacement_step(decided, job.roster.members, answers, job.held_elsewhere(), job.sealed_step)
 
-    def _memory_step(self, decided: Decided, answers: Mapping[int, Settled]) -> int:
+    def _memory_step(self, decided: Decision, answers: Mapping[int, Settled]) -> int:
         job = self.job
         if job.config.alone or job.unequal:
             return NONE

@@ -29,10 +29,10 @@ from holdfast.core.protocol.messages import (
     Assignment,
     Command,
     KillMember,
+    LogRecord,
     MemberExited,
     MemberStarted,
     Message,
-    Record,
     Send,
     SetTimer,
     StartMembers,
@@ -203,4 +203,4 @@ class Spares:
         self._out.append(Send(to="shell", message=kill))
 
     def _record(self, kind: str, /, **data: str | int) -> None:
-        self._out.append(Record(kind=kind, data={**data, "node": self.config.node_id}))
+        self._out.append(LogRecord(kind=kind, data={**data, "node": self.config.node_id}))

@@ -46,7 +46,7 @@ class Active(Message, frozen=True):
     stopped: tuple[MemberId, ...] = ()
 
 
-class Moved(Message, frozen=True):
+class ProgressResumed(Message, frozen=True):
     """A worker of a stalled node moves again."""
 
     node_id: NodeId
@@ -57,7 +57,7 @@ LAST_LOOK = 0
 """Number of evidence that nobody has asked for: about a worker that is about to be killed for its silence."""
 
 
-class Gather(Message, frozen=True):
+class CollectEvidence(Message, frozen=True):
     """Collect evidence about every worker of the node, and answer :class:`Evidence` with this ``number``."""
 
     node_id: NodeId
@@ -130,14 +130,14 @@ class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evidence(Message, frozen=True):
-    """Answer to :class:`Gather`: all workers of a node that live; or a last look at one, with ``LAST_LOOK``."""
+    """Answer to :class:`CollectEvidence`: all workers of a node that live; or a last look at one, with ``LAST_LOOK``."""
 
     node_id: NodeId
     number: int
     ranks: tuple[RankEvidence, ...]
 
 
-class Pace(msgspec.Struct, frozen=True):
+class StepTime(msgspec.Struct, frozen=True):
     """One worker's median seconds per step without waiting for peers, over ``samples`` steps."""
 
     rank: int
@@ -145,12 +145,12 @@ class Pace(msgspec.Struct, frozen=True):
     busy_s: float
 
 
-class Paced(Message, frozen=True):
+class StepTimes(Message, frozen=True):
     """How fast the workers of a node are, now and then."""
 
     node_id: NodeId
     generation: Generation
-    ranks: tuple[Pace, ...]
+    ranks: tuple[StepTime, ...]
     step_s: float = 0.0  # the longest of their last steps
 
 
@@ -171,7 +171,7 @@ class CopiesDiffer(Message, frozen=True):
     copies: tuple[CopyDigest, ...]
 
 
-class Vouched(Message, frozen=True):
+class StateDigests(Message, frozen=True):
     """Answer to a ``Settle`` that asks for it: digests of this rank's state of ``step``, whose layout it has told."""
 
     member_id: MemberId

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.core.ids import Generation, MemberId, NodeId, SaveId, Version
+from holdfast.core.ids import Generation, LayoutVersion, MemberId, NodeId, SaveId
 from holdfast.core.protocol.layout_messages import Layout, Layouts
 
 PROTOCOL_VERSION = 2
@@ -65,7 +65,7 @@ class LayoutPublished(Message, frozen=True):
     member_id: MemberId
     generation: Generation
     rank: int
-    version: Version
+    version: LayoutVersion
     layout: Layout
     size_bytes: int = 0  # of the boxes that this rank holds; 0: not known
 
@@ -225,7 +225,7 @@ class Fence(Message, frozen=True):
     reason: str
 
 
-class SaveOrder(msgspec.Struct, frozen=True):
+class SaveShare(msgspec.Struct, frozen=True):
     """Write one copy of each box, planned over ``sources`` (ranks of the old generation that live and are sound)."""
 
     save_id: SaveId
@@ -241,7 +241,7 @@ class Settle(Message, frozen=True):
     member_id: MemberId
     generation: Generation
     step: int
-    save: SaveOrder | None = None
+    save: SaveShare | None = None
     then: Literal["restart", "retry", "replace", "stop"] = "restart"
     rewind: int = -1  # all go back to the state of this step that each has in memory; -1: they stay
     vouch: bool = False  # tell layout and digests (``Vouched``) before the state goes anywhere
@@ -257,14 +257,14 @@ class Receive(Message, frozen=True):
     step: int
     sources: dict[str, tuple[str, int]]  # rank (text) -> host, port
     layouts: Layouts
-    version: Version  # that all of these layouts were told under; NO_VERSION: there is none
+    version: LayoutVersion  # that all of these layouts were told under; NO_VERSION: there is none
     local: bytes = b""  # rank-local values of the one it replaces, from its page
     kept: bool = False  # take the state that the one before it left in memory, not the one of the sources
     replays: bool = False  # make what no source holds again, from a state and a log of updates in memory
     turns: int = 0  # of epochs and phases, that the job has done: another number in memory is refused
 
 
-class Resume(Message, frozen=True):
+class ResumeInPlace(Message, frozen=True):
     """Go on in place: rebuild the groups in the new generation and run the step again."""
 
     member_id: MemberId
@@ -303,7 +303,7 @@ class Catalogued(Message, frozen=True):
 
     member_id: MemberId
     generation: Generation
-    version: Version
+    version: LayoutVersion
     layouts: Layouts
 
 
@@ -333,7 +333,7 @@ class AgentHello(Message, frozen=True):
     clock_ns: int = 0  # CLOCK_MONOTONIC of the node when this was sent
 
 
-class Held(Message, frozen=True):
+class HeldStates(Message, frozen=True):
     """States of ranks of other nodes that this node has in memory: steps by rank (text)."""
 
     node_id: NodeId
@@ -579,7 +579,7 @@ Field = str | int | float | bool | list[int] | list[str] | None
 """What a field of a record may hold."""
 
 
-class Record(Command, frozen=True):
+class LogRecord(Command, frozen=True):
     """One line of the event log. ``kind`` is documented in ``docs/events.md``."""
 
     kind: str

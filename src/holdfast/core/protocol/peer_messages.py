@@ -81,7 +81,7 @@ class KvBack(Message, frozen=True):
 # ---------------------------------------------------------------- voting
 
 
-class Electorate(msgspec.Struct, frozen=True, order=True):
+class VoterSet(msgspec.Struct, frozen=True, order=True):
     """Who elects the controller. Totally ordered by (term that issued it, number of the change)."""
 
     term: int
@@ -95,17 +95,17 @@ class Electorate(msgspec.Struct, frozen=True, order=True):
         return len(self.voters) // 2 + 1
 
 
-class VoteAsk(Message, frozen=True):
+class RequestVote(Message, frozen=True):
     """An agent wants to lead in ``term``. A ``trial`` asks only whether it would be elected: it binds nobody."""
 
     candidate: NodeId
     term: int
-    electorate: Electorate
+    electorate: VoterSet
     trial: bool
 
 
-class VoteSaid(Message, frozen=True):
-    """Answer to :class:`VoteAsk`. Granted: ``term`` is the asked one; refused: the voter's own."""
+class VoteReply(Message, frozen=True):
+    """Answer to :class:`RequestVote`. Granted: ``term`` is the asked one; refused: the voter's own."""
 
     voter: NodeId
     term: int
@@ -122,20 +122,20 @@ class Lead(Message, frozen=True):
     port: int
 
 
-class Amended(Message, frozen=True):
+class ConfigChange(Message, frozen=True):
     """The leader of ``term`` changes the electorate; ``committed`` once enough voters keep it."""
 
     leader: NodeId
     term: int
-    electorate: Electorate
+    electorate: VoterSet
     committed: bool
 
 
-class AmendSaid(Message, frozen=True):
+class ConfigChangeAck(Message, frozen=True):
     """A voter keeps this electorate."""
 
     voter: NodeId
-    electorate: Electorate
+    electorate: VoterSet
 
 
 # ---------------------------------------------------------------- events of an election, made by its driver
@@ -170,7 +170,7 @@ class PeerHere(Message, frozen=True):
     node_id: NodeId
 
 
-class WitnessSaid(Message, frozen=True):
+class WitnessReply(Message, frozen=True):
     """Who holds change ``number`` of the electorate at the witness; nobody: it cannot be reached."""
 
     number: int
@@ -180,12 +180,12 @@ class WitnessSaid(Message, frozen=True):
 # ---------------------------------------------------------------- commands of an election
 
 
-class Keep(Command, frozen=True):
+class PersistHardState(Command, frozen=True):
     """Election: this is on the disk before the next command is carried out."""
 
     term: int
     voted_for: str
-    electorate: Electorate | None
+    electorate: VoterSet | None
     committed: bool
 
 
@@ -201,14 +201,14 @@ class Follow(Command, frozen=True):
     lead: Lead
 
 
-class StandDown(Command, frozen=True):
+class StepDown(Command, frozen=True):
     """Not the leader any more: end the controller of this agent."""
 
     reason: str
 
 
 class Claim(Command, frozen=True):
-    """Ask the witness for change ``number`` of the electorate; its answer is :class:`WitnessSaid`."""
+    """Ask the witness for change ``number`` of the electorate; its answer is :class:`WitnessReply`."""
 
     number: int
     voters: tuple[NodeId, ...]
@@ -221,6 +221,15 @@ class GiveUp(Command, frozen=True):
 
 
 PeerMessage = (
-    PeerHello | PeerList | PeerRefused | KvForward | KvBack | VoteAsk | VoteSaid | Lead | Amended | AmendSaid
+    PeerHello
+    | PeerList
+    | PeerRefused
+    | KvForward
+    | KvBack
+    | RequestVote
+    | VoteReply
+    | Lead
+    | ConfigChange
+    | ConfigChangeAck
 )
 """All that travels between agents."""

@@ -81,7 +81,7 @@ class Phase(IntEnum):
     AFTER = 23  # its session is over, and so is the training of all ranks; the script has more to do
 
 
-class Flag(IntFlag):
+class PageFlag(IntFlag):
     """Bits of ``Word.FLAGS``."""
 
     STACKS = 1  # STACKS_SIGNAL makes this process write its stacks

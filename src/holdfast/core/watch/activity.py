@@ -26,7 +26,7 @@ SAY_S = 1.0
 LOOK_S = 0.5
 
 
-class Seen(NamedTuple):
+class WorkerSeen(NamedTuple):
     """One look at one living worker."""
 
     member_id: MemberId
@@ -55,7 +55,7 @@ class Activity:
         """It is time for the next look."""
         return now - self._looked_s >= LOOK_S
 
-    def look(self, now: float, seen: Sequence[Seen]) -> Active | None:
+    def look(self, now: float, seen: Sequence[WorkerSeen]) -> Active | None:
         """Take one look at all living workers; returns what is to be told."""
         self._looked_s = now
         known, self._marks = self._marks, {one.member_id: one.mark for one in seen}

@@ -20,12 +20,12 @@ import msgspec
 
 from holdfast.core.decide.stop_policy import CORRUPTION, Failure
 from holdfast.core.ids import NO_GENERATION, Generation
-from holdfast.core.job.completion import Rollcall
+from holdfast.core.job.completion import AllOf
 from holdfast.core.job.fault import Fault
 from holdfast.core.job.job_state import Job
 from holdfast.core.job.membership import Member
 from holdfast.core.job.recovery import Recovery
-from holdfast.core.protocol.health_messages import CopiesDiffer, CopyDigest, Vouched, ranks_of
+from holdfast.core.protocol.health_messages import CopiesDiffer, CopyDigest, StateDigests, ranks_of
 from holdfast.text import noun_of, plural
 
 PLACES_MAX = 16
@@ -77,7 +77,7 @@ class Corruption:
         self._generation: Generation = NO_GENERATION
         self._told: dict[int, CopiesDiffer] = {}
         self._judged = False
-        self._rollcall = Rollcall()
+        self._rollcall = AllOf()
 
     def differ(self, now: float, member: Member, event: CopiesDiffer) -> None:
         """A rank tells its digests, because a vote said that copies differ."""
@@ -92,7 +92,7 @@ class Corruption:
         if self._rollcall.all(job.roster.living, lambda m: m.rank in self._told):
             self._judge(now)
 
-    def vouched(self, now: float, member: Member, event: Vouched) -> None:
+    def vouched(self, now: float, member: Member, event: StateDigests) -> None:
         """A source tells the digests of the state that it is about to save or to give."""
         recovery = self.recovery
         if event.generation != self.job.generation or not recovery.told(event, member.rank):

@@ -39,7 +39,7 @@ LEAVING = frozenset({"ready", "save", "finished"})
 """Phases of a rank whose session comes to its end."""
 
 
-class Blame(msgspec.Struct, frozen=True, kw_only=True):
+class HangVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """Who, how sure, why, and what to do: kill ``ranks``, let all try again, or wait because nobody is stuck."""
 
     answer: Answer
@@ -49,11 +49,11 @@ class Blame(msgspec.Struct, frozen=True, kw_only=True):
     by_process: bool = False  # the state of the process says it, whatever code it runs
 
 
-def blame(evidence: Sequence[RankEvidence]) -> Blame:
+def blame(evidence: Sequence[RankEvidence]) -> HangVerdict:
     """Name the culprit among the ranks of a job that stands still."""
     seen = [e for e in evidence if e.phase not in OUT]
     if not seen:
-        return Blame(answer="wait", reason="every rank waits for the control plane")
+        return HangVerdict(answer="wait", reason="every rank waits for the control plane")
     found = (
         _by_process(seen)
         or _by_leaving(evidence)
@@ -67,16 +67,16 @@ def blame(evidence: Sequence[RankEvidence]) -> Blame:
         return found
     if all(_computes(e) for e in seen):
         reason = f"{_count(seen)} compute at the same place ({where(seen[0])}): slow, not stuck"
-        return Blame(answer="wait", reason=reason)
+        return HangVerdict(answer="wait", reason=reason)
     if len(seen) == 1:
         one = seen[0]
-        return Blame(
+        return HangVerdict(
             answer="kill",
             ranks=(one.rank,),
             confidence="likely",
             reason=f"it neither moves nor computes in {where(one)}",
         )
-    return Blame(answer="retry", reason=f"{_count(seen)} wait at the same place ({where(seen[0])})")
+    return HangVerdict(answer="retry", reason=f"{_count(seen)} wait at the same place ({where(seen[0])})")
 
 
 def where(one: RankEvidence) -> str:
@@ -94,14 +94,14 @@ def where(one: RankEvidence) -> str:
     return f"{place}, collective {one.sequence}" if PLACE.get(one.phase) and one.sequence else place
 
 
-def _by_process(seen: Sequence[RankEvidence]) -> Blame | None:
+def _by_process(seen: Sequence[RankEvidence]) -> HangVerdict | None:
     for states, what in (
         (STOPPED, "its process is stopped"),
         (frozenset("D"), "it is in an uninterruptible wait"),
     ):
         found = [e for e in seen if e.process in states or (e.child and states is STOPPED)]
         if found and 2 * len(found) <= max(len(seen), 2):
-            return Blame(
+            return HangVerdict(
                 answer="kill",
                 ranks=_ranks(found),
                 confidence="certain",
@@ -109,7 +109,7 @@ def _by_process(seen: Sequence[RankEvidence]) -> Blame | None:
                 reason=f"{_state(found[0], what)}, in {where(found[0])}",
             )
         if found and states is STOPPED:
-            return Blame(answer="wait", reason=f"{len(found)} of {len(seen)} processes are stopped")
+            return HangVerdict(answer="wait", reason=f"{len(found)} of {len(seen)} processes are stopped")
     return None
 
 
@@ -120,17 +120,17 @@ def _state(one: RankEvidence, what: str) -> str:
     return f"{what} (state {one.process}){detail}"
 
 
-def _by_leaving(evidence: Sequence[RankEvidence]) -> Blame | None:
+def _by_leaving(evidence: Sequence[RankEvidence]) -> HangVerdict | None:
     """Ranks that have left their loops while others are in a block of the step where they stand, or of a later one."""
     inside = [e for e in evidence if not e.left and PLACE.get(e.phase, 0) >= 1]
     left = [e for e in evidence if e.left and e.phase in LEAVING and any(e.step <= i.step for i in inside)]
     if not left or 2 * len(left) > len(left) + len(inside):
         return None
     reason = f"it has left its loop at step {left[0].step}, {_others(len(inside), 'is', 'are')} in {where(inside[0])}"
-    return Blame(answer="kill", ranks=_ranks(left), confidence="certain", reason=reason)
+    return HangVerdict(answer="kill", ranks=_ranks(left), confidence="certain", reason=reason)
 
 
-def _by_skipping(seen: Sequence[RankEvidence]) -> Blame | None:
+def _by_skipping(seen: Sequence[RankEvidence]) -> HangVerdict | None:
     """Ranks that are past the place where others wait in a usual collective of their group, and have not made it."""
     for one in seen:
         stuck = next((c for c in one.collectives if c.under_way and c.number), None)
@@ -143,7 +143,7 @@ def _by_skipping(seen: Sequence[RankEvidence]) -> Blame | None:
                 f"it has left out collective #{stuck.number} of group {stuck.group} ({stuck.what}) and is in "
                 f"{where(odd[0])}, {_others(len(seen) - len(odd), 'waits', 'wait')} in {where(one)}"
             )
-            return Blame(answer="kill", ranks=_ranks(odd), confidence="likely", reason=reason)
+            return HangVerdict(answer="kill", ranks=_ranks(odd), confidence="likely", reason=reason)
     return None
 
 
@@ -156,7 +156,7 @@ def _made(one: RankEvidence, group: str) -> int:
     return max((c.number for c in one.collectives if c.group == group), default=0)
 
 
-def _by_collective(seen: Sequence[RankEvidence]) -> Blame | None:
+def _by_collective(seen: Sequence[RankEvidence]) -> HangVerdict | None:
     """Ranks of one group that make another collective where the others make the next one."""
     made: dict[tuple[str, int], dict[int, str]] = {}
     stuck = {(c.group, c.number) for e in seen for c in e.collectives if c.under_way and c.number}
@@ -173,13 +173,13 @@ def _by_collective(seen: Sequence[RankEvidence]) -> Blame | None:
         where_ = f"collective #{number} of group {group}"
         if 2 * most > len(by_rank):
             reason = f"{where_}: it is in {by_rank[odd[0]]}, {most} others are in {usual}"
-            return Blame(answer="kill", ranks=odd, confidence="likely", reason=reason)
+            return HangVerdict(answer="kill", ranks=odd, confidence="likely", reason=reason)
         each_ = "; ".join(f"rank {rank} is in {what}" for rank, what in sorted(by_rank.items())[:4])
-        return Blame(answer="retry", reason=f"{where_} is not the same everywhere: {each_}")
+        return HangVerdict(answer="retry", reason=f"{where_} is not the same everywhere: {each_}")
     return None
 
 
-def _by_place(seen: Sequence[RankEvidence]) -> Blame | None:
+def _by_place(seen: Sequence[RankEvidence]) -> HangVerdict | None:
     counted = len({e.usual_sequence for e in seen}) == 1
     places = {e.rank: (e.step, PLACE.get(e.phase, 0), e.sequence if counted else 0) for e in seen}
     if len(set(places.values())) < 2:
@@ -200,17 +200,17 @@ def _by_place(seen: Sequence[RankEvidence]) -> Blame | None:
             f"{_others(len(seen) - len(ahead), 'waits', 'wait')} in {where(behind[0])}"
         )
     if len(odd) == 1:
-        return Blame(answer="kill", ranks=_ranks(odd), confidence=sure, reason=reason)
+        return HangVerdict(answer="kill", ranks=_ranks(odd), confidence=sure, reason=reason)
     busy = [e for e in odd if _computes(e)]
     if busy:
-        return Blame(
+        return HangVerdict(
             answer="kill", ranks=_ranks(busy), confidence="likely", reason=f"{reason}, and it computes"
         )
     # One of them holds up the others of its own group, and nothing tells which: a fence frees those that only wait.
-    return Blame(answer="retry", reason=f"one of ranks {', '.join(map(str, _ranks(odd)))}: {reason}")
+    return HangVerdict(answer="retry", reason=f"one of ranks {', '.join(map(str, _ranks(odd)))}: {reason}")
 
 
-def _by_device(seen: Sequence[RankEvidence]) -> Blame | None:
+def _by_device(seen: Sequence[RankEvidence]) -> HangVerdict | None:
     """A device that has not got to a collective that other devices wait in."""
     groups: dict[str, dict[int, DeviceSeen]] = {}
     for one in seen:
@@ -232,19 +232,19 @@ def _by_device(seen: Sequence[RankEvidence]) -> Blame | None:
                 late.setdefault(rank, f"its device has not begun {name}, in which others wait")
     odd = sorted(late.keys() - inside)  # a device that waits in another collective holds up nothing
     if len(odd) == 1 and 2 <= len(seen):
-        return Blame(answer="kill", ranks=tuple(odd), confidence="likely", reason=late[odd[0]])
+        return HangVerdict(answer="kill", ranks=tuple(odd), confidence="likely", reason=late[odd[0]])
     if odd:
-        return Blame(answer="retry", reason=f"one of ranks {', '.join(map(str, odd))}: {late[odd[0]]}")
+        return HangVerdict(answer="retry", reason=f"one of ranks {', '.join(map(str, odd))}: {late[odd[0]]}")
     if inside and len(inside) == len(seen):
-        return Blame(answer="retry", reason=f"the devices of {_count(seen)} are in collectives")
+        return HangVerdict(answer="retry", reason=f"the devices of {_count(seen)} are in collectives")
     return None
 
 
-def _by_work(seen: Sequence[RankEvidence]) -> Blame | None:
+def _by_work(seen: Sequence[RankEvidence]) -> HangVerdict | None:
     busy = [e for e in seen if _computes(e)]
     if busy and 2 * len(busy) <= len(seen):
         reason = f"it computes in {where(busy[0])} ({busy[0].cpu:.0%} of a core) while all others wait there"
-        return Blame(answer="kill", ranks=_ranks(busy), confidence="likely", reason=reason)
+        return HangVerdict(answer="kill", ranks=_ranks(busy), confidence="likely", reason=reason)
     return None
 
 

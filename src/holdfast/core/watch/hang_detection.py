@@ -29,15 +29,15 @@ from holdfast.core.job.membership import Member
 from holdfast.core.job.recovery import Recovery
 from holdfast.core.protocol.health_messages import (
     LAST_LOOK,
+    CollectEvidence,
     Evidence,
-    Gather,
     Late,
-    Moved,
+    ProgressResumed,
     RankEvidence,
     Stalled,
 )
 from holdfast.core.protocol.messages import Field
-from holdfast.core.watch.hang_attribution import PLACE, Blame, blame, where
+from holdfast.core.watch.hang_attribution import PLACE, HangVerdict, blame, where
 
 LINES_MAX = 64
 GATHER_S = 3.0  # an agent answers within this, or is left out
@@ -86,7 +86,7 @@ class Hangs:
             return
         self._late = event
         self._number += 1
-        self.job.send_node(event.node_id, Gather(node_id=event.node_id, number=self._number))
+        self.job.send_node(event.node_id, CollectEvidence(node_id=event.node_id, number=self._number))
         self.job.timer("late", GATHER_S)
 
     def _newcomer(self, event: Late) -> Member | None:
@@ -107,12 +107,12 @@ class Hangs:
             if member.asked:
                 return  # it runs again
             reason = f"its start has made no progress for {one.idle_s:.1f} s, many times what others took"
-            verdict = Blame(answer="kill", ranks=(one.rank,), confidence="likely", reason=reason)
+            verdict = HangVerdict(answer="kill", ranks=(one.rank,), confidence="likely", reason=reason)
         self.job.record("hang", **_fields(verdict, [one]))
         member.hung_at_s = now - one.idle_s
         self.job.kill(member, f"hangs: {verdict.reason}")
 
-    def moved(self, now: float, event: Moved) -> None:
+    def moved(self, now: float, event: ProgressResumed) -> None:
         """One of them moves: nobody hangs."""
         if self._stalled.pop(event.node_id, None) is None:
             return
@@ -144,7 +144,7 @@ class Hangs:
         for one in found.ranks:
             member = self.job.roster.get(one.member_id)
             if member is not None and member.alive and member.kill_reason:
-                verdict = Blame(
+                verdict = HangVerdict(
                     answer="kill", ranks=(member.rank,), confidence="certain", reason=member.kill_reason
                 )
                 self.job.record("hang", **_fields(verdict, [one]))
@@ -175,7 +175,7 @@ class Hangs:
         self._number += 1
         self._evidence = {}
         for node_id in sorted(self.job.roster.nodes):
-            self.job.send_node(node_id, Gather(node_id=node_id, number=self._number))
+            self.job.send_node(node_id, CollectEvidence(node_id=node_id, number=self._number))
         self.job.timer("gather", GATHER_S)
 
     def _forget(self) -> None:
@@ -202,7 +202,7 @@ class Hangs:
             return
         still_s = min((e.idle_s for e in ranks), default=0.0)
         if verdict.answer == "wait" and still_s >= self.job.config.patience_s:
-            verdict = Blame(answer="retry", reason=f"{verdict.reason}, for {still_s:.0f} s")
+            verdict = HangVerdict(answer="retry", reason=f"{verdict.reason}, for {still_s:.0f} s")
         self.job.record("hang", **_fields(verdict, ranks))
         if verdict.answer == "wait":
             self._waits += 1
@@ -235,7 +235,7 @@ class Hangs:
             self.recovery.fault(now, fault)
 
 
-def _fields(verdict: Blame, ranks: Sequence[RankEvidence]) -> dict[str, Field]:
+def _fields(verdict: HangVerdict, ranks: Sequence[RankEvidence]) -> dict[str, Field]:
     return {
         "answer": verdict.answer,
         "ranks": list(verdict.ranks),

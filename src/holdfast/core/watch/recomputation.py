@@ -37,7 +37,7 @@ class Ran(NamedTuple):
     gradients: int
 
 
-class Verdict(NamedTuple):
+class RecomputationVerdict(NamedTuple):
     """What the results say.
 
     Attributes:
@@ -76,7 +76,7 @@ def encode(copy: int, copies: int, ran: Mapping[int, Ran | None]) -> list[int]:
     return vector
 
 
-def read(sums: Sequence[int], copies: int) -> Verdict:
+def read(sums: Sequence[int], copies: int) -> RecomputationVerdict:
     """The verdict of all ranks.
 
     Example:
@@ -116,16 +116,16 @@ def read(sums: Sequence[int], copies: int) -> Verdict:
 
 def _verdict(
     unlike: set[int], wrong: set[int], unclear: set[int], *, waiting: bool, compared: bool
-) -> Verdict:
+) -> RecomputationVerdict:
     if unlike:
-        return Verdict("unlike", tuple(sorted(unlike)))
+        return RecomputationVerdict("unlike", tuple(sorted(unlike)))
     if waiting:
-        return Verdict("ask")
+        return RecomputationVerdict("ask")
     if wrong:
-        return Verdict("wrong", tuple(sorted(wrong)))
+        return RecomputationVerdict("wrong", tuple(sorted(wrong)))
     if unclear:
-        return Verdict("unclear", tuple(sorted(unclear)))
-    return Verdict("agree" if compared else "nothing")
+        return RecomputationVerdict("unclear", tuple(sorted(unclear)))
+    return RecomputationVerdict("agree" if compared else "nothing")
 
 
 def _signed(word: int) -> int:

@@ -59,7 +59,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     look_s: float = 0.1  # how often somebody looks
 
 
-class Reading(NamedTuple):
+class PageReading(NamedTuple):
     """One look at the page of one living worker."""
 
     member_id: MemberId
@@ -106,10 +106,10 @@ class Stall(NamedTuple):
     stopped: bool
 
 
-class _Watch:
+class _WorkerWatch:
     """One worker, as seen from outside."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: PageReading) -> None:
         self.last = reading
         self.idle_s = 0.0
         self.section_s = 0.0  # longest stillness in the section that it is in
@@ -127,7 +127,7 @@ class Progress:
         found = learned or Learned()
         self.limits = limits
         self.stalled = False
-        self._watches: dict[MemberId, _Watch] = {}
+        self._watches: dict[MemberId, _WorkerWatch] = {}
         self._steps = deque(found.steps, maxlen=SAMPLES_MAX)
         # Between collectives, before or without a session.
         self._apart = deque(found.apart, maxlen=SAMPLES_MAX)
@@ -142,7 +142,7 @@ class Progress:
             peaks=dict(self._peaks),
         )
 
-    def look(self, now: float, readings: Sequence[Reading]) -> bool | None:
+    def look(self, now: float, readings: Sequence[PageReading]) -> bool | None:
         """Take one look at all living workers.
 
         Returns:
@@ -165,13 +165,13 @@ class Progress:
         """This worker was there at the last look."""
         return member_id in self._watches
 
-    def _first(self, reading: Reading) -> _Watch:
+    def _first(self, reading: PageReading) -> _WorkerWatch:
         """Nobody saw the start of one that is past it by now: it took no longer than its process is old."""
         kind = _start(reading)
         past = reading.phase is not Phase.STARTING or reading.collectives > 0
         if past and kind not in self._peaks and not is_spare(reading.member_id):
             self._learn(kind, reading.age_s)
-        return _Watch(reading)
+        return _WorkerWatch(reading)
 
     def stalls(self) -> list[Stall]:
         """Every worker's stillness, by member."""
@@ -218,7 +218,7 @@ class Progress:
             if watch.busy
         ]
 
-    def bound_s(self, reading: Reading) -> float:
+    def bound_s(self, reading: PageReading) -> float:
         """How long this worker may be still where it is."""
         limits, phase = self.limits, reading.phase
         known = _kind(reading) in self._peaks
@@ -245,14 +245,14 @@ class Progress:
             return max(self._usual_s(), 10 * limits.floor_s, 3 * peak)
         return max(self._usual_s(), 1.5 * peak)
 
-    def _frozen_s(self, reading: Reading) -> float:
+    def _frozen_s(self, reading: PageReading) -> float:
         """How long a process may be stopped: it compiles nothing and waits for nothing, in its first steps either."""
         if self._steps:
             return self._usual_s()
         told = reading.phase is Phase.STARTING and len(self._apart) >= APART_MIN
         return self._apart_s() if told else 10 * self.limits.floor_s
 
-    def _alone_s(self, reading: Reading) -> float:
+    def _alone_s(self, reading: PageReading) -> float:
         """The same for one that starts while others train. What follows the start of its script is not the same as for
         others: it may have far to go in its data."""
         if reading.stopped:
@@ -282,7 +282,7 @@ class Progress:
             for w, s in zip(holding, bounds_s, strict=True)
         )
 
-    def _parted(self, holding: Sequence[_Watch]) -> list[_Watch]:
+    def _parted(self, holding: Sequence[_WorkerWatch]) -> list[_WorkerWatch]:
         """Where one has left its loop and others are in a block that it will not come to: these, and it. No step takes
         long that never ends."""
         left = [w.last.step for w in self._watches.values() if w.last.left]
@@ -290,7 +290,7 @@ class Progress:
             return []
         return [w for w in holding if w.last.phase in IN_STEP or (w.last.left and w.last.meets)]
 
-    def _see(self, watch: _Watch, reading: Reading, passed_s: float) -> None:
+    def _see(self, watch: _WorkerWatch, reading: PageReading, passed_s: float) -> None:
         last, watch.last = watch.last, reading
         watch.idle_s += passed_s
         if reading.mark == last.mark:
@@ -318,7 +318,7 @@ class Progress:
             for kind in (phase.name for phase in IN_STEP):
                 self._peaks[kind] = self._peaks.get(kind, 0.0) * keep
 
-    def _see_section(self, watch: _Watch, last: Reading, reading: Reading) -> None:
+    def _see_section(self, watch: _WorkerWatch, last: PageReading, reading: PageReading) -> None:
         """One that moves in a section: what is quick in it tells nothing of the rest, so it is learned at its end."""
         watch.section_s = max(watch.section_s, watch.idle_s)
         if reading.phase is Phase.SECTION and reading.section == last.section:
@@ -332,7 +332,7 @@ class Progress:
             self._peaks[kind] = max(idle_s, self._peaks.get(kind, 0.0))
 
 
-def _kind(reading: Reading) -> str:
+def _kind(reading: PageReading) -> str:
     """What a stillness is compared with."""
     if reading.phase is Phase.SECTION:
         return f"section {reading.section}"
@@ -349,5 +349,5 @@ def _kind(reading: Reading) -> str:
     return reading.phase.name
 
 
-def _start(reading: Reading) -> str:
+def _start(reading: PageReading) -> str:
     return "imports" if reading.scratch else "first collective"

@@ -19,7 +19,7 @@ from holdfast.core.ids import NodeId
 from holdfast.core.job.job_state import Job
 from holdfast.core.job.membership import Member
 from holdfast.core.job.recovery import Recovery
-from holdfast.core.protocol.health_messages import Pace, Paced
+from holdfast.core.protocol.health_messages import StepTime, StepTimes
 
 SLOW_RATIO = 1.5
 SLOW_ENDS_RATIO = 1.25
@@ -40,7 +40,7 @@ class Paces:
         """Those that have told something."""
         return tuple(self._told)
 
-    def tell(self, node_id: NodeId, paces: Sequence[Pace]) -> None:
+    def tell(self, node_id: NodeId, paces: Sequence[StepTime]) -> None:
         """What one node says now, in place of what it said before."""
         self.forget(node_id)
         known = [p for p in paces if p.samples >= PACE_SAMPLES_MIN and not isnan(p.busy_s)]
@@ -100,7 +100,7 @@ class Stragglers:
         self._unjudged = 0  # ranks that were told of since the last look
         self._living: list[Member] | None = None  # for whom it is known which nodes count
 
-    def paced(self, event: Paced) -> None:
+    def paced(self, event: StepTimes) -> None:
         """How fast the workers of one node are: name who holds up the others, and when that is over."""
         roster = self.job.roster
         if event.generation != roster.generation:

@@ -25,19 +25,19 @@ from typing import NamedTuple
 
 import msgspec
 
-from holdfast.core.ids import NO_VERSION, Generation, Version
+from holdfast.core.ids import NO_VERSION, Generation, LayoutVersion
 from holdfast.core.protocol.layout_messages import Layout
 from holdfast.core.worker.vote import Ballot, Tally
 
 
-class Telling(NamedTuple):
+class LayoutAnnouncement(NamedTuple):
     """What is to be told to the controller."""
 
-    version: Version
+    version: LayoutVersion
     layout: Layout
 
 
-class Told:
+class LayoutAgreement:
     """See the module.
 
     Attributes:
@@ -52,31 +52,31 @@ class Told:
         self.layout: Layout | None = None
         self._under: Layout | None = None  # what was told under ``version``
 
-    def note(self, layout: Layout, generation: Generation) -> Telling | None:
+    def note(self, layout: Layout, generation: Generation) -> LayoutAnnouncement | None:
         """This rank holds ``layout`` now; None when that was told."""
         if self.layout is None:  # all ranks of a start begin together
-            self.version, self._under = Version(generation, 0), layout
+            self.version, self._under = LayoutVersion(generation, 0), layout
         elif layout == self.layout:
             return None
         self.layout = layout
-        return Telling(self.version if layout == self._under else NO_VERSION, layout)
+        return LayoutAnnouncement(self.version if layout == self._under else NO_VERSION, layout)
 
-    def inherit(self, version: Version, layout: Layout) -> Telling:
+    def inherit(self, version: LayoutVersion, layout: Layout) -> LayoutAnnouncement:
         """A newcomer stands for the one whose seat it takes: with NO_VERSION that one's layout is of none."""
         self.version, self.layout = version, layout
         self._under = None if version == NO_VERSION else layout
-        return Telling(version, layout)
+        return LayoutAnnouncement(version, layout)
 
-    def ballot(self, said: Ballot, generation: Generation, have: Version) -> Ballot:
+    def ballot(self, said: Ballot, generation: Generation, have: LayoutVersion) -> Ballot:
         """The next vote's; ``have`` is the newest version whose catalogue has come."""
         again = self.vote.generation == generation
-        self.vote = Version(generation, self.vote.vote + 1 if again else 1)
+        self.vote = LayoutVersion(generation, self.vote.vote + 1 if again else 1)
         lacks = have < self.version and (said.between or self.version.generation != generation)
         return msgspec.structs.replace(said, moved=lacks or self.layout != self._under)
 
-    def read(self, tally: Tally) -> Telling | None:
+    def read(self, tally: Tally) -> LayoutAnnouncement | None:
         """The vote of the last ballot has ended; None when nothing is to be told."""
         if self.layout is None or not tally.moved:
             return None
         self.version, self._under = self.vote, self.layout
-        return Telling(self.version, self.layout)
+        return LayoutAnnouncement(self.version, self.layout)

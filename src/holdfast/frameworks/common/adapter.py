@@ -397,7 +397,7 @@ class ProvesBlocks(Protocol):
         """What a suspected run used that was made in the one before it, in words, or empty."""
 
 
-class Others(Protocol):
+class ForeignBlocks(Protocol):
     """Blocks of other copies of the model, run in this process without peers.
 
     Attributes:
@@ -426,7 +426,7 @@ class StandsForOthers(Protocol):
     """What an adapter may also be: one whose ranks hold whole copies, and that runs a block of another one of them."""
 
     @property
-    def others(self) -> Others | None:
+    def others(self) -> ForeignBlocks | None:
         """None: each rank holds only a part of a copy."""
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from holdfast.errors import StateError
 from holdfast.store.layouts.layout import Box, RankLayout, Shape, TensorMeta
 from holdfast.store.layouts.replica_digests import Extent
-from holdfast.store.read.load import Target
+from holdfast.store.read.load import LoadTarget
 from holdfast.store.write.writer import TensorSource
 
 DTYPE_NAMES: dict[str, str] = {
@@ -83,10 +83,10 @@ class NumpyState:
             raise StateError(f"tensor {fqn!r}: box {box} is not held here")
         return _bytes(array)
 
-    def targets(self) -> list[Target]:
+    def targets(self) -> list[LoadTarget]:
         """All shards as load targets; the arrays must be writable."""
         return [
-            Target(s.fqn, s.box, DTYPE_NAMES[s.array.dtype.name], _bytes(s.array), s.shape)
+            LoadTarget(s.fqn, s.box, DTYPE_NAMES[s.array.dtype.name], _bytes(s.array), s.shape)
             for s in self.shards
         ]
 

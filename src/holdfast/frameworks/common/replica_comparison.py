@@ -28,14 +28,14 @@ NAMED_MAX = 3
 _WORD_BYTES = 8
 
 
-class Held(NamedTuple):
+class HeldBox(NamedTuple):
     """One box of this rank and its bytes."""
 
     meta: TensorMeta
     data: memoryview
 
 
-class Difference(NamedTuple):
+class ReplicaDifference(NamedTuple):
     """Ranks that hold the same box with other bytes: position of the tensor, ranks, and the size of the box."""
 
     tensor: int
@@ -63,7 +63,7 @@ def require_same_names(total: Sum, rank: int, world_size: int, names: Sequence[s
         )
 
 
-def differences(total: Sum, rank: int, world_size: int, held: Sequence[Held]) -> list[Difference]:
+def differences(total: Sum, rank: int, world_size: int, held: Sequence[HeldBox]) -> list[ReplicaDifference]:
     """The boxes that begin different on ranks that hold them together; the same list on every rank.
 
     Raises:
@@ -73,14 +73,14 @@ def differences(total: Sum, rank: int, world_size: int, held: Sequence[Held]) ->
     row = [number for each in held for number in (box_key(each.meta), _digest(each.data), len(each.data))]
     said = gathered(total, rank, world_size, row).reshape(world_size, len(held), 3)
     return [
-        Difference(index, ranks, int(said[ranks[0], index, 2]))
+        ReplicaDifference(index, ranks, int(said[ranks[0], index, 2]))
         for index in range(len(held))
         for ranks in parts(said[:, index, 0])
         if len(set(said[list(ranks), index, 1].tolist())) > 1
     ]
 
 
-def refuse(held: Sequence[Held], found: Sequence[Difference], hint: str) -> None:
+def refuse(held: Sequence[HeldBox], found: Sequence[ReplicaDifference], hint: str) -> None:
     """Raises: StateError: names what begins different."""
     names = [repr(held[each.tensor].meta.fqn) for each in found[:NAMED_MAX]]
     more = f" and {len(found) - NAMED_MAX} more" if len(found) > NAMED_MAX else ""
@@ -92,7 +92,7 @@ def refuse(held: Sequence[Held], found: Sequence[Difference], hint: str) -> None
 
 
 def broadcast(
-    total: Sum, rank: int, held: Sequence[Held], found: Sequence[Difference]
+    total: Sum, rank: int, held: Sequence[HeldBox], found: Sequence[ReplicaDifference]
 ) -> dict[str, NDArray[np.uint8]]:
     """The bytes of the lowest rank that holds each box, by tensor, for the ranks that hold others."""
     received = {}

@@ -3,7 +3,7 @@
 Theory. Every rank is connected to every other. A sum is done in two exchanges: rank r receives the r-th part of all
 vectors and adds them in the order of the ranks, then everybody fetches the sums; a short vector is sent to all and
 added by each. Both add in the order of the ranks, so the bits do not depend on timing, on what happened before, or on
-which way was taken. Whoever breaks a connection breaks it for all: :meth:`Mesh.poison` shuts every socket down, the
+which way was taken. Whoever breaks a connection breaks it for all: :meth:`TcpGroup.poison` shuts every socket down, the
 peers see the end of the stream, and nobody waits for a vector that will not come. A generation has its own connections;
 both ends of one prove that they read the secrets of the ranks, which travel only over the authenticated channel to the
 agent. Keys come from the secrets of both, as on that channel; between hosts a tag follows each vector (``sealing.py``).
@@ -36,10 +36,10 @@ from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, InternalError, PeerLost, UsageError
 from holdfast.runtime.net.addresses import family_of
 from holdfast.runtime.net.channel import is_local, tune
-from holdfast.runtime.net.connection_limits import ACCEPT_AGAIN_S, BACKLOG, BURST, Strangers
+from holdfast.runtime.net.connection_limits import ACCEPT_AGAIN_S, BACKLOG, BURST, ConnectionLimits
 from holdfast.runtime.node.run_settings import RunSettings
-from holdfast.runtime.worker.worker_client import Client
-from holdfast.sealing import KEY_SIZE_BYTES, TAG_SIZE_BYTES, Keys, Seal, Sealing, same, tag_of
+from holdfast.runtime.worker.worker_client import WorkerClient
+from holdfast.sealing import KEY_SIZE_BYTES, TAG_SIZE_BYTES, ConnectionKeys, FrameSeal, Sealing, same, tag_of
 
 Vector = NDArray[Any]
 
@@ -57,7 +57,7 @@ _HEAD = struct.Struct("!QQB")  # number, length in bytes, type
 _TYPES: tuple[str, ...] = ("float32", "float64", "int64", "float16", "int32")
 
 
-class Place(msgspec.Struct, frozen=True):
+class GroupAddress(msgspec.Struct, frozen=True):
     """Where a rank listens, and the secret that its peers must know."""
 
     host: str
@@ -65,7 +65,7 @@ class Place(msgspec.Struct, frozen=True):
     key: bytes
 
 
-class Mesh:
+class TcpGroup:
     """All ranks of one generation. One thread calls the collectives, any thread may :meth:`poison`.
 
     Args:
@@ -74,7 +74,9 @@ class Mesh:
         host: address of this node.
     """
 
-    def __init__(self, client: Client | None, rank: int, world_size: int, host: str = "127.0.0.1") -> None:
+    def __init__(
+        self, client: WorkerClient | None, rank: int, world_size: int, host: str = "127.0.0.1"
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self.reason = ""
@@ -83,7 +85,7 @@ class Mesh:
         self.on_collective: Callable[[int, str], None] = _ignore_count
         self._client = client
         self._host = host
-        self._peers: dict[int, _Line] = {}
+        self._peers: dict[int, _PeerLine] = {}
         self._number = 0
         self._met = False
 
@@ -114,7 +116,7 @@ class Mesh:
         limit_s = start_limit_s() if timeout_s is None else timeout_s
         key = secrets.token_bytes(KEY_SIZE_BYTES)
         with socket.create_server((self._host, 0), family=family_of(self._host), backlog=BACKLOG) as listener:
-            own = Place(self._host, int(listener.getsockname()[1]), key)
+            own = GroupAddress(self._host, int(listener.getsockname()[1]), key)
             places = meet(self._kv(), f"mesh/{generation}", self.rank, self.world_size, own, limit_s)
             deadline_s = time.monotonic() + max(limit_s, HANDSHAKE_S)
             for rank in range(self.rank):
@@ -147,12 +149,12 @@ class Mesh:
         for peer in peers.values():
             peer.sock.close()
 
-    def _kv(self) -> Client:
+    def _kv(self) -> WorkerClient:
         if self._client is None:
             raise InternalError("several ranks without a control plane")
         return self._client
 
-    def _dial(self, rank: int, place: Place, generation: Generation, key: bytes) -> _Line:
+    def _dial(self, rank: int, place: GroupAddress, generation: Generation, key: bytes) -> _PeerLine:
         attempts = 0
         while True:
             attempts += 1
@@ -165,7 +167,7 @@ class Mesh:
             except OSError as error:
                 self._fail(f"rank {rank} cannot be reached: {error}", GroupError)
 
-    def _greet(self, rank: int, place: Place, generation: Generation, key: bytes) -> _Line:
+    def _greet(self, rank: int, place: GroupAddress, generation: Generation, key: bytes) -> _PeerLine:
         """A connection to ``rank`` on which both have proved that they are members. Raises: OSError."""
         nonce = secrets.token_bytes(KEY_SIZE_BYTES)
         sock = socket.create_connection((place.host, place.port), HANDSHAKE_S)
@@ -176,7 +178,7 @@ class Mesh:
             if not same(proof, keys.server_proof):
                 raise ConnectionRefusedError("the answer does not prove that it is a member")
             sock.sendall(keys.client_proof)
-            return _Line(sock, Seal(keys.from_client), Seal(keys.from_server), is_local(sock))
+            return _PeerLine(sock, FrameSeal(keys.from_client), FrameSeal(keys.from_server), is_local(sock))
         except OSError:
             sock.close()
             raise
@@ -184,7 +186,7 @@ class Mesh:
     def _take_callers(self, listener: socket.socket, meeting: _Meeting, deadline_s: float) -> None:
         """Until all higher ranks are here; strangers are heard beside each other. Raises: GroupError."""
         callers: dict[int, _Caller] = {}
-        strangers: Strangers[_Caller] = Strangers()
+        strangers: ConnectionLimits[_Caller] = ConnectionLimits()
         listener.setblocking(False)
         try:
             while missing := sorted(set(range(self.rank + 1, self.world_size)) - set(self._peers)):
@@ -200,7 +202,7 @@ class Mesh:
         self,
         listener: socket.socket,
         callers: dict[int, _Caller],
-        strangers: Strangers[_Caller],
+        strangers: ConnectionLimits[_Caller],
         meeting: _Meeting,
         wait_s: float,
     ) -> None:
@@ -324,12 +326,12 @@ class Mesh:
         raise kind(reason)
 
 
-class _Line(NamedTuple):
+class _PeerLine(NamedTuple):
     """A connection to a peer, and what is used in each direction of it."""
 
     sock: socket.socket
-    outgoing: Seal
-    incoming: Seal
+    outgoing: FrameSeal
+    incoming: FrameSeal
     local: bool  # both ends are on this host: vectors have no tags
 
 
@@ -350,11 +352,11 @@ class _Caller:
         self.sock = sock
         self.deadline_s = time.monotonic() + HANDSHAKE_S
         self._rank = -1
-        self._keys: Keys | None = None  # once it has said which rank it is
+        self._keys: ConnectionKeys | None = None  # once it has said which rank it is
         self._own = secrets.token_bytes(KEY_SIZE_BYTES)
         self._data = b""
 
-    def hear(self, meeting: _Meeting, here: Container[int]) -> tuple[int, _Line] | None:
+    def hear(self, meeting: _Meeting, here: Container[int]) -> tuple[int, _PeerLine] | None:
         """What has come; rank and line when it is proved. Raises: OSError: closed, or no member that is missing."""
         wanted_bytes = (_HELLO.size if self._keys is None else KEY_SIZE_BYTES) - len(self._data)
         piece = self.sock.recv(wanted_bytes)
@@ -375,14 +377,14 @@ class _Caller:
             return None
         if self._rank in here or not same(data, self._keys.client_proof):
             raise ConnectionRefusedError("it does not prove that it is a member")
-        seals = Seal(self._keys.from_server), Seal(self._keys.from_client)
-        return self._rank, _Line(self.sock, *seals, is_local(self.sock))
+        seals = FrameSeal(self._keys.from_server), FrameSeal(self._keys.from_client)
+        return self._rank, _PeerLine(self.sock, *seals, is_local(self.sock))
 
 
 class _Flow:
     """What still has to go to and come from one peer."""
 
-    def __init__(self, line: _Line, rank: int, number: int, outgoing: Vector, incoming: Vector) -> None:
+    def __init__(self, line: _PeerLine, rank: int, number: int, outgoing: Vector, incoming: Vector) -> None:
         self.rank = rank
         self._sock = line.sock
         self._sealing = None if line.local else line.outgoing.begin_batch(local=False)
@@ -439,8 +441,8 @@ class _Flow:
 
 
 def meet(
-    client: Client, space: str, rank: int, world_size: int, own: Place, limit_s: float
-) -> dict[int, Place]:
+    client: WorkerClient, space: str, rank: int, world_size: int, own: GroupAddress, limit_s: float
+) -> dict[int, GroupAddress]:
     """Publish where this rank listens and wait for all others: their places by rank.
 
     Raises:
@@ -463,7 +465,7 @@ def meet(
             hint=f"read the log of that rank; {START_VARIABLE} gives more seconds",
         )
     return {
-        other: msgspec.json.decode(client.kv("get", (key,)).value, type=Place)
+        other: msgspec.json.decode(client.kv("get", (key,)).value, type=GroupAddress)
         for other, key in enumerate(keys)
     }
 
@@ -489,17 +491,19 @@ def start_limit_s() -> float:
     return limit_s
 
 
-def host_of(client: Client | None) -> str:
+def host_of(client: WorkerClient | None) -> str:
     """The address under which the workers of this node are reached by those of others."""
     if client is None or client.run_dir is None:
         return "127.0.0.1"
     return RunSettings.load(client.run_dir).bind
 
 
-def _keys(generation: Generation, server: tuple[int, bytes, bytes], client: tuple[int, bytes, bytes]) -> Keys:
+def _keys(
+    generation: Generation, server: tuple[int, bytes, bytes], client: tuple[int, bytes, bytes]
+) -> ConnectionKeys:
     """Of one connection; each end is its rank, its secret and its nonce."""
     ranks = f"rank {client[0]} to {server[0]}"
-    return Keys.of(server[1] + client[1], server[2] + client[2], "mesh", str(generation), ranks)
+    return ConnectionKeys.of(server[1] + client[1], server[2] + client[2], "mesh", str(generation), ranks)
 
 
 def _read(sock: socket.socket, size_bytes: int) -> bytes:

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from holdfast.core.ids import NO_GENERATION
 from holdfast.frameworks.common.adapter import Collected, Hooks
 from holdfast.frameworks.common.numpy_state import digest_of
-from holdfast.frameworks.common.replica_comparison import Held, broadcast, differences, refuse
-from holdfast.frameworks.common.tcp_group import Mesh, host_of
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.frameworks.common.replica_comparison import HeldBox, broadcast, differences, refuse
+from holdfast.frameworks.common.tcp_group import TcpGroup, host_of
+from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.store.layouts.replica_digests import Extent
 from holdfast.text import plural
 
@@ -26,7 +26,7 @@ BETWEEN = 1 << 40
 """Steps from here on are seeds of what is drawn between two blocks."""
 
 
-class State(Protocol):
+class AdapterState(Protocol):
     """The state of such an adapter."""
 
     def take_before(self, step: int) -> None:
@@ -45,10 +45,10 @@ class State(Protocol):
         """Set tensors of this rank from their bytes."""
 
 
-Kept = TypeVar("Kept", bound=State)
+Kept = TypeVar("Kept", bound=AdapterState)
 
 
-class Meshed(Generic[Kept]):
+class TcpGroupAdapter(Generic[Kept]):
     """Part of an :class:`holdfast.frameworks.common.adapter.Adapter`.
 
     Args:
@@ -64,22 +64,22 @@ class Meshed(Generic[Kept]):
         self.rank = rank
         self.world_size = world_size
         self._seed = seed
-        self._mesh: Mesh | None = None
+        self._mesh: TcpGroup | None = None
         self._hooks: Hooks | None = None
 
-    def _lines(self) -> Mesh:
+    def _lines(self) -> TcpGroup:
         """Our connections, not met before they are used: the session finds its agent first."""
         if self._mesh is None:
-            client = Client.current()
-            self._mesh = Mesh(client, self.rank, self.world_size, host_of(client))
+            client = WorkerClient.current()
+            self._mesh = TcpGroup(client, self.rank, self.world_size, host_of(client))
         return self._mesh
 
     @property
-    def mesh(self) -> Mesh:
+    def mesh(self) -> TcpGroup:
         """Our connections; meets the other ranks at first use. Raises: GroupError."""
         mesh = self._lines()
         if not mesh.connected:
-            client = Client.current()
+            client = WorkerClient.current()
             mesh.connect(NO_GENERATION if client is None else client.generation)
         return mesh
 
@@ -148,7 +148,7 @@ class Meshed(Generic[Kept]):
         collected = self.state.collect(frozen=False)
         tensors = collected.layout(self.rank, self.world_size).tensors
         held = [
-            Held(meta, collected.view(meta.fqn, meta.box)) for meta in tensors if self.state.owns(meta.fqn)
+            HeldBox(meta, collected.view(meta.fqn, meta.box)) for meta in tensors if self.state.owns(meta.fqn)
         ]
         found = differences(self.mesh.sum, self.rank, self.world_size, held)
         if not found:

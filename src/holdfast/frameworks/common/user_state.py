@@ -31,7 +31,7 @@ Array = NDArray[Any]
 PREFIX = "state."
 
 
-class Tensors(Protocol):
+class UserTensors(Protocol):
     """What a framework has for tensors."""
 
     def owns(self, item: Any) -> bool:
@@ -64,7 +64,7 @@ class Taken(NamedTuple):
 NOTHING_TAKEN = Taken({}, {})
 
 
-class Before(NamedTuple):
+class UserStateBefore(NamedTuple):
     """What a script may have changed since it was given ``step``, or since a loop ended: copies of what was before."""
 
     step: int
@@ -72,10 +72,10 @@ class Before(NamedTuple):
     extras: Taken
 
 
-NOTHING_BEFORE = Before(-2, {}, NOTHING_TAKEN)
+NOTHING_BEFORE = UserStateBefore(-2, {}, NOTHING_TAKEN)
 
 
-class Extras:
+class UserState:
     """The user's own state of one rank.
 
     Args:
@@ -86,7 +86,7 @@ class Extras:
         StateError: something that cannot be saved, by key path and type.
     """
 
-    def __init__(self, items: dict[str, Any], tensors: Tensors) -> None:
+    def __init__(self, items: dict[str, Any], tensors: UserTensors) -> None:
         self._items = items
         self._tensors = tensors
         self.take()

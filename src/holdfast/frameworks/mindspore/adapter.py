@@ -22,14 +22,20 @@ from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, PeerLost, StepError, UnsupportedError, UsageError
 from holdfast.frameworks.common.adapter import Aborted, Feed, Hooks
 from holdfast.frameworks.common.state_tree import Plain
-from holdfast.frameworks.common.tcp_group_adapter import Meshed
+from holdfast.frameworks.common.tcp_group_adapter import TcpGroupAdapter
 from holdfast.frameworks.mindspore.data_position import DataFeed
 from holdfast.frameworks.mindspore.gradient_gate import Gate, Relay
 from holdfast.frameworks.mindspore.gradient_reduction import Reduction
 from holdfast.frameworks.mindspore.gradients_mean import mean_of_gradients
-from holdfast.frameworks.mindspore.state import Collected, MindSporeState, Restore, Slice, assign
+from holdfast.frameworks.mindspore.state import (
+    MindSporeCollected,
+    MindSporeRestore,
+    MindSporeState,
+    Slice,
+    assign,
+)
 from holdfast.runtime.worker.process_place import place_here
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.store.layouts.layout import Catalogue
 
 log = logging.getLogger("holdfast")
@@ -40,7 +46,7 @@ MODES = ("stand_alone", "data_parallel")
 OPTIMIZER = "optimizer"
 
 
-class MindSporeAdapter(Meshed[MindSporeState]):
+class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
     """See :class:`holdfast.frameworks.common.adapter.Adapter`.
 
     Args:
@@ -184,7 +190,7 @@ class MindSporeAdapter(Meshed[MindSporeState]):
 
     # ------------------------------------------------------------------ state
 
-    def collect(self, *, frozen: bool = False, before: int = -1) -> Collected:
+    def collect(self, *, frozen: bool = False, before: int = -1) -> MindSporeCollected:
         """The state now, or at the start of the current step."""
         return self.state.collect(frozen=frozen, before=before)
 
@@ -192,7 +198,7 @@ class MindSporeAdapter(Meshed[MindSporeState]):
         """Of the user's own state: MindSpore's optimizers have all theirs from the start."""
         return self.state.extras.size()
 
-    def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
+    def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> MindSporeRestore:
         """Prepare a load. Raises: CheckpointMismatch."""
         return self.state.restore(catalogue, values)
 
@@ -260,7 +266,7 @@ class MindSporeAdapter(Meshed[MindSporeState]):
 
     # ------------------------------------------------------------------ copies
 
-    def _of_vote(self) -> Collected | None:
+    def _of_vote(self) -> MindSporeCollected | None:
         """The weights of now, and copies of what the graph may have moved since the step began."""
         return self.state.collect(frozen=True) if self._voting else None
 
@@ -285,7 +291,7 @@ class MindSporeAdapter(Meshed[MindSporeState]):
 
     def rehearse(self) -> bool:
         """Once in a newcomer: it compiles its graph and computes its gradients before it meets the others."""
-        client = Client.current()
+        client = WorkerClient.current()
         if client is None or not client.joining or self._rehearsed:
             return False
         self._rehearsed = self._alone = True

@@ -30,7 +30,7 @@ from holdfast.store.backends.location import Place, place_of
 from holdfast.store.layouts.layout import Box, Catalogue, TensorEntry
 from holdfast.store.manage.checkpoint_root import resolve
 from holdfast.store.mindspore.group_info import GroupInfo, encode_group_info
-from holdfast.store.read.load import Opened, Target, load_into, opened
+from holdfast.store.read.load import LoadTarget, Opened, load_into, opened
 
 log = logging.getLogger("holdfast")
 
@@ -199,7 +199,7 @@ def _read(source: Opened, boxes: Mapping[str, Box]) -> dict[str, NDArray[Any]]:
         box = boxes[tensor.fqn]
         array = arrays[tensor.fqn] = np.empty(box.sizes, dtype)
         data = array.reshape(-1).view(np.uint8).data if array.size else memoryview(bytearray(0))
-        targets.append(Target(tensor.fqn, box, tensor.dtype, data, tensor.shape))
+        targets.append(LoadTarget(tensor.fqn, box, tensor.dtype, data, tensor.shape))
     load_into(source, targets, known=[t.fqn for t in catalogue.tensors if t.fqn not in arrays])
     return arrays
 

@@ -46,7 +46,7 @@ class Counted(NamedTuple):
     steps: int
 
 
-class Deal(NamedTuple):
+class SampleDeal(NamedTuple):
     """How the samples of an epoch come to this rank: every ``copies``-th one, ``batch`` at a time.
 
     ``why_not``: the part of the pipeline that deals in a way that is not known here; empty: none.
@@ -62,7 +62,7 @@ class Deal(NamedTuple):
         return self.copies * self.batch
 
     @staticmethod
-    def of(dataset: Any) -> Deal:
+    def of(dataset: Any) -> SampleDeal:
         """Of a pipeline."""
         batch, why_not, node = 0, "", dataset
         while node.children:
@@ -82,7 +82,7 @@ class Deal(NamedTuple):
             why_not = why_not or type(sampler).__name__
         if getattr(sampler, "child_sampler", None) is not None:
             why_not = why_not or "a sampler of a sampler"
-        return Deal(copies, batch or 1, why_not or ("" if known else kind))
+        return SampleDeal(copies, batch or 1, why_not or ("" if known else kind))
 
 
 class DataFeed:
@@ -117,7 +117,7 @@ class DataFeed:
                 "the dataset yields no batch",
                 hint="is it empty, or smaller than one batch with drop_remainder=True?",
             )
-        self._deal = Deal.of(dataset)
+        self._deal = SampleDeal.of(dataset)
         self._world_size = world_size
         self._seeds = (int(ds.config.get_seed()), seed)
         self._busy = busy

@@ -27,7 +27,7 @@ Sum = Callable[[Vector, Sequence[int] | None], Vector]
 """Sums a vector, shape [n], over these ranks (None: all)."""
 
 
-class Share(NamedTuple):
+class SummedShare(NamedTuple):
     """Elements of the vector that are summed over ``ranks``."""
 
     ranks: tuple[int, ...]
@@ -52,7 +52,7 @@ class Reduction:
         self._trained = tuple(trained)
         self._mean = mean
         self._native = native
-        self._shares: tuple[Share, ...] | None = None  # not told yet
+        self._shares: tuple[SummedShare, ...] | None = None  # not told yet
 
     def forget(self) -> None:
         """The ranks are others now: what they hold is told again."""
@@ -98,7 +98,7 @@ class Reduction:
     def _averaged(self, total: Vector, ranks: int) -> Vector:
         return total / np.float32(ranks) if self._mean else total
 
-    def _told(self, total: Sum) -> tuple[Share, ...]:
+    def _told(self, total: Sum) -> tuple[SummedShare, ...]:
         """The shares of this rank: one for each way in which boxes divide the ranks, but for that of whole ones."""
 
         def everywhere(vector: Vector) -> Vector:
@@ -115,6 +115,6 @@ class Reduction:
                 where = divided.setdefault(ranks, np.zeros(int(edges[-1]), np.bool_))
                 where[edges[index] : edges[index + 1]] = True
         return tuple(
-            Share(next(part for part in ranks if self._rank in part), where)
+            SummedShare(next(part for part in ranks if self._rank in part), where)
             for ranks, where in divided.items()
         )

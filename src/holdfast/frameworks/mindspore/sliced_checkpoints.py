@@ -34,7 +34,7 @@ from holdfast.store.backends.durable_files import reading
 from holdfast.store.backends.location import Place, place_of
 from holdfast.store.layouts.box import Box, Shape
 from holdfast.store.layouts.layout import RankLayout, TensorMeta
-from holdfast.store.mindspore.slice_file import SliceFile, Stored, bits_of, read_slice_file
+from holdfast.store.mindspore.slice_file import SliceFile, SliceTensor, bits_of, read_slice_file
 from holdfast.store.mindspore.slices import place
 from holdfast.store.mindspore.strategy import Cut, Strategy, read_strategy
 from holdfast.text import plural, ranges
@@ -66,7 +66,7 @@ class Merged(NamedTuple):
 
     dtype: str
     shape: Shape
-    parts: dict[Box, tuple[Stored, Path]]
+    parts: dict[Box, tuple[SliceTensor, Path]]
 
     def bits(self) -> NDArray[np.generic]:
         """The whole tensor, as unsigned integers."""
@@ -293,7 +293,7 @@ def _merged(name: str, cut: Cut, held: Mapping[int, SliceFile], first_rank: int)
     if len(dtypes) > 1:
         raise ValueError(" and ".join(f"{path} has it as {dtype}" for dtype, path in dtypes.items()))
     placed = place(cut, {rank: stored.shape for rank, stored in slices.items()}, first_rank)
-    parts: dict[Box, tuple[Stored, Path]] = {}
+    parts: dict[Box, tuple[SliceTensor, Path]] = {}
     for box, (first, *copies) in placed.holders.items():
         for rank in copies:
             if not _same(slices[first], slices[rank]):
@@ -304,7 +304,7 @@ def _merged(name: str, cut: Cut, held: Mapping[int, SliceFile], first_rank: int)
     return Merged(next(iter(dtypes)), placed.shape, parts)
 
 
-def _same(one: Stored, other: Stored) -> bool:
+def _same(one: SliceTensor, other: SliceTensor) -> bool:
     return np.array_equal(one.array(), other.array())
 
 

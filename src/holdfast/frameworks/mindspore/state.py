@@ -27,7 +27,13 @@ from numpy.typing import NDArray
 from holdfast.errors import CheckpointMismatch, StateError
 from holdfast.frameworks.common.numpy_state import DTYPE_NAMES, NumpyState, Shard, digests, metas_to_fill
 from holdfast.frameworks.common.state_tree import Plain
-from holdfast.frameworks.common.user_state import NOTHING_BEFORE, NOTHING_TAKEN, Before, Extras, Taken
+from holdfast.frameworks.common.user_state import (
+    NOTHING_BEFORE,
+    NOTHING_TAKEN,
+    Taken,
+    UserState,
+    UserStateBefore,
+)
 from holdfast.store.layouts.layout import Box, Catalogue, RankLayout, Shape, TensorMeta
 
 Array = NDArray[Any]
@@ -50,7 +56,7 @@ class Slice:
         self.offsets = tuple(offsets)
 
 
-class Collected:
+class MindSporeCollected:
     """The state at one moment. Arrays are read from the framework when they are asked for."""
 
     def __init__(self, state: MindSporeState, copies: Mapping[str, Array], extras: Taken) -> None:
@@ -83,7 +89,7 @@ class Collected:
         return digests(self, self.layout(0, 1))
 
 
-class Restore:
+class MindSporeRestore:
     """A load under way: filled arrays first, then the parameters."""
 
     def __init__(self, state: MindSporeState, catalogue: Catalogue, values: Mapping[str, Plain]) -> None:
@@ -126,7 +132,7 @@ class MindSporeState:
         *,
         copy_all: bool,
     ) -> None:
-        self.extras = Extras(extras, Tensors())
+        self.extras = UserState(extras, MindSporeTensors())
         self.buffers: list[Any] = []
         self.trained = tuple(parameter.name for parameter in optimizer.parameters)
         self._parameters: dict[str, Any] = {}
@@ -227,30 +233,30 @@ class MindSporeState:
 
     def take_before(self, step: int) -> None:
         """Copy what the script may change before it enters the block of ``step``."""
-        self._before = Before(step, self._copies_of(self._single), self.extras.take())
+        self._before = UserStateBefore(step, self._copies_of(self._single), self.extras.take())
 
     def _copies_of(self, names: tuple[str, ...]) -> dict[str, Array]:
         return {fqn: self.read(fqn).copy() for fqn in names}
 
-    def collect(self, *, frozen: bool, before: int = -1) -> Collected:
+    def collect(self, *, frozen: bool, before: int = -1) -> MindSporeCollected:
         """The state now, or at the start of the open step; what was copied for the step ``before`` comes first."""
         copies = self._copied if frozen else {}
         if self._before.step == before:
-            return Collected(self, {**copies, **self._before.arrays}, self._before.extras)
-        return Collected(self, copies, self._taken if frozen else self.extras.take())
+            return MindSporeCollected(self, {**copies, **self._before.arrays}, self._before.extras)
+        return MindSporeCollected(self, copies, self._taken if frozen else self.extras.take())
 
-    def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
+    def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> MindSporeRestore:
         """Prepare a load. Raises: CheckpointMismatch: of another framework."""
         if values.get("framework") != "mindspore":
             raise CheckpointMismatch(
                 "the checkpoint was not written by a MindSpore training",
                 hint="holdfast.mindspore.import_checkpoint(...) takes MindSpore's own files",
             )
-        return Restore(self, catalogue, values)
+        return MindSporeRestore(self, catalogue, values)
 
 
-class Tensors:
-    """Parameters and tensors in the user's own state (``frameworks.common.user_state.Tensors``)."""
+class MindSporeTensors:
+    """Parameters and tensors in the user's own state (``frameworks.common.user_state.UserTensors``)."""
 
     def owns(self, item: Any) -> bool:
         """It is one."""

@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 from holdfast.errors import InternalError
-from holdfast.frameworks.common.tcp_group import Place, host_of, meet, start_limit_s
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.frameworks.common.tcp_group import GroupAddress, host_of, meet, start_limit_s
+from holdfast.runtime.worker.worker_client import WorkerClient
 
 MODULES = ("mindspore.communication", "mindspore.communication.management")
 SCHEDULER = "import mindspore; mindspore.set_device('CPU'); mindspore.communication.init()"
@@ -30,7 +30,7 @@ def install() -> None:
         ModuleNotFoundError: MindSpore is not installed.
     """
     global _installed
-    client = Client.current()
+    client = WorkerClient.current()
     if client is None or _installed:
         return
     _installed = True
@@ -46,12 +46,12 @@ def _init(original: Callable[..., Any]) -> Callable[..., Any]:
     """``mindspore.communication.init`` for a worker of ours."""
 
     def init(backend_name: str | None = None) -> None:
-        client = Client.current()
+        client = WorkerClient.current()
         if client is None:
             raise InternalError(
                 "mindspore.communication.init() after the worker's line to its agent was closed"
             )
-        own = Place(host_of(client), 0, b"")
+        own = GroupAddress(host_of(client), 0, b"")
         space = f"mindspore/{client.generation}"
         meet(client, space, client.rank, client.world_size, own, start_limit_s())
         env = _cluster(client)
@@ -69,7 +69,7 @@ def _init(original: Callable[..., Any]) -> Callable[..., Any]:
     return init
 
 
-def _cluster(client: Client) -> dict[str, str]:
+def _cluster(client: WorkerClient) -> dict[str, str]:
     """The variables of one MindSpore worker."""
     return {
         "MS_ROLE": "MS_WORKER",

@@ -20,9 +20,9 @@ from holdfast.core.launch_environment import TF_RANKS
 from holdfast.errors import GroupError, UnsupportedError, UsageError
 from holdfast.frameworks.common.adapter import Feed
 from holdfast.frameworks.common.state_tree import Plain
-from holdfast.frameworks.common.tcp_group_adapter import Meshed
+from holdfast.frameworks.common.tcp_group_adapter import TcpGroupAdapter
 from holdfast.frameworks.tensorflow.data_position import DatasetFeed
-from holdfast.frameworks.tensorflow.state import Collected, Live, Restore, TensorFlowState
+from holdfast.frameworks.tensorflow.state import Live, TensorFlowCollected, TensorFlowRestore, TensorFlowState
 from holdfast.runtime.worker.process_place import place_here
 from holdfast.store.layouts.layout import Catalogue
 
@@ -32,7 +32,7 @@ VERSION_MIN = (2, 16)
 STRATEGIES = ("MultiWorkerMirroredStrategy", "CollectiveAllReduceStrategy")
 
 
-class TensorFlowAdapter(Meshed[TensorFlowState]):
+class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
     """See :class:`holdfast.frameworks.common.adapter.Adapter`. Nothing of TensorFlow's is hooked: the step votes at its end.
 
     Args:
@@ -81,7 +81,7 @@ class TensorFlowAdapter(Meshed[TensorFlowState]):
 
     # ------------------------------------------------------------------ state
 
-    def collect(self, *, frozen: bool = False, before: int = -1) -> Collected:
+    def collect(self, *, frozen: bool = False, before: int = -1) -> TensorFlowCollected:
         """The state now, or at the start of the current step."""
         return self.state.collect(frozen=frozen, before=before)
 
@@ -89,7 +89,7 @@ class TensorFlowAdapter(Meshed[TensorFlowState]):
         """Of the user's own state: the optimizer is built from the start."""
         return self.state.extras.size()
 
-    def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
+    def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> TensorFlowRestore:
         """Prepare a load. Raises: CheckpointMismatch."""
         return self.state.restore(catalogue, values)
 

@@ -23,7 +23,13 @@ from numpy.typing import NDArray
 from holdfast.errors import CheckpointMismatch, StateError
 from holdfast.frameworks.common.numpy_state import DTYPE_NAMES, NumpyState, digests, metas_to_fill
 from holdfast.frameworks.common.state_tree import Plain
-from holdfast.frameworks.common.user_state import NOTHING_BEFORE, NOTHING_TAKEN, Before, Extras, Taken
+from holdfast.frameworks.common.user_state import (
+    NOTHING_BEFORE,
+    NOTHING_TAKEN,
+    Taken,
+    UserState,
+    UserStateBefore,
+)
 from holdfast.store.layouts.layout import Box, Catalogue, RankLayout, TensorMeta
 
 Array = NDArray[Any]
@@ -31,7 +37,7 @@ Array = NDArray[Any]
 OPTIMIZER = "optimizer."
 
 
-class Collected:
+class TensorFlowCollected:
     """The state at one moment."""
 
     def __init__(self, arrays: Mapping[str, Array], extras: Taken) -> None:
@@ -74,7 +80,7 @@ class Live:
         return NumpyState.whole(self._state.copies).layout(rank, world_size)
 
 
-class Restore:
+class TensorFlowRestore:
     """A load under way."""
 
     def __init__(self, state: TensorFlowState, catalogue: Catalogue, values: Mapping[str, Plain]) -> None:
@@ -104,7 +110,7 @@ class TensorFlowState:
     """
 
     def __init__(self, model: Any, optimizer: Any, extras: dict[str, Any]) -> None:
-        self.extras = Extras(extras, Tensors())
+        self.extras = UserState(extras, TensorFlowTensors())
         self._taken = NOTHING_TAKEN
         self._before = NOTHING_BEFORE
         self._variables: dict[str, Any] = {}
@@ -153,14 +159,14 @@ class TensorFlowState:
 
     def take_before(self, step: int) -> None:
         """Copy what the script may change before it enters the block of ``step``."""
-        self._before = Before(step, self.read(self._single), self.extras.take())
+        self._before = UserStateBefore(step, self.read(self._single), self.extras.take())
 
-    def collect(self, *, frozen: bool, before: int = -1) -> Collected:
+    def collect(self, *, frozen: bool, before: int = -1) -> TensorFlowCollected:
         """The state now, or at the start of the open step; what was copied for the step ``before`` comes first."""
         arrays = self.copies if frozen else self.read(self._variables)
         if self._before.step == before:
-            return Collected({**arrays, **self._before.arrays}, self._before.extras)
-        return Collected(arrays, self._taken if frozen else self.extras.take())
+            return TensorFlowCollected({**arrays, **self._before.arrays}, self._before.extras)
+        return TensorFlowCollected(arrays, self._taken if frozen else self.extras.take())
 
     def write(self, arrays: Mapping[str, Array]) -> None:
         """Set variables on this worker."""
@@ -184,15 +190,15 @@ class TensorFlowState:
         """The variables of now, each copied when it is asked for."""
         return Live(self)
 
-    def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
+    def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> TensorFlowRestore:
         """Prepare a load. Raises: CheckpointMismatch: of another framework."""
         if values.get("framework") != "tensorflow":
             raise CheckpointMismatch("the checkpoint was not written by a TensorFlow training")
-        return Restore(self, catalogue, values)
+        return TensorFlowRestore(self, catalogue, values)
 
 
-class Tensors:
-    """Variables and tensors in the user's own state (``frameworks.common.user_state.Tensors``)."""
+class TensorFlowTensors:
+    """Variables and tensors in the user's own state (``frameworks.common.user_state.UserTensors``)."""
 
     def owns(self, item: Any) -> bool:
         """It is one."""

@@ -10,9 +10,9 @@ import importlib.util
 import json
 import os
 
-from holdfast.frameworks.common.tcp_group import Place, host_of, meet, start_limit_s
+from holdfast.frameworks.common.tcp_group import GroupAddress, host_of, meet, start_limit_s
 from holdfast.runtime.node.spawn import free_port
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 
 VARIABLE = "TF_CONFIG"
 
@@ -26,11 +26,11 @@ def install() -> None:
     """
     if importlib.util.find_spec("tensorflow") is None:
         raise ModuleNotFoundError("No module named 'tensorflow'", name="tensorflow")
-    client = Client.current()
+    client = WorkerClient.current()
     if client is None:
         return
     host = host_of(client)
-    own = Place(host, free_port(host), b"")
+    own = GroupAddress(host, free_port(host), b"")
     places = meet(
         client,
         f"tensorflow/{client.generation}",

@@ -22,11 +22,11 @@ from holdfast.frameworks.torch.comm.comm_state import fabric
 from holdfast.frameworks.torch.comm.control_store import control_client
 from holdfast.frameworks.torch.comm.reconfigurable_group import ReconfigurableGroup
 from holdfast.frameworks.torch.data.batch_digest import digest_of_batch
-from holdfast.frameworks.torch.data.position import Feed, make_source
+from holdfast.frameworks.torch.data.position import TorchFeed, make_source
 from holdfast.frameworks.torch.data.tensor_marks import duplicate, mark, share_memory
 from holdfast.frameworks.torch.state.buffer_sync import BufferSync
 from holdfast.frameworks.torch.state.data_parallel import copy_of, sharded_mesh
-from holdfast.frameworks.torch.state.devices import Devices, named_errors
+from holdfast.frameworks.torch.state.devices import StateDevices, named_errors
 from holdfast.frameworks.torch.state.optimizer_state import (
     local_part,
     named_optimizers,
@@ -36,10 +36,10 @@ from holdfast.frameworks.torch.state.optimizer_state import (
 from holdfast.frameworks.torch.state.parameter_names import Models, data_parallel, modules_of
 from holdfast.frameworks.torch.state.rng import reseed, reseed_generators
 from holdfast.frameworks.torch.state.snapshot import Snapshot
-from holdfast.frameworks.torch.state.state import Collected, Restore, TorchState
+from holdfast.frameworks.torch.state.state import TorchCollected, TorchRestore, TorchState
 from holdfast.frameworks.torch.state.tensor_digest import digest_of
-from holdfast.frameworks.torch.state.update_replay import Updates
-from holdfast.frameworks.torch.state.weight_swap import Sample
+from holdfast.frameworks.torch.state.update_replay import UpdateReplay
+from holdfast.frameworks.torch.state.weight_swap import WeightSample
 from holdfast.frameworks.torch.state.wrapper_reset import (
     dividing,
     forget_pass,
@@ -52,9 +52,9 @@ from holdfast.frameworks.torch.state.wrapper_reset import (
 from holdfast.frameworks.torch.state.zero_redundancy import tentative
 from holdfast.frameworks.torch.steps.accelerate_accumulation import Accumulating
 from holdfast.frameworks.torch.steps.block_proof import Suspicion, computed_in, found_by
-from holdfast.frameworks.torch.steps.elastic_accumulation import Parts
-from holdfast.frameworks.torch.steps.gradient_check import Gradients
-from holdfast.frameworks.torch.steps.other_ranks_blocks import Others
+from holdfast.frameworks.torch.steps.elastic_accumulation import ElasticAccumulation
+from holdfast.frameworks.torch.steps.gradient_check import TorchGradients
+from holdfast.frameworks.torch.steps.other_ranks_blocks import OtherRanksBlocks
 from holdfast.frameworks.torch.steps.stale_grads import Leftover
 from holdfast.runtime.node import deferred_rank
 from holdfast.runtime.node.deferred_rank import exempt
@@ -100,10 +100,10 @@ class TorchAdapter:
         optimizers = named_optimizers(optimizer)
         refuse_searching(optimizers, self.world_size)
         self.state = TorchState(model, optimizers, scheduler, scaler, extras)
-        self._devices = Devices(self.state.devices)
+        self._devices = StateDevices(self.state.devices)
         self._snapshot = Snapshot(self.state)
-        self.updates = Updates(self.state, self)
-        self.gradients = Gradients(self.state, self.updates)
+        self.updates = UpdateReplay(self.state, self)
+        self.gradients = TorchGradients(self.state, self.updates)
         modules = [module for _, module in modules_of(model)]
         self._leftover = Leftover(modules, self.state.updated_parameters)
         self._fabric = fabric()
@@ -114,9 +114,9 @@ class TorchAdapter:
         with exempt():
             self.copy = copy_of(model, self.rank, self.world_size)
         self._names = {id(o): name for name, o in optimizers.items()}
-        self._parts = Parts(self.state.names.parameters)
+        self._parts = ElasticAccumulation(self.state.names.parameters)
         self._accumulating = Accumulating()
-        self._sample = Sample(self.state.names.parameters.values())
+        self._sample = WeightSample(self.state.names.parameters.values())
         self._ours = {id(p) for p in self.state.names.parameters.values()}
         self._buffers = {slot.fqn for slot in self.state.names.buffers}
         self.tentative = tentative(optimizers, self.rank)
@@ -130,7 +130,7 @@ class TorchAdapter:
         self._step = 0
         self._computed = False  # an optimizer of ours was about to step in this block
         self._updating = False
-        self._feed: Feed | None = None
+        self._feed: TorchFeed | None = None
         self._suspicion = Suspicion(self.state)
         self._proving: Literal["", "first", "sampled"] = ""
         self._passed = 0  # blocks with an update since the buckets of DDP were reset
@@ -284,7 +284,7 @@ class TorchAdapter:
 
     # ------------------------------------------------------------------ state
 
-    def collect(self, *, frozen: bool = False, before: int = -1) -> Collected:
+    def collect(self, *, frozen: bool = False, before: int = -1) -> TorchCollected:
         """The state now, or at the start of the current step."""
         with named_errors("the state cannot be read"):
             while True:
@@ -304,7 +304,7 @@ class TorchAdapter:
             fqn.startswith("optimizer.") and fqn not in self._buffers
         )
 
-    def digest(self, collected: Collected, parts: Sequence[Extent]) -> int:
+    def digest(self, collected: TorchCollected, parts: Sequence[Extent]) -> int:
         """64-bit digest of parts of the state (``frameworks.common.adapter.ComparesCopies``)."""
         with named_errors("the copies of the state cannot be compared"):
             return digest_of(collected, parts)
@@ -325,7 +325,7 @@ class TorchAdapter:
             return lambda: None
         return lambda: runtime.cudaHostUnregister(pointer)
 
-    def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
+    def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> TorchRestore:
         """Prepare a load. Raises: CheckpointMismatch."""
         return self.state.restore(catalogue, values, (self.rank, self.world_size))
 
@@ -345,11 +345,11 @@ class TorchAdapter:
         """They lie in the same memory."""
         return share_memory(item, tensor)
 
-    def feed(self, loader: Any) -> Feed:
+    def feed(self, loader: Any) -> TorchFeed:
         """Batches of ``loader``. Raises: UsageError."""
         stand_in = deferred_rank.current()
         spare = stand_in is not None and not stand_in.called
-        self._feed = Feed(make_source(loader, self._seed, self.copy.number, spare=spare))
+        self._feed = TorchFeed(make_source(loader, self._seed, self.copy.number, spare=spare))
         return self._feed
 
     # ------------------------------------------------------------------ step
@@ -522,9 +522,9 @@ class TorchAdapter:
         return self.copy.numbers != self.world_size
 
     @property
-    def others(self) -> Others | None:
+    def others(self) -> OtherRanksBlocks | None:
         """Blocks of other ranks, run here (``frameworks.common.adapter.StandsForOthers``)."""
-        return None if self.partial else Others(self._fabric, self.state, self._seed, self.copy)
+        return None if self.partial else OtherRanksBlocks(self._fabric, self.state, self._seed, self.copy)
 
     def found(self) -> Mapping[str, int]:
         """What the block finds."""

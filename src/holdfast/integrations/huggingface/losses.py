@@ -12,7 +12,7 @@ from typing import Any
 SAME_ON_ALL_RANKS = "_total_loss_scalar _globalstep_last_logged _initial_global_step".split()
 
 
-class Losses:
+class ReportedLosses:
     """Of one ``trainer``."""
 
     def __init__(self, trainer: Any) -> None:

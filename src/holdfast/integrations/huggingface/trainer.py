@@ -16,9 +16,9 @@ import transformers
 from transformers.trainer_callback import TrainerCallback
 
 from holdfast.errors import UsageError
-from holdfast.frameworks.torch.data.position import Feed, MapSource
+from holdfast.frameworks.torch.data.position import MapSource, TorchFeed
 from holdfast.integrations.huggingface import position
-from holdfast.integrations.huggingface.losses import Losses
+from holdfast.integrations.huggingface.losses import ReportedLosses
 from holdfast.integrations.huggingface.supported import require_supported
 from holdfast.integrations.session_in_loop import Replay, closing
 
@@ -55,7 +55,7 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
         self._trainer = trainer
         self._arguments = session
         self._replay: Any = None  # a Replay from on_train_begin on
-        self._losses = Losses(trainer)
+        self._losses = ReportedLosses(trainer)
         self._epochs = position.Epochs(trainer)
         self._tokens = position.Tokens(trainer)
 
@@ -69,7 +69,9 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
         if self._replay is not None:
             raise UsageError("train() was called before", hint="one train() per protected Trainer")
         # Rank 0's view for all: the sampler draws for the whole job, and each rank takes its share of that.
-        self._feed = Feed(MapSource(trainer.callback_handler.train_dataloader, self._arguments["seed"], 0))
+        self._feed = TorchFeed(
+            MapSource(trainer.callback_handler.train_dataloader, self._arguments["seed"], 0)
+        )
         outer = trainer.optimizer
         self._replay = replay = Replay(
             model=trainer.model_wrapped, optimizer=getattr(outer, "optimizer", outer),

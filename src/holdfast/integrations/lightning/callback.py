@@ -19,7 +19,7 @@ from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from holdfast.errors import UsageError
 from holdfast.integrations.lightning.once_per_process import keep_decisions, warn_of_loggers
 from holdfast.integrations.lightning.patches import Patches, stand_behind
-from holdfast.integrations.lightning.position import Loader, arrive, go_on, place_of
+from holdfast.integrations.lightning.position import PositionedLoader, arrive, go_on, place_of
 from holdfast.integrations.lightning.supported import require_one_optimizer, require_supported
 from holdfast.integrations.session_in_loop import Replay
 
@@ -78,7 +78,7 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
     def _loader(self, trainer: pl.Trainer, process: Any, loader: Any) -> Any:
         made = process(loader)
         drawn, seed = lambda: self._replay.drawn, self._arguments["seed"]
-        return Loader(made, trainer, seed, drawn) if trainer.training else made
+        return PositionedLoader(made, trainer, seed, drawn) if trainer.training else made
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """An evaluation may take long."""

@@ -25,7 +25,7 @@ from lightning.fabric.loggers import tensorboard as fabric_tensorboard
 from lightning.pytorch.loggers import tensorboard
 
 from holdfast.runtime.node.rundir import write_private
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 
 log = logging.getLogger("holdfast")
 CONFIG_SAVED = "config saved"
@@ -96,7 +96,7 @@ def _read(path: Path | None) -> dict[str, int]:
 
 def keep_decisions() -> None:
     """Let the loggers and callbacks of this process ask what was decided before. Idempotent."""
-    client = Client.current()
+    client = WorkerClient.current()
     rank = int(os.environ.get("RANK", "0"))
     decisions = Decisions(client.run_dir if client is not None else None, rank)
     for owner in (*KNOWN, tensorboard.TensorBoardLogger):

@@ -131,7 +131,7 @@ def _made(value: Any) -> Any:
     return torch.frombuffer(bytearray(value["bytes"]), dtype=dtype).reshape(value["shape"])
 
 
-class Loader:
+class PositionedLoader:
     """The training data from where the loops are, epoch after epoch; of several loaders, one of them."""
 
     def __init__(

@@ -21,10 +21,10 @@ import msgspec
 
 from holdfast.core.agent import Agent
 from holdfast.core.config import AgentConfig
-from holdfast.core.election import Kept
+from holdfast.core.election import HardState
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.job.spares import BuildSpare, Called, CallSpare, is_spare
-from holdfast.core.protocol.health_messages import Gather, ShowRecords
+from holdfast.core.protocol.health_messages import CollectEvidence, ShowRecords
 from holdfast.core.protocol.messages import (
     Ack,
     Command,
@@ -37,7 +37,7 @@ from holdfast.core.protocol.messages import (
     MemberExited,
     MemberStarted,
     RestartController,
-    Resume,
+    ResumeInPlace,
     Send,
     SessionOpened,
     StartMembers,
@@ -48,16 +48,16 @@ from holdfast.core.protocol.peer_messages import JobFormed, PeerMessage
 from holdfast.core.protocol.status_page import Word
 from holdfast.core.watch.hang_attribution import STOPPED
 from holdfast.errors import InternalError, ProtocolError
-from holdfast.event_log import ROOM_WAIT_S, Journal
+from holdfast.event_log import ROOM_WAIT_S, EventLog
 from holdfast.exit_codes import Exit
 from holdfast.runtime.agent.exit_report import READ_WAIT_S, read_death, read_in_time, without_page
-from holdfast.runtime.agent.kv_router import Keys
+from holdfast.runtime.agent.kv_router import KvRouter
 from holdfast.runtime.agent.kv_server import KvServer
-from holdfast.runtime.agent.leader_election import Council, load_kept
-from holdfast.runtime.agent.peer_replication import Buddies
+from holdfast.runtime.agent.leader_election import LeaderElection, load_kept
+from holdfast.runtime.agent.peer_replication import PeerReplication
 from holdfast.runtime.agent.progress_watcher import Watcher
 from holdfast.runtime.agent.shared_root import leave_probe, share_checkpoints
-from holdfast.runtime.agent.shm_cleanup import Remains
+from holdfast.runtime.agent.shm_cleanup import ShmCleanup
 from holdfast.runtime.agent.worker_processes import (
     Processes,
     belongs,
@@ -72,12 +72,12 @@ from holdfast.runtime.net.channel import Channel, Hub
 from holdfast.runtime.net.connection_limits import raise_limit
 from holdfast.runtime.net.driver import Driver, watched
 from holdfast.runtime.net.service_names import agent_of
-from holdfast.runtime.node.event_log_writer import Scribe
+from holdfast.runtime.node.event_log_writer import EventLogWriter
 from holdfast.runtime.node.hang_evidence import sample
 from holdfast.runtime.node.interfaces import with_interfaces
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import PAGE, RunDir, try_lock
-from holdfast.runtime.node.spawn import Order, free_port, log_root, spare_order, worker_env, worker_log
+from holdfast.runtime.node.spawn import SpawnOrder, free_port, log_root, spare_order, worker_env, worker_log
 from holdfast.runtime.node.status_page import each_page
 from holdfast.runtime.rank_table.rewriting import table_of
 from holdfast.wire import MESSAGES, WireMessage
@@ -104,10 +104,10 @@ class AgentDaemon:
         self,
         run: RunDir,
         settings: RunSettings,
-        kept: Kept,
+        kept: HardState,
         kv: KvServer,
-        journal: Scribe,
-        mirror: Scribe,
+        journal: EventLogWriter,
+        mirror: EventLogWriter,
     ) -> None:
         self._run = run
         self._settings = settings
@@ -119,10 +119,10 @@ class AgentDaemon:
         self._askers: deque[Channel[WireMessage]] = deque()  # command lines that wait for an Ack
         self._exited: set[MemberId] = set()
         self._dying: dict[MemberId, MemberExited] = {}  # gone, its last words are still to be read
-        self._remains = Remains(run)
+        self._remains = ShmCleanup(run)
         self._waiting: asyncio.Task[None] | None = None
-        self._buddies: Buddies | None = None
-        self._keys = Keys(self._node_id, kv, self._reply, self._send_peer)
+        self._buddies: PeerReplication | None = None
+        self._keys = KvRouter(self._node_id, kv, self._reply, self._send_peer)
         self._driver = Driver(Agent(agent_config(settings)), self._journal, self._execute)
         journal.fail = mirror.fail = self._driver.fail
         self._procs = Processes(
@@ -141,7 +141,7 @@ class AgentDaemon:
             self._driver.post,
             lambda member_id: self._reply(member_id, ShowRecords(member_id=member_id)),
         )
-        self._council = Council(
+        self._council = LeaderElection(
             run,
             self._settings,
             kept,
@@ -171,7 +171,7 @@ class AgentDaemon:
         """
         settings = with_interfaces(RunSettings.load(run.path))
         writers = (f"agent {settings.node}", "controller")
-        logs = [Scribe(Journal.open(run.journal, who, room_wait_s=ROOM_WAIT_S)) for who in writers]
+        logs = [EventLogWriter(EventLog.open(run.journal, who, room_wait_s=ROOM_WAIT_S)) for who in writers]
         return cls(run, settings, load_kept(run), KvServer.open(run.pages() / "kv.log"), *logs)
 
     async def serve(self) -> int:
@@ -217,7 +217,7 @@ class AgentDaemon:
         peers = self._council.peers
         if peers is None:
             return
-        self._buddies = Buddies(
+        self._buddies = PeerReplication(
             self._node_id,
             self._run.pages(),
             self._run.token(),
@@ -441,7 +441,7 @@ class AgentDaemon:
             if isinstance(message, Ack) and self._askers:
                 self._askers.popleft().send(message)
         else:
-            if isinstance(message, Resume):
+            if isinstance(message, ResumeInPlace):
                 self._keys.live_at(message.kv_node)
                 self._remains.clear(message.generation)
             channel = self._workers.get(MemberId(int(command.to.removeprefix("member:"))))
@@ -467,7 +467,7 @@ class AgentDaemon:
                 self._watcher.look_last(message.member_id, kill, self._driver.fail)
             else:
                 kill()
-        elif isinstance(message, Gather):
+        elif isinstance(message, CollectEvidence):
             self._watcher.gather(message)
         else:
             raise InternalError(f"the agent cannot act on {type(message).__name__}")
@@ -492,13 +492,13 @@ class AgentDaemon:
             if single.assignment.member_id not in self._exited:  # killed while it waited for the writers
                 self._procs.start(single)
 
-    def _orders(self, order: StartMembers) -> list[Order]:
+    def _orders(self, order: StartMembers) -> list[SpawnOrder]:
         port = order.master_port or self._settings.master_port or free_port()
         table = table_of(self._run, self._settings, order)
         if table != (self._settings.rank_table, ""):
             self._journal.append("rank_table", table._asdict())
         return [
-            Order(
+            SpawnOrder(
                 assignment,
                 order.generation,
                 order.world_size,

@@ -21,7 +21,7 @@ from holdfast.core.protocol.messages import (
     Message,
 )
 from holdfast.errors import ProtocolError
-from holdfast.event_log import Log
+from holdfast.event_log import EventSink
 from holdfast.runtime.agent.worker_processes import wait_gone
 from holdfast.runtime.net.channel import Channel, Hub
 from holdfast.runtime.net.driver import watched
@@ -50,7 +50,7 @@ class ControllerLink:
     def __init__(
         self,
         run: RunDir,
-        journal: Log,
+        journal: EventSink,
         post: Callable[[Message], None],
         *,
         silent_s: float,

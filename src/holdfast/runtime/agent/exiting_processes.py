@@ -13,7 +13,7 @@ from collections.abc import Callable
 from holdfast.runtime.node.process_info import END_MOST_S, END_STILL_S, left_of
 
 
-class Fading:
+class ExitingProcesses:
     """Such processes of one node.
 
     Args:

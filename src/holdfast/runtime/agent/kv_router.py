@@ -20,7 +20,7 @@ from holdfast.core.protocol.peer_messages import KvBack, KvForward
 from holdfast.runtime.agent.kv_server import KvServer, Replies
 
 
-class Keys:
+class KvRouter:
     """See the module.
 
     Args:

@@ -61,7 +61,7 @@ class _Key(msgspec.Struct, frozen=True, tag="key"):
     value: bytes
 
 
-class _Place(msgspec.Struct, frozen=True, tag="place"):
+class _KvPlace(msgspec.Struct, frozen=True, tag="place"):
     """A line of the log: which start of all workers the keys belong to, and who serves them."""
 
     attempt: int
@@ -75,7 +75,7 @@ class _Answer(msgspec.Struct, frozen=True, tag="answer"):
     reply: KvReply
 
 
-_Line = _Change | _Key | _Place | _Answer
+_Line = _Change | _Key | _KvPlace | _Answer
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[_Line] = msgspec.msgpack.Decoder(_Line)
 
@@ -165,8 +165,8 @@ class KvServer:
             self._write(self._place)
 
     @property
-    def _place(self) -> _Place:
-        return _Place(self.attempt, self.home)
+    def _place(self) -> _KvPlace:
+        return _KvPlace(self.attempt, self.home)
 
     def _clear(self) -> None:
         os.ftruncate(self._fd, 0)
@@ -188,7 +188,7 @@ class KvServer:
         if len(answers) > ANSWERS_KEPT:
             del answers[next(iter(answers))]
 
-    def _write(self, line: _Change | _Place) -> None:
+    def _write(self, line: _Change | _KvPlace) -> None:
         """Into the log, before it is made; where nothing fits into shared memory the workers are served still."""
         data = frame(_ENCODER.encode(line))
         try:
@@ -220,7 +220,7 @@ class KvServer:
                 self._change(line.who, line.request)
             case _Key():
                 self._store(line.key, line.value)
-            case _Place():
+            case _KvPlace():
                 self.attempt, self.home = line.attempt, line.home
             case _Answer():
                 self._note(line.who, line.reply)

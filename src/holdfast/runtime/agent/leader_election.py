@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from holdfast import event_log as event_log
-from holdfast.core.election import Election, ElectionConfig, Kept
+from holdfast.core.election import Election, ElectionConfig, HardState
 from holdfast.core.ids import NodeId
 from holdfast.core.job.log_replay import SNAPSHOT
 from holdfast.core.job.membership import node_order
@@ -36,23 +36,23 @@ from holdfast.core.protocol.peer_messages import (
     Follow,
     Founded,
     GiveUp,
-    Keep,
     KvBack,
     KvForward,
     LeaderLost,
     PeerHere,
     PeerMessage,
-    StandDown,
+    PersistHardState,
     StartController,
-    WitnessSaid,
+    StepDown,
+    WitnessReply,
 )
 from holdfast.errors import InternalError, StoreError, UsageError
-from holdfast.event_log import Log
+from holdfast.event_log import EventSink
 from holdfast.exit_codes import Exit
 from holdfast.runtime.agent.controller_link import ControllerLink
 from holdfast.runtime.agent.peers import Peers
 from holdfast.runtime.net.driver import Driver, watched
-from holdfast.runtime.node.event_log_writer import Scribe
+from holdfast.runtime.node.event_log_writer import EventLogWriter
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import Endpoint, RunDir, write_private
 from holdfast.store.backends.location import Place, Url, place_of
@@ -65,16 +65,16 @@ POLL_S = 0.05
 CLAIM_SIZE_BYTES_MAX = 1 << 20
 
 
-def load_kept(run: RunDir) -> Kept:
+def load_kept(run: RunDir) -> HardState:
     """What this node has promised in elections.
 
     Raises:
         UsageError: the file is damaged.
     """
     try:
-        return msgspec.json.decode(run.ballot.read_bytes(), type=Kept)
+        return msgspec.json.decode(run.ballot.read_bytes(), type=HardState)
     except FileNotFoundError:
-        return Kept()
+        return HardState()
     except msgspec.MsgspecError as error:
         raise UsageError(f"{run.ballot} is damaged: {error}", hint="start the run again") from error
 
@@ -91,7 +91,7 @@ def line_of(event: event_log.Event) -> tuple[int, int]:
     return int(term), int(number)
 
 
-class Council:
+class LeaderElection:
     """See the module.
 
     Args:
@@ -107,9 +107,9 @@ class Council:
         self,
         run: RunDir,
         settings: RunSettings,
-        kept: Kept,
-        journal: Log,
-        mirror: Scribe,
+        kept: HardState,
+        journal: EventSink,
+        mirror: EventLogWriter,
         post: Callable[[Message], None],
         *,
         on_kv: Callable[[NodeId, KvForward | KvBack], None],
@@ -268,7 +268,7 @@ class Council:
     # ---------------------------------------------------------------- out
 
     def _execute(self, command: Command) -> None:
-        if isinstance(command, Keep):
+        if isinstance(command, PersistHardState):
             self._keep(command)
         elif isinstance(command, Send):
             self._send(command)
@@ -278,7 +278,7 @@ class Council:
             self._link.start(command.term, self._up)
         elif isinstance(command, Follow):
             self._link.follow(command.lead.host, command.lead.port, command.lead.term)
-        elif isinstance(command, StandDown):
+        elif isinstance(command, StepDown):
             self._journal.append("stood_down", {"node": self._me, "reason": command.reason})
             self._link.kill_local()
         elif isinstance(command, GiveUp):
@@ -290,9 +290,9 @@ class Council:
         else:
             raise InternalError(f"an election cannot order {type(command).__name__}")
 
-    def _keep(self, keep: Keep) -> None:
+    def _keep(self, keep: PersistHardState) -> None:
         voters = self._kept.electorate.voters if self._kept.electorate is not None else ()
-        self._kept = Kept(
+        self._kept = HardState(
             term=keep.term, voted_for=keep.voted_for, electorate=keep.electorate, committed=keep.committed
         )
         write_private(self._run.ballot, msgspec.json.encode(self._kept), durable=True)
@@ -319,7 +319,7 @@ class Council:
         witness = place_of(self._settings.witness)
         voters = await asyncio.to_thread(claim_once, witness, self.peers.job, claim)
         self._journal.append("witness_said", {"number": claim.number, "voters": [str(v) for v in voters]})
-        self._driver.post(WitnessSaid(number=claim.number, voters=voters))
+        self._driver.post(WitnessReply(number=claim.number, voters=voters))
 
     def _spawn(self, work: Coroutine[None, None, None]) -> None:
         task = watched(work, self._driver.fail)

@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.core.ids import NodeId
-from holdfast.core.protocol.messages import Held
+from holdfast.core.protocol.messages import HeldStates
 from holdfast.core.protocol.peer_messages import Peer
 from holdfast.core.protocol.status_page import Word
 from holdfast.errors import CheckpointInvalid, ProtocolError, StateError
@@ -50,7 +50,7 @@ ANSWER_S = 5.0
 ROLE = "peer"
 
 
-class Begin(msgspec.Struct, frozen=True, tag=True):
+class ReplicaBegin(msgspec.Struct, frozen=True, tag=True):
     """A state of this rank follows, of a process of ``generation`` (packed)."""
 
     rank: int
@@ -59,7 +59,7 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     generation: int
 
 
-class Bytes(msgspec.Struct, frozen=True, tag=True):
+class ReplicaBytes(msgspec.Struct, frozen=True, tag=True):
     """Bytes of the slot, from ``start``."""
 
     rank: int
@@ -67,7 +67,7 @@ class Bytes(msgspec.Struct, frozen=True, tag=True):
     data: bytes
 
 
-class Mark(msgspec.Struct, frozen=True, tag=True):
+class ReplicaMark(msgspec.Struct, frozen=True, tag=True):
     """All bytes were sent: the marker of the slot."""
 
     rank: int
@@ -75,15 +75,15 @@ class Mark(msgspec.Struct, frozen=True, tag=True):
     data: bytes
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
-    """Bytes of the slot with the state of ``step``; the answer's marker is in ``Mark``, or there is none."""
+class ReplicaRequest(msgspec.Struct, frozen=True, tag=True):
+    """Bytes of the slot with the state of ``step``; the answer's marker is in ``ReplicaMark``, or there is none."""
 
     rank: int
     step: int
     start: int
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class ReplicaAnswer(msgspec.Struct, frozen=True, tag=True):
     """``size_bytes`` is of the slot; 0: refused."""
 
     size_bytes: int = 0
@@ -91,11 +91,11 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
     marker: bytes = b""
 
 
-Talk = Begin | Bytes | Mark | Ask | Answer
+Talk = ReplicaBegin | ReplicaBytes | ReplicaMark | ReplicaRequest | ReplicaAnswer
 _CODEC: Codec[Talk] = Codec(Talk)  # type: ignore[arg-type]  # a union is no type[M]
 
 
-class BuddyServer(AnswerServer[Talk]):
+class ReplicaServer(AnswerServer[Talk]):
     """Takes states of other nodes' ranks, and gives what this node has.
 
     Args:
@@ -117,32 +117,34 @@ class BuddyServer(AnswerServer[Talk]):
             with self._lock:
                 return self._do(message), ()
         except (StateError, CheckpointInvalid, OSError):
-            return Answer(), ()
+            return ReplicaAnswer(), ()
 
     def _do(self, message: Talk) -> Talk:
         match message:
-            case Begin() if message.generation < self._newest.get(message.rank, 0):
-                return Answer()  # of a node that was lost, and is back: another process is this rank now
-            case Begin() if 0 <= message.rank and 0 < message.size_bytes <= SLOT_SIZE_BYTES_MAX:
+            case ReplicaBegin() if message.generation < self._newest.get(message.rank, 0):
+                return (
+                    ReplicaAnswer()
+                )  # of a node that was lost, and is back: another process is this rank now
+            case ReplicaBegin() if 0 <= message.rank and 0 < message.size_bytes <= SLOT_SIZE_BYTES_MAX:
                 self._newest[message.rank] = message.generation
                 self._incoming[message.rank] = Incoming.begin(
                     self._directory, message.rank, message.step, message.size_bytes
                 )
-            case Bytes() if message.rank in self._incoming:
+            case ReplicaBytes() if message.rank in self._incoming:
                 self._incoming[message.rank].write(message.start, message.data)
-            case Mark() if message.rank in self._incoming:
+            case ReplicaMark() if message.rank in self._incoming:
                 self._incoming.pop(message.rank).commit(message.data)
                 with open_kept(self._directory, message.rank, message.step):
                     pass  # verified
                 self._on_held(message.rank)
-            case Ask():
+            case ReplicaRequest():
                 size, marker, data = read_raw(
                     self._directory, message.rank, message.step, message.start, PIECE_SIZE_BYTES
                 )
-                return Answer(size, data, marker)
+                return ReplicaAnswer(size, data, marker)
             case _:
-                return Answer()
-        return Answer(1)
+                return ReplicaAnswer()
+        return ReplicaAnswer(1)
 
 
 def push(
@@ -165,13 +167,13 @@ def push(
         return 0
     try:
         size, marker, data = read_raw(directory, rank, step, 0, PIECE_SIZE_BYTES)
-        good = _asked(line, Begin(rank, step, size, generation)).size_bytes > 0
+        good = _asked(line, ReplicaBegin(rank, step, size, generation)).size_bytes > 0
         start = 0
         while good and data:
-            good = _asked(line, Bytes(rank, start, data)).size_bytes > 0
+            good = _asked(line, ReplicaBytes(rank, start, data)).size_bytes > 0
             start += len(data)
             data = read_raw(directory, rank, step, start, PIECE_SIZE_BYTES)[2]
-        good = good and _asked(line, Mark(rank, step, marker)).size_bytes > 0
+        good = good and _asked(line, ReplicaMark(rank, step, marker)).size_bytes > 0
         return digest_of(marker) if good else 0
     except (OSError, ProtocolError, CheckpointInvalid):
         return 0  # the buddy is gone, or the rank has kept the next states meanwhile
@@ -187,14 +189,14 @@ def pull(directory: Path, rank: int, step: int, peers: Mapping[str, tuple[str, i
         except (OSError, ProtocolError):
             continue
         try:
-            answer = _asked(line, Ask(rank, step, 0))
+            answer = _asked(line, ReplicaRequest(rank, step, 0))
             if not 0 < answer.size_bytes <= SLOT_SIZE_BYTES_MAX:
                 continue
             incoming, start = Incoming.begin(directory, rank, step, answer.size_bytes), 0
             while answer.data:
                 incoming.write(start, answer.data)
                 start += len(answer.data)
-                answer = _asked(line, Ask(rank, step, start))
+                answer = _asked(line, ReplicaRequest(rank, step, start))
             incoming.commit(answer.marker)
             return True
         except (OSError, ProtocolError, CheckpointInvalid, StateError):
@@ -204,15 +206,15 @@ def pull(directory: Path, rank: int, step: int, peers: Mapping[str, tuple[str, i
     return False
 
 
-def _asked(line: BlockingChannel[Talk], question: Talk) -> Answer:
+def _asked(line: BlockingChannel[Talk], question: Talk) -> ReplicaAnswer:
     line.send(question)
     answer = line.receive(ANSWER_S)
-    if not isinstance(answer, Answer):
+    if not isinstance(answer, ReplicaAnswer):
         raise ProtocolError("an agent answers nonsense")
     return answer
 
 
-class Buddies:
+class PeerReplication:
     """An agent's part: gives the states of its ranks away, and keeps those of others.
 
     Args:
@@ -230,7 +232,7 @@ class Buddies:
         token: bytes,
         pages: Callable[[], list[Path]],
         peers: Callable[[], Mapping[NodeId, Peer]],
-        tell: Callable[[Held], None],
+        tell: Callable[[HeldStates], None],
     ) -> None:
         self._me = me
         self._directory = directory
@@ -239,7 +241,7 @@ class Buddies:
         self._peers = peers
         self._tell = tell
         self._loop = asyncio.get_running_loop()
-        self._server = BuddyServer(directory, token, me, self._received)
+        self._server = ReplicaServer(directory, token, me, self._received)
         self._held: dict[str, tuple[int, ...]] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -257,7 +259,7 @@ class Buddies:
 
     def _received(self, rank: int) -> None:
         self._held[str(rank)] = kept_steps(self._directory, rank, whole=True)
-        held = Held(node_id=self._me, ranks=dict(self._held))
+        held = HeldStates(node_id=self._me, ranks=dict(self._held))
         self._loop.call_soon_threadsafe(self._tell, held)
 
     async def _run(self) -> None:

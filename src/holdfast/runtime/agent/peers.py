@@ -24,7 +24,7 @@ from holdfast.core.protocol.peer_messages import (
     PeerRefused,
 )
 from holdfast.errors import AuthError, ProtocolError, UsageError
-from holdfast.event_log import Log
+from holdfast.event_log import EventSink
 from holdfast.runtime.net.addresses import endpoint, family_of, split_endpoint
 from holdfast.runtime.net.channel import Channel, Hub
 from holdfast.runtime.net.driver import watched
@@ -58,7 +58,7 @@ class Peers:
         self,
         run: RunDir,
         settings: RunSettings,
-        journal: Log,
+        journal: EventSink,
         *,
         on_message: Callable[[NodeId, PeerMessage], None],
         on_here: Callable[[NodeId], None],

@@ -20,25 +20,25 @@ from holdfast.core.ids import Generation, MemberId, NodeId
 from holdfast.core.job.spares import is_spare
 from holdfast.core.protocol.health_messages import (
     LAST_LOOK,
+    CollectEvidence,
     CollectiveSeen,
     Evidence,
-    Gather,
     Late,
-    Moved,
-    Pace,
-    Paced,
+    ProgressResumed,
     RankEvidence,
     Stalled,
+    StepTime,
+    StepTimes,
 )
 from holdfast.core.protocol.messages import Message
-from holdfast.core.protocol.status_page import Flag, Phase, Word
-from holdfast.core.watch.activity import Activity, Seen
+from holdfast.core.protocol.status_page import PageFlag, Phase, Word
+from holdfast.core.watch.activity import Activity, WorkerSeen
 from holdfast.core.watch.hang_attribution import STOPPED
-from holdfast.core.watch.stall_detector import Learned, Limits, Progress, Reading
+from holdfast.core.watch.stall_detector import Learned, Limits, PageReading, Progress
 from holdfast.errors import ProtocolError
-from holdfast.runtime.agent.worker_processes import Life
+from holdfast.runtime.agent.worker_processes import WorkerProcess
 from holdfast.runtime.net.driver import watched
-from holdfast.runtime.node.hang_evidence import Finding, find, sample, where
+from holdfast.runtime.node.hang_evidence import ProcessEvidence, find, sample, where
 from holdfast.runtime.node.process_info import age_s, halted, started_with, stopped_children
 from holdfast.runtime.node.rundir import RunDir, write_private
 from holdfast.runtime.node.spawn import FORKS
@@ -73,7 +73,7 @@ class Watcher:
         run: RunDir,
         node_id: NodeId,
         limits: Limits,
-        living: Mapping[MemberId, Life],
+        living: Mapping[MemberId, WorkerProcess],
         post: Callable[[Message], None],
         ask: Callable[[MemberId], bool] | None = None,
     ) -> None:
@@ -129,7 +129,7 @@ class Watcher:
         readings = self._look_at(now, overdue)
         change = self._progress.look(now, readings)
         if change is False:
-            self._post(Moved(node_id=self._node_id, generation=self._generation))
+            self._post(ProgressResumed(node_id=self._node_id, generation=self._generation))
         elif self._progress.stalled and (change or now - self._told_s >= REPEAT_S):
             self._told_s = now
             holding = [s for s in self._progress.stalls() if not s.waits]
@@ -150,11 +150,11 @@ class Watcher:
                 self._post(Late(late.member_id, self._node_id, round(late.idle_s, 3), late.stopped))
         if now - self._paced_s >= PACE_S:
             self._paced_s = now
-            paces = tuple(Pace(*pace) for pace in self._progress.paces())
+            paces = tuple(StepTime(*pace) for pace in self._progress.paces())
             step_s = max(reading.step_s for reading in readings)
             if step_s:
                 here, generation = self._node_id, self._generation
-                self._post(Paced(node_id=here, generation=generation, ranks=paces, step_s=step_s))
+                self._post(StepTimes(node_id=here, generation=generation, ranks=paces, step_s=step_s))
         if self._learned is not None and now - self._kept_s >= KEEP_S:
             self._kept_s = now
             # No directory: the run ends, its pages are gone, and nobody takes over. No room: there may be some later.
@@ -168,7 +168,7 @@ class Watcher:
         active = self._activity.look(
             now,
             [
-                Seen(
+                WorkerSeen(
                     member_id,
                     (page[Word.WORK], *(page[word] for word in MARKS)),
                     bool(page[Word.FENCED]) or not page[Word.DONE],
@@ -185,7 +185,7 @@ class Watcher:
         """Of its own word, or of the process that was started for it and has not come so far."""
         return self._pages[member_id][Word.PID] or self._living[member_id].pid
 
-    def _look_at(self, now: float, overdue: Collection[MemberId]) -> list[Reading]:
+    def _look_at(self, now: float, overdue: Collection[MemberId]) -> list[PageReading]:
         readings = []
         sleeping = set()
         for member_id, page in self._pages.items():
@@ -207,7 +207,7 @@ class Watcher:
             self._children_s, self._children = now, stopped_children(sleeping)
         return readings
 
-    def gather(self, order: Gather) -> None:
+    def gather(self, order: CollectEvidence) -> None:
         """Look at everything, then answer; in the background."""
         if self._gathering is None:
             self._gathering = asyncio.get_running_loop().create_task(self._gather(order))
@@ -246,7 +246,7 @@ class Watcher:
                 except (OSError, ProtocolError):
                     continue  # half-made, or removed at the end of the run
 
-    async def _gather(self, order: Gather) -> None:
+    async def _gather(self, order: CollectEvidence) -> None:
         workers = [
             (member_id, self._pid(member_id), page)
             for member_id, page in sorted(self._pages.items())
@@ -274,7 +274,7 @@ class Watcher:
         place: str,
         member_id: MemberId,
         page: Page,
-        finding: Finding,
+        finding: ProcessEvidence,
         idle_s: float,
         bound_s: float,
         child: int,
@@ -314,13 +314,13 @@ class Watcher:
             for c in found[-COLLECTIVES_TOLD:]
         )
 
-    def _keep(self, place: str, rank: int, finding: Finding) -> str:
+    def _keep(self, place: str, rank: int, finding: ProcessEvidence) -> str:
         """Write the stacks into the run directory; returns the path below it, empty when there are none."""
         if not finding.stacks:
             return ""
         return self._write(place, f"rank-{rank:05d}.txt", finding.stacks)
 
-    def _keep_records(self, place: str, rank: int, finding: Finding) -> str:
+    def _keep_records(self, place: str, rank: int, finding: ProcessEvidence) -> str:
         """The same for what the framework has recorded."""
         if not finding.records.recorders:
             return ""
@@ -345,11 +345,11 @@ def recall(path: Path) -> Learned:
         return Learned()
 
 
-def read(page: Page) -> Reading:
+def read(page: Page) -> PageReading:
     """What progress is judged by."""
     step, phase = page.state()
     flags = page[Word.FLAGS]
-    return Reading(
+    return PageReading(
         member_id=MemberId(page[Word.MEMBER]),
         rank=page[Word.RANK],
         step=step,
@@ -360,9 +360,9 @@ def read(page: Page) -> Reading:
         section=page.section(),
         collectives=page[Word.COLLECTIVES],
         waits=phase is Phase.STARTING and page.flight.waits(),
-        compiling=bool(flags & Flag.COMPILING),
+        compiling=bool(flags & PageFlag.COMPILING),
         due=bool(page[Word.DUE]) and phase in ON_THE_WAY,
-        meets=bool(flags & Flag.MEETS),
-        left=bool(flags & Flag.LEFT),
+        meets=bool(flags & PageFlag.MEETS),
+        left=bool(flags & PageFlag.LEFT),
         done=page[Word.DONE],
     )

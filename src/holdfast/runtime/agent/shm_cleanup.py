@@ -24,7 +24,7 @@ from holdfast.runtime.node.rundir import OWNER, PAGES_PREFIX, SHARED_MEMORY, Run
 YOUNG_S = 60.0  # a directory that was just made may not be held yet
 
 
-class Remains:
+class ShmCleanup:
     """Those of one node."""
 
     def __init__(self, run: RunDir) -> None:

@@ -25,8 +25,8 @@ from holdfast.core.ids import MemberId
 from holdfast.core.job.spares import ANY_RANK
 from holdfast.core.protocol.status_page import Phase, Word
 from holdfast.errors import ProtocolError
-from holdfast.event_log import Log
-from holdfast.runtime.agent.exiting_processes import Fading
+from holdfast.event_log import EventSink
+from holdfast.runtime.agent.exiting_processes import ExitingProcesses
 from holdfast.runtime.net.channel import Channel, Hub
 from holdfast.runtime.net.driver import watched
 from holdfast.runtime.net.service_names import zygote_of
@@ -40,11 +40,11 @@ from holdfast.runtime.node.spawn import (
     QUIET_DEVICES,
     ZYGOTE_MESSAGES,
     Exited,
-    Order,
     Preloaded,
     Quit,
     Spawn,
     Spawned,
+    SpawnOrder,
     ZygoteMessage,
     open_worker_log,
     worker_env,
@@ -63,7 +63,7 @@ NO_ROOM_CODE = os.EX_CANTCREAT  # of a worker for which there is no shared memor
 WRITER_MODULE = b"holdfast.store.write.writer_process"
 
 
-class Life:
+class WorkerProcess:
     """One member's process."""
 
     def __init__(
@@ -92,14 +92,14 @@ class Processes:
         self,
         run: RunDir,
         settings: RunSettings,
-        journal: Log,
+        journal: EventSink,
         *,
         on_started: Callable[[MemberId, int], None],
         on_exited: Callable[[MemberId, int, int | None, int | None, int], None],
         fail: Callable[[BaseException], None],
     ) -> None:
-        self.living: dict[MemberId, Life] = {}
-        self.fading = Fading(self._start_waiting)
+        self.living: dict[MemberId, WorkerProcess] = {}
+        self.fading = ExitingProcesses(self._start_waiting)
         self._run = run
         self._settings = settings
         self._journal = journal
@@ -107,8 +107,8 @@ class Processes:
         self._on_exited = on_exited
         self._fail = fail
         # Spawn sent, no answer yet; None: it was killed meanwhile, or has said hello itself.
-        self._asked: dict[MemberId, Order | None] = {}
-        self._waiting: list[Order] = []  # for the zygote
+        self._asked: dict[MemberId, SpawnOrder | None] = {}
+        self._waiting: list[SpawnOrder] = []  # for the zygote
         self._zygote: Channel[ZygoteMessage] | None = None
         self._zygote_process: subprocess.Popen[bytes] | None = None
         self._zygote_pid = 0
@@ -290,7 +290,7 @@ class Processes:
 
     # ------------------------------------------------------------ members
 
-    def start(self, order: Order) -> None:
+    def start(self, order: SpawnOrder) -> None:
         """Start one worker; its page exists before it does. Repeated orders are harmless.
 
         Raises:
@@ -323,7 +323,7 @@ class Processes:
             self._waiting.append(order)
             self.want_zygote()
 
-    def _exec(self, order: Order) -> None:
+    def _exec(self, order: SpawnOrder) -> None:
         """Start one worker without the zygote."""
         settings = self._settings
         argv = [self._python(), "-m", "holdfast.runtime.worker.entry", ROOM]
@@ -348,7 +348,7 @@ class Processes:
             os.close(fd)
         self.adopt(order.assignment.member_id, child.pid, child)
 
-    def _not_started(self, order: Order, what: str, error: OSError, code: int) -> None:
+    def _not_started(self, order: SpawnOrder, what: str, error: OSError, code: int) -> None:
         """This member failed: its log says why, and the recovery and its budget decide about another one."""
         with os.fdopen(open_worker_log(self._run, self._settings, order), "a") as log:
             log.write(f"holdfast: {what}: {error.strerror}\n")
@@ -359,7 +359,7 @@ class Processes:
         """Watch a process that exists (or just ended)."""
         if member_id in self.living:
             return
-        life = self.living[member_id] = Life(member_id, pid, pidfd(pid), child)
+        life = self.living[member_id] = WorkerProcess(member_id, pid, pidfd(pid), child)
         if member_id in self._asked:
             self._asked[member_id] = None
         self._on_started(member_id, pid)
@@ -384,7 +384,7 @@ class Processes:
         with contextlib.suppress(FileNotFoundError):  # its page is gone already: the run ends
             listen(self._run.page_path(member_id), told)
 
-    def call(self, spare: MemberId, order: Order) -> None:
+    def call(self, spare: MemberId, order: SpawnOrder) -> None:
         """Let a living spare be the member of ``order``: its page and its process get the member's name."""
         life = self.living.pop(spare)
         seat = order.assignment
@@ -457,7 +457,7 @@ class Processes:
     def _python(self) -> str:
         return self._settings.python or sys.executable
 
-    def _ends(self, life: Life) -> None:
+    def _ends(self, life: WorkerProcess) -> None:
         """The main thread lets go of its lock: when it was killed or failed, that is all the others need to know."""
         code = ending(life.pid)
         if code is None or life.died_ns or self.living.get(life.member_id) is not life:
@@ -468,7 +468,7 @@ class Processes:
         self._gone(life)  # told first: the others wait for this word
         kill_group(life.pid)
 
-    def _died(self, life: Life) -> None:
+    def _died(self, life: WorkerProcess) -> None:
         loop = asyncio.get_running_loop()
         if life.pidfd >= 0:
             loop.remove_reader(life.pidfd)
@@ -486,7 +486,7 @@ class Processes:
         else:
             loop.call_later(STATUS_WAIT_S, self._gone, life)
 
-    def _gone(self, life: Life) -> None:
+    def _gone(self, life: WorkerProcess) -> None:
         if self.living.get(life.member_id) is not life:
             return
         del self.living[life.member_id]
@@ -527,7 +527,7 @@ async def wait_gone(pid: int, timeout_s: float) -> None:
         os.close(fd)
 
 
-def _signal(life: Life, number: signal.Signals) -> None:
+def _signal(life: WorkerProcess, number: signal.Signals) -> None:
     try:
         signal.pidfd_send_signal(life.pidfd, number)
     except ProcessLookupError:

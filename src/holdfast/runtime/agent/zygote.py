@@ -33,7 +33,7 @@ from holdfast.runtime.net.connection_limits import (
     BACKLOG,
     BURST,
     HANDSHAKE_TIMEOUT_S,
-    Strangers,
+    ConnectionLimits,
     raise_limit,
 )
 from holdfast.runtime.net.service_names import zygote_of
@@ -63,7 +63,7 @@ DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/davinci")
 """Files that the initialisation of a device's driver opens: CUDA, ROCm, Ascend. Asking NVML opens other ones."""
 
 
-class _Peer:
+class _AgentPeer:
     """One connection; only an authenticated agent is listened to."""
 
     def __init__(self, sock: socket.socket, token: bytes, service: str, refused: Counter[str]) -> None:
@@ -107,10 +107,10 @@ class Zygote:
         self._token = token
         self._preloaded = preloaded
         self._listener = listener
-        self._peers: dict[int, _Peer] = {}
-        self._strangers: Strangers[_Peer] = Strangers()
+        self._peers: dict[int, _AgentPeer] = {}
+        self._strangers: ConnectionLimits[_AgentPeer] = ConnectionLimits()
         self._accepts_at_s = 0.0
-        self._agent: _Peer | None = None
+        self._agent: _AgentPeer | None = None
         self._living: dict[int, Spawned] = {}  # by pid
         self._ended: list[Exited] = []
         self._refused: Counter[str] = Counter()
@@ -165,7 +165,7 @@ class Zygote:
                 self._drop(stranger)
 
     def _greet(self, sock: socket.socket) -> None:
-        peer = _Peer(sock, self._token, self._service, self._refused)
+        peer = _AgentPeer(sock, self._token, self._service, self._refused)
         self._peers[sock.fileno()] = peer
         for stranger in self._strangers.admit(peer, sock.fileno()):
             self._drop(stranger)
@@ -186,20 +186,20 @@ class Zygote:
             while os.read(self._wake, 4096):
                 pass
 
-    def _try(self, peer: _Peer, action: Callable[[], None]) -> None:
+    def _try(self, peer: _AgentPeer, action: Callable[[], None]) -> None:
         try:
             action()
         except (OSError, ProtocolError):
             self._drop(peer)
 
-    def _drop(self, peer: _Peer) -> None:
+    def _drop(self, peer: _AgentPeer) -> None:
         self._peers.pop(peer.sock.fileno(), None)
         self._strangers.release(peer)
         peer.sock.close()
         if self._agent is peer:
             self._agent = None
 
-    def _read(self, peer: _Peer) -> Spawn | None:
+    def _read(self, peer: _AgentPeer) -> Spawn | None:
         """Handle what the peer sent; the Spawn of this process when it is the forked child."""
         was_open = peer.link.open
         try:
@@ -217,7 +217,7 @@ class Zygote:
                 return message
         return None
 
-    def _welcome(self, peer: _Peer) -> None:
+    def _welcome(self, peer: _AgentPeer) -> None:
         """The newest agent is the agent; it hears what it may have missed."""
         self._agent = peer
         self._tell(self._preloaded)

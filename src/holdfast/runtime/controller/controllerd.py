@@ -21,7 +21,7 @@ from holdfast import event_log as event_log
 from holdfast.core.config import Config
 from holdfast.core.controller import Controller
 from holdfast.core.ids import MemberId, NodeId
-from holdfast.core.job.log_replay import SNAPSHOT, Past
+from holdfast.core.job.log_replay import SNAPSHOT, ReplayedState
 from holdfast.core.protocol.layout_messages import Layouts
 from holdfast.core.protocol.messages import (
     AgentBeat,
@@ -31,17 +31,17 @@ from holdfast.core.protocol.messages import (
     ControllerBeat,
     Field,
     Finish,
+    LogRecord,
     MemberExited,
     Mirror,
     MirrorFrom,
-    Record,
     Send,
     Settled,
     StartMembers,
 )
-from holdfast.core.protocol.peer_messages import StandDown
+from holdfast.core.protocol.peer_messages import StepDown
 from holdfast.errors import InternalError, StateError
-from holdfast.event_log import Event, Journal, Said
+from holdfast.event_log import Event, EventLog, Said
 from holdfast.exit_codes import Exit
 from holdfast.runtime.agent.leader_election import line_of, load_kept
 from holdfast.runtime.agent.shared_root import is_there
@@ -104,13 +104,15 @@ def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alon
     return msgspec.structs.replace(config, beat_s=BEAT_S, lost_s=NODE_LOST_S, adoption_s=NODE_ADOPTION_S)
 
 
-class ControllerLog(Journal):
+class ControllerLog(EventLog):
     """The controller's log. Now and then all that a successor has to know of it becomes one line: nobody reads more.
 
     With several nodes each line has a number, and ``on_line`` sees it before the caller goes on.
     """
 
-    def begin(self, past: Past, lines: int, term: int, on_line: Callable[[Mirror], None] | None) -> None:
+    def begin(
+        self, past: ReplayedState, lines: int, term: int, on_line: Callable[[Mirror], None] | None
+    ) -> None:
         """Go on behind ``past``, which lies in so many lines."""
         self._past, self._since = past, lines
         self._term, self._count, self._on_line = term, 0, on_line
@@ -120,7 +122,7 @@ class ControllerLog(Journal):
     ) -> Event:
         """Write one line, then show it."""
         event = self._show(kind, data, durable, said)
-        self._past = self._past.after(Record(kind=kind, data=dict(data)))
+        self._past = self._past.after(LogRecord(kind=kind, data=dict(data)))
         self._since += 1
         if self._since >= SNAPSHOT_LINES:
             self._since = 0
@@ -160,7 +162,7 @@ class ControllerDaemon:
         self._lines: list[Mirror] = []  # all that earlier controllers and this one have written
         self._mirrors: set[Channel[WireMessage]] = set()
         self._offsets_ns: dict[NodeId, int] = {}  # our clock minus that of the node
-        self._log: Journal | None = None
+        self._log: EventLog | None = None
         self._probing: asyncio.Task[None] | None = None
         self._nodes: dict[NodeId, Channel[WireMessage]] = {}
         self._homes: dict[MemberId, NodeId] = {}
@@ -214,16 +216,16 @@ class ControllerDaemon:
         self._run.remove_endpoint("controller")
         log.close()
 
-    def _open_log(self) -> tuple[ControllerLog, Past]:
+    def _open_log(self) -> tuple[ControllerLog, ReplayedState]:
         """The log, and what earlier controllers wrote, as times of this machine's clock."""
         wall_s, mono_s = time.time(), time.monotonic()
-        past, lines = Past(), 0
+        past, lines = ReplayedState(), 0
         for event in event_log.read_since(self._run.journal, SNAPSHOT):
             if event.who != "controller":
                 continue
             at_s = in_time_of(event, wall_s, mono_s)
             at = {"read_s" if event.kind == SNAPSHOT else "at_s": at_s} if "at_s" in event.data else {}
-            past, lines = past.after(Record(kind=event.kind, data={**event.data, **at})), lines + 1
+            past, lines = past.after(LogRecord(kind=event.kind, data={**event.data, **at})), lines + 1
             term, number = line_of(event)
             if term:
                 data = msgspec.json.encode(event.data)
@@ -326,7 +328,7 @@ class ControllerDaemon:
                 self._driver.post(AgentGone(node_id=node_id))
 
     def _execute(self, command: Command) -> None:
-        if isinstance(command, Finish | StandDown):
+        if isinstance(command, Finish | StepDown):
             self._ended.set_result(None)
         elif isinstance(command, Send):
             self._send(command)

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 from holdfast.errors import ProtocolError
 from holdfast.runtime.net.addresses import is_loopback
-from holdfast.runtime.net.connection_limits import BACKLOG, BURST, HANDSHAKE_TIMEOUT_S, Strangers
+from holdfast.runtime.net.connection_limits import BACKLOG, BURST, HANDSHAKE_TIMEOUT_S, ConnectionLimits
 from holdfast.sealing import TAG_SIZE_BYTES, same, tag_of
 from holdfast.wire import NONCE_SIZE_BYTES, PREFIX_SIZE_BYTES, Codec, Link
 
@@ -69,7 +69,7 @@ class Hub(Generic[M]):
         self.on_close = on_close
         self.refused: Counter[str] = Counter()
         self.channels: set[Channel[M]] = set()
-        self.strangers: Strangers[Channel[M]] = Strangers()
+        self.strangers: ConnectionLimits[Channel[M]] = ConnectionLimits()
 
     async def listen(
         self, service: str, host: str = "127.0.0.1", port: int = 0

@@ -45,7 +45,7 @@ def is_accept(context: dict[str, Any]) -> bool:
     return isinstance(context.get("exception"), OSError) and "accept" in str(context.get("message"))
 
 
-class Strangers(Generic[S]):
+class ConnectionLimits(Generic[S]):
     """The strangers of one listener, oldest first. Any thread may call.
 
     Args:

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
-from holdfast.core.protocol.messages import CancelTimer, Command, Message, Record, SetTimer, Tick
+from holdfast.core.protocol.messages import CancelTimer, Command, LogRecord, Message, SetTimer, Tick
 from holdfast.errors import InternalError
-from holdfast.event_log import Log
+from holdfast.event_log import EventSink
 from holdfast.runtime.net.connection_limits import is_accept
 
 log = logging.getLogger("holdfast")
@@ -58,7 +58,7 @@ class Driver:
     def __init__(
         self,
         machine: Machine,
-        journal: Log,
+        journal: EventSink,
         execute: Callable[[Command], None],
         sync: Callable[[], None] | None = None,
     ) -> None:
@@ -127,8 +127,8 @@ class Driver:
 
     def _step(self, now: float, event: Message | None) -> None:
         commands = self.machine.start(now) if event is None else self.machine.handle(now, event)
-        records = [command for command in commands if isinstance(command, Record)]
-        durable = any(not isinstance(command, Record | SetTimer | CancelTimer) for command in commands)
+        records = [command for command in commands if isinstance(command, LogRecord)]
+        durable = any(not isinstance(command, LogRecord | SetTimer | CancelTimer) for command in commands)
         beside = durable and bool(records) and self._sync is not None
         for index, record in enumerate(records):
             last = index == len(records) - 1
@@ -160,7 +160,7 @@ class Driver:
                 self._set_timer(command.name, command.delay_s)
             elif isinstance(command, CancelTimer):
                 self._cancel_timer(command.name)
-            elif not isinstance(command, Record):
+            elif not isinstance(command, LogRecord):
                 self._execute(command)
 
     def _set_timer(self, name: str, delay_s: float) -> None:

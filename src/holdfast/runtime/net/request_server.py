@@ -18,7 +18,12 @@ from typing import Generic, TypeVar
 from holdfast.errors import ProtocolError
 from holdfast.runtime.net.addresses import family_of
 from holdfast.runtime.net.channel import RECEIVE_SIZE_BYTES, is_local, tune
-from holdfast.runtime.net.connection_limits import ACCEPT_AGAIN_S, BACKLOG, HANDSHAKE_TIMEOUT_S, Strangers
+from holdfast.runtime.net.connection_limits import (
+    ACCEPT_AGAIN_S,
+    BACKLOG,
+    HANDSHAKE_TIMEOUT_S,
+    ConnectionLimits,
+)
 from holdfast.sealing import tag_of
 from holdfast.wire import NONCE_SIZE_BYTES, Codec, Link
 
@@ -46,7 +51,7 @@ class AnswerServer(ABC, Generic[M]):
         self._closing = threading.Event()
         self._lines_lock = threading.Lock()
         self._lines: set[socket.socket] = set()
-        self._strangers: Strangers[socket.socket] = Strangers(STRANGERS_MAX)
+        self._strangers: ConnectionLimits[socket.socket] = ConnectionLimits(STRANGERS_MAX)
 
     @abstractmethod
     def _answer(self, message: M) -> tuple[M, Sequence[memoryview]]:

@@ -25,7 +25,7 @@ ASKED = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "RANK_ID", "
 """Environment variables that tell a process its place."""
 
 
-class StandIn:
+class DeferredRank:
     """See the module. ``waits(ready)`` tells the agent that this process waits to be called."""
 
     def __init__(self, fixed: bool, waits: Callable[[bool], None]) -> None:
@@ -118,7 +118,7 @@ class StandIn:
 class _Environment(os._Environ[str]):
     """``os.environ`` of a spare: some variables are asked for."""
 
-    stand_in: StandIn | None = None
+    stand_in: DeferredRank | None = None
 
     def __getitem__(self, key: Any) -> str:
         if key in ASKED and self.stand_in is not None:
@@ -132,15 +132,15 @@ def exempt() -> AbstractContextManager[None]:
     return nullcontext() if found is None else found.exempt()
 
 
-_current: StandIn | None = None
+_current: DeferredRank | None = None
 
 
-def current() -> StandIn | None:
+def current() -> DeferredRank | None:
     """The stand-in of this process; None in one that was started as a member."""
     return _current
 
 
-def use(stand_in: StandIn) -> None:
+def use(stand_in: DeferredRank) -> None:
     """Make it this process's."""
     global _current
     _current = stand_in

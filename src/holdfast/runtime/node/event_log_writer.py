@@ -24,17 +24,17 @@ from typing import NamedTuple
 
 from holdfast.core.protocol.messages import Field
 from holdfast.errors import ProtocolError
-from holdfast.event_log import Journal, Said
+from holdfast.event_log import EventLog, Said
 
 
-class _Line(NamedTuple):
+class _QueuedLine(NamedTuple):
     kind: str
     data: dict[str, Field]
     durable: bool
     said: Said
 
 
-class Scribe:
+class EventLogWriter:
     """Beside the running event loop.
 
     Args:
@@ -44,18 +44,18 @@ class Scribe:
         fail: gets the error, in the loop; what is appended afterwards is dropped.
     """
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal: EventLog) -> None:
         self.fail: Callable[[BaseException], None] = lambda error: None
         self._journal = journal
         self._loop = asyncio.get_running_loop()
-        self._lines: queue.SimpleQueue[_Line | threading.Event | None] = queue.SimpleQueue()
+        self._lines: queue.SimpleQueue[_QueuedLine | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="holdfast-scribe", daemon=True)
         self._thread.start()
 
     def append(self, kind: str, data: Mapping[str, Field], *, durable: bool = False) -> None:
         """Write one event soon; with ``durable`` it goes to the disk at once."""
         said = Said(time.time(), time.monotonic())
-        self._lines.put(_Line(kind, dict(data), durable, said))
+        self._lines.put(_QueuedLine(kind, dict(data), durable, said))
 
     def flush(self) -> None:
         """Wait until all lines are written, or cannot be."""

@@ -32,7 +32,7 @@ import msgspec
 
 from holdfast.core.ids import MemberId
 from holdfast.core.protocol.health_messages import Records
-from holdfast.core.protocol.status_page import Flag, Word
+from holdfast.core.protocol.status_page import PageFlag, Word
 from holdfast.runtime.node.rundir import RunDir, open_log, write_private
 from holdfast.runtime.node.status_page import Page
 
@@ -54,7 +54,7 @@ _TGKILL = {"x86_64": 234, "aarch64": 131}.get(
 _open_files: list[TextIO] = []  # faulthandler keeps the descriptor only
 
 
-class Sample(NamedTuple):
+class ProcessSample(NamedTuple):
     """One look at a process: the letter of its state, CPU seconds of its main thread, its kernel wait."""
 
     process: str
@@ -63,7 +63,7 @@ class Sample(NamedTuple):
     at_s: float
 
 
-class Finding(NamedTuple):
+class ProcessEvidence(NamedTuple):
     """What was found about one process."""
 
     process: str
@@ -85,7 +85,7 @@ def offer_stacks(path: Path, page: Page) -> None:
         signal.signal(STACKS_SIGNAL, lambda signum, frame: _write_others(file.fileno()))
     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=False, chain=True)
     atexit.register(_stop_offering)
-    page[Word.FLAGS] |= Flag.STACKS
+    page[Word.FLAGS] |= PageFlag.STACKS
 
 
 def _stop_offering() -> None:
@@ -127,18 +127,20 @@ def records_path(run: RunDir, member_id: MemberId) -> Path:
     return run.pages() / f"records-{member_id}"
 
 
-def sample(pid: int) -> Sample:
+def sample(pid: int) -> ProcessSample:
     """Look at a process; an empty state when it is gone."""
     base = Path(f"/proc/{pid}/task/{pid}")
     try:
         fields = (base / "stat").read_text().rpartition(")")[2].split()
         wchan = (base / "wchan").read_text().strip()
     except OSError:
-        return Sample("", 0.0, "", time.monotonic())
-    return Sample(fields[0], (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS, wchan, time.monotonic())
+        return ProcessSample("", 0.0, "", time.monotonic())
+    return ProcessSample(
+        fields[0], (int(fields[11]) + int(fields[12])) / _CLOCK_TICKS, wchan, time.monotonic()
+    )
 
 
-def compare(first: Sample, second: Sample) -> tuple[str, float]:
+def compare(first: ProcessSample, second: ProcessSample) -> tuple[str, float]:
     """State and share of a core between two looks; only what was uninterruptible both times is."""
     passed_s = max(second.at_s - first.at_s, 1e-6)
     cpu = min(1.0, max(0.0, (second.cpu_s - first.cpu_s) / passed_s))
@@ -163,7 +165,7 @@ async def find(
     run: RunDir,
     workers: Sequence[tuple[MemberId, int, Page]],
     ask: Callable[[MemberId], bool] | None = None,
-) -> dict[MemberId, Finding]:
+) -> dict[MemberId, ProcessEvidence]:
     """Look at all workers (member, pid, page) at once; takes at most ``ANSWER_S``.
 
     Args:
@@ -180,7 +182,7 @@ async def find(
     asked: dict[MemberId, tuple[Path, int]] = {}
     for member_id, pid, page in workers:
         path = stacks_path(run, member_id)
-        if page[Word.FLAGS] & Flag.STACKS and path.exists():
+        if page[Word.FLAGS] & PageFlag.STACKS and path.exists():
             asked[member_id] = (path, path.stat().st_size)
             try:
                 ask_for_stacks(pid)
@@ -202,7 +204,7 @@ async def find(
         process, cpu = compare(before[member_id], after)
         stacks = _new_text(*asked[member_id]) if member_id in asked else ""
         shown = _read_records(records[member_id]) if member_id in records else Records()
-        found[member_id] = Finding(process, cpu, after.wchan, stacks, shown)
+        found[member_id] = ProcessEvidence(process, cpu, after.wchan, stacks, shown)
     return found
 
 

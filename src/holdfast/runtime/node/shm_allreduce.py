@@ -42,7 +42,7 @@ _LOOK_S = 0.02  # between two looks whether the awaited process exists
 Check = Callable[[], None]
 
 
-class Board:
+class SharedMemoryAllReduce:
     """One generation's board. All ranks open the same file; each writes its own part only.
 
     Args:

@@ -71,7 +71,7 @@ ZygoteMessage = Spawn | Spawned | Exited | Preloaded | Quit
 ZYGOTE_MESSAGES: Codec[ZygoteMessage] = Codec(ZygoteMessage)  # type: ignore[arg-type]  # a union is no type[M]
 
 
-class Order(msgspec.Struct, frozen=True):
+class SpawnOrder(msgspec.Struct, frozen=True):
     """One worker to start: the assignment and what it shares with its generation."""
 
     assignment: Assignment
@@ -108,7 +108,7 @@ def thread_count(settings: RunSettings) -> int:
     return 1 if settings.nproc > 1 else len(os.sched_getaffinity(0))
 
 
-def worker_env(run: RunDir, settings: RunSettings, order: Order) -> dict[str, str]:
+def worker_env(run: RunDir, settings: RunSettings, order: SpawnOrder) -> dict[str, str]:
     """The variables of one worker: torchrun's, ours, and the user's on top."""
     member = order.assignment
     group, here = settings.group(member.rank)
@@ -145,7 +145,7 @@ def worker_env(run: RunDir, settings: RunSettings, order: Order) -> dict[str, st
     }
 
 
-def _table_env(settings: RunSettings, order: Order) -> dict[str, str]:
+def _table_env(settings: RunSettings, order: SpawnOrder) -> dict[str, str]:
     """What a script written for a rank table reads; nothing without one."""
     if not settings.rank_table:
         return {}
@@ -157,10 +157,10 @@ def _table_env(settings: RunSettings, order: Order) -> dict[str, str]:
     }
 
 
-def spare_order(build: BuildSpare, settings: RunSettings) -> Order:
+def spare_order(build: BuildSpare, settings: RunSettings) -> SpawnOrder:
     """A process that knows no generation of its own yet."""
     place = build.rank if build.rank != ANY_RANK else build.world_size - 1
-    return Order(
+    return SpawnOrder(
         Assignment(build.member_id, place, build.local_rank),
         build.generation,
         build.world_size,
@@ -174,14 +174,14 @@ def spare_order(build: BuildSpare, settings: RunSettings) -> Order:
     )
 
 
-def worker_log(run: RunDir, settings: RunSettings, order: Order) -> str:
+def worker_log(run: RunDir, settings: RunSettings, order: SpawnOrder) -> str:
     """The log file of one worker, or of a spare until it is called."""
     if order.spare:
         return str(Path(log_root(run, settings)) / "spares" / f"spare{order.assignment.member_id}.log")
     return str(log_path(log_root(run, settings), order.attempt, order.assignment.rank))
 
 
-def open_worker_log(run: RunDir, settings: RunSettings, order: Order) -> int:
+def open_worker_log(run: RunDir, settings: RunSettings, order: SpawnOrder) -> int:
     """A file descriptor that appends to it; the caller closes it.
 
     Raises:

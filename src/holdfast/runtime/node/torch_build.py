@@ -66,7 +66,7 @@ class TorchBuild(NamedTuple):
         return self.version > TESTED_MOST
 
 
-class Verdict(msgspec.Struct, frozen=True):
+class SelfTestVerdict(msgspec.Struct, frozen=True):
     """What the self-test of one build has shown. ``reason``: what failed; empty: it has passed."""
 
     torch: str
@@ -154,16 +154,16 @@ def why_untouched() -> str:
 
 
 @functools.cache
-def try_out(build: TorchBuild) -> Verdict:
+def try_out(build: TorchBuild) -> SelfTestVerdict:
     """The verdict on a build: the one that is on record, or that of the self-test now (a few seconds)."""
     kept = _kept_at(build)
     try:
-        verdict = msgspec.json.decode(kept.read_bytes(), type=Verdict)
+        verdict = msgspec.json.decode(kept.read_bytes(), type=SelfTestVerdict)
     except (OSError, msgspec.MsgspecError):
         pass  # not tried yet, or half of an older file
     else:
         return verdict
-    verdict = Verdict(build.text, _self_test())
+    verdict = SelfTestVerdict(build.text, _self_test())
     try:
         kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_private(kept, msgspec.json.encode(verdict))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holdfast.runtime.rank_table.table import Mistake, RankTable, Server
+from holdfast.runtime.rank_table.table import Mistake, RankTable, TableServer
 from holdfast.text import plural
 
 DEVICES = 8
@@ -27,7 +27,7 @@ def hccl_notes(table: RankTable) -> tuple[str, ...]:
     return (ONE_SWITCH,) if len(table.servers) > 1 else ()
 
 
-def _of_host(server: Server, hosts: int) -> Iterator[Mistake]:
+def _of_host(server: TableServer, hosts: int) -> Iterator[Mistake]:
     where = server.name or "the host"
     ids = sorted(device.device_id for device in server.devices)
     listed = f"{plural(len(ids), 'device')} ({', '.join(map(str, ids))})"

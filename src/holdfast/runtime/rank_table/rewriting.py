@@ -29,14 +29,14 @@ class NodeRanks(NamedTuple):
     ranks: range
 
 
-class Written(NamedTuple):
+class RewrittenTable(NamedTuple):
     """``path``: of the table for the workers; ``kept``: why that is the user's, which does not fit; empty: it fits."""
 
     path: str
     kept: str = ""
 
 
-def table_of(run: RunDir, settings: RunSettings, order: StartMembers) -> Written:
+def table_of(run: RunDir, settings: RunSettings, order: StartMembers) -> RewrittenTable:
     """The table for the workers of ``order``, written where the user's does not fit; empty in a run that has none."""
     blocks, first = [], 0
     for place, (node_id, address) in enumerate(order.places):
@@ -44,15 +44,15 @@ def table_of(run: RunDir, settings: RunSettings, order: StartMembers) -> Written
         blocks.append(NodeRanks(int(node_id.removeprefix("node")), address, range(first, first + count)))
         first += count
     if not settings.rank_table or [b.number for b in blocks] == list(range(settings.nnodes)) or not blocks:
-        return Written(settings.rank_table)
+        return RewrittenTable(settings.rank_table)
     path = run.path / f"rank-table-{order.generation}.json"
     try:
         write_private(path, rewrite(read_given(Path(settings.rank_table), FILE_SIZE_MAX_BYTES), blocks))
     except OSError as error:
-        return Written(settings.rank_table, f"{path}: {error.strerror}")
+        return RewrittenTable(settings.rank_table, f"{path}: {error.strerror}")
     except UsageError as error:
-        return Written(settings.rank_table, error.message)
-    return Written(str(path))
+        return RewrittenTable(settings.rank_table, error.message)
+    return RewrittenTable(str(path))
 
 
 def rewrite(data: bytes, blocks: Sequence[NodeRanks]) -> bytes:

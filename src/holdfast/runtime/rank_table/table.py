@@ -42,7 +42,7 @@ class Device(NamedTuple):
     address: str  # of its network card; empty: none given
 
 
-class Server(NamedTuple):
+class TableServer(NamedTuple):
     """One host. ``address``: where it is found, empty when the table does not say; ``devices`` by rank."""
 
     name: str
@@ -54,7 +54,7 @@ class RankTable(NamedTuple):
     """A table without mistakes. ``servers`` by rank; a table of version 2.0 has one server without a name."""
 
     version: str
-    servers: tuple[Server, ...]
+    servers: tuple[TableServer, ...]
 
     @property
     def world_size(self) -> int:
@@ -171,13 +171,13 @@ def _decode(data: bytes, found: _Mistakes) -> dict[str, Any] | None:
     return value
 
 
-def _by_servers(value: Mapping[str, Any], found: _Mistakes) -> tuple[str, tuple[Server, ...]]:
+def _by_servers(value: Mapping[str, Any], found: _Mistakes) -> tuple[str, tuple[TableServer, ...]]:
     version = _version(value, SERVER_VERSIONS, found)
     items = _list(value, "server_list", "", found)
     said = _number(value, "server_count", "", found)
     if said is not None and items is not None and said != len(items):
         found.add("server_count", f"says {said}, server_list has {len(items)}")
-    servers: list[tuple[str, Server]] = []
+    servers: list[tuple[str, TableServer]] = []
     devices: list[tuple[str, Device]] = []
     for i, item in enumerate(items or ()):
         where = f"server_list[{i}]"
@@ -195,7 +195,7 @@ def _by_servers(value: Mapping[str, Any], found: _Mistakes) -> tuple[str, tuple[
     return version, tuple(s._replace(devices=tuple(sorted(s.devices))) for s in ordered)
 
 
-def _server(item: Any, where: str, devices: list[tuple[str, Device]], found: _Mistakes) -> Server | None:
+def _server(item: Any, where: str, devices: list[tuple[str, Device]], found: _Mistakes) -> TableServer | None:
     if not isinstance(item, dict):
         found.add(where, f"is {_kind(item)}, not an object")
         return None
@@ -221,7 +221,9 @@ def _server(item: Any, where: str, devices: list[tuple[str, Device]], found: _Mi
             own.append((f"{where}.device[{k}]", device))
     devices += own
     _once(((f"{place}.device_id", device.device_id) for place, device in own), found)
-    return Server(name, address or (name if _is_address(name) else ""), tuple(device for _, device in own))
+    return TableServer(
+        name, address or (name if _is_address(name) else ""), tuple(device for _, device in own)
+    )
 
 
 def _device(item: Any, where: str, found: _Mistakes) -> Device | None:
@@ -242,7 +244,7 @@ def _device(item: Any, where: str, found: _Mistakes) -> Device | None:
     return None if device_id is None or rank is None else Device(rank, device_id, address)
 
 
-def _by_ranks(value: Mapping[str, Any], found: _Mistakes) -> tuple[str, tuple[Server, ...]]:
+def _by_ranks(value: Mapping[str, Any], found: _Mistakes) -> tuple[str, tuple[TableServer, ...]]:
     version = _version(value, RANK_VERSIONS, found)
     items = _list(value, "rank_list", "", found)
     said = _number(value, "rank_count", "", found, as_text=False)
@@ -264,7 +266,7 @@ def _by_ranks(value: Mapping[str, Any], found: _Mistakes) -> tuple[str, tuple[Se
             ranks.append((f"{where}.rank_id", rank))
             devices.append(Device(rank, device_id or 0, ""))
     _ranks(ranks, found)
-    return version, (Server("", "", tuple(sorted(devices))),)
+    return version, (TableServer("", "", tuple(sorted(devices))),)
 
 
 def _level(item: Any, where: str, found: _Mistakes) -> None:
@@ -299,7 +301,7 @@ def _ranks(ranks: Sequence[tuple[str, int]], found: _Mistakes) -> None:
         found.add("rank_id", f"no device has rank {', '.join(gaps[:20])}{more}")
 
 
-def _blocks(version: str, servers: Sequence[tuple[str, Server]], found: _Mistakes) -> None:
+def _blocks(version: str, servers: Sequence[tuple[str, TableServer]], found: _Mistakes) -> None:
     """A host's ranks are consecutive, and version 1.0 wants hosts in the order of their names."""
     order = sorted((device.rank, where) for where, server in servers for device in server.devices)
     blocks = Counter(where for i, (_, where) in enumerate(order) if i == 0 or order[i - 1][1] != where)

@@ -32,19 +32,19 @@ from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir, environment_path, open_log
 from holdfast.runtime.node.status_page import Page
 from holdfast.runtime.worker.user_exception import follows, show, show_following, tell
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 
 LEFT_CODES = frozenset({Exit.REQUEUE, Exit.UNSAVED, Exit.ORPHANED})
 """Of a session that all ranks have left, or that nobody looks after."""
 _OWN_FRAMES = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 
 
-def client_from_env(orphan_s: float) -> Client:
+def client_from_env(orphan_s: float) -> WorkerClient:
     """The client that the ``HOLDFAST_*`` and torchrun variables describe; not started."""
     env = os.environ
     page = Page.open(env["HOLDFAST_PAGE"])
     page[Word.PID] = os.getpid()
-    return Client(
+    return WorkerClient(
         member_id=MemberId(int(env["HOLDFAST_MEMBER_ID"])),
         generation=Generation.parse(env["HOLDFAST_GENERATION"]),
         rank=int(env["RANK"]),
@@ -79,7 +79,7 @@ def write_to(log: str) -> None:
     os.close(out)
 
 
-def take_over(client: Client, log: str, settings: RunSettings) -> None:
+def take_over(client: WorkerClient, log: str, settings: RunSettings) -> None:
     """A spare was called: what it prints and its stacks go where those of its rank belong."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -167,7 +167,7 @@ def main() -> int:
     return code
 
 
-def _record_start(client: Client) -> None:
+def _record_start(client: WorkerClient) -> None:
     path = environment_path(os.environ["TORCHELASTIC_ERROR_FILE"])
     try:
         env_record.record(path, client.rank, client.member_id)
@@ -191,7 +191,7 @@ def _exit_code(error: SystemExit) -> int:
     return int(Exit.FAILED)
 
 
-def _report(client: Client, error: BaseException) -> int:
+def _report(client: WorkerClient, error: BaseException) -> int:
     """Tell the log, the error file and the controller; returns the exit code."""
     tail = error.__traceback__
     while tail is not None and tail.tb_frame.f_code.co_filename in _OWN_FRAMES:

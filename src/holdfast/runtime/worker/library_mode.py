@@ -23,7 +23,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast.core.ids import Generation, MemberId
-from holdfast.core.launch_environment import RANK_TABLE, Seat
+from holdfast.core.launch_environment import RANK_TABLE, ProcessPlace
 from holdfast.core.protocol.status_page import Word
 from holdfast.errors import AuthError, GroupError, UsageError
 from holdfast.runtime.node.death_watch import hold
@@ -33,8 +33,15 @@ from holdfast.runtime.node.process_info import start_ticks
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir, write_private
 from holdfast.runtime.node.status_page import Page
-from holdfast.runtime.worker.library_nodes import JOIN_S, Exchange, Nodes, agree, refuse_unknown, wait_for_job
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.library_nodes import (
+    JOIN_S,
+    Exchange,
+    LibraryNodes,
+    agree,
+    refuse_unknown,
+    wait_for_job,
+)
+from holdfast.runtime.worker.worker_client import WorkerClient
 
 FIRST_GENERATION = Generation(1, 1)
 JOIN_TIMEOUT_S = 30.0
@@ -61,7 +68,7 @@ class Pointer(msgspec.Struct, frozen=True):
     started: int  # start time of ``pid``, in clock ticks since boot
 
 
-def join_or_start_agent(seat: Seat, exchange: Exchange | None = None) -> Client:
+def join_or_start_agent(seat: ProcessPlace, exchange: Exchange | None = None) -> WorkerClient:
     """The started client of this process; local rank 0 starts the agent first, below ``runs`` in the working directory.
 
     Args:
@@ -95,7 +102,7 @@ def join_or_start_agent(seat: Seat, exchange: Exchange | None = None) -> Client:
             hint="give each process a rank of its own; for two jobs at the same time: another MASTER_PORT for each",
         ) from error
     page[Word.PID] = os.getpid()
-    client = Client(
+    client = WorkerClient(
         member_id=member_id,
         generation=FIRST_GENERATION,
         rank=seat.rank,
@@ -111,7 +118,7 @@ def join_or_start_agent(seat: Seat, exchange: Exchange | None = None) -> Client:
     return client
 
 
-def agree_on_root(client: Client, root: str) -> None:
+def agree_on_root(client: WorkerClient, root: str) -> None:
     """All ranks must save to one place: a shell loop may start each of them in a directory of its own.
 
     Raises:
@@ -127,7 +134,7 @@ def agree_on_root(client: Client, root: str) -> None:
         )
 
 
-def _key(seat: Seat, nodes: Nodes | None) -> str:
+def _key(seat: ProcessPlace, nodes: LibraryNodes | None) -> str:
     env = os.environ
     known = {name: env.get(name, "") for name in (*_OF_A_START, *_OF_A_JOB, *_ADDRESSES)}
     if not any(known[name] for name in _OF_A_JOB):
@@ -145,7 +152,7 @@ def _pointers() -> Path:
     return directory
 
 
-def _start_agent(pointer: Path, seat: Seat, nodes: Nodes | None) -> RunDir:
+def _start_agent(pointer: Path, seat: ProcessPlace, nodes: LibraryNodes | None) -> RunDir:
     _refuse_twice(pointer, seat)
     base = Path("runs").absolute()
     # In containers that share a directory the process numbers are equal, too.
@@ -190,7 +197,7 @@ def _start_agent(pointer: Path, seat: Seat, nodes: Nodes | None) -> RunDir:
     return run
 
 
-def _refuse_twice(pointer: Path, seat: Seat) -> None:
+def _refuse_twice(pointer: Path, seat: ProcessPlace) -> None:
     """Pointers of processes that have ended are removed. Raises: UsageError: one of this name is in use."""
     for path in pointer.parent.glob("library-*.json"):
         found = _read(path)

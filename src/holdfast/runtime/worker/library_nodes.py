@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from holdfast.core.launch_environment import Seat
+from holdfast.core.launch_environment import ProcessPlace
 from holdfast.core.worker.vote import all_equal
 from holdfast.errors import GroupError, UnsupportedError
 from holdfast.runtime.net.addresses import endpoint, family_of
@@ -37,7 +37,7 @@ REMEDY = (
 )
 
 
-class Nodes(NamedTuple):
+class LibraryNodes(NamedTuple):
     """How this node meets the others. ``address``: of this node; ``contact``: "host:port" of the agent of rank 0;
     ``total``: nodes of the job."""
 
@@ -48,7 +48,7 @@ class Nodes(NamedTuple):
     token: bytes
 
 
-def refuse_unknown(seat: Seat, *, may_exchange: bool) -> None:
+def refuse_unknown(seat: ProcessPlace, *, may_exchange: bool) -> None:
     """Several nodes need a framework whose ranks have met. Raises: UnsupportedError."""
     if may_exchange and seat.local_world_size:
         return
@@ -63,7 +63,7 @@ def refuse_unknown(seat: Seat, *, may_exchange: bool) -> None:
     )
 
 
-def agree(seat: Seat, exchange: Exchange) -> Nodes:
+def agree(seat: ProcessPlace, exchange: Exchange) -> LibraryNodes:
     """Contact and token of the job; called by all ranks.
 
     Raises:
@@ -89,7 +89,7 @@ def agree(seat: Seat, exchange: Exchange) -> Nodes:
     data = bytes(words)
     token, port, text = data[:TOKEN_SIZE_BYTES], data[TOKEN_SIZE_BYTES:][:2], data[TOKEN_SIZE_BYTES + 2 :]
     first = text.rstrip(b"\0").decode()
-    return Nodes(
+    return LibraryNodes(
         number=seat.rank // local,
         total=size // local,
         address=address or towards(first),

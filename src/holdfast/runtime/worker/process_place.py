@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from holdfast.core.launch_environment import RANK_TABLE, Seat, seat_of
+from holdfast.core.launch_environment import RANK_TABLE, ProcessPlace, seat_of
 from holdfast.runtime.rank_table.table import read, refusal
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 
 
-def seat_here(known: tuple[int, int] | None = None) -> Seat:
+def seat_here(known: tuple[int, int] | None = None) -> ProcessPlace:
     """The place of this process, whatever has started it.
 
     Args:
@@ -24,10 +24,10 @@ def seat_here(known: tuple[int, int] | None = None) -> Seat:
         UsageError: variables that contradict each other or ``known``, that say half of it, or no numbers; a rank table
             with mistakes.
     """
-    client, env = Client.current(), os.environ
+    client, env = WorkerClient.current(), os.environ
     if client is not None:
         rank, world_size = known or (client.rank, client.world_size)
-        return Seat(rank, world_size, client.local_rank, 0, said=f"rank {rank} of {world_size}")
+        return ProcessPlace(rank, world_size, client.local_rank, 0, said=f"rank {rank} of {world_size}")
     path = env.get(RANK_TABLE, "")
     if path and (env.get("RANK_ID") or env.get("RANK_SIZE") or not seat_of(env, known=known).said):
         found = read(Path(path))

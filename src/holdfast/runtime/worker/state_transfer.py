@@ -147,7 +147,7 @@ def fetch(
     Raises:
         PeerLost: a piece has no holder left that gives it.
     """
-    peers = {rank: _Peer(rank, at, token, state_of(rank, generation)) for rank, at in sources.items()}
+    peers = {rank: _SourcePeer(rank, at, token, state_of(rank, generation)) for rank, at in sources.items()}
     try:
         with ThreadPoolExecutor(max(1, len(peers)), thread_name_prefix="holdfast-fetch") as pool:
             order = [peers[rank] for rank in values_from or sorted(peers)]
@@ -164,7 +164,7 @@ def fetch(
             peer.close()
 
 
-class _Part(msgspec.Struct):
+class _FetchedPart(msgspec.Struct):
     """One piece of a wanted box."""
 
     wanted: Wanted
@@ -181,7 +181,7 @@ class _Part(msgspec.Struct):
         return self.wanted.buffer[self.start : self.start + self.size_bytes]
 
 
-class _Peer:
+class _SourcePeer:
     """One connection, made at its first use. ``lost`` says why it is not used any more."""
 
     def __init__(self, rank: int, at: tuple[str, int], token: bytes, service: str) -> None:
@@ -198,7 +198,7 @@ class _Peer:
         with self._lock:
             return self._ask(AskValues(), Values, ()).data
 
-    def take(self, parts: Sequence[_Part]) -> None:
+    def take(self, parts: Sequence[_FetchedPart]) -> None:
         """Fill the memory of ``parts``. Raises: PeerLost."""
         goals = [part.goal for part in parts]
         with self._lock:
@@ -229,7 +229,7 @@ class _Peer:
             self._channel.close()
 
 
-def _first_values(peers: Sequence[_Peer]) -> bytes:
+def _first_values(peers: Sequence[_SourcePeer]) -> bytes:
     """Those of the first peer that has them."""
     for peer in peers[:-1]:
         try:
@@ -239,17 +239,19 @@ def _first_values(peers: Sequence[_Peer]) -> bytes:
     return peers[-1].values()
 
 
-def _parts(wanted: Sequence[Wanted]) -> list[_Part]:
+def _parts(wanted: Sequence[Wanted]) -> list[_FetchedPart]:
     return [
-        _Part(want, start, min(PIECE_SIZE_BYTES, len(want.buffer) - start))
+        _FetchedPart(want, start, min(PIECE_SIZE_BYTES, len(want.buffer) - start))
         for want in wanted
         for start in range(0, len(want.buffer), PIECE_SIZE_BYTES)
     ]
 
 
-def _share_out(parts: Sequence[_Part], peers: Mapping[int, _Peer]) -> dict[int, list[_Part]]:
+def _share_out(
+    parts: Sequence[_FetchedPart], peers: Mapping[int, _SourcePeer]
+) -> dict[int, list[_FetchedPart]]:
     """Each piece to the holder with the least to do. Raises: PeerLost."""
-    shares: dict[int, list[_Part]] = {}
+    shares: dict[int, list[_FetchedPart]] = {}
     load = dict.fromkeys(peers, 0)
     for part in sorted(parts, key=lambda p: -p.size_bytes):
         holders = [rank for rank in part.wanted.holders if rank in peers and not peers[rank].lost]
@@ -264,7 +266,9 @@ def _share_out(parts: Sequence[_Part], peers: Mapping[int, _Peer]) -> dict[int, 
     return shares
 
 
-def _take(peer: _Peer, parts: Sequence[_Part], moved: Callable[[int], object]) -> list[_Part]:
+def _take(
+    peer: _SourcePeer, parts: Sequence[_FetchedPart], moved: Callable[[int], object]
+) -> list[_FetchedPart]:
     """Fetch from one peer; returns what it did not give."""
     done = 0
     while done < len(parts):

@@ -23,7 +23,7 @@ from holdfast.core.protocol.messages import TEXT_SIZE_MAX, WorkerFailed
 from holdfast.errors import FaultError, StoreError, UserError
 from holdfast.runtime.node.rundir import write_private
 from holdfast.runtime.node.traceback_folding import is_own_mistake, without_own_frames
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 
 FENCE_WAIT_S = 5.0
 """A rank that has lost a peer hears which one within milliseconds; the loss of a node is noticed within 3 s."""
@@ -44,7 +44,7 @@ def show(error: BaseException) -> None:
     _write_error_file(f"{type(error).__name__}: {words_of(error)}", _text(error))
 
 
-def follows(client: Client, error: BaseException) -> bool:
+def follows(client: WorkerClient, error: BaseException) -> bool:
     """The exception only says that a peer is lost, and the fault of that peer is known: waits for it, with a bound."""
     if not _lost_peer(error):
         return False
@@ -54,7 +54,7 @@ def follows(client: Client, error: BaseException) -> bool:
     return client.fenced
 
 
-def show_following(client: Client, error: BaseException) -> None:
+def show_following(client: WorkerClient, error: BaseException) -> None:
     """One line in place of a traceback that hides the one of the rank that failed; the error file has the text."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[0].filename}:{frames[0].lineno})" if frames else ""
@@ -72,7 +72,7 @@ def _lost_peer(error: BaseException | None) -> bool:
 
 
 def tell(
-    client: Client, error: BaseException, what: str = "", *, stays: bool = False, between: bool = False
+    client: WorkerClient, error: BaseException, what: str = "", *, stays: bool = False, between: bool = False
 ) -> bool:
     """Tell the controller that user code ends this process, once. Returns True for an error that the user has to fix.
 
@@ -101,7 +101,7 @@ def tell(
     return user_error
 
 
-def tell_exit(client: Client, error: SystemExit, step: int) -> None:
+def tell_exit(client: WorkerClient, error: SystemExit, step: int) -> None:
     """The script leaves the block of ``step`` by ``sys.exit()``: with code 0, too, the others would wait for it."""
     if client.fenced:
         return

@@ -31,7 +31,7 @@ from holdfast.core.protocol.messages import (
     Leave,
     Message,
     RankState,
-    Resume,
+    ResumeInPlace,
     Settled,
     WorkerFailed,
     WorkerHello,
@@ -41,7 +41,7 @@ from holdfast.errors import InternalError, ProtocolError, UnsupportedError
 from holdfast.exit_codes import Exit
 from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.service_names import agent_of
-from holdfast.runtime.node.deferred_rank import StandIn
+from holdfast.runtime.node.deferred_rank import DeferredRank
 from holdfast.runtime.node.flight_recorder import Flight
 from holdfast.runtime.node.rundir import RunDir
 from holdfast.runtime.node.status_page import Page
@@ -57,7 +57,7 @@ KvOp = Literal["set", "get", "add", "wait", "check", "compare_set", "delete", "c
 M = TypeVar("M", bound=Message)
 
 
-class _Request:
+class _KvRequest:
     """A key-value request on its way."""
 
     def __init__(self, message: KvRequest) -> None:
@@ -71,15 +71,15 @@ def _starting() -> tuple[RankState, int]:
     return "starting", 0
 
 
-class Client:
+class WorkerClient:
     """One process life's connection to its agent. ``start`` begins, ``close`` sends what is queued and ends.
 
     ``hello`` gives state and step for :class:`WorkerHello`; a session sets it. ``on_fence_default`` poisons the process
-    groups of a script that has no session. ``fenced`` is True from the first fence until a :class:`Resume`;
+    groups of a script that has no session. ``fenced`` is True from the first fence until a :class:`ResumeInPlace`;
     ``orphaned`` from when no agent is to be expected any more until one answers all the same.
     """
 
-    _current: Client | None = None
+    _current: WorkerClient | None = None
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Client:
         self.run_dir = run_dir
         self.resume = resume
         self.joining = joining
-        self.stand_in = StandIn(spare == "fixed", self._waits) if spare else None
+        self.stand_in = DeferredRank(spare == "fixed", self._waits) if spare else None
         self._on_call: Callable[[str], None] = lambda log: None
         self.orphan_s = orphan_s
         self.hello: Callable[[], tuple[RankState, int]] = _starting
@@ -126,7 +126,7 @@ class Client:
         self._orphan_handlers: list[Callable[[], None]] = []
         self._outbox: deque[Message] = deque()
         self._repeated: dict[type[Message], Message] = {}
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, _KvRequest] = {}
         self._numbers = itertools.count(1)
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._closing = False
@@ -141,9 +141,9 @@ class Client:
         self.on(Called, self._called)
 
     @staticmethod
-    def current() -> Client | None:
+    def current() -> WorkerClient | None:
         """The client of this process, if a launcher started it."""
-        return Client._current
+        return WorkerClient._current
 
     def open_session(self) -> None:
         """A session of this process begins.
@@ -165,7 +165,7 @@ class Client:
         if self.run_dir is None:
             raise InternalError("a client without a run directory cannot start")
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        Client._current = self
+        WorkerClient._current = self
         os.register_at_fork(after_in_child=self._forget)
         self._thread.start()
         self._task_thread.start()
@@ -177,8 +177,8 @@ class Client:
         self._wake()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_TIMEOUT_S + 1.0)
-        if Client._current is self:
-            Client._current = None
+        if WorkerClient._current is self:
+            WorkerClient._current = None
 
     def send(self, message: Message) -> None:
         """Queue a message; callable from any thread and from signal handlers.
@@ -233,7 +233,7 @@ class Client:
             amount=amount,
             timeout_s=timeout_s,
         )
-        request = self._requests[number] = _Request(message)
+        request = self._requests[number] = _KvRequest(message)
         if self.fenced or self.orphaned:  # looked at after it was noted: what comes later ends what is noted
             self._requests.pop(number, None)
             return KvReply(request_id=number, ok=False, error="fenced" if self.fenced else "orphaned")
@@ -417,7 +417,7 @@ class Client:
             self.fenced = True
             self.page[Word.FENCED], self.page[Word.DUE] = message.generation.pack(), 0
             self._fail_requests("fenced")
-        elif isinstance(message, Resume):
+        elif isinstance(message, ResumeInPlace):
             self.generation = message.generation
             self.page[Word.GENERATION] = message.generation.pack()
             if message.generation != self._resumed_in:  # a controller that takes over says it again
@@ -467,8 +467,8 @@ class Client:
 
     def _forget(self) -> None:
         """In a forked child (a data loader's): the line is the parent's; do not keep its socket open."""
-        if Client._current is self:
-            Client._current = None
+        if WorkerClient._current is self:
+            WorkerClient._current = None
             if self._channel is not None:
                 self._channel.close()
 

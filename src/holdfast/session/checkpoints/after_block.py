@@ -20,16 +20,16 @@ from holdfast.core.protocol.messages import ExitAgreed
 from holdfast.core.worker.vote import Tally
 from holdfast.errors import PeerLost, StoreWriteError
 from holdfast.frameworks.common.adapter import Adapter
-from holdfast.session.checkpoints.checkpointer import Saver
-from holdfast.session.checkpoints.memory_tier import Tier
-from holdfast.session.checkpoints.save_schedule import Pace
-from holdfast.session.steps.participant import Rank
+from holdfast.session.checkpoints.checkpointer import Checkpointer
+from holdfast.session.checkpoints.memory_tier import MemoryTier
+from holdfast.session.checkpoints.save_schedule import SaveSchedule
+from holdfast.session.steps.participant import StepParticipant
 from holdfast.store.format.json_values import encode_values
 
 EXIT_LINE = "Graceful exit is triggered, stop training"
 
 
-class Behind:
+class AfterBlock:
     """What is done when the script is back from behind a block.
 
     Args:
@@ -40,7 +40,14 @@ class Behind:
         exit_sealed: and the checkpoint of that is there.
     """
 
-    def __init__(self, rank: Rank, adapter: Adapter, pace: Pace, tier: Tier, saver: Saver) -> None:
+    def __init__(
+        self,
+        rank: StepParticipant,
+        adapter: Adapter,
+        pace: SaveSchedule,
+        tier: MemoryTier,
+        saver: Checkpointer,
+    ) -> None:
         self.exit_agreed = self.exit_sealed = False
         self._rank = rank
         self._adapter = adapter

@@ -20,23 +20,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from holdfast.core.ids import Generation, SaveId
-from holdfast.core.protocol.health_messages import CopyDigest, Vouched
+from holdfast.core.protocol.health_messages import CopyDigest, StateDigests
 from holdfast.core.protocol.layout_messages import Layout, Layouts
 from holdfast.core.protocol.messages import SaveReported, Settle
 from holdfast.core.protocol.status_page import Phase
 from holdfast.core.worker.vote import Ballot
 from holdfast.errors import HoldfastError, InternalError, PeerLost, StateError, StoreWriteError
 from holdfast.frameworks.common.adapter import Adapter, Collected, KnowsWeights, PinsMemory
-from holdfast.runtime.worker.worker_client import Client
-from holdfast.session.checkpoints.memory_tier import Tier
-from holdfast.session.checkpoints.save_schedule import Pace
+from holdfast.runtime.worker.worker_client import WorkerClient
+from holdfast.session.checkpoints.memory_tier import MemoryTier
+from holdfast.session.checkpoints.save_schedule import SaveSchedule
 from holdfast.session.checkpoints.sole_writer import SoleUse
-from holdfast.session.checkpoints.state_transfer import Giver
-from holdfast.session.checkpoints.transfer_snapshot import Given
+from holdfast.session.checkpoints.state_transfer import StateSource
+from holdfast.session.checkpoints.transfer_snapshot import TransferSnapshot
 from holdfast.session.failure_reason import hear_why, tell_why
-from holdfast.session.steps.participant import POLL_S, TEXT_LENGTH_MAX, Rank
+from holdfast.session.steps.participant import POLL_S, TEXT_LENGTH_MAX, StepParticipant
 from holdfast.session.steps.replica_check import Verifier
-from holdfast.session.steps.voting import Votes
+from holdfast.session.steps.voting import VoteCaster
 from holdfast.store.backends.local_store import threads_of_rank
 from holdfast.store.backends.location import Place, place_of
 from holdfast.store.backends.registry import open_attempt
@@ -44,13 +44,13 @@ from holdfast.store.format.json_values import decode_values
 from holdfast.store.format.manifest import SEAL_NAME
 from holdfast.store.layouts.layout import Catalogue
 from holdfast.store.layouts.layout_completion import catalogue_of
-from holdfast.store.layouts.save_plan import Plan, plan
+from holdfast.store.layouts.save_plan import SavePlan, plan
 from holdfast.store.manage.checkpoint_root import Root
 from holdfast.store.manage.lineage import Lineage
 from holdfast.store.manage.retention import KeepPolicy
 from holdfast.store.read.validation import inspect
 from holdfast.store.write.async_save import BackgroundSaver
-from holdfast.store.write.writer import Written, write_share
+from holdfast.store.write.writer import WrittenShare, write_share
 
 log = logging.getLogger("holdfast")
 
@@ -68,7 +68,7 @@ Values = Callable[[Collected], dict[str, object]]
 Locals = Callable[[], dict[str, object]]
 
 
-class Saver:
+class Checkpointer:
     """All saves of one session.
 
     Args:
@@ -92,17 +92,17 @@ class Saver:
 
     def __init__(
         self,
-        rank: Rank,
+        rank: StepParticipant,
         adapter: Adapter,
         root: Place | None,
         run: str,
         keep: KeepPolicy,
         values: Values,
         locals_: Locals,
-        pace: Pace,
-        votes: Votes,
+        pace: SaveSchedule,
+        votes: VoteCaster,
         verifier: Verifier,
-        tier: Tier,
+        tier: MemoryTier,
         *,
         lineage: Callable[[], Lineage],
         copies: int = 1,
@@ -128,14 +128,14 @@ class Saver:
         self._noting = threading.Lock()  # a small save is written before its cost is known
         self._costs: dict[SaveId, tuple[float, int]] = {}  # seconds of stall, steps put off
         self._attempts: dict[tuple[Generation, int], int] = {}
-        self._planned: tuple[Mapping[int, Layout], Catalogue, Plan] | None = None
+        self._planned: tuple[Mapping[int, Layout], Catalogue, SavePlan] | None = None
         # All that one decision asks for waits once.
         self._script_until: tuple[Generation, float] | None = None
         self._weights_until: tuple[Generation, float] | None = None
-        self.given = Given(rank, adapter)
-        self._giver: Giver | None = None
+        self.given = TransferSnapshot(rank, adapter)
+        self._giver: StateSource | None = None
         if rank.client is not None:
-            self._giver = Giver(
+            self._giver = StateSource(
                 rank.client,
                 self._await_boundary,
                 self._collected_to_give,
@@ -210,7 +210,7 @@ class Saver:
     def _values_to_give(self, collected: Collected) -> dict[str, object]:
         return {**self._values(collected), "at_block": self.given.at_block}
 
-    def _plan(self) -> tuple[Catalogue, Plan]:
+    def _plan(self) -> tuple[Catalogue, SavePlan]:
         """Catalogue and plan over all ranks, which have agreed on their layouts. Raises: StateError."""
         layouts = self._votes.layouts()
         if self._planned is None or self._planned[0] != layouts:
@@ -310,7 +310,7 @@ class Saver:
             return False
         return True
 
-    def _verified(self) -> tuple[Collected, Catalogue, Plan]:
+    def _verified(self) -> tuple[Collected, Catalogue, SavePlan]:
         """The state, when all its copies are equal, and how it is written."""
         try:
             collected = self._adapter.collect()
@@ -334,10 +334,10 @@ class Saver:
             pause_s = min(2 * pause_s, SEAL_POLL_MAX_S)
         return False
 
-    def _done(self, save_id: SaveId, result: Written | HoldfastError) -> None:
+    def _done(self, save_id: SaveId, result: WrittenShare | HoldfastError) -> None:
         """A share is written, or not; in the writer thread for a save in the background."""
         self._report(save_id, result)
-        if not isinstance(result, Written):
+        if not isinstance(result, WrittenShare):
             self._unwritten = save_id.generation, save_id.step
             self._abandon(save_id)
             return
@@ -366,8 +366,8 @@ class Saver:
         except Exception:  # the save is good all the same: no training ends because of this
             log.exception("holdfast: old checkpoints stay")
 
-    def _report(self, save_id: SaveId, result: Written | HoldfastError) -> None:
-        written = result if isinstance(result, Written) else None
+    def _report(self, save_id: SaveId, result: WrittenShare | HoldfastError) -> None:
+        written = result if isinstance(result, WrittenShare) else None
         if written is None:
             log.error("holdfast: step %d was not saved: %s", save_id.step, result)
         with self._noting:
@@ -404,7 +404,7 @@ class Saver:
         if settle.save is not None and self._adapter.rank in settle.save.sources:
             client.run_task(lambda: self._last_gasp(settle))
 
-    def _vouch(self, client: Client, settle: Settle) -> None:
+    def _vouch(self, client: WorkerClient, settle: Settle) -> None:
         """Tell what this rank is about to save or to give: its layout, if it has changed, and the digests."""
         copies: tuple[CopyDigest, ...] = ()
         try:
@@ -414,7 +414,9 @@ class Saver:
         except HoldfastError as error:
             log.warning("holdfast: this rank's copies cannot be compared: %s", error)
         client.send(
-            Vouched(member_id=client.member_id, generation=settle.generation, step=settle.step, copies=copies)
+            StateDigests(
+                member_id=client.member_id, generation=settle.generation, step=settle.step, copies=copies
+            )
         )
 
     def _last_gasp(self, settle: Settle) -> None:
@@ -514,7 +516,7 @@ class Saver:
         layouts: Layouts,
         dead_locals: Mapping[str, bytes],
         frozen: bool,
-    ) -> Written:
+    ) -> WrittenShare:
         rank = self._adapter.rank
         # All start again before the block, with what the script does there.
         collected = self._adapter.collect(frozen=frozen, before=save_id.step)

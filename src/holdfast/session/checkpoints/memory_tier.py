@@ -34,12 +34,12 @@ from holdfast.core.protocol.status_page import Word
 from holdfast.errors import CheckpointInvalid, StateError
 from holdfast.frameworks.common.adapter import Adapter, Collected, CountsWrites
 from holdfast.session.checkpoints.resume import Resumed, refuse_another_model
-from holdfast.session.steps.participant import Rank
+from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.update_log import ENTRIES_MAX, UpdateRecord
 from holdfast.store.format.json_values import decode_mapping, encode_values
 from holdfast.store.layouts.layout import DTYPE_SIZE_BYTES, TensorMeta
 from holdfast.store.layouts.layout_completion import catalogue_of
-from holdfast.store.shared_memory.memory_slots import SLOTS, Kept, Slots, open_kept, was_amended
+from holdfast.store.shared_memory.memory_slots import SLOTS, Slots, StoredState, open_kept, was_amended
 from holdfast.text import plural
 
 log = logging.getLogger("holdfast")
@@ -58,7 +58,7 @@ class Stamp(NamedTuple):
     writes: tuple[int, ...]
 
 
-class Tier:
+class MemoryTier:
     """One rank's part of the memory tier.
 
     Args:
@@ -73,7 +73,7 @@ class Tier:
 
     def __init__(
         self,
-        rank: Rank,
+        rank: StepParticipant,
         adapter: Adapter,
         directory: Path | None,
         every: int,
@@ -309,7 +309,7 @@ class Tier:
         if self._rank.client is not None:
             self._rank.client.moved(size_bytes)
 
-    def _view(self, kept: Kept, meta: TensorMeta) -> memoryview:
+    def _view(self, kept: StoredState, meta: TensorMeta) -> memoryview:
         """The bytes of one box; a state that lacks it is dropped, so that the next decision does not count on it."""
         assert self._slots is not None
         try:
@@ -318,7 +318,7 @@ class Tier:
             self._slots.forget(kept.step)
             raise
 
-    def _require_whole(self, kept: Kept) -> None:
+    def _require_whole(self, kept: StoredState) -> None:
         """The rank may have been lost behind the block, before it could amend its state as the others did.
 
         Raises: CheckpointInvalid; then the state is dropped, and all go back further.
@@ -333,7 +333,7 @@ class Tier:
                 f"{kept.path.name}, step {kept.step}: lacks what the script does behind the block"
             )
 
-    def _open(self, step: int) -> AbstractContextManager[Kept]:
+    def _open(self, step: int) -> AbstractContextManager[StoredState]:
         if self._directory is None:
             raise CheckpointInvalid("this process has no shared memory that outlives it")
         rank = self._adapter.rank  # of a spare known only now
@@ -354,7 +354,7 @@ def cost_of_a_loss(alone: bool, size_bytes: int, every: int, unlogged: str | Non
     Args:
         alone: some box of the state has one holder.
         size_bytes: what this rank alone holds.
-        every: as for :class:`Tier`.
+        every: as for :class:`MemoryTier`.
         unlogged: why there is no log of the updates since; empty: there is; None: not known.
     """
     if not alone:

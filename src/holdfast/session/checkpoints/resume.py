@@ -42,13 +42,13 @@ from holdfast.frameworks.common.adapter import Adapter
 from holdfast.frameworks.common.imported_checkpoint import import_id
 from holdfast.frameworks.common.weight_selection import beside_the_model, extra_states, joined_values
 from holdfast.runtime.node.file_owners import planted
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.session.failure_reason import KEY_TIMEOUT_S, hear_why, tell_why
 from holdfast.store.backends.location import Place, place_of
 from holdfast.store.layouts.layout import Catalogue, TensorMeta
 from holdfast.store.manage.checkpoint_root import Found, Root, find
 from holdfast.store.manage.lineage import lineage_of
-from holdfast.store.read.load import Target, load_catalogue, load_into, load_locals, opened
+from holdfast.store.read.load import LoadTarget, load_catalogue, load_into, load_locals, opened
 from holdfast.store.read.validation import Validity
 from holdfast.text import closest, plural
 
@@ -87,7 +87,7 @@ class Candidates(NamedTuple):
 
 
 def candidates(
-    resume: str, root: Place | None, client: Client | None, run: str, restarted: bool
+    resume: str, root: Place | None, client: WorkerClient | None, run: str, restarted: bool
 ) -> Candidates:
     """Where this job may start from; called on rank 0.
 
@@ -205,7 +205,7 @@ def _spelled(root: Place | None) -> str:
     return os.path.realpath(root) if isinstance(root, Path) else str(root or "")
 
 
-class Resume:
+class ResumeSearch:
     """One search for a checkpoint.
 
     Args:
@@ -218,7 +218,7 @@ class Resume:
     def __init__(
         self,
         adapter: Adapter,
-        client: Client | None,
+        client: WorkerClient | None,
         agree: Callable[[list[int]], list[int]],
         remember: Callable[[int], Resumed],
     ) -> None:
@@ -377,7 +377,7 @@ def load_state(adapter: Adapter, path: Place, built: Collection[str] = ()) -> Re
             restore = adapter.restore(catalogue, values)
         except CheckpointMismatch as error:
             raise CheckpointMismatch(f"{path}: {error.message}", hint=error.hint) from error
-        targets = [Target(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()]
+        targets = [LoadTarget(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()]
         wanted = {target.fqn for target in targets}
         beside = beside_the_model(catalogue.by_fqn, values)
         if not {t.fqn for t in catalogue.tensors} <= wanted | beside | set(built):

@@ -5,7 +5,7 @@ the same tally. A save that came while the one before is in flight would have to
 each rank also votes ``busy``, and then nobody saves. Nothing is remembered: a policy says yes until the save is made.
 
 Invariants:
-1. What :meth:`Pace.agreed` returns is the same on all ranks.
+1. What :meth:`SaveSchedule.agreed` returns is the same on all ranks.
 2. A slow disk makes saves rarer, never a step longer, and it is said.
 """
 
@@ -25,7 +25,7 @@ log = logging.getLogger("holdfast")
 MEASURED_MAX = 5
 
 
-class Pace:
+class SaveSchedule:
     """Decides about the saves of one session.
 
     Args:

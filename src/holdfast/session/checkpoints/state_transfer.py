@@ -25,10 +25,10 @@ from holdfast.runtime.net.service_names import state_of
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir
 from holdfast.runtime.worker.state_transfer import StateServer, View, Wanted, fetch
-from holdfast.runtime.worker.worker_client import Client
-from holdfast.session.checkpoints.memory_tier import Tier
+from holdfast.runtime.worker.worker_client import WorkerClient
+from holdfast.session.checkpoints.memory_tier import MemoryTier
 from holdfast.session.checkpoints.resume import Resumed, refuse_another_model
-from holdfast.session.steps.participant import TEXT_LENGTH_MAX, Rank
+from holdfast.session.steps.participant import TEXT_LENGTH_MAX, StepParticipant
 from holdfast.store.format.json_values import decode_mapping, encode_values
 from holdfast.store.layouts.layout import Box, Catalogue
 from holdfast.store.layouts.layout_completion import catalogue_of
@@ -39,7 +39,7 @@ log = logging.getLogger("holdfast")
 LOOPBACK = "127.0.0.1"
 
 
-class Kept(Protocol):
+class MemoryTierQuery(Protocol):
     """What a survivor is asked about its memory tier."""
 
     def verify(self, step: int) -> None:
@@ -49,7 +49,7 @@ class Kept(Protocol):
         """Raises: StateError: the state of ``step`` is not what the optimizer's updates made of the one before."""
 
 
-class Giver:
+class StateSource:
     """A survivor's side.
 
     Args:
@@ -63,11 +63,11 @@ class Giver:
 
     def __init__(
         self,
-        client: Client,
+        client: WorkerClient,
         boundary: Callable[[Settle], bool],
         collect: Callable[[bool], Collected],
         values: Callable[[Collected], Mapping[str, object]],
-        memory: Kept,
+        memory: MemoryTierQuery,
         refuse: Callable[[Generation, int, CheckpointInvalid], None],
     ) -> None:
         self._memory = memory
@@ -156,7 +156,9 @@ def _pieces_of(collected: Collected) -> View:
     return lambda fqn, box, start, stop: collected.view(fqn, box)[start:stop]
 
 
-def take_over(rank: Rank, adapter: Adapter, client: Client, tier: Tier, order: Receive) -> Resumed:
+def take_over(
+    rank: StepParticipant, adapter: Adapter, client: WorkerClient, tier: MemoryTier, order: Receive
+) -> Resumed:
     """A newcomer: the survivors, or what the one before it left in memory, give what a checkpoint would.
 
     Raises: as :func:`take`.
@@ -172,7 +174,7 @@ def take_over(rank: Rank, adapter: Adapter, client: Client, tier: Tier, order: R
         rank.await_end()
 
 
-def take(adapter: Adapter, client: Client, order: Receive, again: Collected | None = None) -> Resumed:
+def take(adapter: Adapter, client: WorkerClient, order: Receive, again: Collected | None = None) -> Resumed:
     """Fill this rank's state from the survivors.
 
     Args:
@@ -233,7 +235,7 @@ def _holders(
     return found
 
 
-def _reachable(client: Client) -> str:
+def _reachable(client: WorkerClient) -> str:
     """The address at which newcomers find this process: loopback, unless they may be on other hosts."""
     if client.run_dir is None:
         return LOOPBACK
@@ -241,6 +243,6 @@ def _reachable(client: Client) -> str:
     return settings.bind if settings.several and not settings.library else LOOPBACK
 
 
-def _token(client: Client) -> bytes:
+def _token(client: WorkerClient) -> bytes:
     assert client.run_dir is not None
     return RunDir(client.run_dir).token()

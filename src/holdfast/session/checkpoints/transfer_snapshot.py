@@ -14,11 +14,11 @@ import xxhash
 
 from holdfast.errors import StateError
 from holdfast.frameworks.common.adapter import Adapter, Collected
-from holdfast.session.steps.participant import Rank
+from holdfast.session.steps.participant import StepParticipant
 from holdfast.store.format.json_values import encode_values
 
 
-class Given:
+class TransferSnapshot:
     """The state to give.
 
     Attributes:
@@ -27,7 +27,7 @@ class Given:
             newcomer to its place itself.
     """
 
-    def __init__(self, rank: Rank, adapter: Adapter) -> None:
+    def __init__(self, rank: StepParticipant, adapter: Adapter) -> None:
         self.at_block = self.by_framework = False
         self._rank = rank
         self._adapter = adapter

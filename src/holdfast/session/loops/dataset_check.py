@@ -14,7 +14,7 @@ from typing import Any
 
 from holdfast.errors import ProtocolError, UsageError
 from holdfast.frameworks.common.adapter import DataIdentity
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.store.format.json_values import decode_values, encode_values
 from holdfast.text import plural
 
@@ -23,7 +23,7 @@ LENGTHS = "holdfast/data/lengths"
 """Key of what is said about them, once in a run."""
 
 
-def compare_with_ranks(client: Client | None, rank: int, loop: int, mine: DataIdentity) -> None:
+def compare_with_ranks(client: WorkerClient | None, rank: int, loop: int, mine: DataIdentity) -> None:
     """Compare with what the first rank that opened this loop has.
 
     Raises:
@@ -46,7 +46,7 @@ def compare_with_ranks(client: Client | None, rank: int, loop: int, mine: DataId
         )
 
 
-def _tell_lengths(client: Client, rank: int, mine: int, other: int, theirs: int) -> None:
+def _tell_lengths(client: WorkerClient, rank: int, mine: int, other: int, theirs: int) -> None:
     """Warn, on the first rank that finds it."""
     if mine == theirs:
         return
@@ -60,7 +60,7 @@ def _tell_lengths(client: Client, rank: int, mine: int, other: int, theirs: int)
         log.warning("holdfast: %s", found)
 
 
-def repeat_on_first(client: Client) -> None:
+def repeat_on_first(client: WorkerClient) -> None:
     """Rank 0, whose output is on the console, says what another rank has found about lengths."""
     found = client.kv("get", (LENGTHS,)).value.decode()
     if found and not found.startswith("rank 0 "):

@@ -9,27 +9,27 @@ from typing import Any
 
 from holdfast.errors import UnsupportedError, UsageError
 from holdfast.frameworks.common.adapter import Adapter, StandsIn
-from holdfast.runtime.node.deferred_rank import StandIn
-from holdfast.session.checkpoints.after_block import Behind
+from holdfast.runtime.node.deferred_rank import DeferredRank
+from holdfast.session.checkpoints.after_block import AfterBlock
 from holdfast.session.loops.loop import Loops
 from holdfast.session.loops.script_source import enclosed
 from holdfast.session.loops.turn_position import IDIOM
 from holdfast.session.loops.turns import Turns
 from holdfast.session.steps.accumulation import checked_count, grouped
-from holdfast.session.steps.step import Blocks, Step
+from holdfast.session.steps.step import Step, StepRunner
 from holdfast.session.steps.warmup import rehearsals
 
 
-class Repeating:
+class ScriptLoops:
     """The loops of a :class:`holdfast.session.session.Session`, which sets what is used here when it opens."""
 
     _adapter: Adapter
     _parts: int
     _loops: Loops
     _turns: Turns
-    _behind: Behind
-    _blocks: Blocks
-    _spare: StandIn | None
+    _behind: AfterBlock
+    _blocks: StepRunner
+    _spare: DeferredRank | None
     _rehearsing: bool
     _entered_by: tuple[FrameType, int] | None
 

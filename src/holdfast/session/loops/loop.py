@@ -33,17 +33,24 @@ from holdfast.errors import StepError, UsageError
 from holdfast.frameworks.common.adapter import Adapter, Feed, StandsForOthers
 from holdfast.frameworks.common.state_tree import Plain
 from holdfast.runtime.node.status_page import LOCAL_SIZE_BYTES_MAX
-from holdfast.session.checkpoints.memory_tier import Tier
+from holdfast.session.checkpoints.memory_tier import MemoryTier
 from holdfast.session.exit_requests import RECORD
 from holdfast.session.loops.batch_digest import Drawn
 from holdfast.session.loops.dataset_check import compare_with_checkpoint, compare_with_ranks
-from holdfast.session.loops.loop_bounds import ENDLESS, Before, Bound, bound_of, compare_bounds, counted_anew
+from holdfast.session.loops.loop_bounds import (
+    ENDLESS,
+    Bound,
+    LoopMembers,
+    bound_of,
+    compare_bounds,
+    counted_anew,
+)
 from holdfast.session.loops.script_source import leaves
-from holdfast.session.loops.turn_position import IDIOM, Walk
-from holdfast.session.steps.accumulation import Grouped, grouped
+from holdfast.session.loops.turn_position import IDIOM, TurnPosition
+from holdfast.session.steps.accumulation import AccumulatingFeed, grouped
 from holdfast.session.steps.batches import Batches
-from holdfast.session.steps.out_of_step_collectives import Between
-from holdfast.session.steps.participant import Rank
+from holdfast.session.steps.out_of_step_collectives import CollectiveGuard
+from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.step import Step
 from holdfast.store.format.json_values import encode_values
 from holdfast.text import plural
@@ -71,10 +78,16 @@ class Loops:
     """
 
     def __init__(
-        self, rank: Rank, adapter: Adapter, parts: int, tier: Tier, between: Between, verify_data: bool
+        self,
+        rank: StepParticipant,
+        adapter: Adapter,
+        parts: int,
+        tier: MemoryTier,
+        between: CollectiveGuard,
+        verify_data: bool,
     ) -> None:
         self.place: dict[str, Any] = {"loop": -1}
-        self.walk = Walk()
+        self.walk = TurnPosition()
         self.local: dict[str, Plain] = {}
         self.own: Plain = None
         self.open = False
@@ -83,7 +96,7 @@ class Loops:
         self._parts = self._parts_then = parts
         self._tier = tier
         self._between = between
-        self._before = Before.ANOTHER_JOB
+        self._before = LoopMembers.ANOTHER_JOB
         self._passed_over = False  # a loop, and the one where the job is has not come yet
         self._first: Bound | None = None  # of the first loop; None: not known, or of a job with other ranks
         self._anew = False  # that loop is over, and its end seems to be counted from where the job is
@@ -114,7 +127,7 @@ class Loops:
         local: Mapping[str, Any],
         *,
         begun: bool = False,
-        before: Before = Before.SURVIVORS,
+        before: LoopMembers = LoopMembers.SURVIVORS,
     ) -> None:
         """The place that was loaded, with the session's plain values.
 
@@ -481,7 +494,7 @@ class Loops:
             self._draw_again()
         step.batch = self._batches.give(self._part)
         step.repeats = not self._batches.opaque(self._part)
-        step.batches = len(step.batch) if isinstance(self._feed, Grouped) else None
+        step.batches = len(step.batch) if isinstance(self._feed, AccumulatingFeed) else None
         if self._feed is not None:
             step.epoch, step.last_in_epoch = self._feed.epoch, self._feed.last_in_epoch
         step.again = step.number <= self._tried

@@ -20,7 +20,7 @@ from enum import Enum
 
 from holdfast.errors import ProtocolError, UsageError
 from holdfast.frameworks.common.adapter import Adapter
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.store.format.json_values import decode_values, encode_values
 from holdfast.store.format.manifest import attempt_key
 from holdfast.text import plural
@@ -41,7 +41,7 @@ ENDLESS = 2**62
 too."""
 
 
-class Before(Enum):
+class LoopMembers(Enum):
     """Who was in the loop before this process."""
 
     SURVIVORS = "survivors"  # they are in it now
@@ -49,16 +49,16 @@ class Before(Enum):
     ANOTHER_JOB = "another job"  # its checkpoint is gone on from: another end may be meant
 
 
-def before_of(name: str, run: str, *, joining: bool) -> Before:
+def before_of(name: str, run: str, *, joining: bool) -> LoopMembers:
     """Who was in the loop before a process of ``run`` that goes on from what is called ``name``."""
     if joining:
-        return Before.SURVIVORS
+        return LoopMembers.SURVIVORS
     key = attempt_key(name)
-    return Before.THIS_RUN if key is None or key[4] == run else Before.ANOTHER_JOB
+    return LoopMembers.THIS_RUN if key is None or key[4] == run else LoopMembers.ANOTHER_JOB
 
 
 def bound_of(
-    loop: int, here: int, until: int | None, saved: Bound, before: Before, *, anew: bool = False
+    loop: int, here: int, until: int | None, saved: Bound, before: LoopMembers, *, anew: bool = False
 ) -> Bound:
     """The bound of a loop that was open when its place was taken.
 
@@ -76,11 +76,11 @@ def bound_of(
     if until == end:
         return saved
     counted = until is not None and end is not None and until - here == end - began
-    if counted and before is not Before.ANOTHER_JOB:
+    if counted and before is not LoopMembers.ANOTHER_JOB:
         log.info("holdfast: the loop over steps ends at %s, as it did when it began at step %d", end, began)
         return saved
     ends = f"loop {loop} of the script ended at step {end} before, and would end at step {until} here"
-    if before is Before.SURVIVORS:
+    if before is LoopMembers.SURVIVORS:
         raise UsageError(f"{ends} (at step {here}): the other ranks are still in it", hint=ADVICE)
     if anew and not counted and here in saved:
         raise UsageError(
@@ -88,7 +88,7 @@ def bound_of(
         )  # the first one was not counted either
     if counted and end is not None and here < end:
         log.warning("holdfast: %s; if that is not meant, %s", ends, ADVICE)
-    elif before is Before.THIS_RUN:
+    elif before is LoopMembers.THIS_RUN:
         log.warning("holdfast: %s; %s", ends, ADVICE)
     return began, until
 
@@ -116,7 +116,9 @@ def counted_anew(here: int, until: int | None, first: Bound) -> bool:
     return True
 
 
-def compare_bounds(client: Client | None, rank: int, world_size: int, loop: int, end: int | None) -> None:
+def compare_bounds(
+    client: WorkerClient | None, rank: int, world_size: int, loop: int, end: int | None
+) -> None:
     """Compare with what the first rank that opened this loop has.
 
     Raises:
@@ -139,7 +141,7 @@ def compare_bounds(client: Client | None, rank: int, world_size: int, loop: int,
         )
 
 
-def compare_turns(client: Client | None, adapter: Adapter, way: str, kind: str, turns: int) -> None:
+def compare_turns(client: WorkerClient | None, adapter: Adapter, way: str, kind: str, turns: int) -> None:
     """Compare with what the first rank that came to this part of the script has.
 
     Raises:

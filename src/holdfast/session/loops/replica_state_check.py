@@ -23,7 +23,7 @@ import xxhash
 
 from holdfast.core.protocol.messages import FRAME_SIZE_BYTES_MAX
 from holdfast.frameworks.common.adapter import Adapter, Collected, ComparesCopies, DigestsBatches
-from holdfast.runtime.worker.worker_client import Client
+from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.session.loops.dataset_check import repeat_on_first
 from holdfast.store.format.json_values import encode_values
 from holdfast.store.layouts.layout import Box
@@ -39,10 +39,10 @@ Said = tuple[str, dict[str, str], dict[str, str], list[int]]
 digests of the batches of its first step, empty where no loader draws them."""
 
 
-class Common:
+class ReplicaStateCheck:
     """Compares the user's state of all ranks, once in the life of a process that began with the others."""
 
-    def __init__(self, adapter: Adapter, client: Client | None, state: Mapping[str, Any]) -> None:
+    def __init__(self, adapter: Adapter, client: WorkerClient | None, state: Mapping[str, Any]) -> None:
         self._adapter = adapter
         self._left_out = {name for name, item in state.items() if getattr(item, "may_differ", False)}
         self._client = None if client is None or client.joining or adapter.world_size == 1 else client

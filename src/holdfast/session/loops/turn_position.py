@@ -33,7 +33,7 @@ IDIOM = (
 )
 
 
-class Slot:
+class LoopSlot:
     """What may hold one loop over steps: the session, or one turn of a part.
 
     Attributes:
@@ -48,7 +48,7 @@ class Slot:
         self.has_loop = False
 
 
-class Part:
+class ScriptPart:
     """A part of the script that is being run.
 
     Attributes:
@@ -66,7 +66,7 @@ class Part:
         self.turns = turns
         self.done = done
         self.closed = False
-        self.slot: Slot | None = None
+        self.slot: LoopSlot | None = None
 
     @property
     def title(self) -> str:
@@ -74,7 +74,7 @@ class Part:
         return f"epoch {self.done}" if self.kind == "epochs" else self.kind
 
 
-class Walk:
+class TurnPosition:
     """Through the script of one session.
 
     Attributes:
@@ -88,8 +88,8 @@ class Walk:
         self._record: dict[str, Record] = {}
         self._passed = 0
         self._seen: set[str] = set()
-        self._bottom = Slot("", "the session")
-        self._open: list[Part] = []
+        self._bottom = LoopSlot("", "the session")
+        self._open: list[ScriptPart] = []
 
     # ------------------------------------------------------------------ the record
 
@@ -121,7 +121,7 @@ class Walk:
     # ------------------------------------------------------------------ in the script
 
     @property
-    def slot(self) -> Slot:
+    def slot(self) -> LoopSlot:
         """Where the script is."""
         inner = self._open[-1].slot if self._open else None
         return inner or self._bottom
@@ -137,7 +137,7 @@ class Walk:
         return next((part.done for part in reversed(self._open) if part.kind == "epochs"), None)
 
     @property
-    def left(self) -> Part | None:
+    def left(self) -> ScriptPart | None:
         """The innermost part, when the script has left it."""
         return self._open[-1] if self._open and self._open[-1].closed else None
 
@@ -157,7 +157,7 @@ class Walk:
         self.loops += 1
         return self.loops - 1
 
-    def enter(self, kind: str, turns: int) -> Part:
+    def enter(self, kind: str, turns: int) -> ScriptPart:
         """The script comes to a part.
 
         Raises:
@@ -173,7 +173,7 @@ class Walk:
                 hint="resume with the parts in the order in which the job began, or begin with resume='never'",
             )
         self._seen.add(way)
-        part = Part(way, kind, turns, 0 if known is None else int(known["done"]))
+        part = ScriptPart(way, kind, turns, 0 if known is None else int(known["done"]))
         if known is not None:
             self.loops = int(known["loops"])
             if known["over"] and not self._goes_further(known, turns):
@@ -185,16 +185,16 @@ class Walk:
         """A part that was over has more turns now, and nothing came after it."""
         return bool(known["done"] == known["turns"] < turns)
 
-    def begin(self, part: Part, step: int) -> int:
+    def begin(self, part: ScriptPart, step: int) -> int:
         """A turn of the part begins; the step at which it did for the job."""
         known = self._record.get(part.way)
-        part.slot = Slot(f"{part.way}.{part.done}.", part.title)
+        part.slot = LoopSlot(f"{part.way}.{part.done}.", part.title)
         if known is None or known["done"] != part.done or known["over"]:
             self._write(part, step, over=False)
             return step
         return int(known["step"])
 
-    def end(self, part: Part, step: int) -> None:
+    def end(self, part: ScriptPart, step: int) -> None:
         """The whole job has done the open turn."""
         inside = f"{part.way}."
         self._record = {way: each for way, each in self._record.items() if not way.startswith(inside)}
@@ -203,11 +203,11 @@ class Walk:
         part.slot = None
         self._write(part, step, over=part.closed or part.done >= part.turns)
 
-    def leave(self, part: Part) -> None:
+    def leave(self, part: ScriptPart) -> None:
         """No turn of the part follows."""
         self._open.remove(part)
 
-    def _write(self, part: Part, step: int, *, over: bool) -> None:
+    def _write(self, part: ScriptPart, step: int, *, over: bool) -> None:
         entry = {
             "kind": part.kind,
             "turns": part.turns,

@@ -29,9 +29,9 @@ from holdfast.errors import PeerLost
 from holdfast.frameworks.common.adapter import Adapter, KnowsWeights
 from holdfast.session.loops.loop import Loops
 from holdfast.session.loops.loop_bounds import compare_turns
-from holdfast.session.loops.turn_position import Part
-from holdfast.session.steps.out_of_step_collectives import Between
-from holdfast.session.steps.participant import Rank
+from holdfast.session.loops.turn_position import ScriptPart
+from holdfast.session.steps.out_of_step_collectives import CollectiveGuard
+from holdfast.session.steps.participant import StepParticipant
 
 log = logging.getLogger("holdfast")
 
@@ -47,10 +47,10 @@ class Turns:
 
     def __init__(
         self,
-        rank: Rank,
+        rank: StepParticipant,
         adapter: Adapter,
         loops: Loops,
-        between: Between,
+        between: CollectiveGuard,
         cast: Callable[[Ballot], Tally],
         leaving: Callable[[], bool],
     ) -> None:
@@ -91,7 +91,7 @@ class Turns:
             self._end(part)
             walk.leave(part)
 
-    def _begin(self, part: Part) -> None:
+    def _begin(self, part: ScriptPart) -> None:
         rank, walk = self._rank, self._loops.walk
         if self._leaving():
             raise SystemExit(0)
@@ -107,7 +107,7 @@ class Turns:
         if self._loops.place["loop"] >= self._loops.walk.loops:
             self._loops.pass_over()
 
-    def _end(self, part: Part) -> None:
+    def _end(self, part: ScriptPart) -> None:
         """Wait until all ranks have done the open turn. Does not return when they have agreed to leave before that."""
         rank = self._rank
         if self._leaving():

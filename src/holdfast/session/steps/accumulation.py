@@ -17,7 +17,7 @@ from holdfast.frameworks.common.state_tree import Plain
 
 def grouped(feed: Feed, batches: int | None) -> Feed:
     """Draws lists of ``batches`` batches; None: a batch at a time."""
-    return feed if batches is None else Grouped(feed, batches)
+    return feed if batches is None else AccumulatingFeed(feed, batches)
 
 
 def checked_count(batches: int | None, loader: Any) -> int | None:
@@ -32,7 +32,7 @@ def checked_count(batches: int | None, loader: Any) -> int | None:
     return batches
 
 
-class Grouped:
+class AccumulatingFeed:
     """A feed (:class:`holdfast.frameworks.common.adapter.Feed`) of lists.
 
     Args:

@@ -42,7 +42,7 @@ def checked_mode(value: object) -> NonFinite:
     )
 
 
-class Finite:
+class NonfiniteCheck:
     """Looks at the gradients of one rank.
 
     Attributes:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 
 from holdfast.core.protocol.messages import StateRefused
-from holdfast.session.steps.participant import Rank
+from holdfast.session.steps.participant import StepParticipant
 
 log = logging.getLogger("holdfast")
 
@@ -22,7 +22,7 @@ BARRIER = "barrier"
 WHY = "a collective between two steps, which a newcomer cannot make alone"
 
 
-class Between:
+class CollectiveGuard:
     """Hears of every collective of this process.
 
     Attributes:
@@ -30,7 +30,7 @@ class Between:
         again: what stands before the block was done already (``Step.again``).
     """
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: StepParticipant) -> None:
         self.open = False
         self.again = False
         self._rank = rank

@@ -21,7 +21,7 @@ from typing import Literal, NoReturn
 
 import msgspec
 
-from holdfast.core.ids import NO_GENERATION, NO_VERSION, Generation, MemberId, Version
+from holdfast.core.ids import NO_GENERATION, NO_VERSION, Generation, LayoutVersion, MemberId
 from holdfast.core.protocol.layout_messages import Layout
 from holdfast.core.protocol.messages import (
     Catalogued,
@@ -35,26 +35,26 @@ from holdfast.core.protocol.messages import (
     RankState,
     Receive,
     Release,
-    Resume,
+    ResumeInPlace,
     Settle,
     Settled,
     StateRefused,
     StepReached,
 )
-from holdfast.core.protocol.status_page import Flag, Phase, Word
+from holdfast.core.protocol.status_page import PageFlag, Phase, Word
 from holdfast.core.worker.step import StepMachine
 from holdfast.core.worker.vote import Tally
 from holdfast.errors import CheckpointInvalid, GroupError
 from holdfast.exit_codes import Exit
 from holdfast.frameworks.common.adapter import Adapter, Unsevered
-from holdfast.runtime.worker.worker_client import Client, leave_process
-from holdfast.session.steps.participant_calls import Calls
+from holdfast.runtime.worker.worker_client import WorkerClient, leave_process
+from holdfast.session.steps.participant_calls import ParticipantCalls
 
 POLL_S = 0.5
 TEXT_LENGTH_MAX = 1000
 
 
-class Rank:
+class StepParticipant:
     """See the module. ``client`` is None in a process without a launcher: then nobody can fence it.
 
     Args:
@@ -70,7 +70,7 @@ class Rank:
         catalogue_version, layouts: the newest layouts of all ranks, as they sent them.
     """
 
-    def __init__(self, adapter: Adapter, client: Client | None) -> None:
+    def __init__(self, adapter: Adapter, client: WorkerClient | None) -> None:
         generation = NO_GENERATION if client is None else client.generation
         self.machine = StepMachine(generation, self._observe)
         self.changed = threading.Condition(threading.RLock())
@@ -86,9 +86,9 @@ class Rank:
         self.catalogue_version = NO_VERSION
         self.layouts: Mapping[int, Layout] = {}
         self._adapter = adapter
-        self._calls = Calls()
+        self._calls = ParticipantCalls()
         self._told: Settled | None = None
-        self._resume: Resume | None = None
+        self._resume: ResumeInPlace | None = None
         self._resumed_in: Generation | None = None
         self._receive: Receive | None = None
         self.joining = client is not None and client.joining
@@ -173,7 +173,7 @@ class Rank:
         """The main thread waited for peers (CLOCK_MONOTONIC); what lies before this block does not count."""
         self._waited_ns += max(0, until_ns - max(since_ns, self._block_started_ns))
 
-    def flag(self, what: Flag, on: bool) -> None:
+    def flag(self, what: PageFlag, on: bool) -> None:
         """Says on the page what stillness means now: user code is being compiled, which may take long, ..."""
         if self.client is not None:
             flags = self.client.page[Word.FLAGS]
@@ -231,7 +231,7 @@ class Rank:
 
     # ------------------------------------------------------------------ client thread
 
-    def connect(self, calls: Calls) -> None:
+    def connect(self, calls: ParticipantCalls) -> None:
         """Take over the client's handlers."""
         self._calls = calls
         client = self.client
@@ -240,7 +240,7 @@ class Rank:
         client.hello = self._where
         client.on(Fence, self.on_fence)
         client.on(Settle, self.on_settle)
-        client.on(Resume, self.on_resume)
+        client.on(ResumeInPlace, self.on_resume)
         client.on(Receive, self.on_receive)
         client.on(Release, self.on_release)
         client.on(ExitOrder, self.on_exit_order)
@@ -272,7 +272,7 @@ class Rank:
             self.changed.notify_all()
         self._calls.settle(settle)
 
-    def on_resume(self, resume: Resume) -> None:
+    def on_resume(self, resume: ResumeInPlace) -> None:
         """Everyone is there in the new generation: the main thread rebuilds the groups.
 
         A controller that takes over says it again, not knowing who has heard it.
@@ -577,7 +577,7 @@ class Rank:
             self.enter(Phase.FINISHED if reason == "exit" else Phase.AFTER)
         return True
 
-    def await_catalogue(self, version: Version, timeout_s: float) -> None:
+    def await_catalogue(self, version: LayoutVersion, timeout_s: float) -> None:
         """Wait for the layouts of all ranks at ``version``, until a fence comes or the time is over."""
         deadline_s = time.monotonic() + timeout_s
         with self.changed:

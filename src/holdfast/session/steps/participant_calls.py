@@ -8,7 +8,7 @@ from typing import NamedTuple
 from holdfast.core.protocol.messages import Settle
 
 
-class Calls(NamedTuple):
+class ParticipantCalls(NamedTuple):
     """Into the session."""
 
     settle: Callable[[Settle], None] = lambda settle: None  # client thread: the machine took a decision

@@ -18,9 +18,17 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from holdfast.core.protocol.health_messages import ranks_text
-from holdfast.core.watch.recomputation import AT_FIRST, OFFSETS, Ran, Verdict, encode, owner_of, read
+from holdfast.core.watch.recomputation import (
+    AT_FIRST,
+    OFFSETS,
+    Ran,
+    RecomputationVerdict,
+    encode,
+    owner_of,
+    read,
+)
 from holdfast.errors import ComputeError, StepError, UnsupportedError
-from holdfast.frameworks.common.adapter import DigestsBatches, Others, ProvesBlocks, StandsForOthers
+from holdfast.frameworks.common.adapter import DigestsBatches, ForeignBlocks, ProvesBlocks, StandsForOthers
 
 if TYPE_CHECKING:
     from holdfast.session.steps.step import Step
@@ -30,7 +38,7 @@ log = logging.getLogger("holdfast")
 _LEAVES_OUT = "session(verify_ranks=0) leaves out this check"
 
 
-class Recompute:
+class Recomputation:
     """The checks of one session.
 
     Args:
@@ -46,7 +54,7 @@ class Recompute:
         self._every = every if every and adapter.world_size > 1 else 0
         self._batch_of = batch_of
         self._adapter = adapter
-        others: Others | None = None
+        others: ForeignBlocks | None = None
         if self._every:
             able = isinstance(adapter, ProvesBlocks) and isinstance(adapter, DigestsBatches)
             others = adapter.others if able and isinstance(adapter, StandsForOthers) else None
@@ -129,7 +137,7 @@ class Recompute:
             self._step, self._ran, self._asked = step.number, {}, AT_FIRST
         return True
 
-    def _begin(self, step: Step, others: Others, offset: int) -> bool:
+    def _begin(self, step: Step, others: ForeignBlocks, offset: int) -> bool:
         if self._muted or not step.repeats:
             return False
         copy = owner_of(others.copy, offset, others.numbers)
@@ -155,7 +163,7 @@ class Recompute:
             others.act_as(owner_of(others.copy, offset, others.numbers), step.number)
             self._drew = False
 
-    def _judge(self, step: Step, others: Others, verdict: Verdict) -> bool:
+    def _judge(self, step: Step, others: ForeignBlocks, verdict: RecomputationVerdict) -> bool:
         ranks = f"{'rank' if len(verdict.ranks) == 1 else 'ranks'} {ranks_text(verdict.ranks)}"
         if verdict.outcome == "agree":
             self._agreed = step.number
@@ -183,7 +191,7 @@ class Recompute:
             self._mute(step, verdict, ranks)
         return True
 
-    def _mute(self, step: Step, verdict: Verdict, ranks: str) -> None:
+    def _mute(self, step: Step, verdict: RecomputationVerdict, ranks: str) -> None:
         """Nothing can be compared in this job: say so once."""
         self._muted = True
         why = {

@@ -25,17 +25,17 @@ from holdfast.core.protocol.health_messages import CopiesDiffer, CopyDigest, ran
 from holdfast.core.worker.vote import Ballot
 from holdfast.errors import StateError, StepError
 from holdfast.frameworks.common.adapter import Adapter, Collected, ComparesCopies
-from holdfast.session.steps.participant import Rank
-from holdfast.session.steps.voting import Votes
+from holdfast.session.steps.participant import StepParticipant
+from holdfast.session.steps.voting import VoteCaster
 from holdfast.store.layouts.layout import Catalogue
-from holdfast.store.layouts.replica_digests import Copies, Extent, Group, runs
+from holdfast.store.layouts.replica_digests import Extent, ReplicaCopies, ReplicaGroup, runs
 
 log = logging.getLogger("holdfast")
 
 ROUNDS_MAX = 3
 """Times that all ranks tell what they hold before one save, where it does not come to one of them."""
 
-Slices = Sequence[tuple[Group, Sequence[Extent]]]
+Slices = Sequence[tuple[ReplicaGroup, Sequence[Extent]]]
 
 
 class Verifier:
@@ -46,12 +46,12 @@ class Verifier:
         every: steps within which all of the state is compared; 0: never.
     """
 
-    def __init__(self, rank: Rank, adapter: Adapter, votes: Votes, every: int) -> None:
+    def __init__(self, rank: StepParticipant, adapter: Adapter, votes: VoteCaster, every: int) -> None:
         self._votes = votes
         self._rank = rank
         self._adapter = adapter
         self._every = every
-        self._copies: Copies | None = None
+        self._copies: ReplicaCopies | None = None
         self._version = NO_VERSION
         self._unlike = False  # ranks hold different tensors under one name
         self._collected: Collected | None = None
@@ -88,7 +88,8 @@ class Verifier:
         """Before state goes anywhere, between two steps: all ranks know what each holds now, and copies are equal.
 
         Args:
-            collected: what this rank holds, and has told (``Votes.tell``); None: it cannot say, and nobody goes on.
+            collected: what this rank holds, and has told (``VoteCaster.tell``); None: it cannot say, and nobody goes
+            on.
 
         Returns: False when copies differ: the controller was told, and orders what follows.
 
@@ -211,5 +212,5 @@ class Verifier:
             self._unlike = True
             return True
         self._unlike = False
-        self._copies = Copies(catalogue, self._adapter.rank, self._compares.compares, self._every)
+        self._copies = ReplicaCopies(catalogue, self._adapter.rank, self._compares.compares, self._every)
         return True

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from holdfast.core.protocol.status_page import Phase
-from holdfast.session.steps.participant import Rank
+from holdfast.session.steps.participant import StepParticipant
 
 log = logging.getLogger("holdfast")
 
@@ -25,7 +25,7 @@ class Sections:
         open: name of the section that the script is in.
     """
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: StepParticipant) -> None:
         self.open = ""
         self._rank = rank
         self._left = ""  # since the last committed step, by an exception

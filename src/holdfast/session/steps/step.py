@@ -15,7 +15,7 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Protocol
 
-from holdfast.core.protocol.status_page import Flag, Phase
+from holdfast.core.protocol.status_page import PageFlag, Phase
 from holdfast.core.worker.vote import Ballot, Tally
 from holdfast.errors import GroupError, PeerLost, StepError
 from holdfast.frameworks.common.adapter import (
@@ -29,11 +29,11 @@ from holdfast.frameworks.common.adapter import (
     TakesParts,
 )
 from holdfast.session.steps.block_proof import Prover, place_in_script
-from holdfast.session.steps.nonfinite import Finite
-from holdfast.session.steps.participant import Rank
-from holdfast.session.steps.recomputation import Recompute
+from holdfast.session.steps.nonfinite import NonfiniteCheck
+from holdfast.session.steps.participant import StepParticipant
+from holdfast.session.steps.recomputation import Recomputation
 from holdfast.session.steps.unassigned_variables import bind
-from holdfast.session.steps.voting import Votes
+from holdfast.session.steps.voting import VoteCaster
 from holdfast.text import plural
 
 
@@ -41,7 +41,7 @@ class StepAborted(Aborted):
     """A vote was refused, or the step was only a rehearsal."""
 
 
-class Owner(Protocol):
+class StepOwner(Protocol):
     """What a block needs from its session."""
 
     def ballot(self, step: int, *, unsound: bool, nonfinite: bool) -> Ballot:
@@ -97,7 +97,9 @@ class Step:
             only the last one can be committed.
     """
 
-    def __init__(self, blocks: Blocks, number: int, *, rehearsal: bool = False, scrap: bool = False) -> None:
+    def __init__(
+        self, blocks: StepRunner, number: int, *, rehearsal: bool = False, scrap: bool = False
+    ) -> None:
         self.number = number
         self.committed = False
         self.batch: Any = None
@@ -178,7 +180,7 @@ class Step:
         self._tentative_done.add(optimizer)
 
 
-class Blocks:
+class StepRunner:
     """Runs blocks: begin, vote, commit or abort.
 
     Args:
@@ -192,17 +194,17 @@ class Blocks:
 
     def __init__(
         self,
-        rank: Rank,
+        rank: StepParticipant,
         adapter: Adapter,
-        votes: Votes,
-        owner: Owner,
-        finite: Finite,
+        votes: VoteCaster,
+        owner: StepOwner,
+        finite: NonfiniteCheck,
         verify: tuple[int, int] = (0, 0),
     ) -> None:
         self._finite = finite
         self._rank = rank
         self._prover = Prover(adapter, verify[0], adapter.world_size)
-        self._recompute = Recompute(adapter, verify[1], owner.batch_of)
+        self._recompute = Recomputation(adapter, verify[1], owner.batch_of)
         self._votes = votes
         self._adapter = adapter
         self._owner = owner
@@ -226,7 +228,7 @@ class Blocks:
             self._update,
             self._updated,
             self._rank.waited,
-            partial(self._rank.flag, Flag.COMPILING),
+            partial(self._rank.flag, PageFlag.COMPILING),
         )
 
     # ------------------------------------------------------------------ begin

@@ -15,26 +15,26 @@ from collections.abc import Mapping
 from holdfast.core.ids import NO_VERSION
 from holdfast.core.protocol.layout_messages import Layout
 from holdfast.core.protocol.messages import Catalogued, LayoutPublished, Receive
-from holdfast.core.protocol.status_page import Flag
-from holdfast.core.worker.layout_agreement import Telling, Told
+from holdfast.core.protocol.status_page import PageFlag
+from holdfast.core.worker.layout_agreement import LayoutAgreement, LayoutAnnouncement
 from holdfast.core.worker.vote import Ballot, Tally
 from holdfast.frameworks.common.adapter import Adapter, Collected
-from holdfast.session.steps.participant import Rank
+from holdfast.session.steps.participant import StepParticipant
 
 CATALOGUE_TIMEOUT_S = 15.0
 
 
-class Votes:
+class VoteCaster:
     """Of one session.
 
     Args:
         rank, adapter: of the session.
     """
 
-    def __init__(self, rank: Rank, adapter: Adapter) -> None:
+    def __init__(self, rank: StepParticipant, adapter: Adapter) -> None:
         self._rank = rank
         self._adapter = adapter
-        self._told = Told()
+        self._told = LayoutAgreement()
         self._size = -1
         self._size_bytes = 0  # of what this rank has told
         self._telling = threading.Lock()  # a survivor tells from the client's task thread what it gives
@@ -56,11 +56,11 @@ class Votes:
         """Of all ranks. Between two steps the page says that this is what is waited for; in a step its phase does."""
         if not ballot.between:
             return self._adapter.vote(ballot.encode())
-        self._rank.flag(Flag.MEETS, True)
+        self._rank.flag(PageFlag.MEETS, True)
         try:
             return self._adapter.vote(ballot.encode())
         finally:
-            self._rank.flag(Flag.MEETS, False)
+            self._rank.flag(PageFlag.MEETS, False)
 
     def tell(self, collected: Collected | None = None) -> None:
         """Tell what this rank holds when that has changed: at once, for a fault that may come before the next vote."""
@@ -92,7 +92,7 @@ class Votes:
         # Said again by the one who lives: agent and controller may both be successors by the next fault.
         self._send(self._told.inherit(order.version, order.layouts.by_rank()[self._adapter.rank]))
 
-    def _send(self, telling: Telling | None) -> None:
+    def _send(self, telling: LayoutAnnouncement | None) -> None:
         """Tell the controller what this rank holds."""
         rank = self._rank
         if telling is not None and rank.client is not None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdfast.frameworks.common.adapter import Adapter, Feed
-from holdfast.session.steps.accumulation import Grouped
+from holdfast.session.steps.accumulation import AccumulatingFeed
 from holdfast.session.steps.batches import Batches
-from holdfast.session.steps.step import Blocks, Step
+from holdfast.session.steps.step import Step, StepRunner
 
 
-def rehearsals(adapter: Adapter, blocks: Blocks, feed: Feed | None) -> Iterator[Step]:
+def rehearsals(adapter: Adapter, blocks: StepRunner, feed: Feed | None) -> Iterator[Step]:
     """Steps that never count, on a batch of any rank: what they build and compile is there at the call.
 
     With the update, which a newcomer never rehearses: the survivors' state replaces all that it changes, and finds
@@ -33,7 +33,7 @@ def rehearsals(adapter: Adapter, blocks: Blocks, feed: Feed | None) -> Iterator[
             batches.give(0),
             True,
         )  # what comes before the block is the job's, and was done there
-        step.batches = len(step.batch) if isinstance(feed, Grouped) else None
+        step.batches = len(step.batch) if isinstance(feed, AccumulatingFeed) else None
         yield step
         if not step.entered or step.idle:
             return  # a batch that is skipped builds nothing: what is missing is rehearsed after the call

@@ -47,7 +47,7 @@ _SECRETS = ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_ACCESS_KEY_ID")
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-class Entry(NamedTuple):
+class S3Object(NamedTuple):
     """One object: its key below the place that was listed, its size, and when it was written (server's clock)."""
 
     key: str
@@ -154,15 +154,16 @@ class Bucket:
         with self._telling(key):
             writer.close()
 
-    def entries(self, prefix: str) -> list[Entry]:
+    def entries(self, prefix: str) -> list[S3Object]:
         """All objects below ``prefix``, with keys relative to it. Raises: StoreUnreachable."""
         import obstore
 
-        found: list[Entry] = []
+        found: list[S3Object] = []
         with self._asking(prefix, listing=True):
             for chunk in obstore.list(self._objects, prefix):
                 found += [
-                    Entry(o["path"].removeprefix(f"{prefix}/"), o["size"], o["last_modified"]) for o in chunk
+                    S3Object(o["path"].removeprefix(f"{prefix}/"), o["size"], o["last_modified"])
+                    for o in chunk
                 ]
         return found
 

@@ -25,7 +25,7 @@ from holdfast.errors import CheckpointInvalid, StoreError, StoreWriteError
 from holdfast.store.backends.durable_files import checked_name, new_owner
 from holdfast.store.backends.interfaces import Closes, Put, read_whole
 from holdfast.store.backends.location import Url
-from holdfast.store.backends.s3_client import Bucket, Entry
+from holdfast.store.backends.s3_client import Bucket, S3Object
 from holdfast.store.format import manifest as form
 
 LEASE_RENEW_S = 600.0
@@ -249,5 +249,5 @@ class S3Store:
         return any(_age_s(entry) <= LEASE_EXPIRY_S for entry in self._bucket.entries(f"{_LEASES}/{name}"))
 
 
-def _age_s(entry: Entry) -> float:
+def _age_s(entry: S3Object) -> float:
     return (datetime.now(UTC) - entry.modified).total_seconds()

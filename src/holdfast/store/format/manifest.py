@@ -97,7 +97,7 @@ class RankManifest(msgspec.Struct, frozen=True):
     locals: dict[str, msgspec.Raw]
 
 
-class Seal(msgspec.Struct, frozen=True):
+class SealRecord(msgspec.Struct, frozen=True):
     """Cached proof: the digests of all files that made this checkpoint valid."""
 
     version: int
@@ -106,7 +106,7 @@ class Seal(msgspec.Struct, frozen=True):
     manifests: dict[str, str]
 
 
-class _Versioned(msgspec.Struct):
+class _VersionedFile(msgspec.Struct):
     version: int
 
 
@@ -183,7 +183,7 @@ def decode_manifest(data: bytes, where: str) -> tuple[RankManifest, str]:
 
 def _decode(body: bytes, where: str) -> RankManifest:
     try:
-        version = msgspec.json.decode(body, type=_Versioned).version
+        version = msgspec.json.decode(body, type=_VersionedFile).version
         if version != FORMAT_VERSION:
             refuse(where, f"format version {version}; this reader knows {FORMAT_VERSION}")
         decoded = msgspec.json.decode(body, type=RankManifest)
@@ -249,5 +249,5 @@ def encode_manifest(manifest: RankManifest) -> bytes:
 def encode_seal(save_id: SaveId, catalogue: str, manifests: Mapping[str, str]) -> bytes:
     """Bytes of the seal file; a pure function of the files that it proves."""
     return wrap(
-        msgspec.json.encode(Seal(FORMAT_VERSION, save_id, catalogue, dict(sorted(manifests.items()))))
+        msgspec.json.encode(SealRecord(FORMAT_VERSION, save_id, catalogue, dict(sorted(manifests.items()))))
     )

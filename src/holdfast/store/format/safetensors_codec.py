@@ -130,7 +130,7 @@ def decode_header(data: bytes, file_size_bytes: int, where: str) -> Header:
     return Header(tuple(tensors), metadata, data_start)
 
 
-class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+class _HeaderEntry(msgspec.Struct, forbid_unknown_fields=True):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
@@ -138,7 +138,7 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
 
 def _decode_entry(fqn: str, entry: object, data_start: int, where: str) -> StoredTensor:
     try:
-        parsed = msgspec.convert(entry, _Entry)
+        parsed = msgspec.convert(entry, _HeaderEntry)
     except msgspec.ValidationError as error:
         refuse(where, f"tensor {fqn!r}: {error}")
     if parsed.dtype not in DTYPE_SIZE_BYTES:

@@ -35,7 +35,16 @@ from holdfast.store.layouts.box import Shape as Shape
 from holdfast.store.layouts.box import flat_range_boxes as flat_range_boxes
 from holdfast.store.layouts.box import flat_regions as flat_regions
 from holdfast.store.layouts.box import subtract as subtract
-from holdfast.store.layouts.shardings import Cell, Cuts, Grid, Held, Integers, Region, cut, whole_cuts
+from holdfast.store.layouts.shardings import (
+    BoxHolders,
+    Cell,
+    Cuts,
+    Grid,
+    HeldBoxes,
+    Integers,
+    cut,
+    whole_cuts,
+)
 
 CATALOGUE_VERSION = 2
 FQN_LENGTH_MAX = 1024
@@ -250,7 +259,7 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
             StateError: names the broken rule.
         """
         try:
-            version = msgspec.json.decode(data, type=_Versioned).version
+            version = msgspec.json.decode(data, type=_VersionedCatalogue).version
             if version == catalogue_v1.VERSION:
                 catalogue = _of_version_1(data)
             elif version != CATALOGUE_VERSION:
@@ -327,7 +336,7 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
         ]
 
 
-class _Versioned(msgspec.Struct):
+class _VersionedCatalogue(msgspec.Struct):
     version: int
 
 
@@ -387,7 +396,7 @@ def _cuts_of(tensor: TensorMeta) -> Cuts | None:
     return tensor.cuts
 
 
-def _with_holders(grid: Grid, held: Held, places: Integers) -> list[tuple[Box, tuple[int, ...]]]:
+def _with_holders(grid: Grid, held: HeldBoxes, places: Integers) -> list[tuple[Box, tuple[int, ...]]]:
     """Boxes of a grid on a shape with their holders, sorted."""
     holders = grid.holders
     who = (
@@ -464,7 +473,9 @@ class _Join:
                 box = declaration.box(row)
                 if box.numel:
                     boxes.setdefault(box, []).append(declaration.rank)
-        return Grid((), tuple(Region(b.offsets, b.sizes, _ascending(r)) for b, r in sorted(boxes.items())))
+        return Grid(
+            (), tuple(BoxHolders(b.offsets, b.sizes, _ascending(r)) for b, r in sorted(boxes.items()))
+        )
 
 
 def _ascending(ranks: Iterable[int]) -> tuple[int, ...]:

@@ -36,7 +36,7 @@ class Extent(NamedTuple):
         return f"{self.fqn}{self.box}"
 
 
-class Group(NamedTuple):
+class ReplicaGroup(NamedTuple):
     """The boxes that exactly these ranks hold. ``extents`` are whole boxes, in the order of the stream."""
 
     holders: tuple[int, ...]
@@ -58,7 +58,7 @@ class Group(NamedTuple):
         return found
 
 
-class Copies:
+class ReplicaCopies:
     """What one rank compares with others.
 
     Args:
@@ -71,7 +71,7 @@ class Copies:
     def __init__(self, catalogue: Catalogue, rank: int, compared: Callable[[str], bool], turns: int) -> None:
         self.plan = int(catalogue.digest[:8], 16) % (PLAN_MODULUS - 1) + 1
         self.groups = _groups(catalogue, rank, compared)
-        self._turns: list[list[tuple[Group, list[Extent]]]] = [[] for _ in range(turns)]
+        self._turns: list[list[tuple[ReplicaGroup, list[Extent]]]] = [[] for _ in range(turns)]
         for group in self.groups:
             step = _aligned(-(-group.size_bytes // turns))
             for turn, found in enumerate(self._turns):
@@ -79,16 +79,16 @@ class Copies:
                 if extents:
                     found.append((group, extents))
 
-    def turn(self, number: int) -> list[tuple[Group, list[Extent]]]:
+    def turn(self, number: int) -> list[tuple[ReplicaGroup, list[Extent]]]:
         """What is compared in turn ``number`` (counted for ever), by group."""
         return self._turns[number % len(self._turns)]
 
-    def whole(self) -> list[tuple[Group, list[Extent]]]:
+    def whole(self) -> list[tuple[ReplicaGroup, list[Extent]]]:
         """Everything, by group."""
         return [(group, list(group.extents)) for group in self.groups]
 
 
-def _groups(catalogue: Catalogue, rank: int, compared: Callable[[str], bool]) -> tuple[Group, ...]:
+def _groups(catalogue: Catalogue, rank: int, compared: Callable[[str], bool]) -> tuple[ReplicaGroup, ...]:
     found: dict[tuple[int, ...], list[Extent]] = {}
     for tensor, box, holders in catalogue.held_by(rank):
         size = box.numel * DTYPE_SIZE_BYTES[tensor.dtype]
@@ -97,7 +97,7 @@ def _groups(catalogue: Catalogue, rank: int, compared: Callable[[str], bool]) ->
     groups = []
     for holders, extents in sorted(found.items()):
         factor = 1 if holders[0] != rank else 1 - len(holders)
-        groups.append(Group(holders, factor, tuple(extents), sum(e.stop for e in extents)))
+        groups.append(ReplicaGroup(holders, factor, tuple(extents), sum(e.stop for e in extents)))
     return tuple(groups)
 
 

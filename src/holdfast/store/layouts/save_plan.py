@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 from holdfast.errors import StateError
 from holdfast.store.layouts.coverage import missing
 from holdfast.store.layouts.layout import DTYPE_SIZE_BYTES, Box, Catalogue, subtract
-from holdfast.store.layouts.shardings import Held, Integers
+from holdfast.store.layouts.shardings import HeldBoxes, Integers
 from holdfast.text import noun_of
 
 PART_SIZE_BYTES_MIN = 1024 * 1024
@@ -58,7 +58,7 @@ class WriteItem(msgspec.Struct, frozen=True, order=True):
         return before, before + self.part.numel * item_size_bytes
 
 
-class Plan(msgspec.Struct, frozen=True):
+class SavePlan(msgspec.Struct, frozen=True):
     """The shares of all sources. ``uncovered`` and ``absent`` are empty when a complete checkpoint can be written."""
 
     sources: tuple[int, ...]
@@ -84,7 +84,7 @@ class Plan(msgspec.Struct, frozen=True):
         return "; ".join(reasons)
 
 
-def plan(catalogue: Catalogue, sources: frozenset[int], copies: int = 1) -> Plan:
+def plan(catalogue: Catalogue, sources: frozenset[int], copies: int = 1) -> SavePlan:
     """Compute who writes what. The shares are made when they are asked for, each on its own.
 
     Args:
@@ -100,7 +100,7 @@ def plan(catalogue: Catalogue, sources: frozenset[int], copies: int = 1) -> Plan
     if not sources <= catalogue.ranks:
         raise StateError(f"{_ranks(sorted(sources - catalogue.ranks))} declared no layout")
     shares = _Shares(catalogue, sources, copies)
-    return Plan(tuple(sorted(sources)), copies, shares, tuple(shares.uncovered()), catalogue.absent)
+    return SavePlan(tuple(sorted(sources)), copies, shares, tuple(shares.uncovered()), catalogue.absent)
 
 
 class _Shares(Mapping[int, tuple[WriteItem, ...]]):
@@ -132,7 +132,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         alive = tuple(rank for rank in ranks if rank in self.sources)
         return self.groups.setdefault(alive, len(self.groups)) if alive else -1
 
-    def _groups_of(self, grid: int, held: Held) -> Integers:
+    def _groups_of(self, grid: int, held: HeldBoxes) -> Integers:
         """The group of each box."""
         groups = self.living[grid][held.entry]
         for place, ranks in held.joined.items():
@@ -158,7 +158,9 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
                 self.lost.append((kind, holes))
         return sizes
 
-    def _holes(self, kind: tuple[int, tuple[int, ...]], held: Held, alive: NDArray[np.bool_]) -> list[Box]:
+    def _holes(
+        self, kind: tuple[int, tuple[int, ...]], held: HeldBoxes, alive: NDArray[np.bool_]
+    ) -> list[Box]:
         """Declared boxes that nobody alive covers, then regions that nobody ever declared."""
         grid, shape = self.catalogue.grids[kind[0]], kind[1]
         dead = held.boxes(np.nonzero(~alive)[0])

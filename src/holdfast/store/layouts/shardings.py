@@ -58,7 +58,7 @@ class Cell(msgspec.Struct, frozen=True, array_like=True):
     ranks: tuple[int, ...]
 
 
-class Region(msgspec.Struct, frozen=True, array_like=True):
+class BoxHolders(msgspec.Struct, frozen=True, array_like=True):
     """One box and the ranks that hold it."""
 
     offsets: Shape
@@ -66,7 +66,7 @@ class Region(msgspec.Struct, frozen=True, array_like=True):
     ranks: tuple[int, ...]
 
 
-class Held(NamedTuple):
+class HeldBoxes(NamedTuple):
     """The distinct boxes with elements of a grid on one shape: ``offsets`` and ``sizes`` are [boxes, dimensions].
 
     ``entry`` is the cell (or listed box) that each one comes from. Boxes in ``joined`` come from several cells, that
@@ -88,7 +88,7 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
     """Cells, or boxes for what no cut describes, with their holders."""
 
     cells: tuple[Cell, ...]
-    boxes: tuple[Region, ...]
+    boxes: tuple[BoxHolders, ...]
 
     @property
     def holders(self) -> tuple[tuple[int, ...], ...]:
@@ -135,7 +135,7 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
             return False
         return math.prod(self._steps[:, :, 0, 0].ravel().tolist()) == len(self.cells)
 
-    def on(self, shape: Shape, among: Sequence[int] | None = None) -> Held:
+    def on(self, shape: Shape, among: Sequence[int] | None = None) -> HeldBoxes:
         """The boxes on a tensor of ``shape``. One without elements has one box, the whole, held by all.
 
         Args:
@@ -143,9 +143,11 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
         """
         if 0 in shape:
             zero = np.zeros((1, len(shape)), np.int64)
-            return Held(zero, np.array([shape], np.int64), zero[:, 0] * 0, {0: tuple(sorted(self.ranks))})
+            return HeldBoxes(
+                zero, np.array([shape], np.int64), zero[:, 0] * 0, {0: tuple(sorted(self.ranks))}
+            )
         if self.boxes:
-            return Held(*self._listed, np.arange(len(self.boxes)), {})
+            return HeldBoxes(*self._listed, np.arange(len(self.boxes)), {})
         # Cells that are one box on this shape are only found when all are looked at.
         entries = (
             np.arange(len(self.cells)) if among is None or not self._regular else np.array(among, np.int64)
@@ -165,10 +167,10 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
             sizes[:, dimension] = left
             some &= left > 0
         full = np.nonzero(some)[0]
-        held = Held(offsets[full], sizes[full], entries[full], {})
+        held = HeldBoxes(offsets[full], sizes[full], entries[full], {})
         return held if self._regular else self._merged(held)
 
-    def _merged(self, held: Held) -> Held:
+    def _merged(self, held: HeldBoxes) -> HeldBoxes:
         """One box for cells that are the same on this shape."""
         first: dict[tuple[int, ...], int] = {}
         joined: dict[int, set[int]] = {}
@@ -182,7 +184,7 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
                     self.cells[int(held.entry[number])].ranks
                 )
         merged = {place: tuple(sorted(ranks)) for place, ranks in joined.items()}
-        return Held(held.offsets[keep], held.sizes[keep], held.entry[keep], merged)
+        return HeldBoxes(held.offsets[keep], held.sizes[keep], held.entry[keep], merged)
 
     def check(self, world: int) -> None:
         """Refuse a grid that breaks an invariant.

@@ -33,7 +33,7 @@ from holdfast.store.backends.durable_files import (
 from holdfast.store.backends.location import Place
 from holdfast.store.format.safetensors_codec import encode_header
 from holdfast.store.layouts.layout import DTYPE_SIZE_BYTES, Box, Shape, TensorEntry, flat_range_boxes
-from holdfast.store.read.load import Loader, Opened, load_catalogue, opened
+from holdfast.store.read.load import BoxLoader, Opened, load_catalogue, opened
 
 THREADS = 4
 SLAB_SIZE_BYTES = 64 * 1024 * 1024
@@ -41,7 +41,7 @@ INDEX_NAME = "model.safetensors.index.json"
 WEIGHTS_NAME = "model.safetensors"
 
 
-class Holding(msgspec.Struct, frozen=True):
+class BoxRecordHolders(msgspec.Struct, frozen=True):
     """One box and the ranks that held identical copies of it when it was saved."""
 
     fqn: str
@@ -51,7 +51,7 @@ class Holding(msgspec.Struct, frozen=True):
     ranks: tuple[int, ...]
 
 
-def holdings(path: Place, pattern: str = "*") -> Iterator[Holding]:
+def holdings(path: Place, pattern: str = "*") -> Iterator[BoxRecordHolders]:
     """Who holds what, by tensor name pattern; one after the other, as they may be tensors times ranks.
 
     Raises:
@@ -59,7 +59,7 @@ def holdings(path: Place, pattern: str = "*") -> Iterator[Holding]:
     """
     catalogue = load_catalogue(path)
     return (
-        Holding(t.fqn, t.dtype, t.shape, box, ranks)
+        BoxRecordHolders(t.fqn, t.dtype, t.shape, box, ranks)
         for t in catalogue.tensors
         if fnmatchcase(t.fqn, pattern)
         for box, ranks in catalogue.boxes(t)
@@ -92,7 +92,7 @@ def merge(
     """
     parent = parent_of_new(target)
     with opened(path) as source:
-        loader = Loader(source.directory, source.index, THREADS)
+        loader = BoxLoader(source.directory, source.index, THREADS)
         tensors = [t for t in source.index.catalogue.tensors if names is None or t.fqn in names]
         if file_size_bytes_max:
             made = _merge_directory(loader, tensors, target, file_size_bytes_max, progress)
@@ -103,7 +103,7 @@ def merge(
 
 
 def _merge_directory(
-    loader: Loader,
+    loader: BoxLoader,
     tensors: Sequence[TensorEntry],
     target: Path,
     file_size_bytes_max: int,
@@ -176,7 +176,7 @@ def new_directory(target: Path) -> Iterator[Path]:
 
 
 def _merge_file(
-    loader: Loader,
+    loader: BoxLoader,
     tensors: Sequence[TensorEntry],
     directory: Directory,
     name: str,

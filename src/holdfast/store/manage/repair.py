@@ -29,8 +29,8 @@ from holdfast.store.backends.registry import open_attempt
 from holdfast.store.format import manifest as form
 from holdfast.store.format.manifest import FileEntry, RankManifest
 from holdfast.store.format.safetensors_codec import HEADER_SIZE_BYTES_MAX, dcp_metadata, encode_header
-from holdfast.store.read.load import Loader
-from holdfast.store.read.validation import Index, Stored, check_contents, json_files, read_index, seal_of
+from holdfast.store.read.load import BoxLoader
+from holdfast.store.read.validation import Index, StoredBox, check_contents, json_files, read_index, seal_of
 
 THREADS = 2
 
@@ -47,7 +47,7 @@ class _Plan(NamedTuple):
 
     entry: FileEntry
     head: bytes
-    boxes: tuple[Stored, ...]
+    boxes: tuple[StoredBox, ...]
 
 
 def repair(path: Place, *, dry_run: bool = False) -> Repaired:
@@ -116,7 +116,7 @@ def _plan(directory: Attempt, manifest: RankManifest, number: int) -> _Plan:
             f"{directory.path / entry.name}: its header is damaged and was written by another version",
             hint="repair it with the version that wrote it",
         )
-    boxes = tuple(Stored(manifest.rank, entry.name, manifest.extent_size_bytes, r) for r in records)
+    boxes = tuple(StoredBox(manifest.rank, entry.name, manifest.extent_size_bytes, r) for r in records)
     return _Plan(entry, head, boxes)
 
 
@@ -134,7 +134,7 @@ def _own_head(directory: Attempt, entry: FileEntry) -> bytes:
 def _rebuild(directory: Attempt, index: Index, plan: _Plan, owner: str) -> None:
     """Write one shard file again, extent by extent, each from wherever it is sound."""
     path = directory.path / plan.entry.name
-    loader = Loader(directory, index, THREADS)
+    loader = BoxLoader(directory, index, THREADS)
     with directory.new_file(plan.entry.name, owner, size_bytes=plan.entry.size_bytes) as put:
         put(0, memoryview(plan.head))
         for stored in plan.boxes:

@@ -41,7 +41,7 @@ _CRC_MARK, _CRC_SIZE_BYTES = b"crc_num", 10
 _CRC_PIECE_SIZE_BYTES = 2**24
 
 
-class Stored(NamedTuple):
+class SliceTensor(NamedTuple):
     """A tensor in a file; ``pieces`` one after the other are its bytes, in C order."""
 
     dtype: str
@@ -63,7 +63,7 @@ class SliceFile(NamedTuple):
     """What one file holds: tensors by name, and the names of texts (which are no state)."""
 
     path: Path
-    tensors: dict[str, Stored]
+    tensors: dict[str, SliceTensor]
     texts: tuple[str, ...]
 
 
@@ -115,8 +115,8 @@ def _without_checksum(data: memoryview) -> memoryview:
     return data[:start]
 
 
-def _tensors(data: memoryview) -> tuple[dict[str, Stored], tuple[str, ...]]:
-    tensors: dict[str, Stored] = {}
+def _tensors(data: memoryview) -> tuple[dict[str, SliceTensor], tuple[str, ...]]:
+    tensors: dict[str, SliceTensor] = {}
     texts: list[str] = []
     last = ""
     for count, (number, value) in enumerate(fields(data)):
@@ -140,7 +140,7 @@ def _tensors(data: memoryview) -> tuple[dict[str, Stored], tuple[str, ...]]:
     return {name: _complete(name, stored) for name, stored in tensors.items()}, tuple(dict.fromkeys(texts))
 
 
-def _value(data: memoryview) -> tuple[str, str, Stored]:
+def _value(data: memoryview) -> tuple[str, str, SliceTensor]:
     """Name and type of a value, and what it holds."""
     name, tensor = "", None
     for number, value in fields(data):
@@ -169,10 +169,10 @@ def _value(data: memoryview) -> tuple[str, str, Stored]:
     shape = () if dimensions == [0] and len(content) else tuple(dimensions)
     if not is_shape(shape):
         raise ValueError(f"{name} has the dimensions {dimensions}")
-    return name, kind, Stored(TYPES.get(kind, "U8"), shape, (content,))
+    return name, kind, SliceTensor(TYPES.get(kind, "U8"), shape, (content,))
 
 
-def _complete(name: str, stored: Stored) -> Stored:
+def _complete(name: str, stored: SliceTensor) -> SliceTensor:
     """The tensor, when all its bytes are there."""
     there = sum(len(piece) for piece in stored.pieces)
     if there != stored.size_bytes:

@@ -33,7 +33,7 @@ class Division(NamedTuple):
     part_of: Integers
 
 
-class Placed(NamedTuple):
+class PlacedSlices(NamedTuple):
     """The shape of a tensor and its boxes, each with the ranks of the stage that hold it and are there."""
 
     shape: Shape
@@ -114,7 +114,7 @@ def _runs(devices: Sequence[int], copied: Sequence[int], count: int) -> bool:
     return left == 1
 
 
-def place(cut: Cut, slices: Mapping[int, Shape], first_rank: int = 0) -> Placed:
+def place(cut: Cut, slices: Mapping[int, Shape], first_rank: int = 0) -> PlacedSlices:
     """The tensor of which ranks of a stage hold ``slices``.
 
     Args:
@@ -153,7 +153,7 @@ def place(cut: Cut, slices: Mapping[int, Shape], first_rank: int = 0) -> Placed:
                     f"and the other slices it is {list(sizes)}"
                 )
         found[box] = there
-    return Placed(shape, found)
+    return PlacedSlices(shape, found)
 
 
 def _lengths(

@@ -37,9 +37,9 @@ from holdfast.store.backends.registry import open_attempt
 from holdfast.store.format.json_values import decode_mapping
 from holdfast.store.layouts.layout import DTYPE_SIZE_BYTES, Box, Catalogue, Shape, subtract
 from holdfast.store.layouts.value_sources import speakers
+from holdfast.store.read.load_plan import LoadTarget as LoadTarget
 from holdfast.store.read.load_plan import Read, batches_of, in_order, reads_of
-from holdfast.store.read.load_plan import Target as Target
-from holdfast.store.read.validation import Index, Stored, bad_extent, read_index
+from holdfast.store.read.validation import Index, StoredBox, bad_extent, read_index
 
 BATCH_SIZE_BYTES = 4 * 1024 * 1024  # what was read is then hashed out of the processor's cache
 PIECE_SIZE_BYTES = 1024 * 1024  # of what the page cache has: fits into a core's own cache
@@ -94,7 +94,7 @@ class Opened:
 
 def load_into(
     path: Place | str | Opened,
-    targets: Iterable[Target],
+    targets: Iterable[LoadTarget],
     *,
     known: Iterable[str] = (),
     missing: Iterable[str] = (),
@@ -134,7 +134,7 @@ def load_into(
         found.unexpected += unexpected
         found.refuse(optional, strict, directory.path)
         filled = [t for t in wanted if t.fqn not in found.missing and t.fqn not in found.mismatched]
-        loader = Loader(directory, index, threads)
+        loader = BoxLoader(directory, index, threads)
         loader.load([(t, t.box) for t in filled if t.box.numel and t.fqn in first])
         if check is not None:
             check({*found.missing, *found.mismatched})
@@ -223,7 +223,7 @@ def _index(path: Place | str | Opened) -> Index:
         return read_index(directory)
 
 
-class Loader:
+class BoxLoader:
     """Reads regions of stored boxes into targets."""
 
     def __init__(self, directory: Attempt, index: Index, threads: int) -> None:
@@ -243,16 +243,16 @@ class Loader:
         """
         item = DTYPE_SIZE_BYTES[dtype]
         data = memoryview(bytearray(sum(box.numel for box in boxes) * item))
-        wanted: list[tuple[Target, Box]] = []
+        wanted: list[tuple[LoadTarget, Box]] = []
         done = 0
         for box in boxes:
             part = data[done : done + box.numel * item]
-            wanted.append((Target(fqn, box, dtype, part, shape), box))
+            wanted.append((LoadTarget(fqn, box, dtype, part, shape), box))
             done += len(part)
         self.load(wanted)
         return data
 
-    def load(self, wanted: list[tuple[Target, Box]]) -> None:
+    def load(self, wanted: list[tuple[LoadTarget, Box]]) -> None:
         """Fill the regions; bad extents are asked again from other copies until none is left."""
         damaged: dict[tuple[str, int], set[int]] = {}  # bad extents, by where their box begins
         why: dict[str, str] = {}
@@ -274,14 +274,14 @@ class Loader:
 
     def _assign(
         self,
-        wanted: Sequence[tuple[Target, Box]],
+        wanted: Sequence[tuple[LoadTarget, Box]],
         damaged: Mapping[tuple[str, int], set[int]],
         why: Mapping[str, str],
     ) -> list[Read]:
         """Choose stored boxes that cover each wanted region once, and cut them into reads."""
-        chosen: dict[tuple[str, int], tuple[Stored, list[tuple[Target, Box]]]] = {}
+        chosen: dict[tuple[str, int], tuple[StoredBox, list[tuple[LoadTarget, Box]]]] = {}
         known: dict[tuple[Box, tuple[Box, ...]], tuple[list[tuple[int, list[Box]]], list[Box]]] = {}
-        sound: dict[str, tuple[list[Stored], tuple[Box, ...]]] = {}
+        sound: dict[str, tuple[list[StoredBox], tuple[Box, ...]]] = {}
         for target, region in wanted:
             if target.fqn not in sound:
                 parts = [
@@ -443,7 +443,7 @@ def _without(read: Read, wrong: Sequence[int]) -> Iterator[Read]:
         begin = end + 1
 
 
-def _sound_parts(stored: Stored, bad: Collection[int]) -> Iterable[Box]:
+def _sound_parts(stored: StoredBox, bad: Collection[int]) -> Iterable[Box]:
     """What a stored box still gives without its bad extents."""
     if not bad:
         return (stored.record.box,)
@@ -472,7 +472,7 @@ def _slices(inner: Box, outer: Box) -> tuple[slice, ...]:
     )
 
 
-def _check_target(target: Target) -> None:
+def _check_target(target: LoadTarget) -> None:
     size_bytes = DTYPE_SIZE_BYTES.get(target.dtype, 0) * target.box.numel
     if target.dtype not in DTYPE_SIZE_BYTES:
         raise StateError(f"target {target.fqn!r}: unknown dtype {target.dtype!r}")
@@ -523,7 +523,7 @@ class _Differences(msgspec.Struct):
         )
 
 
-def _compare(catalogue: Catalogue, targets: Sequence[Target], known: Iterable[str]) -> _Differences:
+def _compare(catalogue: Catalogue, targets: Sequence[LoadTarget], known: Iterable[str]) -> _Differences:
     found = _Differences([], [], {}, set())
     for target in {(t.fqn, t.shape, t.dtype): t for t in targets}.values():
         stored = catalogue.by_fqn.get(target.fqn)

@@ -19,12 +19,12 @@ from typing import TypeAlias
 import msgspec
 
 from holdfast.store.layouts.layout import DTYPE_SIZE_BYTES, Box, Shape, flat_regions
-from holdfast.store.read.validation import Stored
+from holdfast.store.read.validation import StoredBox
 
 WINDOW_SIZE_BYTES = 4 * 1024 * 1024  # in every processor's last cache
 
 
-class Target(msgspec.Struct, frozen=True):
+class LoadTarget(msgspec.Struct, frozen=True):
     """Where a box goes: ``buffer`` is writable, C-contiguous, of the box's size; ``shape`` is the global shape."""
 
     fqn: str
@@ -37,10 +37,10 @@ class Target(msgspec.Struct, frozen=True):
 class Read(msgspec.Struct):
     """Extents ``first`` to ``last`` to read: ``into`` is their place in a target, or None when they are scattered."""
 
-    stored: Stored
+    stored: StoredBox
     first: int
     last: int
-    pieces: Sequence[tuple[Target, Box]]
+    pieces: Sequence[tuple[LoadTarget, Box]]
     into: memoryview | None
 
     @property
@@ -63,7 +63,7 @@ class Read(msgspec.Struct):
         return Read(self.stored, first, last, self.pieces, None)
 
 
-def reads_of(stored: Stored, pieces: Sequence[tuple[Target, Box]], limit_bytes: int) -> list[Read]:
+def reads_of(stored: StoredBox, pieces: Sequence[tuple[LoadTarget, Box]], limit_bytes: int) -> list[Read]:
     """The extents of a stored box that the pieces need, in runs of at most ``limit_bytes`` (or one extent)."""
     step = max(1, limit_bytes // stored.extent_size_bytes)
     reads: list[Read] = []
@@ -77,11 +77,11 @@ def reads_of(stored: Stored, pieces: Sequence[tuple[Target, Box]], limit_bytes: 
     return reads
 
 
-_Run: TypeAlias = tuple[int, int, Sequence[tuple[Target, Box]], int | None]
+_Run: TypeAlias = tuple[int, int, Sequence[tuple[LoadTarget, Box]], int | None]
 """First extent, the one after the last, who needs them, and where they go in the target (bytes) when in one piece."""
 
 
-def _runs(stored: Stored, pieces: Sequence[tuple[Target, Box]]) -> Iterator[_Run]:
+def _runs(stored: StoredBox, pieces: Sequence[tuple[LoadTarget, Box]]) -> Iterator[_Run]:
     """The extents that are needed, as long runs as have the same fate."""
     box, item = stored.record.box, DTYPE_SIZE_BYTES[stored.record.dtype]
     each, count = stored.extent_size_bytes // item, len(stored.record.digests)

@@ -45,7 +45,7 @@ def _quiet(_size_bytes: int) -> None:
     """No progress wanted."""
 
 
-class Stored(msgspec.Struct, frozen=True):
+class StoredBox(msgspec.Struct, frozen=True):
     """One stored box: which file of the directory holds it, and how it is checked."""
 
     rank: int
@@ -80,7 +80,7 @@ class Index(msgspec.Struct, frozen=True):
     catalogue: Catalogue
     manifests: dict[int, RankManifest]
     digests: dict[str, str]
-    boxes: dict[str, tuple[Stored, ...]]
+    boxes: dict[str, tuple[StoredBox, ...]]
     damage: tuple[str, ...]
     size_bytes: int
 
@@ -186,7 +186,7 @@ def read_index(directory: Attempt, *, headers: bool = True) -> Index:
             raise missing_share(
                 f"{where / form.rank_name(rank)}: missing; rank {rank} did not finish its share"
             )
-    boxes: dict[str, list[Stored]] = {}
+    boxes: dict[str, list[StoredBox]] = {}
     entries = [entry for manifest in manifests.values() for entry in manifest.files]
     looks = _each(directory, partial(_what_is_wrong, directory), entries)
     broken = {entry.name: line for entry, line in zip(entries, looks, strict=True)}
@@ -198,7 +198,7 @@ def read_index(directory: Attempt, *, headers: bool = True) -> Index:
         for record in manifest.tensors:
             _check_known(record, catalogue, place)
             if intact[record.file]:
-                stored = Stored(rank, manifest.files[record.file].name, manifest.extent_size_bytes, record)
+                stored = StoredBox(rank, manifest.files[record.file].name, manifest.extent_size_bytes, record)
                 boxes.setdefault(record.fqn, []).append(stored)
     # In C order: what a load still looks for then stays a few regions, however many boxes there are.
     sorted_boxes = {fqn: tuple(sorted(found, key=lambda s: s.record.box)) for fqn, found in boxes.items()}
@@ -276,7 +276,7 @@ def check_coverage(
     """Refuse a checkpoint whose intact extents leave a hole in a tensor of the catalogue.
 
     Args:
-        bad: the damaged extents by the ``id`` of their ``Stored``: number, and the line that names it.
+        bad: the damaged extents by the ``id`` of their ``StoredBox``: number, and the line that names it.
         names: of the tensors that count; all by default.
 
     Raises:
@@ -325,7 +325,7 @@ def check_contents(
     Raises:
         CheckpointInvalid: what is left does not cover the catalogue.
     """
-    by_file: dict[str, list[Stored]] = {}
+    by_file: dict[str, list[StoredBox]] = {}
     for stored in (s for boxes in index.boxes.values() for s in boxes):
         by_file.setdefault(stored.name, []).append(stored)
     damage: list[str] = []
@@ -355,12 +355,12 @@ def share_damage(directory: Attempt, manifest: RankManifest) -> list[str]:
             with directory.open_file(entry.name) as file:
                 for record in manifest.tensors:
                     if record.file == number:
-                        stored = Stored(manifest.rank, entry.name, manifest.extent_size_bytes, record)
+                        stored = StoredBox(manifest.rank, entry.name, manifest.extent_size_bytes, record)
                         damage += bad_extents(file, stored).values()
     return damage
 
 
-def bad_extents(file: SourceFile, stored: Stored, progress: Progress = _quiet) -> dict[int, str]:
+def bad_extents(file: SourceFile, stored: StoredBox, progress: Progress = _quiet) -> dict[int, str]:
     """Read and hash the extents of one stored box; the numbers of the bad ones with the line that names each."""
     found: dict[int, str] = {}
     buffer = memoryview(bytearray(min(stored.extent_size_bytes, stored.record.size_bytes)))
@@ -438,7 +438,7 @@ def _what_is_wrong(directory: Attempt, entry: FileEntry) -> str:
     return ""
 
 
-def _check_header(file: SourceFile, boxes: Sequence[Stored]) -> list[str]:
+def _check_header(file: SourceFile, boxes: Sequence[StoredBox]) -> list[str]:
     """The safetensors header against the manifest: other programs must read what we would."""
     prefix = bytearray(8)
     try:

@@ -77,7 +77,7 @@ class Description(msgspec.Struct, frozen=True):
     amended: bool = False
 
 
-class Kept:
+class StoredState:
     """One committed state in a slot, mapped read-only."""
 
     def __init__(self, path: Path, data: memoryview, description: Description) -> None:
@@ -308,7 +308,7 @@ def kept_steps(directory: Path, rank: int, *, whole: bool = False) -> tuple[int,
 
 
 @contextlib.contextmanager
-def open_kept(directory: Path, rank: int, step: int) -> Iterator[Kept]:
+def open_kept(directory: Path, rank: int, step: int) -> Iterator[StoredState]:
     """The verified state of ``rank`` after ``step`` updates.
 
     Raises:
@@ -375,7 +375,7 @@ class Mapped:
         del self._map  # unmapped with the last view
 
 
-def _read(path: Path, data: memoryview) -> Kept:
+def _read(path: Path, data: memoryview) -> StoredState:
     """The description of a slot, its places checked. Raises: CheckpointInvalid."""
     words = np.frombuffer(data[:MARKER_SIZE_BYTES], np.uint64)
     if not is_sound(words):
@@ -392,7 +392,7 @@ def _read(path: Path, data: memoryview) -> Kept:
     for box in description.boxes:
         if not 0 <= box.start <= box.start + box.size_bytes <= start or box.size_bytes != box.meta.size_bytes:
             raise CheckpointInvalid(f"{path.name}: {box.meta.fqn}{box.meta.box} lies outside of it")
-    return Kept(path, data, description)
+    return StoredState(path, data, description)
 
 
 def marker_of(step: int, start: int, description: bytes) -> bytes:

@@ -61,7 +61,7 @@ class Update(NamedTuple):
     gradients: tuple[Gradient, ...]
 
 
-class _Place(msgspec.Struct, frozen=True, array_like=True):
+class _RecordPlace(msgspec.Struct, frozen=True, array_like=True):
     """One gradient and where its bytes lie in the entry; ``digest`` is their xxh3-64."""
 
     name: str
@@ -72,12 +72,12 @@ class _Place(msgspec.Struct, frozen=True, array_like=True):
     digest: int
 
 
-class _Entry(msgspec.Struct, frozen=True):
+class _LogEntry(msgspec.Struct, frozen=True):
     """The description of an entry."""
 
     step: int
     settings: bytes
-    places: tuple[_Place, ...]
+    places: tuple[_RecordPlace, ...]
 
 
 class UpdateLog:
@@ -157,7 +157,7 @@ class UpdateLog:
         return memoryview(self._map)
 
 
-class _Form(NamedTuple):
+class _RecordForm(NamedTuple):
     """How a log lies in its file."""
 
     entries: int
@@ -209,7 +209,7 @@ def open_updates(directory: Path, rank: int, first: int, stop: int) -> Iterator[
         yield tuple(_read(path, data, form, step) for step in range(first, stop))
 
 
-def _read(path: Path, data: memoryview, form: _Form, step: int) -> Update:
+def _read(path: Path, data: memoryview, form: _RecordForm, step: int) -> Update:
     at = _HEAD + step % form.entries * form.size_bytes
     entry = data[at : at + form.size_bytes]
     words = np.frombuffer(entry[:MARKER_SIZE_BYTES], np.uint64)
@@ -221,7 +221,7 @@ def _read(path: Path, data: memoryview, form: _Form, step: int) -> Update:
     if len(text) != size or xxhash.xxh3_64_intdigest(text) != int(words[4]):
         raise CheckpointInvalid(f"{where}: its description does not fit its digest")
     try:
-        description = msgspec.msgpack.decode(text, type=_Entry)
+        description = msgspec.msgpack.decode(text, type=_LogEntry)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise CheckpointInvalid(f"{where}: not a description of an update: {error}") from error
     gradients = []
@@ -233,7 +233,7 @@ def _read(path: Path, data: memoryview, form: _Form, step: int) -> Update:
     return Update(step, description.settings, tuple(gradients))
 
 
-def _form_of(path: Path) -> _Form | None:
+def _form_of(path: Path) -> _RecordForm | None:
     """None: there is no log."""
     try:
         with path.open("rb") as file:
@@ -245,10 +245,10 @@ def _form_of(path: Path) -> _Form | None:
     magic, entries, of_entry = (int(word) for word in np.frombuffer(head[_FORM], np.uint64))
     if magic != _MAGIC or entries < 1 or size_bytes < _HEAD + entries * of_entry:
         return None
-    return _Form(entries, of_entry, head[_PROVEN] == _YES)
+    return _RecordForm(entries, of_entry, head[_PROVEN] == _YES)
 
 
-def _marker_at(file: BinaryIO, form: _Form, number: int) -> bytes:
+def _marker_at(file: BinaryIO, form: _RecordForm, number: int) -> bytes:
     file.seek(_HEAD + number * form.size_bytes)
     return file.read(MARKER_SIZE_BYTES)
 
@@ -258,11 +258,11 @@ def _marked_step(marker: bytes) -> int | None:
     return int(words[1]) - 1 if is_sound(words) else None
 
 
-def _places(update: Update) -> tuple[_Entry, int]:
+def _places(update: Update) -> tuple[_LogEntry, int]:
     """Where each gradient goes, its digest still to come, and where they end."""
-    places: list[_Place] = []
+    places: list[_RecordPlace] = []
     end = ALIGNMENT
     for name, dtype, shape, data in update.gradients:
-        places.append(_Place(name, dtype, shape, end, len(data), DIGEST_MAX))
+        places.append(_RecordPlace(name, dtype, shape, end, len(data), DIGEST_MAX))
         end += -(-len(data) // ALIGNMENT) * ALIGNMENT
-    return _Entry(update.step, update.settings, tuple(places)), end
+    return _LogEntry(update.step, update.settings, tuple(places)), end

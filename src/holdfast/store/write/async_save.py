@@ -38,19 +38,19 @@ from holdfast.store.backends.interfaces import Closes
 from holdfast.store.backends.location import Place
 from holdfast.store.format.json_values import encode_values
 from holdfast.store.layouts.layout import DTYPE_SIZE_BYTES, Box, Catalogue
-from holdfast.store.layouts.save_plan import Plan, WriteItem
+from holdfast.store.layouts.save_plan import SavePlan, WriteItem
 from holdfast.store.write.staging import (
     MESSAGE_SIZE_BYTES_MAX,
     Arrived,
     Pin,
     Pool,
     SaveJob,
-    SaveOrder,
     SaveOutcome,
     StagedPart,
+    StagedSave,
     Withdrawn,
 )
-from holdfast.store.write.writer import TensorSource, Written, files_of, part_bytes
+from holdfast.store.write.writer import TensorSource, WrittenShare, files_of, part_bytes
 
 log = logging.getLogger("holdfast")
 
@@ -64,7 +64,7 @@ ARRIVED_MAX = 32
 """Messages per save: they must fit in the line, whatever the writer does meanwhile."""
 _ALIGNMENT = 4096
 
-Done = Callable[[SaveId, Written | HoldfastError], None]
+Done = Callable[[SaveId, WrittenShare | HoldfastError], None]
 
 
 @runtime_checkable
@@ -122,7 +122,7 @@ class WriterProcess:
             undo.pop_all()
         return writer
 
-    def tell(self, message: SaveOrder | Arrived | Withdrawn) -> None:
+    def tell(self, message: StagedSave | Arrived | Withdrawn) -> None:
         """Never blocks. Whether the writer is alive shows in :meth:`answer`."""
         try:
             self._line.send(msgspec.msgpack.encode(message), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
@@ -194,7 +194,7 @@ class BackgroundSaver(Closes):
         self._done = done
         self._threads = threads
         self._pin = pin
-        self._jobs: SimpleQueue[tuple[SaveId, WriterProcess, SaveOrder] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[tuple[SaveId, WriterProcess, StagedSave] | None] = SimpleQueue()
         self._idle = threading.Event()
         self._idle.set()
         self._thread: threading.Thread | None = None
@@ -246,7 +246,7 @@ class BackgroundSaver(Closes):
         root: Place | str,
         save_id: SaveId,
         catalogue: Catalogue,
-        plan: Plan,
+        plan: SavePlan,
         rank: int,
         source: TensorSource,
         values: Mapping[str, object],
@@ -293,7 +293,7 @@ class BackgroundSaver(Closes):
         memory = self._pool.memory(size_bytes + len(description))
         memory[size_bytes : size_bytes + len(description)] = description
         self._orders += 1
-        order = SaveOrder(self._orders, size_bytes, len(description), self._pool.size_bytes, 0)
+        order = StagedSave(self._orders, size_bytes, len(description), self._pool.size_bytes, 0)
         if self._writer is None:
             self._writer = WriterProcess.start(self._pool.fd)
         self._writer.tell(order)
@@ -321,7 +321,7 @@ class BackgroundSaver(Closes):
             finally:
                 self._idle.set()
 
-    def _result(self, writer: WriterProcess, order: SaveOrder) -> Written | HoldfastError:
+    def _result(self, writer: WriterProcess, order: StagedSave) -> WrittenShare | HoldfastError:
         """What became of an order. A writer that dies is replaced, and the order given again: it is idempotent."""
         how: list[str] = []
         while True:
@@ -376,18 +376,18 @@ class _Placed(NamedTuple):
     """A share as it will lie in its files, where each part goes in the pool, and how many bytes they take."""
 
     catalogue: Catalogue
-    plan: Plan
+    plan: SavePlan
     rank: int
     items: tuple[WriteItem, ...]
     parts: tuple[StagedPart, ...]
     size_bytes: int
 
-    def is_for(self, catalogue: Catalogue, plan: Plan, rank: int) -> bool:
+    def is_for(self, catalogue: Catalogue, plan: SavePlan, rank: int) -> bool:
         """The very same objects: to compare two plans would take as long as to place one."""
         return self.catalogue is catalogue and self.plan is plan and self.rank == rank
 
 
-def _placed(catalogue: Catalogue, plan: Plan, rank: int) -> _Placed:
+def _placed(catalogue: Catalogue, plan: SavePlan, rank: int) -> _Placed:
     """The pool has the order of the files, and each file begins at a page: the disk can then read from the pool."""
     items: list[WriteItem] = []
     parts: list[StagedPart] = []

@@ -28,7 +28,7 @@ from holdfast.errors import HoldfastError, InternalError, StoreWriteError
 from holdfast.store.backends.interfaces import Closes
 from holdfast.store.layouts.layout import Box
 from holdfast.store.layouts.save_plan import WriteItem
-from holdfast.store.write.writer import Written
+from holdfast.store.write.writer import WrittenShare
 
 MESSAGE_SIZE_BYTES_MAX = 64 * 1024
 TEXT_LENGTH_MAX = 8 * 1024
@@ -68,7 +68,7 @@ class SaveJob(msgspec.Struct, frozen=True):
         return tuple(WriteItem(p.fqn, p.part, p.part) for p in self.parts)
 
 
-class SaveOrder(msgspec.Struct, frozen=True, tag="order"):
+class StagedSave(msgspec.Struct, frozen=True, tag="order"):
     """Worker to writer: the job of this number lies there in the pool, and so much of its tensors."""
 
     number: int
@@ -103,9 +103,9 @@ class SaveOutcome(msgspec.Struct, frozen=True):
     hint: str = ""
 
     @staticmethod
-    def of(number: int, result: Written | HoldfastError) -> SaveOutcome:
+    def of(number: int, result: WrittenShare | HoldfastError) -> SaveOutcome:
         """The message that tells ``result``."""
-        if isinstance(result, Written):
+        if isinstance(result, WrittenShare):
             return SaveOutcome(number, result.sealed, result.size_bytes, result.duration_s)
         name = type(result).__name__
         return SaveOutcome(
@@ -115,10 +115,10 @@ class SaveOutcome(msgspec.Struct, frozen=True):
             hint=result.hint[:TEXT_LENGTH_MAX],
         )
 
-    def result(self) -> Written | HoldfastError:
+    def result(self) -> WrittenShare | HoldfastError:
         """Inverse of :meth:`of`; the names of the files stay behind."""
         if not self.failed:
-            return Written(self.sealed, self.size_bytes, self.duration_s, ())
+            return WrittenShare(self.sealed, self.size_bytes, self.duration_s, ())
         kind = getattr(errors, self.failed, None)
         if not (isinstance(kind, type) and issubclass(kind, HoldfastError)):
             return InternalError(f"{self.failed}: {self.message}")
@@ -191,7 +191,7 @@ class PoolReader:
         self._fd = fd
         self._map: mmap.mmap | None = None
 
-    def job(self, order: SaveOrder) -> SaveJob:
+    def job(self, order: StagedSave) -> SaveJob:
         """Decode the job that ``order`` points at.
 
         Raises:

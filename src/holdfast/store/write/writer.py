@@ -34,7 +34,7 @@ from holdfast.store.format.json_values import VALUES_SIZE_BYTES_MAX, encode_valu
 from holdfast.store.format.manifest import BoxRecord, FileEntry, RankManifest
 from holdfast.store.format.safetensors_codec import Header, StoredTensor, dcp_metadata, encode_header
 from holdfast.store.layouts.layout import DTYPE_SIZE_BYTES, Box, Catalogue
-from holdfast.store.layouts.save_plan import Plan, WriteItem
+from holdfast.store.layouts.save_plan import SavePlan, WriteItem
 from holdfast.store.read.validation import read_index, seal_of, share_damage
 
 BLOCK_SIZE_BYTES = 16 * 1024 * 1024
@@ -60,11 +60,11 @@ class TensorSource(Protocol):
 class ContiguousSource(TensorSource, Protocol):
     """A source that may keep what is written as it will lie in the file."""
 
-    def run(self, items: Sequence[WriteItem]) -> Run | None:
+    def run(self, items: Sequence[WriteItem]) -> ByteRun | None:
         """The bytes of all items, one after the other; None when they do not lie so."""
 
 
-class Run(Protocol):
+class ByteRun(Protocol):
     """Bytes in the order of a file; the last ones may still be on their way."""
 
     @property
@@ -75,7 +75,7 @@ class Run(Protocol):
         """Bytes ``start`` to ``stop``, as soon as they are there."""
 
 
-class Written(msgspec.Struct, frozen=True):
+class WrittenShare(msgspec.Struct, frozen=True):
     """What a rank wrote. ``sealed``: it saw all shares and the checkpoint is proved complete."""
 
     sealed: bool
@@ -88,7 +88,7 @@ def write_share(
     root: Place | str,
     save_id: SaveId,
     catalogue: Catalogue,
-    plan: Plan,
+    plan: SavePlan,
     rank: int,
     source: TensorSource,
     values: Mapping[str, object],
@@ -97,7 +97,7 @@ def write_share(
     threads: int = 1,
     direct: bool = False,
     progress: Callable[[int], object] = int,
-) -> Written:
+) -> WrittenShare:
     """Write what ``plan`` gives to ``rank`` below ``root``, durably, and seal the checkpoint when it is complete.
 
     Calling it again for the same save is harmless: a finished share is compared and kept.
@@ -130,13 +130,13 @@ def write_share(
         )
         size_bytes, names = _put_share(share, groups, plan, common, own)
         sealed = _make_durable(directory, plan, rank)
-    return Written(sealed, size_bytes, time.perf_counter() - started_s, names)
+    return WrittenShare(sealed, size_bytes, time.perf_counter() - started_s, names)
 
 
 def _put_share(
     share: _Share,
     groups: Sequence[Sequence[WriteItem]],
-    plan: Plan,
+    plan: SavePlan,
     common: msgspec.Raw,
     own: dict[str, msgspec.Raw],
 ) -> tuple[int, tuple[str, ...]]:
@@ -161,7 +161,7 @@ def _put_share(
     return size_bytes, (*(entry.name for entry in files), name)
 
 
-def _make_durable(directory: Attempt, plan: Plan, rank: int) -> bool:
+def _make_durable(directory: Attempt, plan: SavePlan, rank: int) -> bool:
     """Have the share appear for good; True when it was the last one, and the checkpoint is sealed."""
     directory.publish()
     there = set(directory.names())  # these are durable after the next line
@@ -293,7 +293,7 @@ class _Share:
         with ThreadPoolExecutor(self.threads, thread_name_prefix="holdfast-write") as pool:
             return list(pool.map(move, extents))
 
-    def _beside(self, spans: Sequence[_Span], first: int, run: Run, put: Put) -> list[str]:
+    def _beside(self, spans: Sequence[_Span], first: int, run: ByteRun, put: Put) -> list[str]:
         """Put all data of a file in blocks that grow, and hash beside it, behind what the disk has.
 
         One large write keeps the disk busy where after many small ones the writer waits for a processor each time.

@@ -22,25 +22,25 @@ import msgspec
 from holdfast.errors import HoldfastError, InternalError
 from holdfast.store.format.json_values import decode_mapping, decode_values
 from holdfast.store.layouts.layout import Catalogue
-from holdfast.store.layouts.save_plan import Plan
+from holdfast.store.layouts.save_plan import SavePlan
 from holdfast.store.write.staging import (
     MESSAGE_SIZE_BYTES_MAX,
     Arrived,
     PoolReader,
     SaveJob,
-    SaveOrder,
     SaveOutcome,
+    StagedSave,
     Wait,
     Withdrawn,
 )
-from holdfast.store.write.writer import Written, write_share
+from holdfast.store.write.writer import WrittenShare, write_share
 
 
 class Dropped(Exception):
     """The rest of an order will not come."""
 
 
-class Line:
+class WorkerLine:
     """What the worker says, until it is gone and all that it said was read."""
 
     def __init__(self, line: socket.socket, worker_pid: int) -> None:
@@ -51,13 +51,13 @@ class Line:
         if self._worker is not None:
             self._poller.register(self._worker, select.POLLIN)
 
-    def receive(self) -> SaveOrder | Arrived | Withdrawn | None:
+    def receive(self) -> StagedSave | Arrived | Withdrawn | None:
         """The next message; None: there will be none."""
         # What the worker said before it died still lies in the socket, so that is looked at first.
         ready = [fd for fd, _ in self._poller.poll(0 if self._worker is None else None)]
         if self._line.fileno() not in ready or not (data := self._line.recv(MESSAGE_SIZE_BYTES_MAX)):
             return None
-        return msgspec.msgpack.decode(data, type=SaveOrder | Arrived | Withdrawn)
+        return msgspec.msgpack.decode(data, type=StagedSave | Arrived | Withdrawn)
 
     def tell(self, outcome: SaveOutcome) -> None:
         """Raises: BrokenPipeError, ConnectionResetError: nobody is there to be told."""
@@ -67,7 +67,7 @@ class Line:
 class Arrivals:
     """How much of an order is in the pool."""
 
-    def __init__(self, line: Line, order: SaveOrder) -> None:
+    def __init__(self, line: WorkerLine, order: StagedSave) -> None:
         self._line = line
         self._number = order.number
         self._size_bytes = order.arrived_size_bytes
@@ -81,14 +81,14 @@ class Arrivals:
             self._size_bytes = message.size_bytes
 
 
-def run_job(job: SaveJob, pool: PoolReader, wait: Wait) -> Written:
+def run_job(job: SaveJob, pool: PoolReader, wait: Wait) -> WrittenShare:
     """Write the share.
 
     Raises:
         StateError, StoreWriteError: as :func:`write_share`.
         CheckpointInvalid: the job's values are none.
     """
-    plan = Plan(job.sources, job.copies, {job.rank: job.items()}, (), ())
+    plan = SavePlan(job.sources, job.copies, {job.rank: job.items()}, (), ())
     return write_share(
         job.root,
         job.save_id,
@@ -103,9 +103,9 @@ def run_job(job: SaveJob, pool: PoolReader, wait: Wait) -> Written:
     )
 
 
-def obey(order: SaveOrder, pool: PoolReader, wait: Wait) -> SaveOutcome:
+def obey(order: StagedSave, pool: PoolReader, wait: Wait) -> SaveOutcome:
     """Carry out one order. Raises: Dropped."""
-    result: Written | HoldfastError
+    result: WrittenShare | HoldfastError
     try:
         result = run_job(pool.job(order), pool, wait)
     except HoldfastError as error:
@@ -117,12 +117,12 @@ def obey(order: SaveOrder, pool: PoolReader, wait: Wait) -> SaveOutcome:
     return SaveOutcome.of(order.number, result)
 
 
-def serve(line: Line, pool: PoolReader) -> None:
+def serve(line: WorkerLine, pool: PoolReader) -> None:
     """Obey until the worker is gone and nothing is left to do."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         while (message := line.receive()) is not None:
             # Of an order that failed early the rest may still be announced.
-            if isinstance(message, SaveOrder):
+            if isinstance(message, StagedSave):
                 with contextlib.suppress(Dropped):
                     line.tell(obey(message, pool, Arrivals(line, message).wait))
 
@@ -145,7 +145,7 @@ def main(argv: list[str]) -> int:
         signal.signal(number, signal.SIG_IGN)
     line_fd, pool_fd, worker_pid = (int(argument) for argument in argv)
     with socket.socket(fileno=line_fd) as line:
-        serve(Line(line, worker_pid), PoolReader(pool_fd))
+        serve(WorkerLine(line, worker_pid), PoolReader(pool_fd))
     return 0
 
 

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from holdfast.core.ids import NO_GENERATION
 from holdfast.errors import UnsupportedError
 from holdfast.frameworks.torch import private_api
-from holdfast.frameworks.torch.comm.comm_state import Fabric, GroupAborted, fabric
+from holdfast.frameworks.torch.comm.comm_state import GroupAborted, fabric
 from holdfast.frameworks.torch.comm.control_store import control_client, install_rendezvous
 from holdfast.frameworks.torch.comm.deferred_rank import install as install_stand_in
 from holdfast.frameworks.torch.comm.group_builder import GLOO, NCCL, GroupSpec
@@ -48,7 +48,7 @@ log = logging.getLogger("holdfast")
 
 
 @dataclass(frozen=True)
-class _Request:
+class _GroupRequest:
     """What the user asked for; travels through torch as the backend's options."""
 
     backends: tuple[tuple[str, str], ...]
@@ -126,7 +126,9 @@ def _wrap_helper(helper: Callable[..., Any]) -> Callable[..., Any]:
         device = call.arguments.get("device_id")
         if device is not None and (device.index is None or device.type == "cpu"):
             raise ValueError(f"device_id={device}: a process group is bound to an accelerator with an index")
-        call.arguments["backend_options"] = _Request(backends, call.arguments.get("backend_options"), device)
+        call.arguments["backend_options"] = _GroupRequest(
+            backends, call.arguments.get("backend_options"), device
+        )
         call.arguments["device_id"] = (
             None  # torch would look for the backend inside our group: we bind it ourselves
         )
@@ -140,7 +142,7 @@ def _wrap_helper(helper: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _create(asked: Any, request: _Request) -> ReconfigurableGroup:
+def _create(asked: Any, request: _GroupRequest) -> ReconfigurableGroup:
     """Called by torch for every group of this process (``dist.Backend.register_backend``, extended form)."""
     state = fabric()
     client = control_client()

@@ -7,7 +7,7 @@ hooks end in order and the vote says no; anywhere else it raises :class:`~holdfa
 are no peers yet: collectives complete on own data, for rehearsals.
 
 Invariants:
-1. ``poisoned`` is set by the first error, cleared only by :meth:`Fabric.reconfigure`, and read lock-free.
+1. ``poisoned`` is set by the first error, cleared only by :meth:`CommState.reconfigure`, and read lock-free.
 2. Two inner groups never share a key space: it is named by the generation, and a generation is built at most once.
 3. Nobody waits for the end of an inner group that was poisoned: it is destroyed in a thread of its own, which joins
    gloo's threads, and one of those may sit in a wait that ends much later.
@@ -30,7 +30,7 @@ from holdfast.errors import GroupError, InternalError, PeerLost, StepError
 from holdfast.frameworks.common.adapter import Aborted, Unsevered
 from holdfast.frameworks.torch.comm.nccl_abort import Abort, Abortable
 from holdfast.runtime.node.flight_recorder import Flight
-from holdfast.runtime.node.shm_allreduce import Board
+from holdfast.runtime.node.shm_allreduce import SharedMemoryAllReduce
 
 SLICE = timedelta(milliseconds=50)
 """Longest time between two looks at the poison flag while a collective is under way."""
@@ -108,7 +108,7 @@ class Handle(Protocol):
     def build_vote(self, generation: Generation) -> Inner:
         """A private gloo group over the same ranks. Raises: GroupError."""
 
-    def open_board(self, generation: Generation) -> Board | None:
+    def open_board(self, generation: Generation) -> SharedMemoryAllReduce | None:
         """The board of these ranks; None when they are not all on one node. Raises: StateError."""
 
     def leave(self) -> None:
@@ -125,7 +125,7 @@ class Pending(Protocol):
         """Free whoever waits for the future of this work."""
 
 
-class Fabric:
+class CommState:
     """All process groups of this process. Use :func:`fabric`; every method may be called from any thread."""
 
     def __init__(self) -> None:
@@ -147,7 +147,7 @@ class Fabric:
         self._pending: dict[int, Pending] = {}
         self._graveyard: list[Inner] = []
         self._vote: Inner | None = None
-        self._board: Board | None = None
+        self._board: SharedMemoryAllReduce | None = None
         self._boarded = False  # looked for a board in this generation
         self._on_poison: list[Callable[[str], None]] = []
         self._on_collective: Callable[[int, str], None] | None = None
@@ -446,7 +446,7 @@ class Fabric:
                 vote.sever()
         return vote.group
 
-    def board(self) -> Board | None:
+    def board(self) -> SharedMemoryAllReduce | None:
         """Where ranks of one node vote without messages; None when the job has several nodes, or no launcher.
 
         Raises: StateError.
@@ -538,9 +538,9 @@ def _first_line(error: BaseException) -> str:
     return text.splitlines()[0][:300]
 
 
-_FABRIC = Fabric()
+_FABRIC = CommState()
 
 
-def fabric() -> Fabric:
+def fabric() -> CommState:
     """The one instance of this process."""
     return _FABRIC

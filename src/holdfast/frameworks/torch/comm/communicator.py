@@ -9,7 +9,7 @@ figures and the decision are in ``docs/design/0024-communicators.md``.
 Invariants:
 1. A refused attempt (:class:`~holdfast.errors.GroupError`) leaves the group of before as it is.
 2. A uuid is used for one attempt: what the ranks tell each other while they connect lies under it.
-3. Nothing waits for the end of a group that was replaced: see ``Fabric.bury``.
+3. Nothing waits for the end of a group that was replaced: see ``CommState.bury``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from holdfast.errors import GroupError
-from holdfast.frameworks.torch.comm.comm_state import Fabric
+from holdfast.frameworks.torch.comm.comm_state import CommState
 from holdfast.frameworks.torch.comm.group_builder import BuiltGroup, GroupSpec, build
 from holdfast.frameworks.torch.private_api import Store
 
@@ -66,7 +66,7 @@ class FreshGroups:
         stores: ``stores(uuid, timeout)`` is where the ranks tell each other their addresses.
     """
 
-    def __init__(self, fabric: Fabric, spec: GroupSpec, stores: Callable[[str, timedelta], Store]) -> None:
+    def __init__(self, fabric: CommState, spec: GroupSpec, stores: Callable[[str, timedelta], Store]) -> None:
         self.spec = spec
         self.built: BuiltGroup | None = None
         self._fabric = fabric

@@ -22,7 +22,7 @@ from holdfast.errors import GroupError
 from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.private_api import Store
 from holdfast.runtime.node.flight_recorder import Flight
-from holdfast.runtime.worker.worker_client import Client, KvOp
+from holdfast.runtime.worker.worker_client import KvOp, WorkerClient
 
 DEFAULT_TIMEOUT_S = 300.0
 WAIT_SLICE_S = 0.25
@@ -34,7 +34,7 @@ _kept: list[Store] = []  # torch keeps the C++ half only; its methods end with t
 
 
 class ControlClient(Protocol):
-    """What process groups need of :class:`holdfast.runtime.worker.worker_client.Client`."""
+    """What process groups need of :class:`holdfast.runtime.worker.worker_client.WorkerClient`."""
 
     generation: Generation
     rank: int
@@ -59,7 +59,7 @@ class ControlClient(Protocol):
 
 def control_client() -> ControlClient | None:
     """The control client of this process, or None. Looked up at each use: a session may start one late."""
-    return Client.current()
+    return WorkerClient.current()
 
 
 def never() -> str:

@@ -20,24 +20,24 @@ from torch.utils.data import DistributedSampler
 
 from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.comm.comm_state import fabric
-from holdfast.runtime.node.deferred_rank import StandIn
+from holdfast.runtime.node.deferred_rank import DeferredRank
 
 _samplers: WeakSet[DistributedSampler[Any]] = WeakSet()
 
 
-def install(stand_in: StandIn) -> None:
+def install(stand_in: DeferredRank) -> None:
     """Once, in a spare."""
     hold_before_device(stand_in)
     if not stand_in.fixed:
         _answer_later(stand_in)
 
 
-def hold_before_device(stand_in: StandIn) -> None:
+def hold_before_device(stand_in: DeferredRank) -> None:
     """The first use of CUDA, from Python or from C++, waits until the spare is called."""
     private_api.before_first_use_of_cuda(stand_in.hold)
 
 
-def _answer_later(stand_in: StandIn) -> None:
+def _answer_later(stand_in: DeferredRank) -> None:
     """The spare may become any rank."""
     before = sys.excepthook
 

@@ -20,7 +20,7 @@ ENDED = "completed"
 BEGUN = ("started", ENDED)
 
 
-class Entry(msgspec.Struct):
+class FlightEntry(msgspec.Struct):
     """One collective, as torch writes it; ``pg_id`` numbers the groups of the process, in the order of their making."""
 
     collective_seq_id: int = 0
@@ -36,7 +36,7 @@ class Entry(msgspec.Struct):
 class Dump(msgspec.Struct):
     """What torch writes; other fields are not read."""
 
-    entries: list[Entry] = []
+    entries: list[FlightEntry] = []
 
 
 def records() -> Records:
@@ -54,9 +54,9 @@ def records() -> Records:
     return Records(tuple(devices), recorders)
 
 
-def summary(entries: Iterable[Entry]) -> list[DeviceSeen]:
+def summary(entries: Iterable[FlightEntry]) -> list[DeviceSeen]:
     """Of each group of NCCL that is recorded, in its newest generation."""
-    by_group: dict[str, dict[int, list[Entry]]] = {}
+    by_group: dict[str, dict[int, list[FlightEntry]]] = {}
     for entry in entries:
         if entry.profiling_name.startswith(ON_DEVICES) and entry.process_group and not entry.is_p2p:
             of_name = by_group.setdefault(entry.process_group[0], {})
@@ -64,7 +64,7 @@ def summary(entries: Iterable[Entry]) -> list[DeviceSeen]:
     return [_seen(group, of_name[max(of_name)]) for group, of_name in by_group.items()]
 
 
-def _seen(group: str, entries: list[Entry]) -> DeviceSeen:
+def _seen(group: str, entries: list[FlightEntry]) -> DeviceSeen:
     given = max(entry.collective_seq_id for entry in entries)
     open_ = [entry for entry in entries if entry.state != ENDED]
     oldest = min(open_, key=lambda entry: entry.collective_seq_id, default=None)
@@ -73,7 +73,7 @@ def _seen(group: str, entries: list[Entry]) -> DeviceSeen:
     return DeviceSeen(group, given, max(begun, ended), ended, _what(oldest or entries[-1]))
 
 
-def _what(entry: Entry) -> str:
+def _what(entry: FlightEntry) -> str:
     sizes = ["x".join(map(str, size)) for size in entry.input_sizes]
     kinds = [f"{size} {dtype}" for size, dtype in zip(sizes, entry.input_dtypes, strict=False)]
     return f"{entry.profiling_name} of {', '.join(kinds)}" if kinds else entry.profiling_name

@@ -27,16 +27,16 @@ from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, UnsupportedError
 from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.comm import control_store, loopback_ops
-from holdfast.frameworks.torch.comm.comm_state import REBUILD_TIMEOUT_S, Fabric
+from holdfast.frameworks.torch.comm.comm_state import REBUILD_TIMEOUT_S, CommState
 from holdfast.frameworks.torch.comm.communicator import FreshGroups
 from holdfast.frameworks.torch.comm.group_builder import GLOO, BuiltGroup, GroupSpec, build
 from holdfast.frameworks.torch.comm.outer_group import OuterGroup
 from holdfast.frameworks.torch.comm.work import GuardedWork, InnerWork, LocalWork, Several, Wait, is_bug
 from holdfast.frameworks.torch.private_api import Backend, PrefixStore, Store, Work
 from holdfast.runtime.node import deferred_rank
-from holdfast.runtime.node.deferred_rank import StandIn
+from holdfast.runtime.node.deferred_rank import DeferredRank
 from holdfast.runtime.node.flight_recorder import Flight, text_of
-from holdfast.runtime.node.shm_allreduce import Board
+from holdfast.runtime.node.shm_allreduce import SharedMemoryAllReduce
 from holdfast.text import plural
 
 Fill = Callable[[], None]
@@ -53,7 +53,7 @@ class ReconfigurableGroup(OuterGroup):
         store: the store that torch gave for it; used when this process has no control client.
     """
 
-    def __init__(self, fabric: Fabric, spec: GroupSpec, store: Store) -> None:
+    def __init__(self, fabric: CommState, spec: GroupSpec, store: Store) -> None:
         super().__init__(spec)
         self._fabric = fabric
         self._store = store
@@ -80,7 +80,7 @@ class ReconfigurableGroup(OuterGroup):
 
     # ------------------------------------------------------------------ generations
 
-    def _asked(self, stand_in: StandIn) -> int:
+    def _asked(self, stand_in: DeferredRank) -> int:
         """The rank of a spare in this group."""
         stand_in.ask()
         return self.spec.rank
@@ -145,12 +145,12 @@ class ReconfigurableGroup(OuterGroup):
         store = self._store_of(str(generation), spec.name, spec.timeout)
         return build(spec, store, spec.timeout, self._fabric.stopped())
 
-    def open_board(self, generation: Generation) -> Board | None:
+    def open_board(self, generation: Generation) -> SharedMemoryAllReduce | None:
         client = control_store.control_client()
         if client is None or client.shared is None or client.world_size != self.spec.world_size:
             return None
         path = client.shared / f"board-{generation}-{self.spec.order[1]}"
-        return Board(path, self.spec.rank, self.spec.world_size).start()
+        return SharedMemoryAllReduce(path, self.spec.rank, self.spec.world_size).start()
 
     def _store_in(self, generation: str, limit: timedelta) -> Store:
         return self._store_of(generation, self.spec.name, limit)

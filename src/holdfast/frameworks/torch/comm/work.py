@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from holdfast.errors import FaultError
-from holdfast.frameworks.torch.comm.comm_state import SLICE, Fabric
+from holdfast.frameworks.torch.comm.comm_state import SLICE, CommState
 from holdfast.frameworks.torch.private_api import Work
 
 Future = torch.futures.Future[Any]
@@ -140,7 +140,7 @@ class GuardedWork(Work):
 
     def __init__(
         self,
-        fabric: Fabric,
+        fabric: CommState,
         what: str,
         inner: InnerWork,
         outputs: list[Any],

@@ -34,7 +34,7 @@ from holdfast.frameworks.common.adapter import DataIdentity
 from holdfast.frameworks.common.state_tree import Plain, join, split
 from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.data.dataset_identity import identity
-from holdfast.frameworks.torch.data.sampler_order import Deal, Order, Seeded, SeededBatches
+from holdfast.frameworks.torch.data.sampler_order import OrderDeal, SamplerOrder, SeededBatches, SeededDataset
 from holdfast.frameworks.torch.state.boxes import byte_view
 from holdfast.frameworks.torch.state.rng import fetch_seed, order_seed, seed_all
 from holdfast.text import plural
@@ -127,7 +127,7 @@ class Source(ABC):
                 yield item
 
 
-class Feed:
+class TorchFeed:
     """Draws batches, epoch after epoch.
 
     Args:
@@ -205,7 +205,7 @@ class Feed:
 
 
 def make_source(loader: Any, seed: int, rank: int, *, spare: bool = False) -> Source:
-    """The source that fits what the user gave to ``steps``; of a ``spare``, see :meth:`Feed.become`.
+    """The source that fits what the user gave to ``steps``; of a ``spare``, see :meth:`TorchFeed.become`.
 
     Raises:
         UsageError: not iterable.
@@ -283,7 +283,7 @@ class MapSource(Source):
         super().__init__(loader, seed, rank)
         batched = loader.batch_sampler is not None
         inner = loader.batch_sampler if batched else loader.sampler
-        self._order = Order(inner, batched, seed, rank)
+        self._order = SamplerOrder(inner, batched, seed, rank)
         self._generator = torch.Generator()
         self._batched = batched
         self._lent = spare and loader.num_workers > 0  # workers outlive one iterator: that of the rehearsal
@@ -294,7 +294,7 @@ class MapSource(Source):
 
     def _rebuild(self, loader: DataLoader[Any], *, keep: bool) -> DataLoader[Any]:
         dataset: Any = loader.dataset
-        wrapper = SeededBatches if hasattr(dataset, "__getitems__") else Seeded
+        wrapper = SeededBatches if hasattr(dataset, "__getitems__") else SeededDataset
         order: dict[str, Any] = (
             {"batch_sampler": self._order} if self._batched else {"sampler": self._order, "batch_size": None}
         )
@@ -329,7 +329,7 @@ class MapSource(Source):
         deal = self._order.deal
         return {} if deal is None else {"seen": self._seen(deal, position), "share": deal.share}
 
-    def _seen(self, deal: Deal, position: Position) -> int:
+    def _seen(self, deal: OrderDeal, position: Position) -> int:
         if self._start is None or self._start[0].epoch != position.epoch:
             return position.batch * deal.share
         return self._start[1] + (position.batch - self._start[0].batch) * deal.share

@@ -36,7 +36,7 @@ def chain(sampler: Any) -> Iterator[Any]:
 
 
 @dataclass(frozen=True)
-class Deal:
+class OrderDeal:
     """How the order of an epoch comes to this rank: ``copy`` of ``copies``, ``batch`` samples at a time."""
 
     sampler: Any
@@ -46,7 +46,7 @@ class Deal:
     drop_last: bool
 
     @staticmethod
-    def of(inner: Any, batched: bool) -> Deal | None:
+    def of(inner: Any, batched: bool) -> OrderDeal | None:
         """Of a (batch) sampler; None when it deals in a way that is not known here."""
         batch, drop_last = 1, False
         if batched:
@@ -54,9 +54,9 @@ class Deal:
                 return None
             batch, drop_last, inner = inner.batch_size, inner.drop_last, inner.sampler
         if isinstance(inner, DistributedSampler):
-            return Deal(inner, inner.num_replicas, inner.rank, batch, drop_last)
+            return OrderDeal(inner, inner.num_replicas, inner.rank, batch, drop_last)
         if type(inner) in (SequentialSampler, RandomSampler):
-            return Deal(inner, 1, 0, batch, drop_last)
+            return OrderDeal(inner, 1, 0, batch, drop_last)
         return None
 
     @property
@@ -112,7 +112,7 @@ class Ref:
         return Ref, (self.epoch, self.index)
 
 
-class Seeded(Dataset[Any]):
+class SeededDataset(Dataset[Any]):
     """The user's dataset, with the default generators seeded before each sample."""
 
     def __init__(self, inner: Any, seed: int) -> None:
@@ -140,7 +140,7 @@ class Seeded(Dataset[Any]):
         seed_all(sample_seed(self.seed, ref.epoch, index))
 
 
-class SeededBatches(Seeded):
+class SeededBatches(SeededDataset):
     """The same for datasets that fetch a batch at once: one seed per batch, from its first sample."""
 
     def __getitems__(self, refs: list[Ref]) -> Any:
@@ -163,7 +163,7 @@ def _base_seed(generator: torch.Generator) -> int:
     return base if generator.initial_seed() == ours else generator.initial_seed()
 
 
-class Order:
+class SamplerOrder:
     """A (batch) sampler that starts anywhere in an epoch and stamps each index with the epoch."""
 
     def __init__(self, inner: Any, batched: bool, seed: int, rank: int) -> None:
@@ -173,7 +173,7 @@ class Order:
         self._rank = rank
         found = (getattr(sampler, "generator", None) for sampler in chain(inner))
         self._own = {id(g): (g, _base_seed(g)) for g in found if isinstance(g, torch.Generator)}
-        self.deal = Deal.of(inner, batched)
+        self.deal = OrderDeal.of(inner, batched)
         self.epoch = 0
         self.skip = 0
         self.seen: int | None = (
@@ -183,7 +183,7 @@ class Order:
     def become(self, rank: int) -> None:
         """A spare was called: it draws as this rank."""
         self._rank = rank
-        self.deal = Deal.of(self._inner, self._batched)
+        self.deal = OrderDeal.of(self._inner, self._batched)
 
     def __len__(self) -> int:
         return len(self._inner)

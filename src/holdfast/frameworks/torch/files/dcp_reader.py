@@ -24,7 +24,7 @@ import torch
 
 from holdfast.errors import CheckpointInvalid, StateError
 from holdfast.frameworks.torch.files.mmap_scratch import scratch_tensors
-from holdfast.frameworks.torch.files.pickle_records import Name, Record, read_records
+from holdfast.frameworks.torch.files.pickle_records import Name, PickleRecord, read_records
 from holdfast.frameworks.torch.state.boxes import DTYPES
 from holdfast.store.backends.durable_files import Directory, read_at
 from holdfast.store.format.safetensors_codec import refuse
@@ -258,7 +258,7 @@ def _load(directory: Directory, chunk: Chunk, where: str, size_bytes_max: int | 
 
 
 def _is(record: Any, kind: str) -> bool:
-    return isinstance(record, Record) and record.name.endswith(f".{kind}")
+    return isinstance(record, PickleRecord) and record.name.endswith(f".{kind}")
 
 
 def _state(record: Any, kind: str) -> Any:

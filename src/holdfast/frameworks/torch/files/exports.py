@@ -33,7 +33,7 @@ from holdfast.store.backends.location import Place
 from holdfast.store.layouts.layout import Box
 from holdfast.store.manage.checkpoint_root import resolve
 from holdfast.store.manage.checkpoint_tools import merge, new_directory, parent_of_new
-from holdfast.store.read.load import Opened, Target, load_into, opened
+from holdfast.store.read.load import LoadTarget, Opened, load_into, opened
 
 Form = Literal["dcp", "torch", "hf"]
 FILE_SIZE_BYTES_MAX = 5_000_000_000
@@ -157,11 +157,11 @@ def _state(source: Opened, scratch: Path, progress: Progress) -> dict[str, Any]:
 def _fill(source: Opened, tensors: Mapping[str, torch.Tensor], progress: Progress) -> None:
     """Read and verify everything, some tensors at a time."""
     catalogue = source.index.catalogue
-    batch: list[Target] = []
+    batch: list[LoadTarget] = []
     size_bytes = 0
     for entry in catalogue.tensors:
         data = byte_view(tensors[entry.fqn])
-        batch.append(Target(entry.fqn, Box.whole(entry.shape), entry.dtype, data, entry.shape))
+        batch.append(LoadTarget(entry.fqn, Box.whole(entry.shape), entry.dtype, data, entry.shape))
         size_bytes += len(data)
         if size_bytes >= BATCH_SIZE_BYTES or entry is catalogue.tensors[-1]:
             load_into(source, batch, known=catalogue.by_fqn)

@@ -29,7 +29,7 @@ from holdfast.frameworks.common.imported_checkpoint import Progress, write_impor
 from holdfast.frameworks.common.state_tree import Plain, split
 from holdfast.frameworks.common.weight_selection import EXTRA_STATE
 from holdfast.frameworks.torch.files.import_sources import read_source
-from holdfast.frameworks.torch.state.state import Collected
+from holdfast.frameworks.torch.state.state import TorchCollected
 from holdfast.store.backends.location import Place, place_of
 from holdfast.text import plural
 
@@ -86,7 +86,7 @@ def import_checkpoint(
     if parts.renamed:
         old, new = next(iter(parts.renamed.items()))
         note(f"names are taken without the prefix of DDP or torch.compile: {old} is {new}")
-    collected = Collected()
+    collected = TorchCollected()
     return write_imported(target, done, collected, parts.split(collected), progress)
 
 
@@ -147,7 +147,7 @@ class _Parts:
         self.step: int | None = None
         self.strange_step = ""  # the key of what should be the step, and is no number
 
-    def split(self, out: Collected) -> dict[str, Plain]:
+    def split(self, out: TorchCollected) -> dict[str, Plain]:
         """The values of a session; tensors go to ``out``."""
         for fqn, tensor in self.model.items():
             out.add(tensor, fqn)
@@ -161,7 +161,7 @@ class _Parts:
             "state": {n: split(value, f"state.{n}", out.add) for n, value in self.state.items()},
         }
 
-    def _optimizer(self, name: str, saved: Mapping[str, Any], out: Collected) -> Plain:
+    def _optimizer(self, name: str, saved: Mapping[str, Any], out: TorchCollected) -> Plain:
         """As ``OptimizerState.split`` writes it."""
         path = f"optimizer.{name}"
         if not isinstance(saved, dict) or not isinstance(saved.get("param_groups"), list):

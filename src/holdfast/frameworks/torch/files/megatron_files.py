@@ -22,7 +22,7 @@ import torch
 
 from holdfast.errors import CheckpointInvalid, UsageError
 from holdfast.frameworks.common.weight_selection import EXTRA_STATE
-from holdfast.frameworks.torch.files.pickle_records import Record
+from holdfast.frameworks.torch.files.pickle_records import PickleRecord
 from holdfast.frameworks.torch.files.torch_archive import read_archive
 from holdfast.store.backends.durable_files import reading
 from holdfast.text import plural
@@ -42,7 +42,7 @@ _CUTS = (
 _GATED = re.compile(r"(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)")
 
 
-class _Part(NamedTuple):
+class _CheckpointPart(NamedTuple):
     """One file."""
 
     path: Path
@@ -52,7 +52,7 @@ class _Part(NamedTuple):
     def argument(self, name: str, default: Any) -> Any:
         """Of Megatron's arguments."""
         arguments = self.tree.get("args")
-        state = arguments.state if isinstance(arguments, Record) else None
+        state = arguments.state if isinstance(arguments, PickleRecord) else None
         return state.get(name, default) if isinstance(state, dict) else default
 
 
@@ -124,7 +124,7 @@ def _files(folder: Path) -> dict[tuple[int, int], Path]:
     return found
 
 
-def _parts(folder: Path) -> list[list[_Part]]:
+def _parts(folder: Path) -> list[list[_CheckpointPart]]:
     """All files, by stage and tensor-parallel rank. Raises: UsageError: one is missing."""
     paths = _files(folder)
     tensors, stages = (1 + max((place[n] for place in paths), default=-1) for n in (0, 1))
@@ -151,7 +151,7 @@ def _parts(folder: Path) -> list[list[_Part]]:
     return made
 
 
-def _read(path: Path) -> _Part:
+def _read(path: Path) -> _CheckpointPart:
     tree = read_archive(path)
     if "model" not in tree:
         several = "model0" in tree
@@ -161,7 +161,7 @@ def _read(path: Path) -> _Part:
         )
     model: dict[str, torch.Tensor] = {}
     _flatten(tree["model"], "", model, path)
-    return _Part(path, model, tree)
+    return _CheckpointPart(path, model, tree)
 
 
 def _flatten(tree: Any, prefix: str, model: dict[str, torch.Tensor], path: Path) -> None:
@@ -178,7 +178,7 @@ def _flatten(tree: Any, prefix: str, model: dict[str, torch.Tensor], path: Path)
             )
 
 
-def _model(stages: Sequence[Sequence[_Part]]) -> dict[str, torch.Tensor]:
+def _model(stages: Sequence[Sequence[_CheckpointPart]]) -> dict[str, torch.Tensor]:
     """The whole model's weights."""
     whole: dict[str, torch.Tensor] = {}
     layers = 0
@@ -198,7 +198,7 @@ def _model(stages: Sequence[Sequence[_Part]]) -> dict[str, torch.Tensor]:
     return whole
 
 
-def _join(name: str, parts: Sequence[_Part]) -> torch.Tensor:
+def _join(name: str, parts: Sequence[_CheckpointPart]) -> torch.Tensor:
     """One weight of its parts."""
     tensors = [part.model[name] for part in parts]
     if len(tensors) == 1:
@@ -230,7 +230,7 @@ def _plain(value: Any, where: str, path: Path) -> Any:
         return {key: _plain(item, f"{where}.{key}", path) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return type(value)(_plain(item, f"{where}.{n}", path) for n, item in enumerate(value))
-    if isinstance(value, Record):
+    if isinstance(value, PickleRecord):
         raise UsageError(
             f"{path}: {where} is a {_kind(value)}, neither a tensor nor a plain value",
             hint="without it: save the model's state dict alone, and import that",
@@ -239,4 +239,4 @@ def _plain(value: Any, where: str, path: Path) -> Any:
 
 
 def _kind(value: Any) -> str:
-    return str(value.name) if isinstance(value, Record) else type(value).__name__
+    return str(value.name) if isinstance(value, PickleRecord) else type(value).__name__

@@ -1,13 +1,13 @@
 """What a pickle says, as inert records: nothing in it is looked up, called or changed.
 
-Theory. A pickle is a program for a stack machine. Its instructions are listed by the standard library's
-disassembler, which makes numbers and text only. The machine here knows the two dozen of them that plain data and
-dataclasses need; a class is only ever a name, "calling" it makes a :class:`Record` that remembers the name and the
-arguments, and "setting its state" stores that in the record. The result is read like any other untrusted data.
+Theory. A pickle is a program for a stack machine. Its instructions are listed by the standard library's disassembler,
+which makes numbers and text only. The machine here knows the two dozen of them that plain data and dataclasses need; a
+class is only ever a name, "calling" it makes a :class:`PickleRecord` that remembers the name and the arguments, and
+"setting its state" stores that in the record. The result is read like any other untrusted data.
 
-Invariants:
-1. The result consists of None, bool, int, float, str, bytes, tuple, list, dict and :class:`Record`; an ``OrderedDict``
-   is a dict, and what stands for data beside the pickle a :class:`Record` called :data:`PERSISTENT`.
+Invariants: 1. The result consists of None, bool, int, float, str, bytes, tuple, list, dict and :class:`PickleRecord`;
+an ``OrderedDict``
+   is a dict, and what stands for data beside the pickle a :class:`PickleRecord` called :data:`PERSISTENT`.
 2. Any other instruction, and any name that is not admitted, is refused.
 3. Memory is in proportion to the size of the data.
 """
@@ -38,7 +38,7 @@ class Name(str):
     __slots__ = ()
 
 
-class Record:
+class PickleRecord:
     """What would have been an object: the ``name`` of its class, the arguments of its making, and its state."""
 
     __slots__ = ("args", "name", "state")
@@ -110,7 +110,7 @@ class _Machine:
         elif name in ("SETITEM", "SETITEMS"):
             items = self._pop_to_mark() if name == "SETITEMS" else self._pop(2)
             # A deeply nested tuple as a key would be hashed by a recursion that nothing bounds.
-            if any(type(key) not in (str, int, Record) for key in items[::2]):
+            if any(type(key) not in (str, int, PickleRecord) for key in items[::2]):
                 raise ValueError("a key that is neither text nor a number")
             self._top(dict).update(zip(items[::2], items[1::2], strict=True))
         elif name == "GLOBAL":
@@ -121,13 +121,13 @@ class _Machine:
             made_of, args = self._pop(2)
             if type(made_of) is not Name or type(args) is not tuple:
                 raise ValueError("it calls something that is no class")
-            stack.append({} if (made_of, args) == (ORDERED, ()) else Record(made_of, args))
+            stack.append({} if (made_of, args) == (ORDERED, ()) else PickleRecord(made_of, args))
         elif name == "BUILD":
             (state,) = self._pop(1)
             if type(stack[-1]) is not dict:  # attributes of an OrderedDict are no data
-                self._top(Record).state = state
+                self._top(PickleRecord).state = state
         elif name == "BINPERSID":
-            stack.append(Record(Name(PERSISTENT), tuple(self._pop(1))))
+            stack.append(PickleRecord(Name(PERSISTENT), tuple(self._pop(1))))
         else:
             raise ValueError(f"instruction {name} has no place there")
 

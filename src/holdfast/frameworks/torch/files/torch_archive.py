@@ -21,7 +21,7 @@ import torch
 
 from holdfast.errors import CheckpointInvalid, UsageError
 from holdfast.frameworks.torch.files.dcp_reader import check_zip
-from holdfast.frameworks.torch.files.pickle_records import Name, Record, read_records
+from holdfast.frameworks.torch.files.pickle_records import Name, PickleRecord, read_records
 from holdfast.store.backends.durable_files import reading
 
 STORAGES = {
@@ -86,14 +86,14 @@ class _Tree:
             return {key: self.value(each) for key, each in item.items()}
         if type(item) in (list, tuple):
             return type(item)(self.value(each) for each in item)
-        if isinstance(item, Record):
+        if isinstance(item, PickleRecord):
             try:
                 return self._record(item)
             except (ValueError, TypeError, KeyError, IndexError, RuntimeError) as error:
                 raise CheckpointInvalid(f"{self._where}: an impossible tensor: {error}") from error
         return item
 
-    def _record(self, item: Record) -> Any:
+    def _record(self, item: PickleRecord) -> Any:
         match item.name:
             case "torch._utils._rebuild_tensor_v2":
                 storage, offset, sizes, strides = item.args[:4]
@@ -105,7 +105,7 @@ class _Tree:
         return item
 
     def _tensor(
-        self, storage: Record, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]
+        self, storage: PickleRecord, offset: int, sizes: tuple[int, ...], strides: tuple[int, ...]
     ) -> torch.Tensor:
         ((_, kind, key, _, numel),) = storage.args
         if type(kind) is not Name or kind not in STORAGES:

@@ -53,7 +53,7 @@ _Run: TypeAlias = tuple[int, int, int]
 """A stretch of one dimension: where it begins in the global tensor and in the local one, and its elements."""
 
 
-class _Form(NamedTuple):
+class _ShardForm(NamedTuple):
     """All that says how a ``DTensor`` is cut. The types are there for placements that torch calls equal to others."""
 
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class _Form(NamedTuple):
     coordinate: tuple[int, ...]
 
 
-class Part(NamedTuple):
+class LocalPart(NamedTuple):
     """One region: ``box`` in the global tensor, ``where`` in the local one."""
 
     box: Box
@@ -76,11 +76,11 @@ CHECKPOINTABLE = ("global_shape", "global_offsets", "local_offsets", "local_size
 this one, and its sizes."""
 
 
-class Region(NamedTuple):
+class TensorRegion(NamedTuple):
     """What a plain tensor holds of a global tensor of ``shape``, in elements."""
 
     shape: tuple[int, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[LocalPart, ...]
 
 
 def declare(tensor: torch.Tensor, shape: Sequence[int], offsets: Sequence[int]) -> None:
@@ -105,16 +105,20 @@ def declare(tensor: torch.Tensor, shape: Sequence[int], offsets: Sequence[int]) 
             hint="declare(tensor, shape=of the global tensor, offsets=where this rank's part begins)",
         )
     box = Box(tuple(offsets), tuple(tensor.shape))
-    setattr(tensor, _DECLARED, Region(tuple(shape), (Part(box, tuple(slice(0, n) for n in tensor.shape)),)))
+    setattr(
+        tensor,
+        _DECLARED,
+        TensorRegion(tuple(shape), (LocalPart(box, tuple(slice(0, n) for n in tensor.shape)),)),
+    )
 
 
-def region_of(tensor: torch.Tensor) -> Region | None:
+def region_of(tensor: torch.Tensor) -> TensorRegion | None:
     """What is declared of a plain tensor, by :func:`declare` or by the attributes of ``CheckpointableTensor``.
 
     Raises:
         StateError: these attributes name shards that do not lie in the tensor, or in the global one.
     """
-    declared: Region | None = getattr(tensor, _DECLARED, None)
+    declared: TensorRegion | None = getattr(tensor, _DECLARED, None)
     if declared is not None or isinstance(tensor, DTensor) or not hasattr(tensor, CHECKPOINTABLE[0]):
         return declared
     if not all(hasattr(tensor, name) for name in CHECKPOINTABLE):
@@ -135,10 +139,10 @@ def region_of(tensor: torch.Tensor) -> Region | None:
             hint=f"correct its {', '.join(CHECKPOINTABLE)} (torch.distributed.checkpoint.CheckpointableTensor)",
         )
     parts = (
-        Part(box, tuple(slice(at, at + size) for at, size in zip(place, box.sizes, strict=True)))
+        LocalPart(box, tuple(slice(at, at + size) for at, size in zip(place, box.sizes, strict=True)))
         for box, place in zip(boxes, places, strict=True)
     )
-    return Region(tuple(shape), tuple(parts))
+    return TensorRegion(tuple(shape), tuple(parts))
 
 
 def is_padded(tensor: torch.Tensor) -> bool:
@@ -187,7 +191,7 @@ def writes_of(tensor: torch.Tensor) -> int:
     return private_api.write_count(tensor)
 
 
-def parts_of(tensor: torch.Tensor, name: str) -> list[Part]:
+def parts_of(tensor: torch.Tensor, name: str) -> list[LocalPart]:
     """Regions of ``tensor`` that this rank holds; none when it is outside of the tensor's mesh.
 
     Raises:
@@ -199,7 +203,7 @@ def parts_of(tensor: torch.Tensor, name: str) -> list[Part]:
         except StateError as error:
             raise StateError(f"{name}: {error.message}", hint=error.hint) from error
         shape = tuple(tensor.shape)
-        whole = (Part(Box.whole(shape), tuple(slice(0, n) for n in shape)),)
+        whole = (LocalPart(Box.whole(shape), tuple(slice(0, n) for n in shape)),)
         return list(whole if region is None else region.parts)
     if any(placement.is_partial() for placement in tensor.placements):
         raise StateError(
@@ -220,23 +224,23 @@ def parts_of(tensor: torch.Tensor, name: str) -> list[Part]:
     return list(parts)
 
 
-def _form_of(tensor: DTensor) -> _Form | None:
+def _form_of(tensor: DTensor) -> _ShardForm | None:
     """None on a rank outside of the tensor's mesh."""
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
-    return _Form(
+    return _ShardForm(
         tuple(tensor.shape), placements, tuple(map(type, placements)), tuple(mesh.shape), tuple(coordinate)
     )
 
 
 @functools.lru_cache(FORMS_MAX)
-def _cut(form: _Form) -> tuple[tuple[tuple[_Run, ...], ...], tuple[Part, ...]]:
+def _cut(form: _ShardForm) -> tuple[tuple[tuple[_Run, ...], ...], tuple[LocalPart, ...]]:
     """The stretches of each dimension, and the regions that they make."""
     runs = tuple(tuple(_runs(form, dim)) for dim in range(len(form.shape)))
     parts = tuple(
-        Part(
+        LocalPart(
             Box(tuple(at for at, _, _ in combination), tuple(size for _, _, size in combination)),
             tuple(slice(start, start + size) for _, start, size in combination),
         )
@@ -245,7 +249,7 @@ def _cut(form: _Form) -> tuple[tuple[tuple[_Run, ...], ...], tuple[Part, ...]]:
     return runs, parts
 
 
-def _runs(form: _Form, dim: int) -> list[_Run]:
+def _runs(form: _ShardForm, dim: int) -> list[_Run]:
     """Consecutive stretches of one dimension."""
     index = None
     for mesh_dim, placement in enumerate(form.placements):
@@ -276,7 +280,7 @@ def cuts_of(tensor: torch.Tensor, boxes: Sequence[Box]) -> Cuts | None:
 
 
 @functools.lru_cache(FORMS_MAX)
-def _regular(form: _Form, box: Box) -> Cuts | None:
+def _regular(form: _ShardForm, box: Box) -> Cuts | None:
     """The cut by which this form has that box, if it is one."""
     cuts = []
     for dim in range(len(form.shape)):

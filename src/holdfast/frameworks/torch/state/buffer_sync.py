@@ -21,7 +21,7 @@ from holdfast.errors import StateError
 from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.comm.comm_state import fabric
 from holdfast.frameworks.torch.state.boxes import flat_bytes
-from holdfast.frameworks.torch.state.parameter_names import Names, Slot
+from holdfast.frameworks.torch.state.parameter_names import BufferSlot, Names
 from holdfast.frameworks.torch.state.wrapper_reset import instances
 from holdfast.runtime.node.shm_allreduce import NOTE_SIZE_BYTES_MAX
 
@@ -40,7 +40,9 @@ class BufferSync:
         self, names: Names, wrappers: list[DistributedDataParallel], mesh: DeviceMesh | None, world_size: int
     ) -> None:
         self._off: list[DistributedDataParallel] = []
-        self._plans: dict[tuple[int, ...], tuple[Any, list[Slot]]] = {}  # by members: one broadcast for each
+        self._plans: dict[
+            tuple[int, ...], tuple[Any, list[BufferSlot]]
+        ] = {}  # by members: one broadcast for each
         if world_size == 1:
             return
         taken: set[int] = set()
@@ -63,7 +65,7 @@ class BufferSync:
             for group in mesh.get_all_groups():  # one per dimension: along all of them everyone is reached
                 self._add(group, rest)
 
-    def _add(self, group: Any, slots: list[Slot]) -> None:
+    def _add(self, group: Any, slots: list[BufferSlot]) -> None:
         if slots:
             known = self._plans.setdefault(tuple(dist.get_process_group_ranks(group)), (group, []))
             known[1].extend(slots)

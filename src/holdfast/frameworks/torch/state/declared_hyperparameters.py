@@ -37,7 +37,7 @@ FOLLOWS = frozenset({"base_lrs", "last_epoch"})
 TOLD_MAX = 10
 
 
-class Difference(NamedTuple):
+class HyperparameterChange(NamedTuple):
     """A value that the script now sets otherwise; ``owner`` is ``optimizer.NAME`` or ``scheduler.NAME``."""
 
     owner: str
@@ -120,26 +120,26 @@ class Declared:
 
         return finish
 
-    def _tell(self, each: Difference) -> None:
+    def _tell(self, each: HyperparameterChange) -> None:
         if each.name in self.override:
             log.info("holdfast: %s: the script's is used (override)", each)
             return
         advice = "" if each.name == "class" else f"; session(override=[{each.name!r}]) takes the script's"
         log.warning("holdfast: %s: the checkpoint's is used%s", each, advice)
 
-    def _differences(self, saved: Plain) -> Iterator[Difference]:
+    def _differences(self, saved: Plain) -> Iterator[HyperparameterChange]:
         for owner, values in self._now.items():
             known = saved.get(owner) if isinstance(saved, dict) else None
             for name, now in values.items():
                 if isinstance(known, dict) and name in known and known[name] != now:
-                    yield Difference(owner, name, known[name], now)
+                    yield HyperparameterChange(owner, name, known[name], now)
 
-    def _is_another_kind(self, each: Difference, saved: Plain) -> bool:
+    def _is_another_kind(self, each: HyperparameterChange, saved: Plain) -> bool:
         """Other names of values, not only of the class."""
         known = saved.get(each.owner) if isinstance(saved, dict) else None
         return isinstance(known, dict) and known.keys() != self._now[each.owner].keys()
 
-    def _take(self, each: Difference) -> None:
+    def _take(self, each: HyperparameterChange) -> None:
         kind, _, which = each.owner.partition(".")
         if kind == "scheduler":
             value = each.now

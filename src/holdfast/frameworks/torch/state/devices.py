@@ -30,7 +30,7 @@ def await_devices(devices: Iterable[torch.device]) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
-class Devices:
+class StateDevices:
     """The devices that one state lies on, and the streams that its training is queued on."""
 
     def __init__(self, found: Iterable[torch.device]) -> None:

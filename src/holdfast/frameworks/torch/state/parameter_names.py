@@ -17,7 +17,7 @@ from holdfast.frameworks.torch.state.boxes import overlaps
 Models = nn.Module | Mapping[str, nn.Module]
 
 
-class Slot(NamedTuple):
+class BufferSlot(NamedTuple):
     """Where a buffer lives; user code may put another tensor there at any time."""
 
     fqn: str
@@ -41,7 +41,7 @@ class Names(NamedTuple):
     """
 
     parameters: dict[str, torch.Tensor]
-    buffers: tuple[Slot, ...]
+    buffers: tuple[BufferSlot, ...]
     aliases: dict[str, str]
     extra: dict[str, nn.Module]
 
@@ -91,7 +91,7 @@ def names_of(model: Models) -> Names:
         UnsupportedError: see :func:`unwrap`.
     """
     parameters: dict[str, torch.Tensor] = {}
-    buffers: list[Slot] = []
+    buffers: list[BufferSlot] = []
     aliases: dict[str, str] = {}
     extra: dict[str, nn.Module] = {}
     seen: dict[int, str] = {}
@@ -104,7 +104,7 @@ def names_of(model: Models) -> Names:
                     parameters[path + key] = parameter
             for key, buffer in module._buffers.items():
                 if buffer is not None and _first(buffer, path + key, seen, aliases):
-                    buffers.append(Slot(path + key, module, key))
+                    buffers.append(BufferSlot(path + key, module, key))
     return Names(parameters, tuple(buffers), aliases, extra)
 
 

@@ -17,8 +17,14 @@ from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.state.boxes import writes_of
 from holdfast.frameworks.torch.state.optimizer_state import Undo, clone, parameters_of
 from holdfast.frameworks.torch.state.restore_in_place import put_into
-from holdfast.frameworks.torch.state.state import NOTHING_BEFORE, Before, Copies, TorchState, arrays_in
-from holdfast.frameworks.torch.state.untrained_weights import Averages
+from holdfast.frameworks.torch.state.state import (
+    NOTHING_BEFORE,
+    StateBefore,
+    StepStartCopies,
+    TorchState,
+    arrays_in,
+)
+from holdfast.frameworks.torch.state.untrained_weights import UntrainedWeights
 
 SMALL_NUMEL = 65536
 """Larger buffers (masks, position tables) are copied again only when torch counted a change. Smaller ones always:
@@ -39,9 +45,9 @@ class Snapshot:
         self._objects: dict[str, Any] = {}  # state of those in the user's state that have one
         self._uncopied: set[int] = set()  # of them, by id: too large to be copied at each step
         # A step, and what was before the script was given it.
-        self._before: tuple[int, Before] = (-1, NOTHING_BEFORE)
+        self._before: tuple[int, StateBefore] = (-1, NOTHING_BEFORE)
         self.undo = Undo()
-        self.averages = Averages(state, self.undo)
+        self.averages = UntrainedWeights(state, self.undo)
 
     def take(self) -> None:
         """Copy what the coming step may change before its vote."""
@@ -66,9 +72,9 @@ class Snapshot:
             **clone(self._state.plain_extras()),
             **(self._all_objects() if whole else self._small_objects()),
         }
-        self._before = (step, Before(self._group_values(), self._schedules(), extras))
+        self._before = (step, StateBefore(self._group_values(), self._schedules(), extras))
 
-    def before(self, step: int) -> Before:
+    def before(self, step: int) -> StateBefore:
         """What :meth:`take_before` copied for ``step``."""
         taken, before = self._before
         return before if taken == step else NOTHING_BEFORE
@@ -168,7 +174,7 @@ class Snapshot:
             for parameter in parameters_of(optimizer.optimizer):
                 parameter.grad = None
 
-    def copies(self) -> Copies:
+    def copies(self) -> StepStartCopies:
         """For :meth:`TorchState.collect`: the state at the start of the step."""
         buffers = {fqn: saved for fqn, (_, _, saved) in self._buffers.items()}
         plain = {**self._plain, **self._modules}
@@ -176,7 +182,7 @@ class Snapshot:
         if scaler is not None and self._scaler.get("_scale") is not None:
             plain["scaler"] = _scaler_values(scaler, self._scaler)
         extras = {**self._extras, **self._objects, **self.averages.modules()}
-        return Copies(buffers, self._groups, plain, extras, self.undo)
+        return StepStartCopies(buffers, self._groups, plain, extras, self.undo)
 
 
 def _numel(value: Any) -> int:

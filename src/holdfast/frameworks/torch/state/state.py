@@ -34,7 +34,7 @@ from holdfast.frameworks.common.user_state import tell_other_names
 from holdfast.frameworks.torch.state.boxes import (
     DTYPES,
     TORCH_DTYPES,
-    Part,
+    LocalPart,
     byte_view,
     copy_bytes,
     cuts_of,
@@ -72,7 +72,7 @@ _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 GENERATORS = (torch.Generator, np.random.Generator, random.Random)
 
 
-class Copies(NamedTuple):
+class StepStartCopies(NamedTuple):
     """The state at the start of a step, where it may have changed since (see ``snapshot.py``)."""
 
     buffers: Mapping[str, torch.Tensor]  # fqn -> copy
@@ -84,7 +84,7 @@ class Copies(NamedTuple):
     undo: Undo
 
 
-class Before(NamedTuple):
+class StateBefore(NamedTuple):
     """What a script may have changed since it was given a step, or since a loop ended: copies of what was before."""
 
     groups: Mapping[str, list[dict[str, Any]]]  # optimizer -> group values
@@ -92,7 +92,7 @@ class Before(NamedTuple):
     extras: Mapping[str, Any]  # the user's plain values by name, and the state of small objects
 
 
-NOTHING_BEFORE = Before({}, {}, {})
+NOTHING_BEFORE = StateBefore({}, {}, {})
 
 
 def arrays_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -111,13 +111,13 @@ def arrays_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
             yield from arrays_in(item, f"{path}.{key}")
 
 
-class Collected:
+class TorchCollected:
     """Tensors by name and the plain values beside them. Implements the store's ``TensorSource``."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self.values: dict[str, Plain] = {}
-        self._parts: dict[str, dict[Box, Part]] = {}
+        self._parts: dict[str, dict[Box, LocalPart]] = {}
         self._own: dict[tuple[str, Box], memoryview | None] = {}
         self._layout: RankLayout | None = None
         self._copied_from: set[torch.device] = set()
@@ -137,7 +137,7 @@ class Collected:
         self.tensors[path] = value
         return path
 
-    def parts(self, fqn: str) -> dict[Box, Part]:
+    def parts(self, fqn: str) -> dict[Box, LocalPart]:
         """The regions of one tensor that this rank holds."""
         if fqn not in self._parts:
             self._parts[fqn] = {part.box: part for part in parts_of(self.tensors[fqn], fqn)}
@@ -309,7 +309,9 @@ class TorchState:
                     forms.append((path, tuple(array.shape), array.dtype))
         return hash(tuple(forms))
 
-    def collect(self, copies: Copies | None = None, before: Before = NOTHING_BEFORE) -> Collected:
+    def collect(
+        self, copies: StepStartCopies | None = None, before: StateBefore = NOTHING_BEFORE
+    ) -> TorchCollected:
         """The state now, or with ``copies`` as it was at the start of the step.
 
         Args:
@@ -318,7 +320,7 @@ class TorchState:
         Raises:
             StateError: something that cannot be saved.
         """
-        out = Collected()
+        out = TorchCollected()
         weights = {} if copies is None else copies.undo.weights()
         known = {**({} if copies is None else copies.extras), **before.extras}
         plain = {**({} if copies is None else copies.plain), **before.plain}
@@ -358,7 +360,7 @@ class TorchState:
         }
         return out
 
-    def _plain(self, path: str, item: Any, known: Mapping[str, Any], out: Collected) -> Plain:
+    def _plain(self, path: str, item: Any, known: Mapping[str, Any], out: TorchCollected) -> Plain:
         return split(known[path] if path in known else item.state_dict(), path, out.add)
 
     def plain_extras(self) -> dict[str, Any]:
@@ -378,7 +380,9 @@ class TorchState:
             return known[name]
         return item.state_dict() if has_state(item) else item
 
-    def _extra_state(self, fqn: str, module: nn.Module, copies: Copies | None, out: Collected) -> Plain:
+    def _extra_state(
+        self, fqn: str, module: nn.Module, copies: StepStartCopies | None, out: TorchCollected
+    ) -> Plain:
         return split(module.get_extra_state() if copies is None else copies.plain[fqn], fqn, out.add)
 
     def restore(
@@ -389,7 +393,7 @@ class TorchState:
         *,
         cast: bool = False,
         partial: bool = False,
-    ) -> Restore:
+    ) -> TorchRestore:
         """Prepare to load a checkpoint with this ``catalogue`` and these ``values``.
 
         Args:
@@ -401,12 +405,12 @@ class TorchState:
             CheckpointMismatch: the checkpoint was written by a training script of another shape.
         """
         finish = self.declared.compare(values.get("declared"), shown=place[0] == 0)
-        restore = Restore(self, catalogue, values, HandCut(catalogue, *place), cast, partial)
+        restore = TorchRestore(self, catalogue, values, HandCut(catalogue, *place), cast, partial)
         restore.then(finish)
         return restore
 
 
-class Restore:
+class TorchRestore:
     """One load: memory to fill (``targets``), then ``finish`` puts everything into place.
 
     With conversions, ``check`` comes before what is filled in place.
@@ -499,7 +503,7 @@ class Restore:
 
     def _value(self, current: Any, saved: Plain, path: str) -> Any:
         """What ``saved`` is, in new memory that lies as that of ``current`` where both have it."""
-        known = Collected()
+        known = TorchCollected()
         split(current, path, known.add)
         return join(saved, self._fetch(known.tensors))
 

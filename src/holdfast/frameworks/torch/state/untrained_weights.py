@@ -34,7 +34,7 @@ ALLOWED = 2  # copies of each trained weight
 SMALL_NUMEL = 4096  # whatever its form: an average's counter
 
 
-class Averages:
+class UntrainedWeights:
     """Keeps copies of them in the ``undo`` of a snapshot."""
 
     def __init__(self, state: TorchState, undo: Undo) -> None:

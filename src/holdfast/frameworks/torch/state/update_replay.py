@@ -51,7 +51,7 @@ PIECES, PIECE_NUMEL = 4, 8192
 """So many weights are looked at between two updates, and so many elements of each."""
 
 
-class Updates:
+class UpdateReplay:
     """Of the one optimizer of a session (``frameworks.common.adapter.Updates``).
 
     Args:

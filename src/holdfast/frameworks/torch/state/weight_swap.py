@@ -27,7 +27,7 @@ class _Noted(NamedTuple):
     bits: torch.Tensor
 
 
-class Sample:
+class WeightSample:
     """Of these parameters: of those that are trained, on one device."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from holdfast.errors import UnsupportedError
 
 
-class Parts:
+class ElasticAccumulation:
     """Adds up the gradients of one step.
 
     Args:

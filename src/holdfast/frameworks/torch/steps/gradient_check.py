@@ -10,13 +10,13 @@ from torch.nn.utils import get_total_norm
 from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.state.boxes import writes_of
 from holdfast.frameworks.torch.state.state import TorchState
-from holdfast.frameworks.torch.state.update_replay import Updates
+from holdfast.frameworks.torch.state.update_replay import UpdateReplay
 
 
-class Gradients:
+class TorchGradients:
     """See :class:`holdfast.frameworks.common.adapter.SeesGradients`."""
 
-    def __init__(self, state: TorchState, updates: Updates) -> None:
+    def __init__(self, state: TorchState, updates: UpdateReplay) -> None:
         self._state = state
         self._updates = updates
 

@@ -10,16 +10,16 @@ import xxhash
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from holdfast.frameworks.common.adapter import Copy
-from holdfast.frameworks.torch.comm.comm_state import Fabric
-from holdfast.frameworks.torch.data.position import Feed, MapSource, make_source, unwrapped
+from holdfast.frameworks.torch.comm.comm_state import CommState
+from holdfast.frameworks.torch.data.position import MapSource, TorchFeed, make_source, unwrapped
 from holdfast.frameworks.torch.state.rng import reseed, reseed_generators
 from holdfast.frameworks.torch.state.state import TorchState
 from holdfast.frameworks.torch.steps.block_proof import gradients_in
 from holdfast.runtime.node.shm_allreduce import VOTE_LENGTH_MAX
 
 
-class Others:
-    """Of one session (``frameworks.common.adapter.Others``).
+class OtherRanksBlocks:
+    """Of one session (``frameworks.common.adapter.ForeignBlocks``).
 
     Args:
         fabric: sums over all ranks.
@@ -28,13 +28,13 @@ class Others:
         copy: the one that this process trains.
     """
 
-    def __init__(self, fabric: Fabric, state: TorchState, seed: int, copy: Copy) -> None:
+    def __init__(self, fabric: CommState, state: TorchState, seed: int, copy: Copy) -> None:
         self._fabric = fabric
         self._state = state
         self._seed = seed
         self.copy, self.numbers = copy
 
-    def feed(self, loader: Any, copy: int) -> Feed | None:
+    def feed(self, loader: Any, copy: int) -> TorchFeed | None:
         """The batches that another copy draws from the same loader; None: that is not known."""
         loader, device = unwrapped(loader)
         if not isinstance(loader, DataLoader) or type(make_source(loader, self._seed, copy)) is not MapSource:
@@ -53,7 +53,7 @@ class Others:
             self._seed, copy,
         )  # fmt: skip
         source.device = device
-        return Feed(source)
+        return TorchFeed(source)
 
     def act_as(self, copy: int, step: int) -> None:
         """The block that begins has the random numbers of another copy."""
