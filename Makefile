@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Without those that are refused by name, and the one that ends its training early.
 CHAOS_SCRIPTS = $(addprefix --script ,$(filter-out %/prefetch.py %/tensor_parallel.py %/early_stop.py,$(wildcard $(CURDIR)/tests/others/adapted/*.py)))
 
-.PHONY: help venv drill test more check gpu frameworks torches matrix flips s3 soak memory soak-hang spares soak-store soak-s3 fuzz-store chaos partitions lost-nodes slurm ray bench clean storm sim-night
+.PHONY: help venv drill test more check gpu frameworks torches matrix flips s3 soak memory soak-hang spares soak-store soak-s3 fuzz-store chaos partitions lost-nodes slurm ray bench bench-plots clean storm sim-night
 
 help:  ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 22
@@ -122,6 +122,9 @@ bench: venv  ## what it costs and how fast it recovers, beside torchrun (30 minu
 	$(VENV)/bin/python bench/store.py
 	$(VENV)/bin/python bench/store_load.py
 	$(VENV)/bin/python bench/planning.py
+
+bench-plots: venv  ## draw bench/history.csv as bench/history.svg
+	$(VENV)/bin/python scripts/bench_plots.py
 
 clean:  ## remove caches and build outputs (never runs/ or .venv)
 	rm -rf build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import holdfast
+from holdfast import version
 
 IMPORT_S_MAX = 0.100
 HELP_S_MAX = 0.150
@@ -142,6 +143,8 @@ def test_the_command_is_a_module_as_well() -> None:
     assert texts[0] == texts[1] and "drill" in texts[0]
 
 
-def test_the_version_is_that_of_the_package() -> None:
+def test_the_version_is_that_of_the_package_and_in_one_place() -> None:
     project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
-    assert holdfast.__version__ == project["project"]["version"]
+    assert holdfast.__version__ == version.VERSION
+    assert project["project"]["dynamic"] == ["version"] and "version" not in project["project"]
+    assert project["tool"]["setuptools"]["dynamic"]["version"] == {"attr": f"{version.__name__}.VERSION"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -12,8 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.prose import ALLOWANCE, breaches, counted
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "holdfast"
+CHANGE_LENGTH_MAX = 110
+KINDS_OF_CHANGE = {"added", "changed", "fixed"}
 ATTRIBUTES_MAX = 15
 PARAMETERS_MAX = 6
 # (attributes, constructor parameters) of the classes that are wider.
@@ -351,3 +356,51 @@ def test_rings_are_checked_for_every_package() -> None:
     assert re.search(r"\b1\d kept, 0 broken", result.stdout), (
         "the rings, the rooms of seven packages, two lists of what is forbidden"
     )
+
+
+def test_banned_words_become_fewer() -> None:
+    """The rules of ``docs/writing.md``; sentences from before them are counted per file and only leave."""
+    allowed: dict[str, int] = json.loads(ALLOWANCE.read_text())
+    found = counted()
+    new = [
+        f"{where(ROOT / name, line)} {rule} ({count} in the file, {allowed.get(name, 0)} allowed)"
+        for name, count in found.items()
+        if count > allowed.get(name, 0)
+        for line, rule in breaches(ROOT / name)
+    ]
+    refuse(new, "docs/writing.md bans these words; after a move of files: python -m tests.prose")
+    fewer = [
+        f"{name}: {count} allowed, {found.get(name, 0)} found"
+        for name, count in allowed.items()
+        if found.get(name, 0) < count
+    ]
+    refuse(fewer, "fewer banned words than allowed: python -m tests.prose lowers the allowance")
+
+
+def test_changes_are_one_line_each() -> None:
+    changelog = ROOT / "CHANGELOG.md"
+    entries = [
+        (changelog, number, line.removeprefix("- "))
+        for number, line in enumerate(changelog.read_text().splitlines(), 1)
+        if line.startswith(("- ", "  "))
+    ]
+    assert entries
+    found = []
+    for path in (ROOT / "changelog.d").glob("*.*.md"):
+        entries += [(path, number, line) for number, line in enumerate(path.read_text().splitlines(), 1)]
+        if path.name.split(".")[1] not in KINDS_OF_CHANGE:
+            found.append(f"{where(path)} is not NAME.added.md, NAME.changed.md or NAME.fixed.md")
+    for path, number, line in entries:
+        if len(line) > CHANGE_LENGTH_MAX:
+            found.append(f"{where(path, number)} has {len(line)} characters")
+    refuse(
+        found, f"a change is one line of at most {CHANGE_LENGTH_MAX} characters; its story is in the commit"
+    )
+
+
+def test_each_decision_has_a_line_in_the_index() -> None:
+    folder = ROOT / "docs" / "design"
+    notes = sorted(path.name for path in folder.glob("[0-9]*.md"))
+    rows = re.findall(r"^\| \[(\d{4})\]\(([\w-]+\.md)\) \|", (folder / "README.md").read_text(), re.MULTILINE)
+    assert [name for _, name in rows] == notes
+    assert all(name.startswith(number) for number, name in rows)

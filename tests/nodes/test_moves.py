@@ -78,7 +78,9 @@ def test_ranks_of_a_drained_node_move_and_nothing_is_done_again(
         (called,) = hosts.events(2, "spare_called")
         assert called.data["state"] == "ready"
         assert [e.data["steps_lost"] for e in hosts.events(stays, "restored")] == [0, 0]
-        assert all(e.data["state"] == "ready" for e in hosts.events(stays, "settled")), "nobody was in a step"
+        assert all(e.data["state"] == "ready" for e in hosts.events(stays, "settled")), (
+            "no rank was in a step"
+        )
         hosts.let_end()
         assert [hosts.wait(stays), hosts.wait(2)] == [0, 0], hosts.output(stays)
     assert final(tmp_path) == weights

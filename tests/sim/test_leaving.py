@@ -39,7 +39,7 @@ class Moving(World):
             self.later(at_s + self.jitter(0.0, 0.6), "withdrawn", partial(self.notice, withdrawn=True))
 
     def notice(self, *, withdrawn: bool) -> None:
-        """Somebody types ``holdfast drain`` on the other node."""
+        """A user types ``holdfast drain`` on the other node."""
         self.tell_agent(NodeId("n1"), DrainNode(node_id=self.drained, withdrawn=withdrawn))
 
     def _start_controller(self) -> None:

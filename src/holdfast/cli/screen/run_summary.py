@@ -78,7 +78,7 @@ def fault_what(fault: FaultView) -> str:
 
 
 def named(what: str) -> str:
-    """With the name of the signal that is told by its number."""
+    """Add the name of the signal to its number."""
 
     def name(told: re.Match[str]) -> str:
         try:
@@ -118,7 +118,7 @@ def first_line(text: str) -> str:
 
 
 def again(view: RunView) -> str:
-    """The next command after an end before the last step: where it goes on, and what is lost."""
+    """The next command after an end before the last step: where it continues, and what is lost."""
     if view.left:
         return "start the same command to give the job this node again"
     if not view.session:

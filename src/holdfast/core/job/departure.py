@@ -3,12 +3,12 @@
 Theory. What is to be done about a node is asked of ``core/job/leaving.py`` when that may have changed. A move has three
 parts. The processes that will take the ranks are built on their new nodes while the old ones train. Then all ranks
 agree by a vote to stop at the end of a step. There the old processes are killed and the usual recovery puts the new
-ones into their seats: every rank stands at one committed step, so nothing is done again. When the job goes on the node
+ones into their seats: every rank is at one committed step, so nothing is done again. When the job has resumed the node
 is given up, without the wait for its silence.
 
 A scheduler that ends a job of several nodes signals all launchers at nearly the same time; one that takes a single node
 away signals one. Only what the others do tells the two apart, so a first request of a launcher waits ``depart_s`` for
-those of the others, and training goes on meanwhile.
+those of the others, and training continues meanwhile.
 
 Invariants:
 1. A notice ends in the departure of its node, or in the graceful exit of the whole job, unless it is taken back.
@@ -364,7 +364,7 @@ class Departures:
         job.send_node(node_id, EndRun(code=int(Exit.REQUEUE), reason=reason, node_only=True))
 
     def _abandon(self) -> None:
-        """Nobody moves any more, or not yet."""
+        """No rank moves, or not yet."""
         job, move = self.job, self._move
         job.leaving, self._move = set(), None
         if not self._standing:

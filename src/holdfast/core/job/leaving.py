@@ -1,4 +1,4 @@
-"""What is done about a node that will leave: move its ranks, go on with fewer, save and end, or wait.
+"""What is done about a node that will leave: move its ranks, continue with fewer, save and end, or wait.
 
 Theory. The answer is a pure function of what is known at the moment, asked again whenever that may have changed. The
 later an irreversible answer is given the better: a notice may be withdrawn, and a spare may come. So a move that has a

@@ -1,10 +1,10 @@
 """Notices that a node will leave: the messages about them, and what an agent keeps of them.
 
 Part of the vocabulary of ``core/protocol/messages.py``, under the same rules. A notice stands until its source takes
-it back or the node has left. Times are told as what is left of them: clocks of nodes differ.
+it back or the node has left. Times are sent as what is left of them: clocks of nodes differ.
 
 Invariants:
-1. A notice that stands is told to every controller that comes.
+1. A notice that stands is sent to every new controller.
 2. A node has one notice of each source; the newest one counts.
 """
 
@@ -106,7 +106,7 @@ class Notices:
         return True
 
     def over(self, order: NoticeOver) -> None:
-        """They need not be told any more."""
+        """They need not be sent again."""
         for node_id, source in list(self._standing):
             if node_id == order.node_id and order.source in ("", source):
                 del self._standing[node_id, source]

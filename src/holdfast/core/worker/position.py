@@ -306,7 +306,7 @@ class ScriptMachine:
         self._rewinds_to = NO_REWIND
 
     def begin_restore(self) -> None:
-        """The main thread goes back: the state is half of one step and half of another; nobody may read it."""
+        """The main thread goes back: the state is half of one step and half of another; it must not be read."""
         self._restoring = True
 
     def end_restore(self) -> None:

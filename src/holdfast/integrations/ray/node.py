@@ -1,7 +1,7 @@
 """The actor of one node: holds its launcher, tells the driver where it is, how it ended and what the ranks returned.
 
 Ray makes the actor again when its process or its node is lost, without any memory of what was. What it has to know it
-reads from the files of the node (``keeper.py``), or is told by the driver.
+reads from the files of the node (``keeper.py``), or gets from the driver.
 """
 
 from __future__ import annotations

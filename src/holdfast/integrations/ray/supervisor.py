@@ -12,7 +12,7 @@ A node is ``lost`` (its actor is asked whether it is up), ``ready`` (it is, and 
 
 Invariants:
 1. A launcher is started only where the actor is known to hold none.
-2. A node that comes to a running job is not told of itself as a contact: it could found a second job.
+2. A node that comes to a running job does not get itself as a contact: it could found a second job.
 3. The first code 0 is the end: a job runs to its end on all nodes together.
 """
 
@@ -38,7 +38,7 @@ POLL_S = 0.2
 RETURN_S = 0.5  # between two questions to an actor that is not up
 GATHER_S = 10.0  # for further nodes, where enough are there
 AGAIN_S = 10.0  # before a launcher that has left is started again: meanwhile those of a whole job leave
-DEPARTURES_MAX = 5  # of a launcher that ends by itself while the others run
+DEPARTURES_MAX = 5  # of a launcher that ends unasked while the others run
 SETTLE_S = 5.0
 LINGER_S = 30.0
 ANSWER_S = 10.0
@@ -102,7 +102,7 @@ class Supervisor:
 
         Raises:
             NotMet: not enough actors came up, at the start or after all were lost.
-            UserError: a node cannot start what it is told to.
+            UserError: a node cannot start its order.
         """
         try:
             self._watch()
@@ -218,7 +218,7 @@ class Supervisor:
         """It was there from the beginning, and its launcher was started once."""
         return node.starts == 1
 
-    # ---------------------------------------------------------------- what they are told
+    # ---------------------------------------------------------------- orders
 
     def _pass_on_signals(self) -> None:
         while self._passed_on < len(self.asked):

@@ -1,6 +1,6 @@
 """Asks the sources of notices of one node, and tells its agent what has changed.
 
-Theory. A source tells what stands now; only differences are told on: a notice that is new, one whose deadline has
+Theory. A source tells what stands now; only differences are passed on: a notice that is new, one whose deadline has
 moved, one that is gone. A source that fails withdraws nothing; that it fails is written down once for each reason.
 """
 
@@ -46,7 +46,7 @@ class NoticeWatch:
         self._journal = journal
         self._standing: dict[
             str, dict[str, tuple[Foreseen, float]]
-        ] = {}  # by name of the source; when it was told
+        ] = {}  # by name of the source; when it was passed on
         self._failures: dict[str, str] = {}
 
     @classmethod

@@ -72,7 +72,7 @@ async def ask(base: str, path: str, headers: Mapping[str, str], method: str = "G
     """The body at a metadata address; None: there is nothing (404).
 
     Raises:
-        OSError: nobody answers.
+        OSError: no answer.
         ProtocolError: another status.
     """
     status, body = await asyncio.to_thread(_request, base, method, path, headers)

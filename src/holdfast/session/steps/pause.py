@@ -2,7 +2,7 @@
 
 Theory. One rank is ordered to ask for it; the vote makes all of them stop at the same boundary. There they wait for the
 fence with which the change begins. It comes within milliseconds: the controller has everything ready before it orders.
-Should the controller be gone by then, all go on after ``HOLD_S``, each by itself: nothing was promised.
+Should the controller be gone by then, each rank continues after ``HOLD_S``: nothing was promised.
 """
 
 from __future__ import annotations

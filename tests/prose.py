@@ -1,0 +1,110 @@
+"""The words that ``docs/writing.md`` bans, and where they still are.
+
+``tests/prose_allowance.json`` holds how often each file still uses them. ``python -m tests.prose`` writes it again,
+after a repair or a move of files. It refuses when the sum would rise: mend the new sentences instead.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import json
+import re
+import sys
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ALLOWANCE = ROOT / "tests" / "prose_allowance.json"
+# "A user who ..." is English; "who leaves the loop ..." has no noun.
+PERSONS = r"(?<!user )(?<!users )(?<!person )(?<!people )(?<!reader )(?<!contributor )"
+BANNED = {
+    "who": re.compile(PERSONS + r"\b(?:who|whoever)\b", re.IGNORECASE),
+    "somebody": re.compile(r"\b(?:some|any|every|no)body\b", re.IGNORECASE),
+    "anew": re.compile(r"\banew\b", re.IGNORECASE),
+    "all the same": re.compile(r"\ball the same\b", re.IGNORECASE),
+    "by itself": re.compile(r"\bby (?:it|them)sel(?:f|ves)\b", re.IGNORECASE),
+    "goes on": re.compile(r"\b(?:go|goes|going|gone|went) on\b", re.IGNORECASE),
+    "stands at": re.compile(r"\b(?:stand|stands|standing|stood) at\b", re.IGNORECASE),
+    "behind the block": re.compile(
+        r"\bbehind (?:a|an|the|its|this|that|each) (?:block|loop|step|epoch)\b", re.IGNORECASE
+    ),
+    "told": re.compile(r"\btold\b", re.IGNORECASE),
+}
+# The rules themselves, with their examples of what not to write.
+EXEMPT = {"docs/writing.md", "tests/prose.py"}
+
+
+def prose_of(path: Path) -> Iterator[tuple[int, str]]:
+    """Lines of a file that a person reads, by number: Markdown without code, docstrings, comments, messages.
+
+    Example:
+        >>> any("prose" in text for _, text in prose_of(Path(__file__)))
+        True
+    """
+    text = path.read_text()
+    yield from _of_markdown(text) if path.suffix == ".md" else _of_python(text)
+
+
+def _of_markdown(text: str) -> Iterator[tuple[int, str]]:
+    in_code = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            in_code = not in_code
+        elif not in_code:
+            yield number, re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)
+
+
+def _of_python(text: str) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(ast.parse(text)):
+        # A string without a space is a key or a word of a protocol, not a sentence.
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            for offset, line in enumerate(node.value.splitlines()):
+                yield node.lineno + offset, re.sub(r"`[^`]*`", "", line)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], re.sub(r"`[^`]*`", "", token.string)
+
+
+def breaches(path: Path) -> list[tuple[int, str]]:
+    """Line and rule of each banned word in a file."""
+    return [
+        (number, rule)
+        for number, line in prose_of(path)
+        for rule, pattern in BANNED.items()
+        for _ in pattern.findall(line)
+    ]
+
+
+def files() -> list[Path]:
+    """Documents and sources that the rules are for: all Markdown, and the Python of the project."""
+    documents = [
+        *ROOT.glob("*.md"),
+        *(p for f in ("docs", "bench", ".github") for p in (ROOT / f).rglob("*.md")),
+    ]
+    sources = [p for f in ("src", "tests", "bench", "scripts") for p in (ROOT / f).rglob("*.py")]
+    return sorted(p for p in documents + sources if str(p.relative_to(ROOT)) not in EXEMPT)
+
+
+def counted() -> dict[str, int]:
+    """Banned words per file, without the files that have none."""
+    found = {str(path.relative_to(ROOT)): len(breaches(path)) for path in files()}
+    return {name: count for name, count in found.items() if count}
+
+
+def write() -> int:
+    """Write the allowance of now, unless its sum has risen. The exit code."""
+    allowed = sum(json.loads(ALLOWANCE.read_text()).values()) if ALLOWANCE.exists() else None
+    found = counted()
+    total = sum(found.values())
+    if allowed is not None and total > allowed:
+        print(f"{total} banned words, {allowed} are allowed: mend the new sentences (docs/writing.md)")
+        return 1
+    ALLOWANCE.write_text(json.dumps(found, indent=0) + "\n")
+    print(f"{total} banned words in {len(found)} files")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(write())
