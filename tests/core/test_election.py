@@ -25,6 +25,7 @@ from holdfast.core.protocol.peer_messages import (
     GiveUp,
     Lead,
     LeaderLost,
+    PeerHere,
     PersistHardState,
     RequestVote,
     StartController,
@@ -228,3 +229,18 @@ def test_a_change_of_a_later_leader_ends_what_an_older_one_is_at(leads: bool) ->
     assert any(isinstance(c, StepDown) for c in done) == leads
     assert (machine.kept.term, machine.kept.electorate) == (2, wider)
     assert not said(post(machine, Rolled(up=(A, C))), ConfigChange)
+
+
+def test_a_voter_that_has_lost_its_files_hears_who_votes_and_replaces_the_leader() -> None:
+    """A host that is started again in an empty run directory while the leader still counts it as a voter."""
+    leader = agent(A, nodes(A, B, C))
+    lead(leader, B)
+    told = post(leader, PeerHere(node_id=B))
+    assert [to for to, _ in said(told, ConfigChange)] == [f"node:{B}"]
+    restarted = agent(B, HardState())
+    for _, message in (*said(told, Lead), *said(told, ConfigChange)):
+        post(restarted, message)
+    assert restarted.kept.electorate == leader.kept.electorate and restarted.kept.committed
+    asked = [*post(restarted, LeaderLost()), *post(restarted, Tick(name="campaign"))]
+    assert {to for to, _ in said(asked, RequestVote)} == {f"node:{A}", f"node:{C}"}
+    assert not said(post(leader, PeerHere(node_id=NodeId("stranger"))), ConfigChange)

@@ -125,8 +125,7 @@ class Election:
             case ControllerUp():
                 self._controller_up(event)
             case PeerHere():
-                if self.lead is not None:
-                    self._send(event.node_id, self.lead)
+                self._greet(event.node_id)
             case RequestVote():
                 self._asked(event)
             case VoteReply():
@@ -367,13 +366,27 @@ class Election:
         if self.kept.committed:
             self._amend()
 
+    def _greet(self, node_id: NodeId) -> None:
+        """An agent is there: name the leader, and, as leader, the voters.
+
+        A voter that is started again in an empty run directory knows none, and would not vote when this leader is lost.
+        """
+        if self.lead is None:
+            return
+        self._send(node_id, self.lead)
+        electorate = self.kept.electorate
+        if self.role == "leader" and electorate is not None and node_id in electorate.voters:
+            self._send(node_id, self._change(electorate))
+
+    def _change(self, electorate: VoterSet) -> ConfigChange:
+        return ConfigChange(
+            leader=self.me, term=self.kept.term, electorate=electorate, committed=self.kept.committed
+        )
+
     def _publish(self) -> None:
         electorate = self.kept.electorate
         assert electorate is not None
-        amended = ConfigChange(
-            leader=self.me, term=self.kept.term, electorate=electorate, committed=self.kept.committed
-        )
-        self._send("*", amended)
+        self._send("*", self._change(electorate))
         if not self.kept.committed:
             self._timer("amend", self.config.retry_s)
 
