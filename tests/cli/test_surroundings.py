@@ -96,7 +96,7 @@ def test_shared_memory_that_is_full_is_named_and_nothing_stays(tmp_path: Path) -
     memory.mkdir()
     code = (
         "import resource, signal, sys; from holdfast.runtime.node.rundir import RunDir, write_private\n"
-        "from holdfast.runtime import rundir\n"
+        "from holdfast.runtime.node import rundir\n"
         "def only_here(path, data, **more):\n"
         "    if path.name == rundir.OWNER:\n"
         "        resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n"

@@ -43,7 +43,7 @@ def test_another_version_of_holdfast_is_refused_with_both_nodes_and_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes = Nodes(tmp_path, 2)
-    other = other_source(tmp_path / "other", "release.py", f'"{VERSION}"', '"9.8.7"')
+    other = other_source(tmp_path / "other", "version.py", f'"{VERSION}"', '"9.8.7"')
     with nodes.node(0, join_s=8.0) as first, nodes.node(1) as second:
         first.start()
         until("it listens", lambda: first.events("agent_started"))

@@ -118,11 +118,11 @@ class Script:
     [
         (
             "prefetching",
-            r"test_prove.py:\d+ uses the float32 \[4, 2\] that test_prove.py:\d+ made in the run",
+            r"test_block_proof.py:\d+ uses the float32 \[4, 2\] that test_block_proof.py:\d+ made in the run",
         ),
         ("counting", r"the run before has changed: .*self.count \(was 2, then 3\)"),
-        ("averaging", r"uses the float32 \[\] that test_prove.py:\d+ wrote in the run before"),
-        ("drawing", r"test_prove.py:\d+ draws from a generator that is not in session\(state=...\)"),
+        ("averaging", r"uses the float32 \[\] that test_block_proof.py:\d+ wrote in the run before"),
+        ("drawing", r"test_block_proof.py:\d+ draws from a generator that is not in session\(state=...\)"),
         ("iterating", r"the run before has changed: .*stream \(drawn from\)"),
     ],
 )

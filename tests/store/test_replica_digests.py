@@ -64,4 +64,4 @@ def test_runs_are_bounded_and_named(count: int, parts: int) -> None:
     found = runs(extents)
     assert len(found) == parts and sum(len(part) for _, part in found) == count
     if count == 33:
-        assert found[0][0] == "t0[0:2] to t1[0:2] (2 boxes)"
+        assert found[0][0] == "t0[0:2] to t1[0:2] (2 parts)"
