@@ -69,7 +69,6 @@ def test_a_lost_node_is_replaced_by_the_spare_and_comes_back_as_one(
     assert digests == {undisturbed}
 
 
-@pytest.mark.smoke
 def test_a_lost_node_without_a_spare_is_waited_for(cluster: RayNodes, tmp_path: Path) -> None:
     with RayJob(cluster, tmp_path / "job", num_nodes=3) as job:
         job.trains(10)
@@ -178,6 +177,7 @@ def test_a_job_that_has_shrunk_grows_when_the_cluster_does(cluster: RayNodes, tm
         assert steps_lost(job, 0) == {0}
 
 
+@pytest.mark.smoke  # short beside the other frameworks; the losses: make ray
 def test_too_few_nodes_are_named_in_time(cluster: RayNodes, tmp_path: Path) -> None:
     with RayJob(
         cluster, tmp_path / "job", num_nodes=5, resources={"CPU": 1, "xpu": 2}, node_timeout_s=2
