@@ -4,4 +4,5 @@ from __future__ import annotations
 
 from pathlib import Path
 
-DIRECTORY = Path(__file__).resolve().parent
+# As the interpreter names the files of its frames: a link on the way here is not followed.
+DIRECTORY = Path(__file__).parent

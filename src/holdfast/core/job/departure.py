@@ -286,11 +286,10 @@ class Departures:
         if choice == "save":
             self._leave_all(source, max(0.0, plight.left_s or 0.0))
             return
-        job.leaving = set(gone)
         if self._move is None or self._move.node_id != node_id:
             self._abandon()
-            job.leaving = set(gone)
             self._move = Move(node_id=node_id, since_s=now)
+        job.leaving = set(gone)
         last = plight.left_s is not None and plight.left_s <= LAST_S
         if choice in ("prepare", "move") and self._is_smooth and phase == "idle":
             self._prepare(self._move)

@@ -34,31 +34,40 @@ def joined_values(
         CheckpointInvalid: damaged.
     """
     first, *others = load_values_of_all(path, names, rank)
-    try:
-        return with_values_of(first, others)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointInvalid(f"{path}: its writers' values do not fit each other ({error!r})") from error
+    return with_values_of(first, others, f"{path}: its writers' values")
 
 
-def with_values_of(first: Mapping[str, Plain], others: Iterable[Mapping[str, Any]]) -> dict[str, Plain]:
+def with_values_of(
+    first: Mapping[str, Plain], others: Iterable[Mapping[str, Any]], what: str
+) -> dict[str, Plain]:
     """``first`` with what ``others`` hold by parameter or module: optimizer state, and names.
 
+    Args:
+        what: the values, as an error names them.
+
     Raises:
-        KeyError, TypeError, ValueError, AttributeError: they do not fit each other.
+        CheckpointInvalid: they do not fit each other.
     """
     values = cast(dict[str, Plain], dict(first))
     if not is_sessions(values):
         return values
-    for other in others:
-        values["aliases"] = {**values["aliases"], **other["aliases"]}
-        values["transient"] = sorted({*values.get("transient", ()), *other.get("transient", ())})
-        values["state"] = {**other["state"], **values["state"]}
-        if "modules" in values:
-            values["modules"] = {**values["modules"], **other["modules"]}
-        values["optimizers"] = {
-            name: _joined(mine, other["optimizers"][name]) for name, mine in values["optimizers"].items()
-        }
+    try:
+        for other in others:
+            _add_values(values, other)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointInvalid(f"{what} do not fit each other ({error!r})") from error
     return values
+
+
+def _add_values(values: dict[str, Any], other: Mapping[str, Any]) -> None:
+    values["aliases"] = {**values["aliases"], **other["aliases"]}
+    values["transient"] = sorted({*values.get("transient", ()), *other.get("transient", ())})
+    values["state"] = {**other["state"], **values["state"]}
+    if "modules" in values:
+        values["modules"] = {**values["modules"], **other["modules"]}
+    values["optimizers"] = {
+        name: _joined(mine, other["optimizers"][name]) for name, mine in values["optimizers"].items()
+    }
 
 
 def is_sessions(values: Mapping[str, Plain]) -> bool:

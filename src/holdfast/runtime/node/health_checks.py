@@ -17,10 +17,10 @@ from pathlib import Path
 from holdfast.errors import ProtocolError
 from holdfast.runtime.node.notice_forms import Foreseen
 from holdfast.runtime.node.notice_sources import output_of
+from holdfast.runtime.node.rundir import SHARED_MEMORY
 
 CHECK_S = 30.0
 DISK_FREE_BYTES_LEAST = 64 << 20
-SHM = Path("/dev/shm")
 SHM_FREE_BYTES_LEAST = 4 << 20
 KERNEL_LOG = Path("/dev/kmsg")
 RECORD_SIZE_BYTES_MAX = 8192
@@ -86,7 +86,7 @@ class BuiltIn:
 
     name, period_s = "health", CHECK_S
 
-    def __init__(self, directories: Iterable[Path], log: KernelLog, shm: Path = SHM) -> None:
+    def __init__(self, directories: Iterable[Path], log: KernelLog, shm: Path = SHARED_MEMORY) -> None:
         self._directories = tuple(directories)
         self._log = log
         self._shm = shm
@@ -115,7 +115,7 @@ def _is_full(directory: Path, least_bytes: int) -> bool:
 
 
 class HealthCommand:
-    """``--health CMD``: any exit code but 0 says that the node is sick, and its last line why.
+    """``--health CMD``: any exit code but 0 says that the node is sick.
 
     Args:
         command: split as a shell does, run without one.

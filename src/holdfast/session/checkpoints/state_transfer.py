@@ -191,7 +191,7 @@ def take(adapter: Adapter, client: WorkerClient, order: Receive, again: Collecte
     values = decode_mapping(fetch(sources, [], token, order.generation, tuple(asked)), "values of a survivor")
     if again is not None and not tensors_of(again.values) <= tensors_of(values):
         # A stage of a pipeline: no survivor knows the optimizer state of its parameters.
-        values = with_values_of(values, [again.values])
+        values = with_values_of(values, [again.values], "the values of a survivor and of this rank in memory")
     restore = adapter.restore(catalogue, values)
     buffers = restore.buffers()
     refuse_another_model(catalogue, (meta for meta, _ in buffers), "in the survivors")
