@@ -315,6 +315,44 @@ def test_sigterm_is_held_off_by_nobody_without_a_controller_or_where_the_script_
         token_path("127.0.0.1", port).unlink(missing_ok=True)
 
 
+EARLY = """
+import os, signal, sys, time
+from holdfast.compat import framework_ttp as ttp
+from holdfast.session.exit_requests import ExitWatch
+start = ExitWatch.start
+def started(watch):
+    start(watch)
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(1)
+ExitWatch.start = started
+ttp.ttp_init_processor(0, [0, 1], 2, 2, 1)
+ttp.ttp_start_processor("127.0.0.1", int(sys.argv[1]))
+while True:
+    time.sleep(1)
+"""
+
+
+def test_a_sigterm_that_comes_while_the_processor_starts_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, path = free_port(), tmp_path / "log.jsonl"
+    monkeypatch.setenv(LOG_VARIABLE, str(path))
+    pid = start_controller("127.0.0.1", port, 2)
+    until("it listens", lambda: event_log.read(path).events)
+    rank = subprocess.Popen([sys.executable, "-c", EARLY, str(port)], stderr=subprocess.PIPE, text=True)
+    try:
+        assert rank.stderr is not None
+        assert "leaves after the dying checkpoint" in rank.stderr.readline()
+        os.kill(pid, 9)
+        assert rank.wait(BOUND_S) == -signal.SIGTERM
+    finally:
+        rank.kill()
+        rank.communicate()
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+        token_path("127.0.0.1", port).unlink(missing_ok=True)
+
+
 def test_a_log_that_cannot_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(LOG_VARIABLE, str(tmp_path / "none" / "log.jsonl"))
     with pytest.raises(UsageError, match="cannot write the log"):

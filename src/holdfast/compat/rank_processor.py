@@ -151,8 +151,11 @@ class Processor:
         self._thread = threading.Thread(target=self._listen, name="holdfast-ttp", daemon=True)
         self._thread.start()
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            self._watch.start()
-            self._handler = signal.getsignal(signal.SIGTERM)
+            with (
+                self._changed
+            ):  # a signal may come at once: it is judged by the handler that is installed here
+                self._watch.start()
+                self._handler = signal.getsignal(signal.SIGTERM)
 
     def close(self) -> None:
         """The training is over. Does not return while a dying checkpoint is made: this rank may be writing it."""
@@ -220,9 +223,9 @@ class Processor:
     # ------------------------------------------------------------------ the thread that sees signals
 
     def _asked(self, source: str) -> None:
-        if signal.getsignal(signal.SIGTERM) != self._handler:
-            return  # the script has set its own meanwhile
         with self._changed:
+            if signal.getsignal(signal.SIGTERM) != self._handler:
+                return  # the script has set its own meanwhile
             self._ending = held = not self._left and not self._deaf
         if held:
             log.warning("holdfast: %s: rank %d leaves after the dying checkpoint", source, self.rank)
