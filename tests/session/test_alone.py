@@ -21,3 +21,4 @@ def test_ranks_that_train_alone_are_named_as_that(tmp_path: Path) -> None:
     assert "each of 2 ranks trains alone" in done.stdout, done.stdout
     error = done.stdout.partition("error: ")[2]
     assert "DistributedDataParallel(model)" in error and "wrong copy" not in error, done.stdout
+    assert "wrong copy" not in done.stdout and "F003" not in done.stdout, done.stdout

@@ -103,6 +103,10 @@ class Corruption:
             recovery.vouched()
             return
         self._distrust(event.step, found.ranks[0])
+        if self.job.ends is not None and self.job.ends.action == "stop_bad_input" and not found.certain:
+            # The script's own mistake is named already. Copies that differ follow from it: only the save is refused.
+            self.recovery.fence(now, f"nothing is saved: {self.job.unequal}")
+            return
         self._accuse(now, found, event.step)
 
     def tick(self, now: float, name: str) -> bool:
