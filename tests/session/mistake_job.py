@@ -30,6 +30,8 @@ def main() -> None:
                     break
                 if step.number == AT and mistake == "exit in the block":
                     sys.exit(0)
+                if step.number == AT and mistake == "all memory in the block":
+                    torch.ones(4 << 30, dtype=torch.uint8)
                 model(torch.ones(4, 8)).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
