@@ -319,6 +319,19 @@ def test_documents_name_files_that_exist() -> None:
     refuse(found, "a file that a document names exists")
 
 
+def test_the_map_of_the_code_names_directories_that_exist() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    named = set(re.findall(r"`((?:\w+/)+)`", text))
+    bases = (ROOT, ROOT / "src/holdfast")
+    found = [name for name in sorted(named) if not any((base / name).is_dir() for base in bases)]
+    refuse(found, "a directory that ARCHITECTURE.md names exists")
+    inits = bases[1].glob("*/*/__init__.py")
+    rooms = (f"{init.parent.relative_to(bases[1])}/" for init in inits)
+    described = ("cli/", "integrations/")  # by their rows in the table of rings
+    found = sorted(room for room in rooms if room not in text and not room.startswith(described))
+    refuse(found, "each room is on the map")
+
+
 def test_no_module_is_unused() -> None:
     """Each module is imported by another one, named by a dotted string, an entry point, or a documented tool."""
     project = (ROOT / "pyproject.toml").read_text()
