@@ -338,9 +338,7 @@ class TorchAdapter:
         return self.state.restore(catalogue, values, (self.rank, self.world_size))
 
     def mark(self, item: Any) -> object:
-        """Return a mark that changes with each write to a batch's tensor
-        (``frameworks.common.adapter.MarksTensors``).
-        """
+        """Return a mark that changes with each write to a tensor of a batch (``MarksTensors``)."""
         return mark(item)
 
     def digest_batch(self, batch: Any) -> int:
@@ -394,9 +392,7 @@ class TorchAdapter:
         self._sample.note()
 
     def holds_weights(self) -> bool:
-        """Return True if the model holds no other weights than it should
-        (``frameworks.common.adapter.KnowsWeights``).
-        """
+        """Return True if the script has put no other weights into the model (``KnowsWeights``)."""
         return self._sample.is_there()
 
     def _reseed(self, step: int, part: int, *, between: bool) -> None:
