@@ -340,7 +340,7 @@ class MapSource(Source):
         return identity(self._user.dataset, shared=deal is not None and deal.copies > 1)
 
     def words(self, position: Position) -> dict[str, int]:
-        """Return ``seen``, the epoch's samples that the job has drawn, and ``share``, those of one batch of each
+        """Return ``seen``, the job's samples drawn in the epoch, and ``share``, the samples in one batch of every
         rank.
         """
         deal = self._order.deal
