@@ -65,7 +65,7 @@ class _Loader(importlib.abc.Loader):
             module.__spec__.loader = self._inner
         module.__loader__ = self._inner
         self._inner.exec_module(module)
-        if (
-            GROUPS not in sys.modules
-        ):  # otherwise the groups' module imports torch, and its importer installs them
+        # If the module of the groups is imported, it is the one that imports torch, and its importer installs the
+        # groups.
+        if GROUPS not in sys.modules:
             importlib.import_module(GROUPS).install()

@@ -70,9 +70,8 @@ class _Splitter:
         kind = type(value)
         if value is None or kind in (bool, int, float, str, bytes, np.float64):
             return value
-        if (
-            isinstance(value, np.generic) and value.dtype.kind != "V"
-        ):  # not kind V (fields, or another library's type): bytes alone do not say what they mean
+        # Not kind V (fields, or another library's type): bytes alone do not say what they mean.
+        if isinstance(value, np.generic) and value.dtype.kind != "V":
             return {MARK: "scalar", "dtype": value.dtype.str, "v": value.tobytes()}
         return self._container(value, path, depth + 1)
 
@@ -129,9 +128,8 @@ def _join_marked(value: dict[str, Plain], fetch: Fetch, path: str) -> Any:
         return fetch(inner)
     if mark == "scalar":
         dtype = np.dtype(value["dtype"])
-        return (
-            np.frombuffer(inner, dtype)[0] if dtype.itemsize else dtype.type()
-        )  # an empty text has no bytes
+        # An empty text has no bytes.
+        return np.frombuffer(inner, dtype)[0] if dtype.itemsize else dtype.type()
     items = [join(item, fetch, path) for item in inner]
     if mark == "deque":
         return deque(items, maxlen=value["max"])

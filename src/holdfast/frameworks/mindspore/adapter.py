@@ -109,9 +109,8 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         """Put the gate before the optimizer. The graph must not have been compiled yet."""
         super().attach(hooks, on_fault, on_collective)
         self._host.grad_reducer = Gate(self._through, self.state.buffers, self._before)
-        if (
-            self._broadcasts()
-        ):  # begin_equal() does it; MindSpore has no broadcast without a parallel mode or on CPU
+        # Broadcast in begin_equal(): MindSpore has no broadcast without a parallel mode or on CPU.
+        if self._broadcasts():
             ms.set_auto_parallel_context(parameter_broadcast=False)
         self._announce_compiling()
 
@@ -336,9 +335,8 @@ def _check_slices(cell: Any, slices: Mapping[str, Slice], *, native: bool) -> No
     """
     for parameter in cell.get_parameters():
         name = str(parameter.name)
-        declared = name in slices or any(
-            name.endswith(f".{each}") for each in slices
-        )  # an optimizer slot of a slice
+        # Declared is a slice itself, or an optimizer slot of one.
+        declared = name in slices or any(name.endswith(f".{each}") for each in slices)
         if parameter.layerwise_parallel and not declared:
             raise UsageError(
                 f"parameter {name!r} is layerwise_parallel, and nothing says which part of it this rank holds",

@@ -88,8 +88,9 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
         return self.state.collect(frozen=frozen, before=before)
 
     def state_size(self) -> int:
-        """Return a number that changes with the layout of the user's own state; the optimizer is built from the
-        start.
+        """Return a number that changes with the layout of the user's own state.
+
+        The optimizer is built from the start, so its layout does not change.
         """
         return self.state.extras.size()
 

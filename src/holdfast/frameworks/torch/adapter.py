@@ -108,9 +108,8 @@ class TorchAdapter:
         self._leftover = Leftover(modules, self.state.updated_parameters)
         self._fabric = fabric()
         self._ddp = data_parallel(model)
-        self._replaceable = (
-            self.live and control_client() is not None
-        )  # a launcher can replace a single worker
+        # True if a launcher can replace this worker alone.
+        self._replaceable = self.live and control_client() is not None
         self._refuse_hooks()
         self._sync = BufferSync(self.state.names, self._ddp, sharded_mesh(model), self.world_size)
         with exempt():

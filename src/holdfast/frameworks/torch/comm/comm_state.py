@@ -341,9 +341,8 @@ class CommState:
             severed = all(i.severed() for i in inners)
             if severed and all(w.settled() for w in works):
                 return True
-            waited_s = (
-                time.monotonic() - begun_s
-            )  # read after the checks: this process may have been stopped in between
+            # Read the clock after the checks: this process may have been stopped in between.
+            waited_s = time.monotonic() - begun_s
             if waited_s >= (QUIESCE_S if severed else ABORTS_S):
                 return severed
             time.sleep(0.001)

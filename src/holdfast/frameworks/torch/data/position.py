@@ -299,9 +299,8 @@ class MapSource(Source):
         self._order = SamplerOrder(inner, batched, seed, rank)
         self._generator = torch.Generator()
         self._batched = batched
-        self._lent = (
-            spare and loader.num_workers > 0
-        )  # the workers of a rehearsal's iterator serve the next one too
+        # Keep the workers of a rehearsal's iterator for the next iterator.
+        self._lent = spare and loader.num_workers > 0
         self._loader = self._rebuild(loader, keep=self._lent)
         self._start: tuple[Position, int] | None = (
             None  # dealt again from this position, after this number of samples of the job
@@ -340,8 +339,10 @@ class MapSource(Source):
         return identity(self._user.dataset, shared=deal is not None and deal.copies > 1)
 
     def words(self, position: Position) -> dict[str, int]:
-        """Return ``seen``, the job's samples drawn in the epoch, and ``share``, the samples in one batch of every
-        rank.
+        """Return ``seen``, the samples of the epoch that the job has drawn, and ``share``, its samples per batch
+        number.
+
+        A batch number stands for one batch of each copy.
         """
         deal = self._order.deal
         return {} if deal is None else {"seen": self._seen(deal, position), "share": deal.share}

@@ -156,8 +156,9 @@ _SEEDED: MutableMapping[torch.Generator, tuple[int, int]] = (
     if torch.Generator.__weakrefoffset__
     else {}  # torch 2.12: no weak references to generators
 )
-"""The user's seed of each generator, and the seed that Holdfast last gave it. A second loop over the same loader
-must find the user's seed, as a process that is resumed in that loop does.
+"""The user's seed of each generator, and the seed that Holdfast last gave it.
+
+A second loop over the same loader must find the user's seed, as a process that is resumed in that loop does.
 """
 
 

@@ -50,9 +50,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPES.it
 FORMS_MAX = 4096
 
 _Run: TypeAlias = tuple[int, int, int]
-"""Consecutive elements of one dimension: their start in the global tensor, their start in the local one, their
-number.
-"""
+"""Consecutive elements of one dimension: start in the global tensor, start in the local one, number."""
 
 
 class _ShardForm(NamedTuple):
@@ -77,8 +75,10 @@ class LocalPart(NamedTuple):
 
 _DECLARED = "_holdfast_region"
 CHECKPOINTABLE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-"""Attributes of a tensor that DCP of torch 2.15 saves as shards: the global shape, then three lists with one entry
-per shard: offsets in the global tensor, offsets in the local one, sizes.
+"""Attributes of a tensor that DCP of torch 2.15 saves as shards.
+
+They are the global shape, and three lists with one entry per shard: offsets in the global tensor, offsets in the local
+one, sizes.
 """
 
 
@@ -378,9 +378,7 @@ def stretch(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tenso
 
 
 def _blocks(tensor: torch.Tensor, first: int, last: int) -> Iterator[torch.Tensor]:
-    """Yield elements ``first`` to ``last`` (in C order) as views of ``tensor``: whole rows together, then parts of
-    rows.
-    """
+    """Yield elements ``first`` to ``last`` (in C order) as views: whole rows together, then parts of rows."""
     if first >= last:
         return
     if tensor.is_contiguous():

@@ -40,9 +40,8 @@ class BufferSync:
         self, names: Names, wrappers: list[DistributedDataParallel], mesh: DeviceMesh | None, world_size: int
     ) -> None:
         self._off: list[DistributedDataParallel] = []
-        self._plans: dict[
-            tuple[int, ...], tuple[Any, list[BufferSlot]]
-        ] = {}  # by member ranks: one broadcast for each group
+        # One broadcast for each set of member ranks.
+        self._plans: dict[tuple[int, ...], tuple[Any, list[BufferSlot]]] = {}
         if world_size == 1:
             return
         taken: set[int] = set()
@@ -62,9 +61,8 @@ class BufferSync:
             if not instances(*private_api.PIPELINE_STAGE):
                 self._add(dist.group.WORLD, rest)
         else:
-            for (
-                group
-            ) in mesh.get_all_groups():  # one group per dimension: their broadcasts together reach every rank
+            # There is one group per dimension; their broadcasts together reach every rank.
+            for group in mesh.get_all_groups():
                 self._add(group, rest)
 
     def _add(self, group: Any, slots: list[BufferSlot]) -> None:

@@ -248,9 +248,8 @@ class OptimizerState:
         self.prefix = f"optimizer.{name}"
         self._parameters = parameters
         self._names = {id(p): fqn for fqn, p in parameters.items()}
-        self._built = len(
-            optimizer.param_groups
-        )  # by the script; further groups may be added during training
+        # Number of groups that the script built; further groups may be added during training.
+        self._built = len(optimizer.param_groups)
         self._members(self._built)
         self._checked = self._built
 
@@ -389,8 +388,9 @@ class OptimizerState:
             )
 
     def _refuse_other_groups(self, saved: Plain) -> None:
-        """Raise CheckpointMismatch if the script's number of groups is neither the one it built then nor the saved
-        one.
+        """Raise CheckpointMismatch if the script builds another number of groups than before.
+
+        Accepted are as many as the saved run built at its start, or as many as it had at the end.
         """
         there, added = len(saved["groups"]), len(saved.get("added", ()))
         if self._built not in (there, there - added):

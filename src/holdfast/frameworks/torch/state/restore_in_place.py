@@ -16,9 +16,7 @@ def put_into(current: Any, value: Any) -> Any:
 
 
 def _fill(current: Any, value: Any) -> bool:
-    """Copy ``value`` into ``current``, or return False if they are no tensors of the same dtype, shape, device and
-    cut.
-    """
+    """Copy one tensor into another of the same dtype, shape, device and cut; return False if that is not possible."""
     if not (isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor)):
         return False
     if current.dtype is not value.dtype or not lies_as(value, current) or overlaps(current):

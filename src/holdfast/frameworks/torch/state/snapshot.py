@@ -27,8 +27,10 @@ from holdfast.frameworks.torch.state.state import (
 from holdfast.frameworks.torch.state.untrained_weights import UntrainedWeights
 
 SMALL_NUMEL = 65536
-"""Largest buffer, in elements, that is copied at each step, because batch norm writes its statistics uncounted.
-Larger buffers (masks, position tables) are copied again only when torch counted a write.
+"""Largest buffer, in elements, that is copied at each step.
+
+Batch norm writes its small statistics without being counted by torch. Larger buffers (masks, position tables) are
+copied again only when torch counted a write.
 """
 
 

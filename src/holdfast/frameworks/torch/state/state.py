@@ -595,8 +595,7 @@ def _overflows(data: torch.Tensor, dtype: torch.dtype) -> bool:
     if torch.finfo(data.dtype).max <= limit:
         return False
     magnitude = (data if data.dtype.itemsize >= 4 else data.float()).abs()
-    if (
-        dtype.itemsize > 1
-    ):  # it has an infinity; for an 8-bit dtype torch turns an infinity into the largest number
+    # A wider dtype has an infinity. For an 8-bit dtype torch turns an infinity into the largest number.
+    if dtype.itemsize > 1:
         magnitude = magnitude[magnitude.isfinite()]
     return bool((magnitude > limit).any())

@@ -69,9 +69,8 @@ class UpdateReplay:
         self._refused = ""
         self._comes = False  # the optimizer is about to step in this block
         self._written: tuple[object, ...] | None = None  # write counts after the last update
-        self._pieces: list[
-            tuple[torch.Tensor, int, torch.Tensor]
-        ] = []  # weight, position in it, bytes found there
+        # Samples: weight, position in it, bytes found there.
+        self._pieces: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         self._turn = 0
         self._foretold: dict[str, int] = {}
 

@@ -66,9 +66,8 @@ class Witness(TorchFunctionMode):
                 self._made[id(tensor)] = weakref.ref(tensor), f"{_line()} wrote"
         ids = {id(tensor) for tensor in used}
         for tensor in _tensors((result,)):
-            if id(tensor) not in ids and not self._knows(
-                tensor
-            ):  # a result that is an argument was written in place
+            # Skip a result that is also an argument: it was written in place.
+            if id(tensor) not in ids and not self._knows(tensor):
                 self._made[id(tensor)] = weakref.ref(tensor), f"{_line()} made"
         return result
 
