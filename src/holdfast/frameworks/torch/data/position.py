@@ -339,8 +339,7 @@ class MapSource(Source):
         return identity(self._user.dataset, shared=deal is not None and deal.copies > 1)
 
     def words(self, position: Position) -> dict[str, int]:
-        """Return ``seen``, the samples of the epoch that the job has drawn, and ``share``, its samples per batch
-        number.
+        """Return ``seen``, the epoch's samples that the job has drawn, and ``share``, its samples per batch number.
 
         A batch number stands for one batch of each copy.
         """
