@@ -36,7 +36,7 @@ def is_constant(leaf: object) -> bool:
 
 
 def rebuilt(value: Any, leaf: Callable[[Any, Place], Any], place: Place = ()) -> Any:
-    """Return a copy of the containers of ``value``.
+    """Return a copy of ``value`` with new containers; a container in which nothing can change is kept.
 
     Args:
         leaf: returns the object that replaces a leaf, given the leaf and its place; called for every object that is no

@@ -36,12 +36,15 @@ def arm() -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """An import finder that finds torch in the usual way and has the groups installed after its import."""
+    """An import finder that finds torch in the usual way and installs the groups after torch's import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the module's spec for torch, the first time; otherwise None."""
+        """Return torch's spec, with a loader that installs the groups; None for other modules.
+
+        The finder removes itself after the first time.
+        """
         if fullname != FRAMEWORK:
             return None
         sys.meta_path.remove(self)

@@ -36,7 +36,7 @@ def write_imported(
     values: Mapping[str, Plain],
     progress: Callable[[int], Progress] = lambda size_bytes: int,
 ) -> Place:
-    """Write everything in ``collected`` below ``root``, as a session would after ``step`` updates.
+    """Write the state ``collected`` as a checkpoint below ``root``, as a session would after ``step`` updates.
 
     Args:
         values: plain values as a session writes them, without its ``session`` entry.

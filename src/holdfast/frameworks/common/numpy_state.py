@@ -37,7 +37,7 @@ def dtype_named(name: str) -> np.dtype[np.generic] | None:
 
 @dataclass(frozen=True)
 class Shard:
-    """A box of a tensor of global ``shape``, and the array of the box's sizes that holds its data."""
+    """A part of a tensor: the box, the ``shape`` of the whole tensor, and an array of the box's sizes with the data."""
 
     fqn: str
     shape: Shape

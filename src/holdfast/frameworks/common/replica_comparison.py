@@ -36,7 +36,7 @@ class HeldBox(NamedTuple):
 
 
 class ReplicaDifference(NamedTuple):
-    """A box of which ranks hold different bytes: index of the tensor, the ranks, and the box's size."""
+    """A box that several ranks hold with different bytes: index of the tensor, the ranks, and the box's size."""
 
     tensor: int
     ranks: tuple[int, ...]
@@ -81,7 +81,7 @@ def differences(total: Sum, rank: int, world_size: int, held: Sequence[HeldBox])
 
 
 def refuse(held: Sequence[HeldBox], found: Sequence[ReplicaDifference], hint: str) -> None:
-    """Refuse a start with different copies. Raises: StateError: names the tensors."""
+    """Raise StateError, naming the tensors whose copies differ at the start."""
     names = [repr(held[each.tensor].meta.fqn) for each in found[:NAMED_MAX]]
     more = f" and {len(found) - NAMED_MAX} more" if len(found) > NAMED_MAX else ""
     ranks = ", ".join(map(str, found[0].ranks))

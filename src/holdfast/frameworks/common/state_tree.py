@@ -103,7 +103,11 @@ class _Splitter:
 
 
 def join(value: Plain, fetch: Fetch, path: str = "values") -> Any:
-    """Return the tree that :func:`split` took apart; ``fetch`` returns the tensor for the value in its place.
+    """Return the tree that :func:`split` took apart, with its tensors.
+
+    Args:
+        fetch: returns a tensor for the value that stands for it.
+        path: key path of ``value``, for errors.
 
     Raises:
         CheckpointInvalid: ``value`` was not made by :func:`split`.

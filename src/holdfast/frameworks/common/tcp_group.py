@@ -216,10 +216,10 @@ class TcpGroup:
         meeting: _Meeting,
         wait_s: float,
     ) -> None:
-        """Process what arrives within ``wait_s``.
+        """Read from the connecting processes for at most ``wait_s``.
 
-        A connection that has proved its membership becomes a peer. A connection that is too slow, invalid or one too
-        many is closed.
+        A connection that has proved its membership becomes a peer. A connection is closed if it is too slow, sends
+        something invalid, or exceeds the allowed number.
         """
 
         def drop(caller: _Caller) -> None:
@@ -350,7 +350,7 @@ class _PeerLine(NamedTuple):
 
 
 class _Meeting(NamedTuple):
-    """The secrets and the identity with which this rank checks and answers a connecting process."""
+    """The data that this rank needs to check and answer connecting processes: generation, rank, secrets."""
 
     generation: Generation
     rank: int
@@ -400,7 +400,7 @@ class _Caller:
 
 
 class _Flow:
-    """The transfer of one vector to a peer and one from it."""
+    """The transfer of one vector to a peer and of one vector from that peer."""
 
     def __init__(self, line: _PeerLine, rank: int, number: int, outgoing: Vector, incoming: Vector) -> None:
         self.rank = rank
@@ -439,7 +439,7 @@ class _Flow:
                     self._check()
 
     def _check(self) -> None:
-        """Expect the tag after the vector, or compare the received tag. Raises: OSError."""
+        """After the vector, wait for its tag; after the tag, check it against the vector. Raises: OSError."""
         if self._unsealing is not None:
             self._fits, self._unsealing = tag_of(self._unsealing), None
             self._in = [memoryview(self._tag)]
@@ -548,8 +548,8 @@ def _bytes(vector: Vector) -> memoryview:
 
 
 def _ignore(reason: str) -> None:
-    """Ignore a fault: no listener is set yet."""
+    """Do nothing: the function that is called at a fault until another one is set."""
 
 
 def _ignore_count(count: int, what: str) -> None:
-    """Ignore a collective: no listener is set yet."""
+    """Do nothing: the function that is called at a collective until another one is set."""

@@ -42,14 +42,14 @@ class AdapterState(Protocol):
         """Return True if the tensor belongs to the framework and not to the user's own state."""
 
     def put_bytes(self, arrays: Mapping[str, NDArray[np.uint8]]) -> None:
-        """Set tensors of this rank from their bytes, by name."""
+        """Set tensors of this rank to these bytes, by tensor name."""
 
 
 Kept = TypeVar("Kept", bound=AdapterState)
 
 
 class TcpGroupAdapter(Generic[Kept]):
-    """The part of an :class:`holdfast.frameworks.common.adapter.Adapter` that rests on a TCP group.
+    """The common part of the adapters whose votes and sums use a TCP group.
 
     Args:
         rank, world_size: rank of this process and the number of ranks.
@@ -99,7 +99,7 @@ class TcpGroupAdapter(Generic[Kept]):
     def attach(
         self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int, str], None]
     ) -> None:
-        """Set the functions that are called at events, at faults and at collectives."""
+        """Set the functions of the session that are called at events of a step, at faults and at collectives."""
         self._hooks = hooks
         self._lines().on_fault = on_fault
         self._lines().on_collective = on_collective
@@ -144,7 +144,9 @@ class TcpGroupAdapter(Generic[Kept]):
     # ------------------------------------------------------------------ copies
 
     def begin_equal(self) -> None:
-        """Compare the copies of the state before the first step of a fresh job, and broadcast on request.
+        """Check before the first step of a fresh job that the copies of the state are equal on all ranks.
+
+        If the script asks for it, unequal copies are overwritten with those of the lowest rank.
 
         Raises:
             StateError: the copies differ and the script does not ask for a broadcast; names the tensors.
@@ -168,15 +170,15 @@ class TcpGroupAdapter(Generic[Kept]):
             log.info("holdfast: %s began different: all ranks begin with the lowest rank's", said)
 
     def _broadcasts(self) -> bool:
-        """Return True if the script asks that all ranks begin with the same values."""
+        """Return True if the script asks for a broadcast of the initial values."""
         return False
 
     def _remedy(self) -> str:
-        """Return the advice that makes all ranks begin with the same values."""
+        """Return the hint for an error about different initial values."""
         return "give all ranks the same seed before they make the model"
 
     def compares(self, fqn: str) -> bool:
-        """Return True for weights and optimizer state (``frameworks.common.adapter.ComparesCopies``)."""
+        """Return True if the tensor must be equal on all ranks that hold it: weights and optimizer state."""
         return self.state.trains(fqn)
 
     def digest(self, collected: Collected, parts: Sequence[Extent]) -> int:

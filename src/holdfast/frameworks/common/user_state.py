@@ -68,7 +68,7 @@ NOTHING_TAKEN = Taken({}, {})
 
 
 class UserStateBefore(NamedTuple):
-    """Copies of what the script may have changed since it was given ``step``, or since a loop ended."""
+    """Values that the script may have changed since it was given ``step`` or a loop ended, from before that time."""
 
     step: int
     arrays: Mapping[str, Array]  # of the optimizer, by tensor name

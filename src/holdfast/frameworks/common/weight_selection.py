@@ -25,9 +25,10 @@ EXTRA_STATE = "_extra_state"
 def joined_values(
     path: Place | Opened, names: Collection[str] | None = None, rank: int = -1
 ) -> dict[str, Plain]:
-    """Return the values of the first writer, merged with what all writers hold by parameter or module.
+    """Return the plain values of a checkpoint, merged from all its writers.
 
-    What differs by parameter or module is optimizer state and names.
+    The values of one writer come first. Optimizer state and names, which differ by parameter or module, are taken from
+    all of them.
 
     Args:
         names: tensors of the rank that asks. Writers without values for them are left out. The writer with values for
@@ -44,7 +45,7 @@ def joined_values(
 def with_values_of(
     first: Mapping[str, Plain], others: Iterable[Mapping[str, Any]], what: str
 ) -> dict[str, Plain]:
-    """Return ``first`` merged with what ``others`` hold by parameter or module: optimizer state, and names.
+    """Return ``first`` with the optimizer state and the names of ``others`` added.
 
     Args:
         what: the values, as an error names them.
@@ -133,7 +134,7 @@ def _is_of_another(name: str, names: Collection[str]) -> bool:
 
 
 def extra_states(values: Mapping[str, Plain]) -> frozenset[str]:
-    """Return the names of the modules' extra state in these values; empty for values from before it was saved."""
+    """Return the names of the modules' extra state in these values; none if they are older than that feature."""
     return frozenset(values.get("modules") or ())
 
 

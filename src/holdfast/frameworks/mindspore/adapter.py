@@ -48,7 +48,7 @@ OPTIMIZER = "optimizer"
 
 
 class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
-    """See :class:`holdfast.frameworks.common.adapter.Adapter`.
+    """The adapter of MindSpore; see :class:`holdfast.frameworks.common.adapter.Adapter`.
 
     Args:
         cell: the training cell, for instance ``nn.TrainOneStepCell``: it has ``grad_reducer`` and ``optimizer``.
@@ -106,7 +106,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
     def attach(
         self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int, str], None]
     ) -> None:
-        """Put the gate before the optimizer. The graph must not have been compiled yet."""
+        """Put the gate between the gradients and the optimizer. The graph must not have been compiled yet."""
         super().attach(hooks, on_fault, on_collective)
         self._host.grad_reducer = Gate(self._through, self.state.buffers, self._before)
         # Broadcast in begin_equal(): MindSpore has no broadcast without a parallel mode or on CPU.
@@ -121,7 +121,10 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         self._cell.__dict__.pop("compile", None)
 
     def _announce_compiling(self) -> None:
-        """Report when MindSpore compiles, at the first call and for each new shape: no progress then is no hang."""
+        """Report to the session when MindSpore compiles, so that this time is not taken for a hang.
+
+        MindSpore compiles at the first call and for each new shape.
+        """
         compile_cell, hooks = self._cell.compile, self._hooks
         assert hooks is not None
 
@@ -180,11 +183,11 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
             self._in_gate = False
 
     def _summed(self, vector: NDArray[Any]) -> NDArray[Any]:
-        """Return the job's gradients, and rank 0's buffers."""
+        """Return the sum of the gradients over the job, followed by rank 0's buffers."""
         return vector if self.world_size == 1 else self._reduction.reduced(vector, self._sum)
 
     def _sum(self, vector: NDArray[Any], among: Sequence[int] | None) -> NDArray[Any]:
-        """Return the sum over these ranks, or over all with None. Raises: PeerLost."""
+        """Return the sum of ``vector`` over the ranks ``among``; None means all. Raises: PeerLost."""
         since_ns = time.monotonic_ns()
         total = self.mesh.sum(vector, among)
         if self._hooks is not None:
@@ -205,7 +208,10 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         return self.state.extras.size()
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> MindSporeRestore:
-        """Return the load of a checkpoint into this state, to be filled and finished. Raises: CheckpointMismatch."""
+        """Return a load of a checkpoint into this state: fill its buffers, then finish it.
+
+        Raises: CheckpointMismatch.
+        """
         return self.state.restore(catalogue, values)
 
     def feed(self, loader: Any) -> Feed:
@@ -213,14 +219,17 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         return DataFeed(loader, self._seed, self.world_size, self._drawing)
 
     def _drawing(self, busy: bool) -> None:
-        """Report that an epoch is drawn again up to its place: no progress then is no hang."""
+        """Report to the session that an epoch is drawn again up to its place, so that this is not taken for a hang."""
         if self._hooks is not None:
             self._hooks.compiling(busy)
 
     # ------------------------------------------------------------------ step
 
     def begin(self, step: int) -> None:
-        """Seed and copy; do nothing if the same step begins again inside the graph, after forward has run."""
+        """Seed the generators and copy the state that the step may change.
+
+        Nothing is done if the same step begins again inside the graph, after forward has run.
+        """
         if self._in_gate:
             return
         self._passed = False
@@ -240,7 +249,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         """Do nothing: the gate got its vector from the device, so the gradients are complete."""
 
     def end(self) -> None:
-        """Take rank 0's moving statistics, after the graph has run.
+        """Take over rank 0's moving statistics, after the graph has run.
 
         Raises:
             StepError: the gradients did not pass the gate, so weights changed without a vote.
@@ -260,7 +269,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
                 assign(parameter, piece.reshape(parameter.shape))
 
     def release(self) -> None:
-        """Do nothing."""
+        """Do nothing: no collectives were blocked."""
 
     def abort(self) -> None:
         """Restore the copied values, which are not weights.
@@ -289,7 +298,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
     # ------------------------------------------------------------------ groups
 
     def reconfigure(self, generation: Generation) -> None:
-        """Connect again under ``generation``. Raises: GroupError."""
+        """Connect to the other ranks again under ``generation``. Raises: GroupError."""
         if self._native:
             raise GroupError("MindSpore's own group gives wrong sums after a fault: the workers must restart")
         self._alone = False
@@ -297,7 +306,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         self._lines().reconfigure(generation)
 
     def rehearse(self) -> bool:
-        """Return True once in a newcomer, which compiles its graph and computes gradients before it connects."""
+        """Return True, once, in a newcomer: it compiles its graph and computes gradients before it connects."""
         client = WorkerClient.current()
         if client is None or not client.joining or self._rehearsed:
             return False

@@ -172,7 +172,7 @@ def _step_in(loaded: Mapping[str, Any]) -> int | None:
 
 
 def _boxes_of(catalogue: Catalogue, rank: int, users: Set[str]) -> dict[str, Box]:
-    """Return the box of each tensor that a rank holds, without the tensors of the user's own state."""
+    """Return the box that a rank holds of each tensor, without the tensors of the user's own state."""
     boxes: dict[str, Box] = {}
     for tensor, box, _ in catalogue.held_by(rank):
         if tensor.fqn in users:

@@ -67,7 +67,7 @@ class SampleDeal(NamedTuple):
 
     @staticmethod
     def of(dataset: Any) -> SampleDeal:
-        """Return the rule of a pipeline."""
+        """Return the rule by which a pipeline deals its samples."""
         batch, why_not, node = 0, "", dataset
         while node.children:
             kind = type(node).__name__
@@ -90,7 +90,7 @@ class SampleDeal(NamedTuple):
 
 
 class DataFeed:
-    """See :class:`holdfast.frameworks.common.adapter.Feed`.
+    """The batches of a MindSpore pipeline; see :class:`holdfast.frameworks.common.adapter.Feed`.
 
     Args:
         loader: a ``mindspore.dataset.Dataset``, or a :class:`Counted` one.
@@ -168,7 +168,7 @@ class DataFeed:
         return place.get("ranks", self._world_size) == self._world_size and same
 
     def identity(self) -> DataIdentity | None:
-        """Return None: a pipeline has no known content."""
+        """Return None: the content of a pipeline is not known."""
         return None
 
     def local_state(self) -> Plain:
@@ -196,7 +196,7 @@ class DataFeed:
         self._iterator = None
 
     def _begin(self) -> Any:
-        """Return the batch at the place, from a new iterator of its epoch. Raises: StopIteration, UnsupportedError."""
+        """Return the next batch after the place, from a new iterator. Raises: StopIteration, UnsupportedError."""
         base, seed = self._seeds
         mixed = xxhash.xxh3_64_intdigest(f"{base} {seed} {self.epoch}".encode()) % SEED_MAX
         states = random.getstate(), np.random.get_state()

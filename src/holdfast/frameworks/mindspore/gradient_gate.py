@@ -55,7 +55,7 @@ class Gate(nn.Cell):  # type: ignore[misc]
 
 
 class Relay(nn.Cell):  # type: ignore[misc]
-    """A cell inside a wrapped optimizer with a place for a gate; without a gate the gradients pass unchanged."""
+    """A cell inside a wrapped optimizer into which a gate can be put; without a gate the gradients pass unchanged."""
 
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)

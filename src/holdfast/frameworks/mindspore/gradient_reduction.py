@@ -35,7 +35,7 @@ class SummedShare(NamedTuple):
 
 
 class Reduction:
-    """The sums of one rank.
+    """The sums of gradients over the ranks, as computed by one rank.
 
     Args:
         rank, world_size: rank of this process and the number of ranks.
@@ -55,7 +55,7 @@ class Reduction:
         self._shares: tuple[SummedShare, ...] | None = None  # None until the ranks have published their boxes
 
     def forget(self) -> None:
-        """Forget the boxes of the ranks, which have changed and publish their boxes again."""
+        """Forget the boxes of all ranks, because the ranks have changed; they publish their boxes again."""
         self._shares = None
 
     def reduced(self, vector: Vector, total: Sum) -> Vector:
@@ -99,7 +99,7 @@ class Reduction:
         return total / np.float32(ranks) if self._mean else total
 
     def _told(self, total: Sum) -> tuple[SummedShare, ...]:
-        """Return the shares of this rank: one for each way in which boxes divide the ranks, without the whole ones."""
+        """Exchange the boxes of all ranks; return the elements that this rank sums over only some of the ranks."""
 
         def everywhere(vector: Vector) -> Vector:
             return total(vector, None)

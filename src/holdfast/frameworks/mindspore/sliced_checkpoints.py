@@ -308,7 +308,7 @@ def _same(one: SliceTensor, other: SliceTensor) -> bool:
 
 
 def _add(tensors: dict[str, Merged], name: str, tensor: Merged, source: Path) -> None:
-    """Add a tensor, or compare it with the same tensor of an earlier stage.
+    """Add a tensor to ``tensors``; if an earlier stage has added it, compare both.
 
     Raises:
         CheckpointInvalid: two stages hold it, and differ.

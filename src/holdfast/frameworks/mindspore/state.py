@@ -206,17 +206,20 @@ class MindSporeState:
         return fqn in self.trained or (fqn in self._parameters and fqn.startswith("optimizer."))
 
     def put_bytes(self, arrays: Mapping[str, NDArray[np.uint8]]) -> None:
-        """Set parameters from their bytes."""
+        """Set parameters to these bytes, by name."""
         for fqn, data in arrays.items():
             self.write(fqn, data.view(self.read(fqn).dtype))
 
     def placed(self, fqn: str, array: Array) -> Shard:
-        """Return ``array`` as the box that this rank holds of the parameter."""
+        """Return ``array`` as a shard: the data of the box that this rank holds of the parameter."""
         meta = self.metas[fqn]
         return Shard(fqn, meta.shape, meta.box, array)
 
     def shard(self, fqn: str, copies: Mapping[str, Array]) -> Shard:
-        """Return this rank's box with its value, taken from ``copies`` if it is there. Raises: StateError."""
+        """Return this rank's shard of a parameter, from ``copies`` if it is there, otherwise from the framework.
+
+        Raises: StateError.
+        """
         if fqn not in self.metas:
             raise StateError(f"tensor {fqn!r} is not held here")
         return self.placed(fqn, copies[fqn] if fqn in copies else self.read(fqn))
@@ -250,7 +253,7 @@ class MindSporeState:
         return MindSporeCollected(self, copies, self._taken if frozen else self.extras.take())
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> MindSporeRestore:
-        """Return the load of a checkpoint into this state. Raises: CheckpointMismatch: of another framework."""
+        """Return a load of a checkpoint into this state. Raises: CheckpointMismatch: of another framework."""
         if values.get("framework") != "mindspore":
             raise CheckpointMismatch(
                 "the checkpoint was not written by a MindSpore training",
@@ -260,7 +263,7 @@ class MindSporeState:
 
 
 class MindSporeTensors:
-    """Parameters and tensors in the user's own state (``frameworks.common.user_state.UserTensors``)."""
+    """The operations on MindSpore tensors in the user's own state (``frameworks.common.user_state.UserTensors``)."""
 
     def owns(self, item: Any) -> bool:
         """Return True for a tensor or parameter of MindSpore."""

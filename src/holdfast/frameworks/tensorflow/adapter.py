@@ -33,7 +33,7 @@ STRATEGIES = ("MultiWorkerMirroredStrategy", "CollectiveAllReduceStrategy")
 
 
 class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
-    """See :class:`holdfast.frameworks.common.adapter.Adapter`.
+    """The adapter of TensorFlow; see :class:`holdfast.frameworks.common.adapter.Adapter`.
 
     Nothing of TensorFlow is hooked: the step votes at its end.
 
@@ -95,7 +95,10 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
         return self.state.extras.size()
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> TensorFlowRestore:
-        """Return the load of a checkpoint into this state, to be filled and finished. Raises: CheckpointMismatch."""
+        """Return a load of a checkpoint into this state: fill its buffers, then finish it.
+
+        Raises: CheckpointMismatch.
+        """
         return self.state.restore(catalogue, values)
 
     def feed(self, loader: Any) -> Feed:
@@ -105,14 +108,14 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
         return DatasetFeed(loader, self._strategy.experimental_distribute_dataset, self._traces)
 
     def _traces(self) -> None:
-        """Report that the coming step is slow, because ``tf.function`` traces new shapes."""
+        """Report to the session that the coming step is slow, because ``tf.function`` traces new shapes."""
         if self._hooks is not None:
             self._hooks.compiling(True)
 
     # ------------------------------------------------------------------ step
 
     def begin(self, step: int) -> None:
-        """Seed the generators and copy everything."""
+        """Seed the generators and copy all variables and the user's own state."""
         self._voting = False
         self.state.take()
         self._reseed(step)
@@ -127,7 +130,10 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
         )
 
     def prepare_vote(self) -> None:
-        """Fetch rank 0's values of the variables that each worker keeps separately. Raises: PeerLost."""
+        """Fetch rank 0's values of the variables that each worker updates separately.
+
+        :meth:`end` takes them over. Raises: PeerLost.
+        """
         if self._hooks is not None:
             self._hooks.compiling(False)
         self._voting = True
@@ -143,18 +149,24 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
             self.state.write(self._shared)
 
     def release(self) -> None:
-        """Note that no vote follows."""
+        """Record that no vote follows, because the block was left early."""
         self._voting = False
 
     def _of_vote(self) -> Live | None:
-        """Return the variables after the block; a state collected at an earlier step holds other values."""
+        """Return the variables after the block for the vote's comparison of copies; None if no vote is in progress.
+
+        A state that was collected at an earlier step holds other values.
+        """
         return self.state.collect_live() if self._voting else None
 
     def _remedy(self) -> str:
         return "make model and optimizer in the strategy's scope, and change no variable on one worker alone"
 
     def abort(self) -> None:
-        """Restore all copies; after a fault nothing is restored, because this process will be replaced."""
+        """Restore the state from the copies of the step's start.
+
+        After a fault nothing is restored, because this process will be replaced.
+        """
         self._voting = False
         if not self.poisoned:
             self.state.put_back()

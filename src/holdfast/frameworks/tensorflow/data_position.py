@@ -22,7 +22,7 @@ Source = Any
 
 
 class DatasetFeed:
-    """See :class:`holdfast.frameworks.common.adapter.Feed`.
+    """The batches of a ``tf.data.Dataset``; see :class:`holdfast.frameworks.common.adapter.Feed`.
 
     Args:
         source: batches of the whole job.
@@ -57,7 +57,7 @@ class DatasetFeed:
         self._iterator = None
 
     def identity(self) -> DataIdentity | None:
-        """Return None: a pipeline has no known content."""
+        """Return None: the content of a pipeline is not known."""
         return None
 
     def local_state(self) -> Plain:

@@ -39,7 +39,7 @@ OPTIMIZER = "optimizer."
 
 
 class TensorFlowCollected:
-    """The state at one moment."""
+    """The training state at one moment, as a source for saves."""
 
     def __init__(self, arrays: Mapping[str, Array], extras: Taken) -> None:
         self.values: dict[str, Plain] = {
@@ -82,7 +82,7 @@ class Live:
 
 
 class TensorFlowRestore:
-    """A load in progress."""
+    """A load in progress: arrays are filled first, then written to the variables."""
 
     def __init__(self, state: TensorFlowState, catalogue: Catalogue, values: Mapping[str, Plain]) -> None:
         self._state = state
@@ -178,7 +178,7 @@ class TensorFlowState:
             assign(self._variables[fqn], array)
 
     def owns(self, fqn: str) -> bool:
-        """Return True for a floating variable of model or optimizer, which excludes random state of a layer."""
+        """Return True for a floating-point variable of model or optimizer; random state of a layer is not one."""
         return fqn in self._variables and self.copies[fqn].dtype.kind == "f"
 
     def trains(self, fqn: str) -> bool:
@@ -186,7 +186,7 @@ class TensorFlowState:
         return fqn in self._trained
 
     def put_bytes(self, arrays: Mapping[str, NDArray[np.uint8]]) -> None:
-        """Set variables on this worker from their bytes."""
+        """Set variables on this worker to these bytes, by name."""
         for fqn, data in arrays.items():
             self.write({fqn: data.view(self.copies[fqn].dtype).reshape(self.copies[fqn].shape)})
 
@@ -195,14 +195,14 @@ class TensorFlowState:
         return Live(self)
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> TensorFlowRestore:
-        """Return the load of a checkpoint into this state. Raises: CheckpointMismatch: of another framework."""
+        """Return a load of a checkpoint into this state. Raises: CheckpointMismatch: of another framework."""
         if values.get("framework") != "tensorflow":
             raise CheckpointMismatch("the checkpoint was not written by a TensorFlow training")
         return TensorFlowRestore(self, catalogue, values)
 
 
 class TensorFlowTensors:
-    """Variables and tensors in the user's own state (``frameworks.common.user_state.UserTensors``)."""
+    """The operations on TensorFlow tensors in the user's own state (``frameworks.common.user_state.UserTensors``)."""
 
     def owns(self, item: Any) -> bool:
         """Return True for a variable or tensor of TensorFlow or Keras."""

@@ -69,7 +69,7 @@ SETTLED = 3  # blocks after which DDP's bucket layout is final, with any setting
 
 
 class TorchAdapter:
-    """See :class:`holdfast.frameworks.common.adapter.Adapter`.
+    """The adapter of PyTorch; see :class:`holdfast.frameworks.common.adapter.Adapter`.
 
     Args:
         model: a module, or modules by name; wrapped (DDP, ``fully_shard``, compile) as for training.
@@ -232,7 +232,10 @@ class TorchAdapter:
                 )
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Vote before the optimizer steps, or after its closure (Lightning's way), which computes the gradients."""
+        """Vote before the optimizer steps.
+
+        If the optimizer gets a closure that computes the gradients (Lightning's way), vote after the closure.
+        """
         if self.updates.alone:
             return None
         name = self._names.get(id(optimizer))
@@ -298,11 +301,11 @@ class TorchAdapter:
                     return collected  # otherwise part of the state is on a device that was not waited for
 
     def state_size(self) -> int:
-        """Return a number that changes when optimizer state, user state or modules' extra state changes its layout."""
+        """Return a number that changes with the layout of optimizer state, user state or modules' extra state."""
         return self.state.size() + self._snapshot.size()
 
     def compares(self, fqn: str) -> bool:
-        """Return True for weights and optimizer state; buffers and the user's own state may differ between ranks."""
+        """Return True if the tensor must be equal on all ranks that hold it: weights and optimizer state."""
         return fqn in self.state.names.parameters or (
             fqn.startswith("optimizer.") and fqn not in self._buffers
         )
@@ -333,7 +336,10 @@ class TorchAdapter:
         return lambda: runtime.cudaHostUnregister(pointer)
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> TorchRestore:
-        """Return the load of a checkpoint into this state, to be filled and finished. Raises: CheckpointMismatch."""
+        """Return a load of a checkpoint into this state: fill its buffers, then finish it.
+
+        Raises: CheckpointMismatch.
+        """
         return self.state.restore(catalogue, values, (self.rank, self.world_size))
 
     def mark(self, item: Any) -> object:
@@ -405,7 +411,7 @@ class TorchAdapter:
         self._accumulating.expect(batches)
 
     def share(self, part: int, parts: int) -> None:
-        """Make the next block a part of its step (``frameworks.common.adapter.TakesParts``)."""
+        """Make the next block part ``part`` of ``parts`` of its step (``frameworks.common.adapter.TakesParts``)."""
         if parts > 1:
             self.updates.refuse("a step runs in parts")
         self._parts.begin(part, parts)
@@ -420,7 +426,7 @@ class TorchAdapter:
         self._snapshot.undo.record(self.state.optimizers[name].optimizer)
 
     def prepare_vote(self) -> None:
-        """Give all ranks the buffers of rank 0, then wait for the device: gradients must be complete at the vote."""
+        """Give all ranks the buffers of rank 0, then wait for the device, so that all gradients exist at the vote."""
         self._parts.check()
         self.trains_alone = self.trains_alone and self._fabric.collectives == self._counted
         self._fabric.note_wait()
@@ -449,7 +455,7 @@ class TorchAdapter:
         self._leftover.ended(self._step, updated=self._computed)
 
     def release(self) -> None:
-        """Treat collectives as outside of a step from now on."""
+        """Leave the step: collectives work normally again."""
         self._suspicion.end()
         self._parts.end()
         self._accumulating.end()
@@ -495,9 +501,10 @@ class TorchAdapter:
         heal_pipelines()
 
     def rehearse(self) -> bool:
-        """Return True, and enter loopback, if the next step must run without effect to build DDP's final buckets.
+        """Return True if the next step must run without effect, to build DDP's final buckets.
 
-        DDP rebuilds its buckets after its first passes, and the buckets decide the order of sums.
+        DDP rebuilds its buckets after its first passes, and the buckets decide the order of sums. In such a rehearsal
+        collectives complete on local data (*loopback*).
         """
         if self._rehearsed:
             return False
@@ -519,7 +526,7 @@ class TorchAdapter:
         self._proving = ""
 
     def go_alone(self, *, first: bool, suspected: bool) -> bool:
-        """Make the block a run without peers, to check the block (``frameworks.common.adapter.ProvesBlocks``).
+        """Make the coming block run without peers, to check the block (``frameworks.common.adapter.ProvesBlocks``).
 
         Returns:
             False if that is not possible at this step.
@@ -541,7 +548,7 @@ class TorchAdapter:
 
     @property
     def others(self) -> OtherRanksBlocks | None:
-        """The runner of other ranks' blocks (``frameworks.common.adapter.StandsForOthers``); None on a partial copy."""
+        """The object that runs other ranks' blocks here; None if ranks hold only parts of a copy of the model."""
         return None if self.partial else OtherRanksBlocks(self._fabric, self.state, self._seed, self.copy)
 
     def found(self) -> Mapping[str, int]:
@@ -557,7 +564,7 @@ class TorchAdapter:
         return self._suspicion.cause
 
     def _end_proof(self) -> None:
-        """Reset DDP's count of passes after a first run without effect, which must not decide the bucket layout."""
+        """Reset DDP's count of passes after a first run without effect, which must not decide the buckets."""
         if self._proving == "first":
             self._forget_pass()
 
@@ -574,7 +581,7 @@ class TorchAdapter:
             rebuild_buckets(module)
 
     def _rebuilt_alone(self) -> bool:
-        """Build DDP's buckets without a pass and without peers; return True if none is left to build.
+        """Build DDP's buckets without a pass and without peers; return True if none remains to be built.
 
         This works in a process that has trained its first step, because it knows the buckets.
         """

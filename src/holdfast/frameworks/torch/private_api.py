@@ -166,7 +166,7 @@ _OLD_NAMES = {
 
 
 def collective(group: dist.ProcessGroup, name: str) -> Callable[..., Work]:
-    """Return a method of an inner group by today's name, under whichever name this version of torch has it."""
+    """Return a method of an inner group by its present name, also if this version of torch has it under the old one."""
     return cast(Callable[..., Work], getattr(group, name, None) or getattr(group, _OLD_NAMES[name]))
 
 
@@ -328,7 +328,7 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def largest(values: list[torch.Tensor]) -> torch.Tensor:
-    """Return the largest magnitude in each of some tensors of one device: shape ``(len(values),)``, float32."""
+    """Return the largest magnitude in each of several tensors of one device: shape ``(len(values),)``, float32."""
     return torch.stack([norm.float() for norm in torch._foreach_norm(values, float("inf"))])
 
 
@@ -387,11 +387,11 @@ def sharded_groups(module: FSDPModule) -> list[Any]:
 
 
 def reset_sharded(modules: Sequence[FSDPModule]) -> None:
-    """Reset each module to its state after a finished backward, shard it again, then reset what a root shares.
+    """Reset FSDP2 modules to their state after a finished backward, sharded again.
 
     torch's own ``FSDPModule.reset_iter_state`` (2.13) runs first, for each root, because it waits for the events of
     side streams before it drops the memory that they write to. It does not reset gradients of an aborted backward or
-    modules without a root.
+    modules without a root. The state that the modules of one root share is reset last.
 
     Raises:
         AttributeError: this torch keeps FSDP2's state in another way.
@@ -552,13 +552,13 @@ def step_hooks(optimizer: Optimizer) -> list[Any]:
 
 
 def is_replaced(optimizer: Optimizer) -> bool:
-    """Return True if this object's ``step()`` is not that of its class, leaving out a schedule's counting wrapper."""
+    """Return True if the ``step()`` of this object was replaced; a schedule's counting wrapper is accepted."""
     step = vars(optimizer).get("step")
     return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
 
 
 def steps_in_backward(parameter: torch.Tensor) -> bool:
-    """Return True for a parameter of ``_apply_optimizer_in_backward``."""
+    """Return True for a parameter that ``_apply_optimizer_in_backward`` updates during backward."""
     return bool(getattr(parameter, "_in_backward_optimizers", None))
 
 
@@ -573,5 +573,5 @@ def stop_workers(iterator: Any) -> None:
 
 
 def wrap_distributed_settings(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Wrap the function through which a loader's iterator asks for the rank."""
+    """Replace the function through which a loader's iterator asks for the rank by ``wrap(function)``."""
     dataloader._get_distributed_settings = wrap(dataloader._get_distributed_settings)

@@ -144,7 +144,10 @@ def _wrap_helper(helper: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _create(asked: Any, request: _GroupRequest) -> ReconfigurableGroup:
-    """Return a group for torch, which calls this for every group (``dist.Backend.register_backend``, extended form)."""
+    """Return a reconfigurable group; torch calls this for every group of this process.
+
+    It is registered by ``dist.Backend.register_backend``, in the extended form.
+    """
     state = fabric()
     client = control_client()
     if client is not None and state.generation == NO_GENERATION:
@@ -229,7 +232,7 @@ def _alone_scatter(
 
 
 def _alone_nothing(*args: Any, **kwargs: Any) -> None:
-    """Leave the lists unchanged."""
+    """Leave the lists unchanged, in loopback."""
 
 
 _OBJECT_CALLS: dict[str, Callable[..., None]] = {

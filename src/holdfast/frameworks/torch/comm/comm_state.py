@@ -206,9 +206,10 @@ class CommState:
         self._on_collective, self._on_wait = callback, on_wait
 
     def note_wait(self) -> None:
-        """Report the time from the start of the last collective to the end of all as time spent waiting.
+        """Report the time in which the process waited for its last collectives, if none is in progress.
 
-        Nothing is reported while a collective is in progress. Other work of the process in that time is not known.
+        It is the time from the start of the last collective to the end of all. Other work of the process in that time
+        is not known.
         """
         if self._on_wait is not None and not self._pending and self._ended_ns > self._begun_ns:
             since_ns, self._begun_ns = self._begun_ns, self._ended_ns
@@ -245,7 +246,7 @@ class CommState:
         abort.start()
 
     def broke(self, what: str, error: BaseException, epoch: int) -> None:
-        """Poison this process because a collective failed, and call the registered callbacks, once.
+        """Poison this process after a failed collective, and call the registered callbacks, once.
 
         Args:
             epoch: in which the collective was begun; an older epoch is ignored.
@@ -360,7 +361,10 @@ class CommState:
             return list(self._groups)
 
     def drop(self, group: Handle) -> None:
-        """Unregister a group that the user destroyed; the default group takes vote group and board with it."""
+        """Unregister a group that the user destroyed.
+
+        With the default group, the vote group and the shared-memory board are closed too.
+        """
         with self._lock:
             if group in self._groups:
                 self._groups.remove(group)
@@ -375,9 +379,10 @@ class CommState:
         """End the threads of healthy groups before Python ends.
 
         A thread of gloo drops its collective after the waiter has continued. If it then frees a tensor's Python object
-        while the interpreter is ending, the whole process is aborted (signal 6, seen once in some hundred runs). While
-        a collective without a waiter is in progress, nothing is changed, because it may never end. Threads that destroy
-        broken groups are waited for, at most ``BURIALS_S``, because the end of Python would interrupt them.
+        while the interpreter is ending, the whole process is aborted (signal 6, seen once in some hundred runs). If a
+        collective without a waiter is in progress, no thread is ended, because the collective may never end. Threads
+        that destroy broken groups are waited for, at most ``BURIALS_S``, because the end of Python would interrupt
+        them.
         """
         deadline_s = time.monotonic() + BURIALS_S
         for inner in self._graveyard:
@@ -402,7 +407,7 @@ class CommState:
         self._graveyard = [each for each in (*self._graveyard, inner) if not each.buried()]
 
     def stopped(self) -> Callable[[], str]:
-        """Return a function that returns the reason of a poisoning after this call, or an empty text."""
+        """Return a function that returns an empty text, and the reason once the process is poisoned again."""
         seen = self._poisonings
         return lambda: self._news if self._poisonings != seen else ""
 
@@ -490,7 +495,9 @@ class CommState:
             board.close()
 
     def share(self, source: int, data: bytes) -> bytes:
-        """Broadcast a small value from rank ``source`` over the board; the caller votes before it shares again.
+        """Broadcast a small value from rank ``source`` through shared memory (the *board* of the node).
+
+        Each call must be followed by a vote before the next call.
 
         Returns: the data of ``source``; the own ``data`` if the communication is broken.
 
@@ -570,5 +577,5 @@ _FABRIC = CommState()
 
 
 def fabric() -> CommState:
-    """Return the one instance of this process."""
+    """Return the :class:`CommState` of this process."""
     return _FABRIC

@@ -117,7 +117,7 @@ class BuiltGroup:
             endpoints.close()
 
     def bury(self) -> None:
-        """Release the resources of a severed group: our duplicates at once, those of gloo and NCCL in a thread."""
+        """Release the resources of a severed group: duplicated sockets at once, those of gloo and NCCL in a thread."""
         self.close()
         self._burial = threading.Thread(target=self._destroy, name="holdfast-burial", daemon=True)
         self._burial.start()

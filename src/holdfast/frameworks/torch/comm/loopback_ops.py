@@ -67,7 +67,7 @@ def zip_copy(outputs: Tensors, inputs: Tensors) -> None:
 def one(outputs: Tensors) -> None:
     """Fill all outputs with one (receive).
 
-    A pipeline whose ranks ask their neighbours whether all know their shapes then reads the answer yes.
+    A pipeline asks its neighbours in this way whether all know their shapes; one means yes.
     """
     for target in outputs:
         target.detach().fill_(1)

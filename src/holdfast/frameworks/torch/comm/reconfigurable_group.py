@@ -81,7 +81,9 @@ class ReconfigurableGroup(OuterGroup):
     # ------------------------------------------------------------------ generations
 
     def _asked(self, stand_in: DeferredRank) -> int:
-        """Return the rank in this group, after the spare's rank is known where that is needed."""
+        """Return the rank of this process in the group; in a spare, wait until it is known, unless a stand-in is
+        enough.
+        """
         stand_in.ask()
         return self.spec.rank
 
@@ -163,7 +165,7 @@ class ReconfigurableGroup(OuterGroup):
         return self._store_of(generation, self.spec.name, limit)
 
     def _store_of(self, generation: str, name: str, limit: timedelta) -> Store:
-        """Return the store for the keys of one generation of a group."""
+        """Return the key-value store for one generation of a group."""
         client = control_store.control_client()
         if client is None or self.replaceable():
             return PrefixStore(f"holdfast/{self._fabric.start}/{name}/", self._store)

@@ -172,7 +172,7 @@ class GuardedWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the collective has ended or the process is poisoned.
 
-        Raises: PeerLost (outside a shield), GroupAborted, RuntimeError (the given timeout ran out).
+        Raises: PeerLost or GroupAborted (poisoned, see :meth:`CommState.give_up`), RuntimeError (the timeout ran out).
         """
         if not self._ended:
             limit_s = timeout.total_seconds() if timeout else 0.0
@@ -232,7 +232,7 @@ class GuardedWork(Work):
             future.set_result(self._outputs)
 
     def _break(self, cause: BaseException) -> None:
-        """Report the fault and end the collective on local data or, outside a shield, with an error."""
+        """Report the fault and end the collective: on local data before the vote of a step, otherwise with an error."""
         self._fabric.broke(self._what, cause, self._epoch)
         self._end_broken()
 
@@ -262,7 +262,10 @@ class GuardedWork(Work):
             self._end_broken()
 
     def settled(self) -> bool:
-        """Return True if the collective, its sockets shut down, can no longer write into memory of this process."""
+        """Return True if the collective can no longer write into memory of this process.
+
+        This holds after its sockets were shut down.
+        """
         if self._way is Wait.THREAD:
             return self._waiting is None or self._waiting.ended.is_set()
         return self._inner.is_completed()

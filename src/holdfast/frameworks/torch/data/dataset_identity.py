@@ -24,7 +24,7 @@ LOOKED_AT = 16
 
 
 def identity(dataset: Any, shared: bool) -> DataIdentity | None:
-    """Return the identity of a map-style dataset; None if it has no length.
+    """Return length and, if known, content digest of a map-style dataset; None if it has no length.
 
     Args:
         shared: ranks draw different samples of it, so all must have the same dataset.

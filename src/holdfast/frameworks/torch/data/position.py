@@ -78,7 +78,7 @@ class Source(ABC):
         """Iterate over ``epoch`` without its first ``skip`` batches."""
 
     def placed(self, batch: Any) -> Any:
-        """Return ``batch`` on the device of the user's loader."""
+        """Return ``batch`` moved to the device of the user's loader."""
         if self.device is None:
             return batch
         return private_api.tree_map_only(torch.Tensor, lambda t: t.to(self.device), batch)
@@ -88,7 +88,7 @@ class Source(ABC):
         return None
 
     def words(self, position: Position) -> dict[str, int]:
-        """Return the entries of a place beside the position, for a job of another size."""
+        """Return what a place holds besides epoch and batch, for a job of another size."""
         return {}
 
     def find(self, place: Mapping[str, int]) -> int:
@@ -100,7 +100,10 @@ class Source(ABC):
         return None
 
     def restore_local(self, state: Plain) -> None:  # noqa: B027  # most have none
-        """Make the next :meth:`open` continue from this state; nothing if the position is enough."""
+        """Make the next :meth:`open` continue from this state.
+
+        Sources whose position is enough do nothing.
+        """
 
     def close(self) -> None:
         """Stop loader workers."""
@@ -339,9 +342,10 @@ class MapSource(Source):
         return identity(self._user.dataset, shared=deal is not None and deal.copies > 1)
 
     def words(self, position: Position) -> dict[str, int]:
-        """Return ``seen``, the epoch's samples that the job has drawn, and ``share``, its samples per batch number.
+        """Return two numbers of samples for a place.
 
-        A batch number stands for one batch of each copy.
+        ``seen`` is the samples of the epoch that the job has drawn. ``share`` is the samples that the job draws with
+        one batch of each copy.
         """
         deal = self._order.deal
         return {} if deal is None else {"seen": self._seen(deal, position), "share": deal.share}
@@ -352,9 +356,9 @@ class MapSource(Source):
         return self._start[1] + (position.batch - self._start[0].batch) * deal.share
 
     def find(self, place: Mapping[str, int]) -> int:
-        """Return the number of the batch that follows the samples which the job has drawn.
+        """Return the number of the next batch, after the samples that the job has drawn.
 
-        These samples may end inside a batch of this size; the rest of the epoch is then dealt again from there.
+        If these samples end inside a batch of the present size, the rest of the epoch is dealt again from there.
         """
         deal = self._order.deal
         self._start = None
@@ -414,7 +418,7 @@ def _init_of(loader: DataLoader[Any]) -> Callable[[int], None] | None:
 
 
 class _PreparedSource(MapSource):
-    """A :class:`MapSource` for accelerate's loaders."""
+    """A :class:`MapSource` for loaders from ``accelerator.prepare``."""
 
     def become(self, rank: int) -> None:
         """Do nothing: every rank draws what rank 0 draws."""

@@ -72,7 +72,10 @@ class OrderDeal:
         return each // self.batch if self.drop_last else -(-each // self.batch)
 
     def rest(self, seen: int) -> list[Any]:
-        """Return this rank's entries after ``seen``. The sampler draws, so seed it before."""
+        """Return this rank's entries of the epoch after ``seen`` samples of the job.
+
+        The sampler draws, so seed it before.
+        """
         order = self._order()[: self._length()]
         each = self._each(seen) * self.copies
         return list(islice(joined(order[seen:], cycle(order)), self.copy, each, self.copies))
@@ -83,7 +86,7 @@ class OrderDeal:
         return left // self.copies if getattr(self.sampler, "drop_last", False) else -(-left // self.copies)
 
     def _length(self) -> int:
-        """Return the entries of an epoch, without those that the sampler repeats to give all copies the same number."""
+        """Return the number of entries of an epoch, without those that the sampler repeats to fill up all copies."""
         if isinstance(self.sampler, DistributedSampler):
             return min(len(self.sampler.dataset), self.sampler.total_size)  # type: ignore[arg-type]
         return len(self.sampler)
@@ -102,7 +105,7 @@ class OrderDeal:
 
 
 class Ref:
-    """Index of one sample in one epoch, as it is sent to a loader worker."""
+    """The index of one sample and its epoch, as sent to a loader worker."""
 
     __slots__ = ("epoch", "index")
 

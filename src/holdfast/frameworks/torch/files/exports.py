@@ -189,7 +189,7 @@ def _single(named: dict[str, Any]) -> Any:
 
 
 def _readable(value: Any) -> Any:
-    """Return ``value`` with only the containers and numbers that ``torch.load(weights_only=True)`` reads."""
+    """Return ``value`` converted to the types that ``torch.load(weights_only=True)`` reads."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):

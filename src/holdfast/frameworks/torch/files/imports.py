@@ -91,7 +91,7 @@ def import_checkpoint(
 
 
 def _renamed(tree: Mapping[str, Any], names: Mapping[str, str], source: Path) -> Mapping[str, Any]:
-    """Return the tree with the user's names replaced by the usual keys of the parts.
+    """Return the tree with keys renamed as the user's ``names`` say, to the usual keys of the parts.
 
     Raises:
         UsageError: no such key, no such part, or a part that would be there twice.
@@ -133,7 +133,7 @@ def _step(parts: _Parts, source: Path) -> int:
 
 
 class _Parts:
-    """The tree by purpose: tensors of the model by name, state dicts by name, other values."""
+    """The content of a source by purpose: tensors of the model by name, state dicts by name, other values."""
 
     def __init__(self) -> None:
         self.model: dict[str, torch.Tensor] = {}
@@ -223,10 +223,9 @@ class _Parts:
     def _dealt(
         self, groups: list[list[Any]], fqns: Sequence[str], shapes: Mapping[str, set[tuple[int, ...]]]
     ) -> dict[str, str] | None:
-        """Return names for groups that each keep the model's order (with weight decay, without weight decay).
+        """Return names for parameter groups that each keep the model's order (with weight decay, without it).
 
-        The next name must fit the next parameter of exactly one group; with several the result would be uncertain, and
-        None is returned.
+        The next name must fit the next parameter of exactly one group. If it fits several groups, None is returned.
         """
         rest = [[str(key) for key in reversed(members)] for members in groups]
         found: dict[str, str] = {}
@@ -250,7 +249,7 @@ class _Parts:
 
 
 def _parts(tree: Mapping[str, Any], source: Path) -> _Parts:
-    """Return the parts of a tree.
+    """Return the content of a source, sorted by purpose.
 
     Raises:
         UsageError: there are no weights, or an optimizer's state has an unknown name.
@@ -357,7 +356,7 @@ def _is_optimizers(value: Any) -> bool:
 
 
 def _refuse_optimizers(rest: Mapping[Any, Any], source: Path) -> None:
-    """Refuse an optimizer's state dict among the entries that no part has taken. Raises: UsageError."""
+    """Refuse an optimizer's state dict among the entries that were not recognised as a part. Raises: UsageError."""
     for name, value in rest.items():
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         if name != "state" and any(_is_optimizers(each) for each in (value, *inner)):

@@ -225,7 +225,7 @@ def _is_torch_s(saved: Any) -> bool:
 
 
 def _plain(value: Any, where: str, path: Path) -> Any:
-    """Return ``value``, refused if it contains a record. Raises: UsageError."""
+    """Return a copy of ``value``; refuse a record in it, which stands for an object. Raises: UsageError."""
     if isinstance(value, Mapping):
         return {key: _plain(item, f"{where}.{key}", path) for key, item in value.items()}
     if isinstance(value, list | tuple):

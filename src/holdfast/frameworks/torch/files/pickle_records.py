@@ -76,7 +76,7 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def act(self, name: str, argument: Any) -> None:
-        """Execute one instruction."""
+        """Execute one instruction of the pickle."""
         stack = self.stack
         if name in ("PROTO", "FRAME", "STOP"):
             return

@@ -290,7 +290,7 @@ def cuts_of(tensor: torch.Tensor, boxes: Sequence[Box]) -> Cuts | None:
 
 @functools.lru_cache(FORMS_MAX)
 def _regular(form: _ShardForm, box: Box) -> Cuts | None:
-    """Return the regular cut that gives ``box``, or None."""
+    """Return the cut by which a tensor of this form has ``box``, if it is a regular one; otherwise None."""
     cuts = []
     for dim in range(len(form.shape)):
         steps = [
@@ -314,7 +314,7 @@ def overlaps(tensor: torch.Tensor) -> bool:
 
 
 def lies_as(tensor: torch.Tensor, like: torch.Tensor) -> bool:
-    """Return True if ``tensor`` has separate memory, and the same shape, device and cut as ``like``."""
+    """Return True if ``tensor`` can take the place of ``like``: separate memory, same shape, device and cut."""
     if tensor.shape != like.shape or tensor.device != like.device or tensor.requires_grad or overlaps(tensor):
         return False
     if isinstance(tensor, DTensor) or isinstance(like, DTensor):

@@ -71,7 +71,10 @@ class BufferSync:
             known[1].extend(slots)
 
     def run(self) -> None:
-        """Broadcast the buffers. A collective: inside a shield a broken one leaves the local values."""
+        """Broadcast the buffers; a collective.
+
+        If it breaks before the vote, the local values stay.
+        """
         with torch.no_grad():
             for group, slots in self._plans.values():
                 live = [

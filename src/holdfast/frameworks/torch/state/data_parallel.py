@@ -32,7 +32,10 @@ def sharded_mesh(model: Models) -> DeviceMesh | None:
 
 
 def copy_of(model: Models, rank: int, world_size: int) -> Copy:
-    """Return the copy of the model that this rank holds, or holds a part of; alone if nothing else is known."""
+    """Return the copy of the model that this rank holds, or holds a part of.
+
+    If nothing else is known, each rank is a copy of its own.
+    """
     if world_size == 1:
         return Copy(0, 1)
     mesh = sharded_mesh(model)

@@ -53,7 +53,7 @@ class HyperparameterChange(NamedTuple):
 
 
 class Declared:
-    """The values that the script sets in optimizers and schedules, read before anything is loaded.
+    """The values of optimizers and schedules that the script has set, read before anything is loaded.
 
     Attributes:
         override: names of values that a load takes from the script.
@@ -162,7 +162,7 @@ class Declared:
                 group[each.name] = tuple(now) if isinstance(group.get(each.name), tuple) else now
 
     def _take_rate(self, optimizer: Optimizer, index: int, then: Any, now: Any) -> None:
-        """Set the learning rate of one group; a rate that a schedule has changed keeps its factor."""
+        """Set the learning rate of one group to the script's; a factor from the schedule is kept."""
         group = optimizer.param_groups[index]
         before = float(group["lr"])
         rate = now if before == then or not then else before * (now / then)
@@ -192,7 +192,7 @@ def _of_groups(optimizer: Optimizer) -> dict[str, Plain]:
 
 
 def _of_schedule(schedule: Any) -> dict[str, Plain]:
-    """Return the class of a schedule, and its values that are not private (``_name``) and follow from no others."""
+    """Return the class name of a schedule and its values, without private ones (``_name``) and derived ones."""
     found: dict[str, Plain] = {"class": type(schedule).__name__}
     state = schedule.state_dict()
     for name, value in state.items() if isinstance(state, Mapping) else ():
@@ -216,7 +216,7 @@ def _plain(value: Any) -> Any:
 
 
 def _each(value: Plain, count: int) -> list[Any]:
-    """Return the list by group of a value from :func:`_of_groups`."""
+    """Return one value per group, from a value of :func:`_of_groups`."""
     if isinstance(value, dict) and isinstance(groups := value.get("groups"), list) and len(groups) == count:
         return groups
     return [value] * count

@@ -53,7 +53,10 @@ class StateDevices:
         self._trained = self._streams()
 
     def order(self) -> None:
-        """Wait if this thread is on other streams than the training; called before it reads or writes state."""
+        """Wait for the devices if this thread is on other streams than the training.
+
+        It is called before state is read or written.
+        """
         if self._found and self._streams() != self._trained:
             self.wait()
 
@@ -64,7 +67,9 @@ class StateDevices:
 
 @contextlib.contextmanager
 def named_errors(what: str) -> Iterator[None]:
-    """Turn errors of torch and its devices inside the block into a StateError, which ends no process.
+    """Turn errors of torch and its devices inside the block into a StateError.
+
+    The rank cannot save its state then, but its process continues.
 
     Args:
         what: the beginning of the message: what was not possible.

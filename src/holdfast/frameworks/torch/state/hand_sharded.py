@@ -20,7 +20,7 @@ from holdfast.text import plural
 
 
 class HandCut:
-    """The parts of such state that belong to one rank, as a catalogue lists them.
+    """One rank's parts of optimizer state that the optimizer itself cuts, as a catalogue lists them.
 
     Args:
         catalogue: of the checkpoint that is loaded.

@@ -96,7 +96,7 @@ def local_part(optimizer: Optimizer) -> Optimizer | None:
 
 
 def refuse_searching(optimizers: Mapping[str, Optimizer], world_size: int) -> None:
-    """Raise UnsupportedError for an optimizer of several ranks that computes gradients at changed weights.
+    """Raise UnsupportedError for L-BFGS on several ranks, which computes gradients again after it has changed weights.
 
     Its first change comes after the vote, and from then on no collective may fail.
     """
@@ -203,7 +203,7 @@ class Undo:
 
 
 def shared_state(state: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the state that an optimizer keeps for no single parameter, by its own names."""
+    """Return the state of an optimizer that belongs to no single parameter, by the optimizer's own names."""
     return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 
@@ -222,7 +222,7 @@ def clone(value: Any) -> Any:
 
 
 def _beside(parameter: torch.Tensor, leaf: Leaf) -> Leaf:
-    """Return ``leaf`` for state of ``parameter``, whose tensors get the parameter's region."""
+    """Return a ``leaf`` function that gives tensors of optimizer state the region of ``parameter``."""
 
     def take(value: Any, path: str) -> Plain:
         return leaf(placed(value, parameter) if isinstance(value, torch.Tensor) else value, path)
@@ -356,7 +356,8 @@ class OptimizerState:
     def _refuse_others_parameters(self, saved: Plain, catalogue: Catalogue) -> None:
         """Raise CheckpointMismatch if the optimizer that wrote ``saved`` updated other parameters of this model.
 
-        State of a parameter that is left out would be dropped silently. A new one would silently begin without state.
+        Otherwise the state of a parameter that is left out would be dropped silently, and a parameter that is new would
+        begin without state.
         """
         if "members" not in saved:  # an old checkpoint, without members
             return
@@ -388,9 +389,9 @@ class OptimizerState:
             )
 
     def _refuse_other_groups(self, saved: Plain) -> None:
-        """Raise CheckpointMismatch if the script builds another number of groups than before.
+        """Raise CheckpointMismatch if the script builds another number of parameter groups than before.
 
-        Accepted are as many as the saved run built at its start, or as many as it had at the end.
+        Accepted is the number that the saved run built at its start, and the number that it had at the end.
         """
         there, added = len(saved["groups"]), len(saved.get("added", ()))
         if self._built not in (there, there - added):

@@ -35,7 +35,7 @@ copied again only when torch counted a write.
 
 
 class Snapshot:
-    """The state at the start of the current step, and in ``undo`` what ``step.update(name)`` has changed since."""
+    """Copies of the state at the start of the current step; ``undo`` holds those for ``step.update(name)``."""
 
     def __init__(self, state: TorchState) -> None:
         self._state = state

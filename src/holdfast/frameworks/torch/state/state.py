@@ -73,7 +73,7 @@ GENERATORS = (torch.Generator, np.random.Generator, random.Random)
 
 
 class StepStartCopies(NamedTuple):
-    """Copies from the start of a step of what may have changed since (see ``snapshot.py``)."""
+    """Copies, made at the start of a step, of the state that the step may change (see ``snapshot.py``)."""
 
     buffers: Mapping[str, torch.Tensor]  # fqn -> copy
     groups: Mapping[str, list[dict[str, Any]]]  # optimizer -> group values
@@ -85,7 +85,7 @@ class StepStartCopies(NamedTuple):
 
 
 class StateBefore(NamedTuple):
-    """Copies of what a script may have changed since it was given a step, or since a loop ended."""
+    """The values, from before a step was given to the script or a loop ended, of what it may have changed since."""
 
     groups: Mapping[str, list[dict[str, Any]]]  # optimizer -> group values
     plain: Mapping[str, Any]  # "scheduler.<name>" -> state dict
@@ -115,7 +115,7 @@ def arrays_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 class TorchCollected:
-    """Tensors by name and the plain values beside them; implements the store's ``TensorSource``."""
+    """The training state at one moment: tensors by name, and plain values; implements the store's ``TensorSource``."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -205,7 +205,7 @@ class TorchCollected:
         return local if local.shape == box.sizes else local[part.where]
 
     def writes(self) -> tuple[int, ...]:
-        """Return torch's count of writes to each tensor; for the user's own state digests.
+        """Return torch's count of writes to each tensor, or a digest for tensors of the user's own state.
 
         Averages of weights are often written without being counted.
         """
@@ -400,15 +400,12 @@ class TorchState:
         cast: bool = False,
         partial: bool = False,
     ) -> TorchRestore:
-        """Prepare to load a checkpoint with this ``catalogue`` and these ``values``.
+        """Return a load of a checkpoint with this ``catalogue`` and these ``values``: fill its buffers, then finish it.
 
         Args:
             place: rank of this process, and the number of ranks.
             cast: convert floating numbers of another dtype.
             partial: a module whose extra state the checkpoint lacks keeps its own.
-
-        Returns:
-            The load, to be filled and finished.
 
         Raises:
             CheckpointMismatch: the checkpoint was written by a training script of another structure.
@@ -422,7 +419,7 @@ class TorchState:
 class TorchRestore:
     """A load in progress: memory to fill (``targets``); then :meth:`finish` puts everything into place.
 
-    With conversions, :meth:`check` is called before the tensors that are filled in place.
+    If dtypes are converted, call :meth:`check` before the tensors that are filled in place are filled.
 
     Attributes:
         targets: name -> tensor; parameters and buffers are filled in place, the rest is new memory.
@@ -463,7 +460,7 @@ class TorchRestore:
         self._prepare_extras(values["state"])
 
     def then(self, what: Callable[[], None]) -> None:
-        """Call ``what`` as the last part of :meth:`finish`."""
+        """Add ``what`` to the functions that :meth:`finish` calls at its end."""
         self._finish.append(what)
 
     def _same(self, kind: str, ours: Mapping[str, Any], saved: Mapping[str, Plain]) -> None:
@@ -474,7 +471,7 @@ class TorchRestore:
             )
 
     def _prepare_modules(self, saved: Mapping[str, Plain] | None, partial: bool) -> None:
-        """Prepare the load of the modules' extra state; ``saved`` is None in checkpoints from before it was saved."""
+        """Prepare the load of the modules' extra state; ``saved`` is None in old checkpoints without it."""
         lacking = sorted(self._state.names.extra.keys() - (saved or {}).keys())
         if saved is None and lacking:
             log.warning(

@@ -24,7 +24,7 @@ PIECES_OF_CHUNK = 8  # number of pieces in which a chunk is copied before they a
 
 
 class Regions(Protocol):
-    """The part of a collected state that is used here."""
+    """The methods of a collected state that are used here."""
 
     def own(self, fqn: str, box: Box) -> memoryview | None:
         """Return the memory of one box if that holds its bytes in C order; otherwise None."""
@@ -83,7 +83,7 @@ def sums(parts: Iterable[torch.Tensor]) -> bytes:
 
 
 def _sums_of(chunk: torch.Tensor, found: int) -> torch.Tensor:
-    """Return both sums of one chunk that follows ``found`` words."""
+    """Return both sums of one chunk, which begins after ``found`` words of the whole."""
     words = _words(chunk)
     odd = torch.arange(1, 2 * len(words), 2, dtype=torch.int64, device=words.device)
     alone = words.sum()

@@ -38,7 +38,7 @@ SMALL_NUMEL = 4096  # of any shape: an average's counter
 
 
 class UntrainedWeights:
-    """The tensors that are copied, kept in the ``undo`` of a snapshot, and marks of those that are not."""
+    """Copies (in a snapshot's ``undo``) of untrained tensors that may change, and marks of the others."""
 
     def __init__(self, state: TorchState, undo: Undo) -> None:
         self._state = state
@@ -112,7 +112,7 @@ class UntrainedWeights:
             )
 
     def modules(self) -> dict[str, Any]:
-        """Return the state of the user's own modules as it was at the start of the block."""
+        """Return the state of those of the user's modules that were copied, as it was at the start of the block."""
         weights = self._undo.weights()
         return {
             name: {

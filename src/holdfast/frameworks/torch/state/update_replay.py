@@ -52,7 +52,9 @@ PIECES, PIECE_NUMEL = 4, 8192
 
 
 class UpdateReplay:
-    """The updates of a session's only optimizer (``frameworks.common.adapter.Updates``).
+    """The records of the optimizer's updates, and their repetition (``frameworks.common.adapter.Updates``).
+
+    The session has only this optimizer.
 
     Args:
         state: of the session.
@@ -77,15 +79,15 @@ class UpdateReplay:
     # ------------------------------------------------------------------ from the adapter
 
     def begin(self) -> None:
-        """Note that a block begins, in which no optimizer has been about to step yet."""
+        """Record that a block begins; no optimizer is about to step yet."""
         self._comes = False
 
     def comes(self) -> None:
-        """Note that the optimizer is about to step."""
+        """Record that the optimizer is about to step."""
         self._comes = True
 
     def made(self) -> None:
-        """Note that the optimizer has stepped: the result is the start of the next update."""
+        """Record that the optimizer has stepped: the result is the start of the next update."""
         self.settle()
 
     def refuse(self, what: str) -> None:
@@ -119,7 +121,7 @@ class UpdateReplay:
         )
 
     def settle(self) -> None:
-        """Note write counts and sample bytes of the weights, as the start of the next update."""
+        """Record write counts and sample bytes of the weights, as the start of the next update."""
         self._written = self._counts()
         self._turn += 1
         self._pieces = [(p, at, _piece(p, at).clone()) for p, at in self._choose()]
@@ -191,7 +193,7 @@ class UpdateReplay:
         self._foretold = _digests(double, named)
 
     def as_foretold(self) -> str:
-        """Return the first tensor that differs from the foretold result; empty if none does."""
+        """Return the name of the first tensor that differs from the foretold result; empty if none does."""
         optimizer, foretold = self._optimizer(), self._foretold
         ours = set(parameters_of(optimizer))
         now = _digests(optimizer, {f: p for f, p in self._state.names.parameters.items() if p in ours})
@@ -230,7 +232,7 @@ class UpdateReplay:
         return (*map(id, tensors), *private_api.write_counts(tensors), *others)
 
     def _make(self, optimizer: Optimizer, update: Update, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Make an update with ``optimizer`` and drop its gradients. Raises: StateError."""
+        """Make the recorded update with ``optimizer``. Raises: StateError."""
         settings = decode_mapping(update.settings, f"settings of step {update.step}")
         if not settings["made"]:
             return
@@ -284,7 +286,7 @@ def _gradient_of(fqn: str, parameter: torch.Tensor) -> Gradient:
 
 
 def _cut_alike(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return True if the cuts are equal at first sight, which decides almost every step."""
+    """Return True if gradient and weight are evidently cut alike, as in almost every step; a quick check."""
     if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
         return not isinstance(gradient, DTensor) and not isinstance(parameter, DTensor)
     return gradient.device_mesh is parameter.device_mesh and gradient.placements == parameter.placements

@@ -21,7 +21,7 @@ TENSORS_MAX = 16
 
 
 class _Noted(NamedTuple):
-    """The addresses of the tensors, the memory of one element of each, and the bits that it held."""
+    """The addresses of the sampled tensors, the memory of one element of each, and the bits found there."""
 
     places: list[int]
     elements: list[torch.Tensor]
@@ -29,7 +29,10 @@ class _Noted(NamedTuple):
 
 
 class WeightSample:
-    """A sample of the given parameters: of those that are trained, on one device."""
+    """A sample of the given parameters that shows whether other weights are in their place.
+
+    Only trained parameters on one device are sampled.
+    """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         held = [p for p in parameters if local_of(p).numel() and not (p.is_conj() or p.is_neg())]
@@ -40,7 +43,7 @@ class WeightSample:
         self._noted: _Noted | None = None
 
     def note(self) -> None:
-        """Note the present weights as the right ones."""
+        """Record the present weights as the right ones."""
         places, known = self._places(), self._noted
         if not all(places):  # there is no weight, or the script has taken its memory away for a while
             self._noted = None

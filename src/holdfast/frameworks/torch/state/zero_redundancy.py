@@ -31,7 +31,7 @@ log = logging.getLogger("holdfast")
 
 
 def state_of(name: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> OptimizerState:
-    """Return the state of one optimizer, of the class that fits it."""
+    """Return the state object for one optimizer: :class:`ZeroState` for torch's ``ZeroRedundancyOptimizer``."""
     kind = OptimizerState if local_part(optimizer) is None else ZeroState
     return kind(name, optimizer, parameters)
 

@@ -15,7 +15,7 @@ MODULE = "accelerate.accelerator"
 
 
 class Accumulating:
-    """The count of micro-batches for all accelerators of this process, in the open block."""
+    """The count of micro-batches in the open block, used by all accelerators of this process."""
 
     def __init__(self) -> None:
         self._original: Any = None

@@ -17,7 +17,10 @@ from holdfast.frameworks.torch.steps.impurity_witness import Witness
 
 
 def found_by(state: TorchState) -> dict[str, int]:
-    """Return digests of the inputs that a run without effect has put back: settings, schedules, the user's state."""
+    """Return digests of the state that a block starts from and that a run without effect has put back.
+
+    These are settings, schedules and the user's state.
+    """
     found: dict[str, int] = {}
     for name, optimizer in state.optimizers.items():
         for number, group in enumerate(optimizer.hyperparameters()):
@@ -92,7 +95,9 @@ def _put_back(state: TorchState) -> Iterator[torch.Tensor]:
 
 
 class Suspicion:
-    """The observation of a block whose runs differ: two more runs, with deterministic algorithms and a witness.
+    """The search for the cause when two runs of a block differ.
+
+    Two more runs are made with deterministic algorithms, while a witness records the block's tensors.
 
     Args:
         state: of the session.
@@ -105,11 +110,11 @@ class Suspicion:
 
     @property
     def cause(self) -> str:
-        """The finding of the witness, or an empty text."""
+        """The cause that the witness has found, in words; empty if none."""
         return "" if self._witness is None else self._witness.cause
 
     def begin(self) -> None:
-        """Start the observation of a run."""
+        """Start to observe a run of the block, with deterministic algorithms."""
         if self._witness is None:
             generators = [generator for _, generator in self._state.generators]
             self._witness = Witness(generators, _put_back(self._state))
@@ -122,7 +127,7 @@ class Suspicion:
         self._witness.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """End the observation and restore the script's settings."""
+        """End the observation of a run and restore the script's settings."""
         if self._before is not None and self._witness is not None:
             self._witness.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             torch.use_deterministic_algorithms(self._before[0], warn_only=self._before[1])

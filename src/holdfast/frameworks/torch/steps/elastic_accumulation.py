@@ -27,7 +27,7 @@ from holdfast.errors import UnsupportedError
 
 
 class ElasticAccumulation:
-    """The sum of the gradients of one step over its parts.
+    """The summing of one step's gradients over its parts.
 
     Args:
         parameters: of the model, by name.
@@ -59,7 +59,7 @@ class ElasticAccumulation:
         self._active = parts > 1
 
     def end(self) -> None:
-        """Leave the block: later backward passes belong to no part."""
+        """End the part: later backward passes belong to no part."""
         self._active = False
 
     def check(self) -> None:

@@ -14,14 +14,14 @@ from holdfast.frameworks.torch.state.update_replay import UpdateReplay
 
 
 class TorchGradients:
-    """See :class:`holdfast.frameworks.common.adapter.SeesGradients`."""
+    """The gradients of the model (``frameworks.common.adapter.Gradients``)."""
 
     def __init__(self, state: TorchState, updates: UpdateReplay) -> None:
         self._state = state
         self._updates = updates
 
     def may_drop(self) -> None:
-        """Stop the log of gradients, which would hold an update that was not made."""
+        """Refuse a log of gradients, which would hold an update that was not made."""
         self._updates.refuse("nonfinite='skip' may leave an update out")
 
     def nonfinite(self, optimizer: str) -> str:
@@ -48,7 +48,7 @@ class TorchGradients:
         )
 
     def drop(self) -> None:
-        """Drop all gradients, because an optimizer skips a parameter without a gradient."""
+        """Drop all gradients, so that the optimizers change nothing: they skip a parameter without a gradient."""
         for parameter in self._state.names.parameters.values():
             parameter.grad = None
 
@@ -63,10 +63,10 @@ class TorchGradients:
 
 
 def _are_finite(found: Sequence[torch.Tensor]) -> bool:
-    """Return True if all numbers are finite, from one reduction per tensor or device: nan and inf pass through it.
+    """Return True if all numbers are finite; False may be wrong.
 
-    False is not certain: a sum of finite numbers may be inf. A norm takes 15 times as long as a sum on a CPU; on a
-    device the sums would be one kernel each.
+    One reduction per tensor or device shows it: nan and inf pass through a sum and a norm. A sum of finite numbers may
+    be inf too. A norm takes 15 times as long as a sum on a CPU; on a device the sums would be one kernel each.
     """
     near = [g for g in found if g.device.type == "cpu"]
     far = [g for g in found if g.device.type != "cpu"]

@@ -25,7 +25,7 @@ _Made = tuple["weakref.ref[torch.Tensor]", str]
 
 
 class Witness(TorchFunctionMode):
-    """The record of tensors made, written and used in the runs of a block in this process.
+    """A recorder of the tensors that a block makes, writes and uses in its runs.
 
     Args:
         generators: those that are seeded for each step.
@@ -44,7 +44,7 @@ class Witness(TorchFunctionMode):
         self._made: dict[int, _Made] = {}
 
     def turn(self) -> None:
-        """Start another run of the block."""
+        """Begin to record another run of the block."""
         self._before, self._made = self._made, {}
 
     def __torch_function__(
@@ -54,7 +54,7 @@ class Witness(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Watch a call of torch in the block."""
+        """Record a call of torch in the block, and return its result."""
         given = kwargs or {}
         used = list(_tensors((*args, *given.values())))
         if not self.cause:

@@ -19,7 +19,7 @@ from holdfast.runtime.node.shm_allreduce import VOTE_LENGTH_MAX
 
 
 class OtherRanksBlocks:
-    """The runner of such blocks in one session (``frameworks.common.adapter.ForeignBlocks``).
+    """The means to run blocks of other copies of the model here (``frameworks.common.adapter.ForeignBlocks``).
 
     Args:
         fabric: sums over all ranks.

@@ -27,7 +27,7 @@ _ADVICE = (
 
 
 class Leftover:
-    """The gradients that were there at the start of the open block.
+    """The search for gradients that were left by the block before and are still there in the open block.
 
     Args:
         modules: as the session was given them.
@@ -41,14 +41,14 @@ class Leftover:
         self._last = -1, True  # the newest committed step, and whether it made an update
 
     def begin(self) -> None:
-        """Note the present gradients, without keeping them alive."""
+        """Record the present gradients, without keeping them alive."""
         self._left = [
             [(p, weakref.ref(gradient)) for p in parameters if (gradient := p.grad) is not None]
             for parameters in self._parameters
         ]
 
     def ended(self, step: int, *, updated: bool) -> None:
-        """Note that step ``step`` is committed."""
+        """Record that step ``step`` is committed, and whether it made an update."""
         self._last = step, updated
 
     def check(self, number: int) -> None:
