@@ -145,7 +145,7 @@ class TorchAdapter:
             refuse_stateful_hooks(self._ddp)
 
     def become(self, rank: int) -> None:
-        """Take the rank for which this process, a spare, was called."""
+        """Take over ``rank`` in this process, which was a spare until now."""
         self.rank = rank
         self.copy = copy_of(self._model, rank, self.world_size)
         if self._feed is not None:

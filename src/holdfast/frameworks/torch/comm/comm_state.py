@@ -105,7 +105,7 @@ class Handle(Protocol):
         """
 
     def become(self, rank: int) -> None:
-        """Take the rank for which this process, a spare, was called."""
+        """Take over ``rank`` in this process, which was a spare until now."""
 
     def replaceable(self) -> str:
         """Return the reason why this group cannot be rebuilt; empty if it can."""

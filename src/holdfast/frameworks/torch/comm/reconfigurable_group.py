@@ -81,16 +81,17 @@ class ReconfigurableGroup(OuterGroup):
     # ------------------------------------------------------------------ generations
 
     def _asked(self, stand_in: DeferredRank) -> int:
-        """Return the rank of this process in the group; in a spare, wait until it is known, unless a stand-in is
-        enough.
+        """Return the rank of this process in the group.
+
+        In a spare, wait until the rank is known, unless a stand-in is enough.
         """
         stand_in.ask()
         return self.spec.rank
 
     def become(self, rank: int) -> None:
-        """Take the rank for which this process, a spare, was called.
+        """Take over ``rank`` in this process, which was a spare until now.
 
-        Before the call only groups of all ranks exist, because making any other group asks for the rank.
+        Until then only groups of all ranks exist, because making any other group asks for the rank.
         """
         self.spec = self.communicator.spec = dataclasses.replace(self.spec, rank=rank)
 

@@ -149,7 +149,7 @@ class TorchFeed:
         self.rewinds = True
 
     def become(self, rank: int) -> None:
-        """Start over as the rank for which this process, a spare, was called.
+        """Start over as ``rank`` in this process, which was a spare until now.
 
         The batches drawn before were for no rank. Loader workers that were started continue to work for the new rank.
         """
@@ -332,7 +332,7 @@ class MapSource(Source):
         )
 
     def become(self, rank: int) -> None:
-        """Draw as the rank for which this process, a spare, was called."""
+        """Draw for ``rank`` from now on, in a process that was a spare until now."""
         self._rank = rank
         self._order.become(rank)
 

@@ -188,7 +188,7 @@ class SamplerOrder:
         )
 
     def become(self, rank: int) -> None:
-        """Draw as the rank for which this process, a spare, was called."""
+        """Draw for ``rank`` from now on, in a process that was a spare until now."""
         self._rank = rank
         self.deal = OrderDeal.of(self._inner, self._batched)
 

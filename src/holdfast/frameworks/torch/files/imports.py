@@ -91,7 +91,7 @@ def import_checkpoint(
 
 
 def _renamed(tree: Mapping[str, Any], names: Mapping[str, str], source: Path) -> Mapping[str, Any]:
-    """Return the tree with keys renamed as the user's ``names`` say, to the usual keys of the parts.
+    """Return the tree with the keys in the user's ``names`` replaced by the usual keys of the parts.
 
     Raises:
         UsageError: no such key, no such part, or a part that would be there twice.
@@ -148,7 +148,7 @@ class _Parts:
         self.strange_step = ""  # key of a step that is no number
 
     def split(self, out: TorchCollected) -> dict[str, Plain]:
-        """Return the values as a session writes them; tensors go to ``out``."""
+        """Return the plain values in the form that a session writes; add the tensors to ``out``."""
         for fqn, tensor in self.model.items():
             out.add(tensor, fqn)
         return {

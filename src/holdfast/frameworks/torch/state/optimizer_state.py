@@ -113,7 +113,7 @@ WRAPPERS = ("AcceleratedOptimizer", "_FabricOptimizer")
 
 
 def _inner(optimizer: Any) -> Any:
-    """Return the optimizer inside accelerate's or Fabric's wrapper, which is the one that hooks see."""
+    """Return the optimizer inside accelerate's or Fabric's wrapper, on which hooks are called."""
     while any(base.__name__ in WRAPPERS for base in type(optimizer).__mro__):
         optimizer = optimizer.optimizer
     return optimizer
@@ -471,7 +471,7 @@ class OptimizerState:
         return finish
 
     def _add_again(self, added: Iterable[dict[str, Any]], trained: Iterable[str]) -> None:
-        """Replace the groups added in this process by those added in the saved run."""
+        """Replace the parameter groups added in this process by those added in the saved run."""
         del self.optimizer.param_groups[self._built :]
         for group in added:
             self.optimizer.add_param_group(group)

@@ -47,7 +47,7 @@ class Names(NamedTuple):
 
 
 def modules_of(model: Models) -> list[tuple[str, nn.Module]]:
-    """Return the modules that the user gave, each with the prefix of its names.
+    """Return the modules that the user gave, each with the prefix for the names in it.
 
     Raises:
         UsageError: the model is neither a module nor a dict of modules by name.

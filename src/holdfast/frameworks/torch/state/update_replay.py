@@ -113,7 +113,7 @@ class UpdateReplay:
         return ""
 
     def rebuilds(self, fqn: str) -> bool:
-        """Return True if the tensor is a weight or state of the optimizer."""
+        """Return True if a log of updates can rebuild the tensor: a weight or state of the optimizer."""
         state = self._state
         of_optimizer = any(fqn.startswith(f"{o.prefix}.") for o in state.optimizers.values())
         return fqn in state.names.parameters or (
