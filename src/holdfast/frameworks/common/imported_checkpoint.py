@@ -1,4 +1,4 @@
-"""The writing of another program's state as a checkpoint, by one process and outside of any run."""
+"""Writing another program's state as a checkpoint, by one process and outside of any run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The splitting of a ``state_dict`` into tensors and plain values, and its inverse.
+"""Splitting a ``state_dict`` into tensors and plain values, and its inverse.
 
 Theory. A ``state_dict`` is a tree of containers with tensors and plain values at its leaves. Splitting walks it once.
 Each tensor is passed to the caller with its key path, and the value that the caller returns stands in its place. All

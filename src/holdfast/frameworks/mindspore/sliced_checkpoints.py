@@ -1,4 +1,4 @@
-"""The merging of MindSpore's sliced checkpoints (``rank_N/*.ckpt`` and strategy files) into one of whole tensors.
+"""Merging MindSpore's sliced checkpoints (``rank_N/*.ckpt`` and strategy files) into one of whole tensors.
 
 Theory. The strategy says which part of a parameter each rank of a pipeline stage holds
 (``store/mindspore/strategy.py``, ``store/mindspore/slices.py``). A tensor is joined from one holder of each part, when

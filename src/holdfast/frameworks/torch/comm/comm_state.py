@@ -1,11 +1,11 @@
 """The state that all process groups of one process share: poison, shield, seal, loopback, generation.
 
 Theory. A fault concerns the whole process: a rank with one broken group would send wrong data through its healthy
-groups. The first error therefore poisons every group. The effect on a collective depends on where it is called. Inside
-a step before its vote (*shield*), each collective completes at once on local data. DDP's reducer and FSDP2's hooks then
-end in order, and the vote rejects the step. Anywhere else the collective raises :class:`~holdfast.errors.PeerLost`.
-Between the vote and the end of the block (*seal*), collectives of user code are refused. In *loopback* there are no
-peers: collectives complete on local data, for rehearsals.
+groups. The first error therefore poisons every group. The effect of a poison on a collective depends on where the
+collective is called. Inside a step before its vote (*shield*), each collective completes at once on local data. DDP's
+reducer and FSDP2's hooks then end in order, and the vote rejects the step. Anywhere else the collective raises
+:class:`~holdfast.errors.PeerLost`. Between the vote and the end of the block (*seal*), collectives of user code are
+refused. In *loopback* there are no peers: collectives complete on local data, for rehearsals.
 
 Invariants:
 1. ``poisoned`` is set by the first error, cleared only by :meth:`CommState.reconfigure`, and read lock-free.

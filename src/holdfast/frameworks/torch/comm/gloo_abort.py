@@ -1,9 +1,10 @@
 """The abort of gloo's collectives: gloo's connected sockets are identified and shut down from any thread.
 
 gloo's ``abort()`` does nothing. A blocked collective ends at once when its sockets are shut down, even if the peer is
-only stopped. Sockets that the process has opened since the backend was made are candidates. Another thread may have
-opened some of them, so a candidate counts only if one of its ends is a listener of gloo, here or at a peer (the ranks
-exchange their ports). Listeners are not shut down: gloo ends the process if one fails.
+only stopped. Sockets that the process opened while the backend was made are candidates. Another thread may have opened
+some of them, so a candidate counts only if one of its ends is a listener of gloo, here or at a peer (the ranks exchange
+their ports). Listeners are not shut down: gloo ends the process if one fails.
+
 While gloo connects there is nothing to shut down: it dials a peer that is gone, or waits for that peer's call, until
 its time-out. So it connects in a separate thread, which is abandoned if a fault comes first.
 """

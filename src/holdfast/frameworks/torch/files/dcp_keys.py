@@ -1,4 +1,4 @@
-"""The recording of dictionary keys and types that a torch DCP directory cannot hold.
+"""Recording dictionary keys and types that a torch DCP directory cannot hold.
 
 Theory. DCP flattens dictionaries. Every key is written as text (``{1: "a"}`` comes back as ``{"1": "a"}``), a
 ``Counter`` becomes a dict, and an empty dictionary vanishes. The milestones of a ``MultiStepLR`` are a ``Counter`` of

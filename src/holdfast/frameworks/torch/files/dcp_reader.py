@@ -1,4 +1,4 @@
-"""The reading of torch DCP directories without executing their content.
+"""Reading torch DCP directories without executing their content.
 
 Theory. ``.metadata`` is a pickle. It is read as inert records (``pickle_records.py``): no class or function of torch or
 Python is reachable from it. The records are then checked like any other untrusted data. The data are small

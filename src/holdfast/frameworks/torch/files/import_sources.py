@@ -1,4 +1,4 @@
-"""The reading of ``ckpt import``'s sources: ``torch.save``, torch DCP, Megatron and ``.safetensors``.
+"""Reading ``ckpt import``'s sources: ``torch.save``, torch DCP, Megatron and ``.safetensors``.
 
 Theory. Each source gives one tree of tensors and plain values. Nothing in it is executed
 (``torch.load(weights_only=True)``, ``dcp_reader.py``). The type of a file is recognised by its first bytes, because

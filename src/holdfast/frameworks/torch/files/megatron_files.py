@@ -1,4 +1,4 @@
-"""The reading of Megatron's own periodic checkpoints: ``iter_NNNNNNN/mp_rank_XX[_YYY]/model_optim_rng.pt``.
+"""Reading Megatron's own periodic checkpoints: ``iter_NNNNNNN/mp_rank_XX[_YYY]/model_optim_rng.pt``.
 
 Theory. Each file is one tensor-parallel part (XX) of one pipeline stage (YYY). Parts of a weight are joined along the
 dimension in which Megatron cuts it; the weight's name determines that dimension. All other values must be the same in

@@ -1,4 +1,4 @@
-"""The reading of a pickle as inert records: nothing in it is looked up, called or changed.
+"""Reading a pickle as inert records: nothing in it is looked up, called or changed.
 
 Theory. A pickle is a program for a stack machine. The standard library's disassembler lists its instructions and makes
 only numbers and text of it. The machine in this module knows the two dozen instructions that plain data and dataclasses

@@ -1,4 +1,4 @@
-"""The reading of ``torch.save`` files with more than plain data, without executing their content.
+"""Reading ``torch.save`` files with more than plain data, without executing their content.
 
 Theory. Such a file is a zip: a pickle, and the bytes of each storage beside it. The pickle is read as inert records
 (``pickle_records.py``), so names of classes that are not installed do no harm: they remain names. A tensor is made from

@@ -1,4 +1,4 @@
-"""The restoring of optimizer state that the optimizer itself cuts, as ZeRO and Muon do.
+"""Restoring optimizer state that the optimizer itself cuts, as ZeRO and Muon do.
 
 Such an optimizer reduces a gradient to one part on each rank, updates that part, and gathers the whole parameter. The
 region of its state differs from that of its parameter: the optimizer declares it with :func:`~holdfast.torch.declare`.

@@ -1,4 +1,4 @@
-"""The restoring of values, torch tensors included, into the objects that the user's own code holds."""
+"""Restoring values, torch tensors included, into the objects that the user's own code holds."""
 
 from __future__ import annotations
 

@@ -307,9 +307,7 @@ class TorchState:
             yield from parameters_of(optimizer.optimizer)
 
     def size(self) -> int:
-        """Return a number that changes when tensors of an optimizer or the user's state are added, removed or
-        reshaped.
-        """
+        """Return a number that changes when a tensor of an optimizer or the user's state is added, lost or reshaped."""
         forms: list[object] = [optimizer.size() for optimizer in self.optimizers.values()]
         for name, item in self.extras.items():
             if not isinstance(item, (nn.Module, *GENERATORS)):  # a module has its tensors from the start

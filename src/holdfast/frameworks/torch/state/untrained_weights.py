@@ -6,7 +6,7 @@ Theory. An optimizer changes weights after the vote, or tentatively with a copy.
 script itself, at any place: in forward, or after a tentative update. A block that runs again would update the average
 once too often, and so would a rehearsal. So the average is copied at the start of a block, like a buffer. To copy
 frozen weights too would cost too much. A tensor is copied if it has the shape and dtype of a trained weight, as an
-average has, or is small. It is no longer copied after it did not change before the votes of several blocks. A later
+average has, or is small. A tensor that did not change before the votes of several blocks is no longer copied. A later
 change is noticed by torch's count of writes, or by a change of its address, and the tensor is copied from the next
 block on.
 

@@ -1,4 +1,4 @@
-"""The recording of optimizer updates so that they can be repeated bit for bit.
+"""Recording optimizer updates so that they can be repeated bit for bit.
 
 Theory. An optimizer that does not communicate computes new weights from data of this rank alone: weights, its state,
 the local gradients and the settings of its groups. The same code gives the same bits from the same inputs. So an update
