@@ -216,9 +216,9 @@ def _nccl(
     stop: Callable[[], str],
     abortable: list[Abortable],
 ) -> Backend:
-    """Make an NCCL backend, in a thread that a fault can stop.
+    """Make an NCCL backend in a separate thread, which is abandoned if a fault comes first (:func:`connect`).
 
-    While NCCL connects it waits for its peers, and only an abort ends that wait: see :func:`connect`.
+    While NCCL connects it waits for its peers, and only an abort ends that wait.
     """
     options = private_api.nccl_options(spec.options, spec.timeout, spec.order[0], spec.name)
     device = private_api.nccl_device(spec.device or connect_on)
