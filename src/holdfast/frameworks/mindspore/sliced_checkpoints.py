@@ -177,7 +177,11 @@ def read_slices(source: Path, strategy: Path, note: Callable[[str], object]) -> 
 
 
 def session_name(name: str, names: Collection[str]) -> str:
-    """Return a session's name for the tensor that MindSpore calls ``name``, among all ``names`` of the training."""
+    """Return the name that a session gives to MindSpore's tensor ``name``.
+
+    Args:
+        names: all tensors of the training, which show whether ``name`` is an optimizer slot.
+    """
     return f"{OPTIMIZER}{name}" if name in COUNTERS or slot_of(name) in names else name
 
 

@@ -88,7 +88,7 @@ class Source(ABC):
         return None
 
     def words(self, position: Position) -> dict[str, int]:
-        """Return what a place holds besides epoch and batch, for a job of another size."""
+        """Return the entries of a place that a job of another size needs, besides epoch and batch."""
         return {}
 
     def find(self, place: Mapping[str, int]) -> int:

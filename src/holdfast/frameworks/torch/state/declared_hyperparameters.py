@@ -70,7 +70,7 @@ class Declared:
         self._values = self._now
 
     def values(self) -> dict[str, Plain]:
-        """Return the values for a checkpoint, by owner."""
+        """Return the script's values for a checkpoint, by ``optimizer.NAME`` or ``scheduler.NAME``."""
         return {owner: dict(values) for owner, values in self._values.items()}
 
     def choose(self, override: Collection[str]) -> None:
