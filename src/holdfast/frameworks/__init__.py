@@ -1,5 +1,5 @@
-"""What a session needs from a framework: one package per framework behind ``common.adapter``.
+"""The framework-specific part of a session: one package per framework, behind the interface ``common.adapter``.
 
-A framework is its package here (adapter, state, data position, worker setup, files) and its entry in
+To support a framework takes a package here (adapter, state, data position, worker setup, files) and an entry in
 ``runtime/node/framework_registry.py``.
 """

@@ -1,2 +1,5 @@
-"""What frameworks share: the protocol of an ``adapter``, user state, trees of values, NumPy state, and a TCP process
-group for frameworks whose own cannot be rebuilt."""
+"""The code that all frameworks share.
+
+It holds the protocol of an ``adapter``, the user's own state, trees of values, NumPy state, and a TCP process group for
+frameworks whose own group cannot be rebuilt.
+"""

@@ -1,12 +1,12 @@
-"""A batch whose containers are copies: what a block takes out of it, or puts in, is there again in the next copy.
+"""Copies of a batch's containers, so that a block that changes a container does not change the next copy.
 
-Theory. A batch is a tree: containers (dict, list, tuple, named tuple, dataclass, any mutable mapping, and what is
-derived from them) over leaves. :func:`rebuilt` makes the containers again and asks for each leaf what stands there in
-the copy. A container in which nothing can change is not copied.
+Theory. A batch is a tree: containers (dict, list, tuple, named tuple, dataclass, any mutable mapping, and subclasses of
+them) over leaves. :func:`rebuilt` makes the containers again and asks the caller for the object that replaces each
+leaf. A container in which nothing can change is not copied.
 
 Invariants:
-1. The copy has the types of the original, and attributes of its containers beside their items.
-2. The place of a leaf is the same in every batch of one form: its position in each container on the way.
+1. The copy has the types of the original, and the attributes that its containers have beside their items.
+2. The place of a leaf is the same in every batch of the same structure: its position in each container on the way.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ _CONSTANT = (
 
 
 def is_constant(leaf: object) -> bool:
-    """Nothing can change in it."""
+    """Return True if the object is of a type that cannot change."""
     return isinstance(leaf, _CONSTANT)
 
 
 def rebuilt(value: Any, leaf: Callable[[Any, Place], Any], place: Place = ()) -> Any:
-    """A copy of the containers of ``value``.
+    """Return a copy of ``value`` with new containers; a container in which nothing can change is kept.
 
     Args:
-        leaf: what stands in the copy for a leaf and its place; asked for everything that is no container.
+        leaf: returns the object that replaces a leaf, given the leaf and its place; called for every object that is no
+            container.
     """
     if is_constant(value):
         return value
@@ -77,5 +78,5 @@ def _tuple(value: tuple[Any, ...], leaf: Callable[[Any, Place], Any], place: Pla
     items = [rebuilt(item, leaf, (*place, number)) for number, item in enumerate(value)]
     if all(new is old for new, old in zip(items, value, strict=True)):
         return value
-    make = getattr(type(value), "_make", None)  # of a named tuple
+    make = getattr(type(value), "_make", None)  # a named tuple has it
     return type(value)(items) if make is None else make(items)

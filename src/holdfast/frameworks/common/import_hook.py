@@ -1,8 +1,8 @@
-"""A script that a launcher other than ours started says ``import holdfast``: put our process groups in place in time.
+"""The installation of Holdfast's process groups in a script that another launcher started.
 
-``holdfast run`` does this before any user code. Elsewhere it must happen between the import of torch and the first
-``init_process_group``; whichever of torch and holdfast the script imports first. Only processes that a launcher started
-as one of several are touched.
+``holdfast run`` installs them before any user code. Elsewhere this must happen between the import of torch and the
+first ``init_process_group``, in whichever order the script imports torch and holdfast. Only processes that a launcher
+started as one of several are changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ FRAMEWORK = "torch"
 
 
 def arm() -> None:
-    """Install the groups now when torch is loaded, else right after its import; nothing in a single process."""
+    """Install the groups now if torch is loaded, otherwise right after its import.
+
+    In a single process nothing is installed.
+    """
     if not is_told_of_others(os.environ):
         return
     module = sys.modules.get(FRAMEWORK)
@@ -33,12 +36,15 @@ def arm() -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds torch as everybody would, and calls :func:`arm` again when its import has ended."""
+    """An import finder that finds torch in the usual way and installs the groups after torch's import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Only for torch itself, once."""
+        """Return torch's spec, with a loader that installs the groups; None for other modules.
+
+        The finder removes itself after the first time.
+        """
         if fullname != FRAMEWORK:
             return None
         sys.meta_path.remove(self)
@@ -53,14 +59,16 @@ class _Loader(importlib.abc.Loader):
         self._inner = inner
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        """As the real loader."""
+        """Create the module with the real loader."""
         return self._inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """As the real loader, then install."""
+        """Execute the module with the real loader, then install the groups."""
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
         module.__loader__ = self._inner
         self._inner.exec_module(module)
-        if GROUPS not in sys.modules:  # else torch is imported by them, for whoever installs them next
+        # If the module of the groups is imported, it is the one that imports torch, and its importer installs the
+        # groups.
+        if GROUPS not in sys.modules:
             importlib.import_module(GROUPS).install()

@@ -1,4 +1,4 @@
-"""Another program's state as a checkpoint: of no run, written by one process."""
+"""Writing another program's state as a checkpoint, by one process and outside of any run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Progress = Callable[[int], object]
 
 
 def import_id(step: int) -> SaveId:
-    """The save that an import after ``step`` updates is.
+    """Return the save id of an import after ``step`` updates.
 
     Raises:
-        UsageError: no step that can be saved.
+        UsageError: ``step`` is no step that can be saved.
     """
     if not 0 <= step <= STEP_MAX:
         raise UsageError(f"step {step} cannot be saved", hint=f"give the updates done, 0 to {STEP_MAX}")
@@ -36,14 +36,17 @@ def write_imported(
     values: Mapping[str, Plain],
     progress: Callable[[int], Progress] = lambda size_bytes: int,
 ) -> Place:
-    """Write everything in ``collected`` below ``root``, as a session would after ``step`` updates; returns where it is.
+    """Write the state ``collected`` as a checkpoint below ``root``, as a session would after ``step`` updates.
 
     Args:
-        values: as a session's, without what it says of itself.
-        progress: called with the total size in bytes of what is written; what it returns, with that of each part.
+        values: plain values as a session writes them, without its ``session`` entry.
+        progress: called with the total size in bytes; the returned function is called with the size of each part.
+
+    Returns:
+        The place of the checkpoint.
 
     Raises:
-        UsageError: see :func:`import_id`; or an import of this step is there, or is being written.
+        UsageError: see :func:`import_id`; or an import of this step exists, or is being written.
         StateError: a value that a checkpoint cannot hold, named.
         StoreWriteError: ``root`` cannot be written.
     """
@@ -59,10 +62,10 @@ def write_imported(
 
 
 def _make_way(root: Place, save_id: SaveId) -> None:
-    """Remove what an import that failed or was killed has left.
+    """Remove the leftovers of an import that failed or was killed.
 
     Raises:
-        UsageError: one that was finished is there, or another process is at it.
+        UsageError: a finished import exists, or another process is writing one.
     """
     store, name = Root(root), save_id.directory()
     if name in store.names() and not (inspect(root / name).unfinished and store.discard(save_id)):

@@ -1,4 +1,4 @@
-"""NumPy arrays as training state: what the store saves from and loads into, without a framework."""
+"""NumPy arrays as training state that the store can save and load, without a framework."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ DTYPE_NAMES: dict[str, str] = {
     "bfloat16": "BF16", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e8m0fnu": "F8_E8M0",
     "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }  # fmt: skip
-"""Store names by NumPy dtype name; the last six exist where ``ml_dtypes`` is installed."""
+"""The store's dtype names by NumPy dtype name; the last six exist where ``ml_dtypes`` is installed."""
 
 Array = NDArray[np.generic]
 _KINDS = {name: kind for kind, name in DTYPE_NAMES.items()}
 
 
 def dtype_named(name: str) -> np.dtype[np.generic] | None:
-    """NumPy's dtype of a store name; None when there is none here."""
+    """Return the NumPy dtype for a dtype name of the store; None if this NumPy has none."""
     try:
         return np.dtype(_KINDS[name])
     except (KeyError, TypeError):
@@ -37,7 +37,7 @@ def dtype_named(name: str) -> np.dtype[np.generic] | None:
 
 @dataclass(frozen=True)
 class Shard:
-    """A box of a tensor of global ``shape`` and the array (of the box's sizes) that holds it."""
+    """A part of a tensor: the box, the ``shape`` of the whole tensor, and an array of the box's sizes with the data."""
 
     fqn: str
     shape: Shape
@@ -46,13 +46,13 @@ class Shard:
 
 
 class NumpyState:
-    """Boxes of tensors held in NumPy arrays; a tensor source and a list of targets."""
+    """Boxes of tensors held in NumPy arrays, as a tensor source for saves and as targets for loads."""
 
     def __init__(self, shards: Iterable[Shard]) -> None:
         """Take the shards; several may belong to one tensor.
 
         Raises:
-            StateError: an array is not C-contiguous, of a foreign dtype or not of its box's sizes.
+            StateError: an array is not C-contiguous, has an unsupported dtype or does not have its box's sizes.
         """
         self.shards = tuple(shards)
         for shard in self.shards:
@@ -64,16 +64,16 @@ class NumpyState:
 
     @classmethod
     def whole(cls, arrays: Mapping[str, Array]) -> NumpyState:
-        """State of complete (replicated) tensors."""
+        """Return the state of complete (replicated) tensors."""
         return cls(Shard(fqn, a.shape, Box.whole(a.shape), a) for fqn, a in arrays.items())
 
     def layout(self, rank: int, world: int) -> RankLayout:
-        """The declaration of this rank."""
+        """Return the layout of this rank."""
         tensors = (TensorMeta(s.fqn, DTYPE_NAMES[s.array.dtype.name], s.shape, s.box) for s in self.shards)
         return RankLayout(rank, tuple(tensors), world)
 
     def view(self, fqn: str, box: Box) -> memoryview:
-        """Bytes of one declared box (``TensorSource``).
+        """Return the bytes of one box of the layout (``TensorSource``).
 
         Raises:
             StateError: this state does not hold the box.
@@ -84,7 +84,7 @@ class NumpyState:
         return _bytes(array)
 
     def targets(self) -> list[LoadTarget]:
-        """All shards as load targets; the arrays must be writable."""
+        """Return all shards as load targets; the arrays must be writable."""
         return [
             LoadTarget(s.fqn, s.box, DTYPE_NAMES[s.array.dtype.name], _bytes(s.array), s.shape)
             for s in self.shards
@@ -92,17 +92,20 @@ class NumpyState:
 
 
 def metas_to_fill(shards: Iterable[Shard]) -> list[tuple[TensorMeta, memoryview]]:
-    """Every box with its writable bytes (``frameworks.common.adapter.Restore.buffers``)."""
+    """Return every box with its writable bytes (``frameworks.common.adapter.Restore.buffers``)."""
     return [(TensorMeta(t.fqn, t.dtype, t.shape, t.box), t.buffer) for t in NumpyState(shards).targets()]
 
 
 def digests(source: TensorSource, layout: RankLayout) -> tuple[int, ...]:
-    """One per box: for frameworks that do not count what is written (``frameworks.common.adapter.CountsWrites``)."""
+    """Return one digest per box.
+
+    It serves frameworks that do not count writes (``frameworks.common.adapter.CountsWrites``).
+    """
     return tuple(xxhash.xxh3_64_intdigest(source.view(meta.fqn, meta.box)) for meta in layout.tensors)
 
 
 def digest_of(source: TensorSource, parts: Sequence[Extent]) -> int:
-    """xxh3-64 of these parts, in order (``frameworks.common.adapter.ComparesCopies``)."""
+    """Return the xxh3-64 digest of these parts, in order (``frameworks.common.adapter.ComparesCopies``)."""
     total = xxhash.xxh3_64()
     for part in parts:
         total.update(source.view(part.fqn, part.box)[part.start : part.stop])
@@ -110,5 +113,5 @@ def digest_of(source: TensorSource, parts: Sequence[Extent]) -> int:
 
 
 def _bytes(array: Array) -> memoryview:
-    """The array's memory as flat bytes."""
+    """Return the array's memory as flat bytes."""
     return array.reshape(-1).view(np.uint8).data if array.size else memoryview(bytearray(0))

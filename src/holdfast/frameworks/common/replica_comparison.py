@@ -1,9 +1,9 @@
-"""What the ranks of a job begin with: copies of one state, compared once, and made equal where the script asks for it.
+"""A comparison of the ranks' initial state, made once before the first step.
 
-Theory. Ranks that hold the same box of a tensor train copies of it. Nothing makes these equal when each rank draws
-initial weights of its own, and the sums of gradients keep every difference for ever. So before the first step each rank
-tells the digest of each box that it holds, and all ranks come to the same answer from the same numbers: equal, made
-equal from the lowest rank that holds the box, or refused.
+Theory. Ranks that hold the same box of a tensor train copies of it. If each rank draws its own initial weights, the
+copies differ, and summed gradients preserve every difference. So before the first step each rank publishes the digest
+of each box that it holds. All ranks reach the same answer from the same numbers: the copies are equal; or they are made
+equal from the lowest rank that holds the box, if the script asks for it; or they are refused.
 
 Invariants:
 1. All ranks raise the same error, or none does.
@@ -22,21 +22,21 @@ from holdfast.errors import StateError
 from holdfast.store.layouts.layout import TensorMeta
 
 Sum = Callable[[NDArray[Any]], NDArray[Any]]
-"""The sum of a vector over all ranks, shape [n] -> [n]."""
+"""Returns the sum of a vector over all ranks, shape [n] -> [n]."""
 
 NAMED_MAX = 3
 _WORD_BYTES = 8
 
 
 class HeldBox(NamedTuple):
-    """One box of this rank and its bytes."""
+    """A box that this rank holds, and its bytes."""
 
     meta: TensorMeta
     data: memoryview
 
 
 class ReplicaDifference(NamedTuple):
-    """Ranks that hold the same box with other bytes: position of the tensor, ranks, and the size of the box."""
+    """A box that several ranks hold with different bytes: index of the tensor, the ranks, and the box's size."""
 
     tensor: int
     ranks: tuple[int, ...]
@@ -44,7 +44,7 @@ class ReplicaDifference(NamedTuple):
 
 
 def gathered(total: Sum, rank: int, world_size: int, row: Sequence[int]) -> NDArray[np.int64]:
-    """``row`` of every rank: shape [world_size, len(row)]. Raises: what ``total`` raises."""
+    """Return ``row`` of every rank: shape [world_size, len(row)]. Raises: the errors of ``total``."""
     matrix = np.zeros((world_size, len(row)), np.int64)
     matrix[rank] = row
     found: NDArray[np.int64] = total(matrix.reshape(-1)).reshape(matrix.shape)
@@ -52,7 +52,7 @@ def gathered(total: Sum, rank: int, world_size: int, row: Sequence[int]) -> NDAr
 
 
 def require_same_names(total: Sum, rank: int, world_size: int, names: Sequence[str]) -> None:
-    """All ranks have built tensors of the same names, in the same order. Raises: StateError."""
+    """Check that all ranks have built tensors of the same names, in the same order. Raises: StateError."""
     said = gathered(total, rank, world_size, (len(names), _digest("\n".join(names).encode())))
     others = [other for other in range(world_size) if tuple(said[other]) != tuple(said[0])]
     if others:
@@ -64,7 +64,7 @@ def require_same_names(total: Sum, rank: int, world_size: int, names: Sequence[s
 
 
 def differences(total: Sum, rank: int, world_size: int, held: Sequence[HeldBox]) -> list[ReplicaDifference]:
-    """The boxes that begin different on ranks that hold them together; the same list on every rank.
+    """Return the boxes whose copies differ between the ranks that hold them; the same list on every rank.
 
     Raises:
         StateError: the ranks have built different models.
@@ -81,7 +81,7 @@ def differences(total: Sum, rank: int, world_size: int, held: Sequence[HeldBox])
 
 
 def refuse(held: Sequence[HeldBox], found: Sequence[ReplicaDifference], hint: str) -> None:
-    """Raises: StateError: names what begins different."""
+    """Raise StateError, naming the tensors whose copies differ at the start."""
     names = [repr(held[each.tensor].meta.fqn) for each in found[:NAMED_MAX]]
     more = f" and {len(found) - NAMED_MAX} more" if len(found) > NAMED_MAX else ""
     ranks = ", ".join(map(str, found[0].ranks))
@@ -94,7 +94,11 @@ def refuse(held: Sequence[HeldBox], found: Sequence[ReplicaDifference], hint: st
 def broadcast(
     total: Sum, rank: int, held: Sequence[HeldBox], found: Sequence[ReplicaDifference]
 ) -> dict[str, NDArray[np.uint8]]:
-    """The bytes of the lowest rank that holds each box, by tensor, for the ranks that hold others."""
+    """Send the bytes of the lowest rank that holds each box to the ranks that hold different ones.
+
+    Returns:
+        The bytes that this rank has to take over, by tensor name.
+    """
     received = {}
     for each in found:
         words = np.zeros(-(-each.size_bytes // _WORD_BYTES), np.int64)
@@ -107,12 +111,12 @@ def broadcast(
 
 
 def box_key(meta: TensorMeta) -> int:
-    """63 bits that are equal for equal boxes of one tensor."""
+    """Return 63 bits that are equal for equal boxes of one tensor."""
     return _digest(f"{meta.fqn}{list(meta.shape)}{meta.box}{meta.dtype}".encode())
 
 
 def parts(keys: Sequence[int] | NDArray[np.int64]) -> tuple[tuple[int, ...], ...]:
-    """The ranks with equal keys, ascending; in the order of their lowest rank."""
+    """Return the groups of ranks with equal keys, each ascending, ordered by their lowest rank."""
     found: dict[int, list[int]] = {}
     for rank, key in enumerate(keys):
         found.setdefault(int(key), []).append(rank)

@@ -1,4 +1,4 @@
-"""Putting values back into the objects that the user's own code holds."""
+"""Restoring values into the objects that the user's own code holds."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import numpy as np
 
 Fill = Callable[[Any, Any], bool]
-"""Gives a tensor of the framework's (the first) the contents of another one; False when these are no two such."""
+"""Copies the contents of the second tensor into the first; returns False if they are not two matching tensors."""
 
 
 def put_into(current: Any, value: Any, fill: Fill) -> Any:
-    """Give ``current`` the contents of ``value`` where it can take them; returns what belongs in its place.
+    """Give ``current`` the contents of ``value`` where possible; return the object that belongs in its place.
 
-    Whoever holds a tensor, an array or a container that is filled need not fetch it again. Numbers, text, tuples and
-    what has another form cannot be filled: they are replaced.
+    Code that holds a tensor, an array or a container then sees the new contents without fetching it again. Numbers,
+    text, tuples and values of another shape or type cannot be filled: they are replaced.
     """
     if fill(current, value) or _fill_array(current, value):
         return current
@@ -54,5 +54,5 @@ def _fill_array(current: Any, value: Any) -> bool:
 
 
 def has_state(item: Any) -> bool:
-    """An object that gives its state and takes it back, as torch's do."""
+    """Return True if the object has ``state_dict`` and ``load_state_dict``, as torch's have."""
     return callable(getattr(item, "state_dict", None)) and callable(getattr(item, "load_state_dict", None))

@@ -1,10 +1,10 @@
-"""Splitting a ``state_dict`` into tensors and plain values, and putting it together again.
+"""Splitting a ``state_dict`` into tensors and plain values, and its inverse.
 
-Theory. A ``state_dict`` is a tree of containers with tensors and plain values at its leaves. Splitting walks it once:
-each tensor is handed to the caller with its key path and leaves what the caller puts in its place, everything else
-must be what the store can write exactly (``store/format/json_values.py``). Containers and numbers that the store does
-not know (sets, deques, numpy scalars) become a marked dictionary. Nothing is ever pickled: any other object is refused
-by name.
+Theory. A ``state_dict`` is a tree of containers with tensors and plain values at its leaves. Splitting walks it once.
+Each tensor is passed to the caller with its key path, and the value that the caller returns stands in its place. All
+other values must be such that the store can write them exactly (``store/format/json_values.py``). Containers and
+numbers that the store does not know (sets, deques, numpy scalars) become a marked dictionary. Nothing is ever pickled:
+any other object is refused by name.
 """
 
 from __future__ import annotations
@@ -21,32 +21,38 @@ from holdfast.store.format.json_values import VALUES_SIZE_BYTES_MAX
 Plain = Any
 """A tree of None, bool, int, float, str, bytes, list, tuple, dict and Counter."""
 Leaf = Callable[[Any, str], Plain]
-"""Called with each object and its key path: what stands for it when it is a tensor, else None."""
+"""Called with each object and its key path; returns the value that stands for a tensor, or None for other objects."""
 Fetch = Callable[[Plain], Any]
 """Inverse of :data:`Leaf`."""
 
 MARK = "@"
 DEPTH_MAX = 64
 NODES_MAX = VALUES_SIZE_BYTES_MAX // 2
-"""Each takes two bytes of JSON at least."""
+"""Most values of one tree: each value takes at least two bytes of JSON."""
 
 
 def no_leaf(value: Any, path: str) -> Plain:
-    """For values that hold no tensors."""
+    """Return None: for values that hold no tensors."""
     return None
 
 
 def split(value: Any, path: str, leaf: Leaf = no_leaf) -> Plain:
-    """``value`` without its tensors; ``path`` is its key path in errors and for ``leaf``.
+    """Return ``value`` without its tensors.
+
+    Args:
+        path: key path of ``value``, for errors and for ``leaf``.
 
     Raises:
-        StateError: an object that cannot be saved, named by key path and type.
+        StateError: an object cannot be saved; names its key path and type.
     """
     return _Splitter(leaf).split(value, path, 0)
 
 
 class _Splitter:
-    """One walk, counted: a list that is there twice is walked twice, so a few may hold more than any memory."""
+    """One walk over a tree, with a limit on the number of values.
+
+    A list that occurs twice is walked twice, so a few lists may expand to more than any memory holds.
+    """
 
     def __init__(self, leaf: Leaf) -> None:
         self._leaf = leaf
@@ -64,9 +70,8 @@ class _Splitter:
         kind = type(value)
         if value is None or kind in (bool, int, float, str, bytes, np.float64):
             return value
-        if (
-            isinstance(value, np.generic) and value.dtype.kind != "V"
-        ):  # fields, or another library's: bytes do not tell
+        # Not kind V (fields, or another library's type): bytes alone do not say what they mean.
+        if isinstance(value, np.generic) and value.dtype.kind != "V":
             return {MARK: "scalar", "dtype": value.dtype.str, "v": value.tobytes()}
         return self._container(value, path, depth + 1)
 
@@ -79,7 +84,8 @@ class _Splitter:
             return Counter(made) if kind is Counter else made
         if kind is list:
             return self._each(value, path, depth)
-        # A tuple subclass with named fields would not come back as itself; torch.Size is a plain tuple to all uses.
+        # A tuple subclass with named fields would come back as another type. torch.Size may: it is used as a plain
+        # tuple.
         if isinstance(value, tuple) and (kind is tuple or kind.__name__ == "Size"):
             return tuple(self._each(value, path, depth))
         if kind in (set, frozenset):
@@ -97,10 +103,14 @@ class _Splitter:
 
 
 def join(value: Plain, fetch: Fetch, path: str = "values") -> Any:
-    """Inverse of :func:`split`; ``fetch`` returns the tensor that a leaf stands for.
+    """Return the tree that :func:`split` took apart, with its tensors.
+
+    Args:
+        fetch: returns a tensor for the value that stands for it.
+        path: key path of ``value``, for errors.
 
     Raises:
-        CheckpointInvalid: not made by :func:`split`.
+        CheckpointInvalid: ``value`` was not made by :func:`split`.
     """
     if isinstance(value, list | tuple):
         items = [join(item, fetch, path) for item in value]
@@ -122,7 +132,8 @@ def _join_marked(value: dict[str, Plain], fetch: Fetch, path: str) -> Any:
         return fetch(inner)
     if mark == "scalar":
         dtype = np.dtype(value["dtype"])
-        return np.frombuffer(inner, dtype)[0] if dtype.itemsize else dtype.type()  # an empty text has no byte
+        # An empty text has no bytes.
+        return np.frombuffer(inner, dtype)[0] if dtype.itemsize else dtype.type()
     items = [join(item, fetch, path) for item in inner]
     if mark == "deque":
         return deque(items, maxlen=value["max"])

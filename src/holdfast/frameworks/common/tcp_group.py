@@ -1,18 +1,22 @@
-"""A process group over plain TCP that can be rebuilt: sums of NumPy vectors, for frameworks whose own group cannot.
+"""A process group over plain TCP that sums NumPy vectors and can be rebuilt after a fault.
 
-Theory. Every rank is connected to every other. A sum is done in two exchanges: rank r receives the r-th part of all
-vectors and adds them in the order of the ranks, then everybody fetches the sums; a short vector is sent to all and
-added by each. Both add in the order of the ranks, so the bits do not depend on timing, on what happened before, or on
-which way was taken. Whoever breaks a connection breaks it for all: :meth:`TcpGroup.poison` shuts every socket down, the
-peers see the end of the stream, and nobody waits for a vector that will not come. A generation has its own connections;
-both ends of one prove that they read the secrets of the ranks, which travel only over the authenticated channel to the
-agent. Keys come from the secrets of both, as on that channel; between hosts a tag follows each vector (``sealing.py``).
+It serves the frameworks whose own process group cannot be rebuilt in a running process.
+
+Theory. Every rank is connected to every other rank. A long vector is summed in two exchanges. First, rank r receives
+the r-th part of all vectors and adds these parts; then all ranks fetch the sums. A short vector is sent to all ranks,
+and each rank adds the vectors. Both ways add in the order of the ranks, so the bits do not depend on timing, on earlier
+sums, or on the way taken.
+A rank that breaks a connection breaks it for all: :meth:`TcpGroup.poison` shuts down every socket of its process. The
+peers see the end of the stream, so no rank waits for a vector that will not come.
+Each generation has its own connections. Both ends of a connection prove that they have read the secrets of the ranks,
+which travel only over the authenticated channel to the agent. The keys of a connection come from the secrets of both
+ends, as on that channel. Between hosts a tag follows each vector (``sealing.py``).
 
 Invariants:
 1. A sum is returned only when the vector of every rank was received in full: never a partial or a stale one.
 2. After the first error every call raises until :meth:`reconfigure`.
-3. Vectors of different collectives cannot mix: number, length and type travel in front and are compared.
-4. A vector of another host is taken only with a tag that fits.
+3. Vectors of different collectives cannot mix: number, length and type are sent before each vector and are compared.
+4. A vector from another host is accepted only with a valid tag.
 """
 
 from __future__ import annotations
@@ -49,7 +53,7 @@ POLL_S = 0.5
 HANDSHAKE_S = 10.0
 DIALS_MAX = 5
 START_S = 120.0
-"""How long a rank waits for the others to come up; ``HOLDFAST_START_S`` in the environment takes its place."""
+"""How long a rank waits for the others to start, in seconds. The variable ``HOLDFAST_START_S`` overrides this value."""
 START_VARIABLE = "HOLDFAST_START_S"
 _HELLO = struct.Struct("!8sQI32s")  # magic, generation, rank, nonce
 _ANSWER = struct.Struct("!32s32s")  # proof, nonce
@@ -58,7 +62,7 @@ _TYPES: tuple[str, ...] = ("float32", "float64", "int64", "float16", "int32")
 
 
 class GroupAddress(msgspec.Struct, frozen=True):
-    """Where a rank listens, and the secret that its peers must know."""
+    """The address on which a rank listens, and the secret that its peers must know."""
 
     host: str
     port: int
@@ -66,11 +70,13 @@ class GroupAddress(msgspec.Struct, frozen=True):
 
 
 class TcpGroup:
-    """All ranks of one generation. One thread calls the collectives, any thread may :meth:`poison`.
+    """The connections of this process to all other ranks of one generation.
+
+    One thread calls the collectives; any thread may call :meth:`poison`.
 
     Args:
-        client: the line to the agent; None only in a world of one.
-        rank, world_size: place of this process.
+        client: the connection to the agent; None only if the world size is one.
+        rank, world_size: rank of this process and the number of ranks.
         host: address of this node.
     """
 
@@ -91,21 +97,21 @@ class TcpGroup:
 
     @property
     def poisoned(self) -> bool:
-        """A collective broke, or :meth:`poison` was called."""
+        """True after a collective broke or :meth:`poison` was called."""
         return bool(self.reason)
 
     @property
     def connected(self) -> bool:
-        """:meth:`connect` was called: the ranks have met, at least once."""
+        """True after the first call of :meth:`connect`."""
         return self._met
 
     # ------------------------------------------------------------------ membership
 
     def connect(self, generation: Generation, timeout_s: float | None = None) -> None:
-        """Meet the other ranks of ``generation``.
+        """Connect to the other ranks of ``generation``.
 
         Raises:
-            GroupError: not all came within ``timeout_s`` (default ``START_S``); the missing ranks are named.
+            GroupError: not all ranks connected within ``timeout_s`` (default ``START_S``); names the missing ranks.
         """
         self._close()
         self.reason = ""
@@ -130,11 +136,11 @@ class TcpGroup:
             self._fail(self.reason, GroupError)
 
     def reconfigure(self, generation: Generation) -> None:
-        """Drop all connections and meet again. Raises: GroupError."""
+        """Drop all connections and connect to the ranks of ``generation``. Raises: GroupError."""
         self.connect(generation)
 
     def poison(self, reason: str) -> None:
-        """Break everything under way; from any thread, returns at once."""
+        """Break every collective in progress. Callable from any thread; returns at once."""
         self.reason = self.reason or reason or "poisoned"
         for peer in list(self._peers.values()):
             with suppress(OSError):
@@ -160,7 +166,8 @@ class TcpGroup:
             attempts += 1
             try:
                 return self._greet(rank, place, generation, key)
-            except ConnectionResetError as error:  # cut, with strangers that are too many there
+            # the peer cut it off, with other unproved connections of which it had too many
+            except ConnectionResetError as error:
                 if attempts == DIALS_MAX or self.poisoned:
                     self._fail(self.reason or f"rank {rank} cannot be reached: {error}", GroupError)
                 time.sleep(ACCEPT_AGAIN_S)
@@ -168,7 +175,7 @@ class TcpGroup:
                 self._fail(f"rank {rank} cannot be reached: {error}", GroupError)
 
     def _greet(self, rank: int, place: GroupAddress, generation: Generation, key: bytes) -> _PeerLine:
-        """A connection to ``rank`` on which both have proved that they are members. Raises: OSError."""
+        """Return a connection to ``rank`` on which both ends have proved that they are members. Raises: OSError."""
         nonce = secrets.token_bytes(KEY_SIZE_BYTES)
         sock = socket.create_connection((place.host, place.port), HANDSHAKE_S)
         try:
@@ -184,7 +191,10 @@ class TcpGroup:
             raise
 
     def _take_callers(self, listener: socket.socket, meeting: _Meeting, deadline_s: float) -> None:
-        """Until all higher ranks are here; strangers are heard beside each other. Raises: GroupError."""
+        """Accept connections until all higher ranks are connected.
+
+        The handshakes of several connections run at the same time. Raises: GroupError.
+        """
         callers: dict[int, _Caller] = {}
         strangers: ConnectionLimits[_Caller] = ConnectionLimits()
         listener.setblocking(False)
@@ -206,7 +216,11 @@ class TcpGroup:
         meeting: _Meeting,
         wait_s: float,
     ) -> None:
-        """Whatever comes within ``wait_s``: members become peers, what is too slow, too many or wrong is closed."""
+        """Read from the connecting processes for at most ``wait_s``.
+
+        A connection that has proved its membership becomes a peer. A connection is closed if it is too slow, sends
+        something invalid, or exceeds the allowed number.
+        """
 
         def drop(caller: _Caller) -> None:
             self.refused += 1
@@ -218,7 +232,7 @@ class TcpGroup:
         for fd in (listener.fileno(), *callers):
             poller.register(fd, select.POLLIN)
         ready = [fd for fd, _ in poller.poll(1000 * wait_s)]
-        # Before any is dropped: a new connection may get the number of one that is.
+        # Read before any connection is dropped: a new connection may get the descriptor number of a dropped one.
         for caller in [callers[fd] for fd in ready if fd in callers]:
             try:
                 found = caller.hear(meeting, self._peers)
@@ -241,7 +255,7 @@ class TcpGroup:
                         drop(stranger)
             except BlockingIOError:
                 return
-            except OSError as error:  # no descriptor is left, or the network refuses
+            except OSError as error:  # no file descriptor is free, or the network refuses
                 for stranger in strangers.refused(error):
                     drop(stranger)
                 time.sleep(ACCEPT_AGAIN_S)
@@ -249,15 +263,15 @@ class TcpGroup:
     # ------------------------------------------------------------------ collectives
 
     def sum(self, vector: Vector, among: Sequence[int] | None = None) -> Vector:
-        """The sum over all ranks, added in rank order; shape [n], same type.
+        """Return the sum over all ranks, added in rank order; shape [n], same type.
 
         Args:
             vector: of this rank, shape [n].
-            among: sum over these ranks only, in ascending order, this one among them. Every rank of the group calls at
-                the same time, each with its own part of a partition of the ranks.
+            among: sum over these ranks only, in ascending order and including this rank. Every rank of the group calls
+                at the same time, each with its own part of a partition of the ranks.
 
         Raises:
-            PeerLost: a rank is gone, or the group is poisoned.
+            PeerLost: a rank is lost, or the group is poisoned.
         """
         mine = np.ascontiguousarray(vector).reshape(-1)
         if mine.dtype.name not in _TYPES:
@@ -277,7 +291,7 @@ class TcpGroup:
         return self._sum_long(mine, members)
 
     def _sum_long(self, mine: Vector, members: Sequence[int]) -> Vector:
-        """Each rank adds one part, then fetches the others."""
+        """Sum a long vector: each rank adds one part, then fetches the other parts."""
         peers = [rank for rank in members if rank != self.rank]
         edges = [len(mine) * index // len(members) for index in range(len(members) + 1)]
         slices = {rank: slice(edges[index], edges[index + 1]) for index, rank in enumerate(members)}
@@ -293,7 +307,7 @@ class TcpGroup:
         return total
 
     def _exchange(self, outgoing: dict[int, Vector], incoming: dict[int, Vector]) -> None:
-        """Send and receive one vector per peer of ``outgoing``, all at the same time."""
+        """Send one vector to each peer in ``outgoing`` and receive one from each, all at the same time."""
         flows = {
             peer.sock.fileno(): _Flow(peer, rank, self._number, outgoing[rank], incoming[rank])
             for rank, peer in self._peers.items()
@@ -327,37 +341,41 @@ class TcpGroup:
 
 
 class _PeerLine(NamedTuple):
-    """A connection to a peer, and what is used in each direction of it."""
+    """A connection to a peer, with the state of the tags in each direction."""
 
     sock: socket.socket
     outgoing: FrameSeal
     incoming: FrameSeal
-    local: bool  # both ends are on this host: vectors have no tags
+    local: bool  # both ends are on this host, so vectors have no tags
 
 
 class _Meeting(NamedTuple):
-    """What a caller has to prove, and how this rank answers."""
+    """The data that this rank needs to check and answer connecting processes: generation, rank, secrets."""
 
     generation: Generation
     rank: int
     key: bytes
-    keys: dict[int, bytes]  # of all ranks
+    keys: dict[int, bytes]  # secret of every rank
 
 
 class _Caller:
-    """A connection that has not proved yet that it is a member."""
+    """An accepted connection that has not yet proved its membership."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self.sock = sock
         self.deadline_s = time.monotonic() + HANDSHAKE_S
         self._rank = -1
-        self._keys: ConnectionKeys | None = None  # once it has said which rank it is
+        self._keys: ConnectionKeys | None = None  # set when the process has sent its rank
         self._own = secrets.token_bytes(KEY_SIZE_BYTES)
         self._data = b""
 
     def hear(self, meeting: _Meeting, here: Container[int]) -> tuple[int, _PeerLine] | None:
-        """What has come; rank and line when it is proved. Raises: OSError: closed, or no member that is missing."""
+        """Read what has arrived and answer it; return rank and connection once the membership is proved.
+
+        Raises:
+            OSError: the connection was closed, or the process is not one of the missing members.
+        """
         wanted_bytes = (_HELLO.size if self._keys is None else KEY_SIZE_BYTES) - len(self._data)
         piece = self.sock.recv(wanted_bytes)
         if not piece:
@@ -382,7 +400,7 @@ class _Caller:
 
 
 class _Flow:
-    """What still has to go to and come from one peer."""
+    """The transfer of one vector to a peer and of one vector from that peer."""
 
     def __init__(self, line: _PeerLine, rank: int, number: int, outgoing: Vector, incoming: Vector) -> None:
         self.rank = rank
@@ -392,13 +410,13 @@ class _Flow:
         self._tag = bytearray(TAG_SIZE_BYTES)
         kind = _TYPES.index(outgoing.dtype.name)
         self._out = [memoryview(_HEAD.pack(number, outgoing.nbytes, kind)), _bytes(outgoing)]
-        self._fits = b""  # the tag that should come
+        self._fits = b""  # the expected tag
         self._head = bytearray(_HEAD.size)
         self._expected = _HEAD.pack(number, incoming.nbytes, kind)
         self._in = [memoryview(self._head), _bytes(incoming)]
 
     def wants(self) -> int:
-        """The events that move this flow on; 0 when it is done."""
+        """Return the poll events that this transfer waits for; 0 when it is done."""
         return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._in else 0)
 
     def move(self) -> None:
@@ -421,7 +439,7 @@ class _Flow:
                     self._check()
 
     def _check(self) -> None:
-        """The vector is here: its tag is awaited; the tag is here, too: do they fit? Raises: OSError."""
+        """After the vector, wait for its tag; after the tag, check it against the vector. Raises: OSError."""
         if self._unsealing is not None:
             self._fits, self._unsealing = tag_of(self._unsealing), None
             self._in = [memoryview(self._tag)]
@@ -443,15 +461,15 @@ class _Flow:
 def meet(
     client: WorkerClient, space: str, rank: int, world_size: int, own: GroupAddress, limit_s: float
 ) -> dict[int, GroupAddress]:
-    """Publish where this rank listens and wait for all others: their places by rank.
+    """Publish the address of this rank and wait for all others; return the addresses by rank.
 
     Raises:
-        GroupError: not all came within ``limit_s``; the missing ranks are named.
+        GroupError: not all ranks published within ``limit_s``; names the missing ranks.
     """
     keys = tuple(f"{space}/{other}" for other in range(world_size))
     client.kv("set", (keys[rank],), msgspec.json.encode(own))
     deadline_s = time.monotonic() + limit_s
-    # In slices: a fence that comes before the request is queued would not end it.
+    # Wait in short slices: a fence that comes before the request is queued would not end a long one.
     while not (reply := client.kv("wait", keys, timeout_s=POLL_S)).ok and time.monotonic() < deadline_s:
         if client.fenced or reply.error == "fenced":
             raise GroupError("a recovery began while the ranks were meeting")
@@ -471,10 +489,10 @@ def meet(
 
 
 def start_limit_s() -> float:
-    """The start-up deadline in seconds.
+    """Return the start-up deadline in seconds.
 
     Raises:
-        UsageError: the variable holds no positive number.
+        UsageError: ``HOLDFAST_START_S`` holds no positive number.
     """
     said = os.environ.get(START_VARIABLE, "")
     if not said:
@@ -492,7 +510,7 @@ def start_limit_s() -> float:
 
 
 def host_of(client: WorkerClient | None) -> str:
-    """The address under which the workers of this node are reached by those of others."""
+    """Return the address at which workers of other nodes reach the workers of this node."""
     if client is None or client.run_dir is None:
         return "127.0.0.1"
     return RunSettings.load(client.run_dir).bind
@@ -501,7 +519,7 @@ def host_of(client: WorkerClient | None) -> str:
 def _keys(
     generation: Generation, server: tuple[int, bytes, bytes], client: tuple[int, bytes, bytes]
 ) -> ConnectionKeys:
-    """Of one connection; each end is its rank, its secret and its nonce."""
+    """Return the keys of one connection; each end is given as its rank, its secret and its nonce."""
     ranks = f"rank {client[0]} to {server[0]}"
     return ConnectionKeys.of(server[1] + client[1], server[2] + client[2], "mesh", str(generation), ranks)
 
@@ -517,7 +535,7 @@ def _read(sock: socket.socket, size_bytes: int) -> bytes:
 
 
 def _added(parts: Mapping[int, Vector]) -> Vector:
-    """The sum of the vectors, in the order of the ranks."""
+    """Return the sum of the vectors, added in rank order."""
     first, *others = sorted(parts)
     total = parts[first].copy()
     for rank in others:
@@ -530,8 +548,8 @@ def _bytes(vector: Vector) -> memoryview:
 
 
 def _ignore(reason: str) -> None:
-    """Nobody listens yet."""
+    """Do nothing: the function that is called at a fault until another one is set."""
 
 
 def _ignore_count(count: int, what: str) -> None:
-    """Nobody counts yet."""
+    """Do nothing: the function that is called at a collective until another one is set."""

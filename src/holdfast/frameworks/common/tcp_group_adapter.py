@@ -1,4 +1,4 @@
-"""What adapters have in common whose ranks add up over our own connections (``tcp_group.py``)."""
+"""The common part of adapters whose ranks sum over Holdfast's own TCP connections (``tcp_group.py``)."""
 
 from __future__ import annotations
 
@@ -23,41 +23,41 @@ log = logging.getLogger("holdfast")
 
 SEED_PRIME = 1_000_003
 BETWEEN = 1 << 40
-"""Steps from here on are seeds of what is drawn between two blocks."""
+"""Seeds of the code between two blocks are made from step numbers from here on."""
 
 
 class AdapterState(Protocol):
-    """The state of such an adapter."""
+    """The training state that a :class:`TcpGroupAdapter` saves, compares and restores."""
 
     def take_before(self, step: int) -> None:
         """Copy what the script may change before it enters the block of ``step``."""
 
     def collect(self, *, frozen: bool) -> Collected:
-        """The state now, or at the start of the open step."""
+        """Return the state now, or with ``frozen`` the state at the start of the open step."""
 
     def trains(self, fqn: str) -> bool:
-        """Updates alone change this tensor: a weight, or state of the optimizer."""
+        """Return True if only updates change this tensor: a weight, or state of the optimizer."""
 
     def owns(self, fqn: str) -> bool:
-        """The tensor is the framework's, and not the user's own."""
+        """Return True if the tensor belongs to the framework and not to the user's own state."""
 
     def put_bytes(self, arrays: Mapping[str, NDArray[np.uint8]]) -> None:
-        """Set tensors of this rank from their bytes."""
+        """Set tensors of this rank to these bytes, by tensor name."""
 
 
 Kept = TypeVar("Kept", bound=AdapterState)
 
 
 class TcpGroupAdapter(Generic[Kept]):
-    """Part of an :class:`holdfast.frameworks.common.adapter.Adapter`.
+    """The common part of the adapters whose votes and sums use a TCP group.
 
     Args:
-        rank, world_size: place of this process.
-        seed: of Python's and NumPy's generators at each step.
+        rank, world_size: rank of this process and the number of ranks.
+        seed: base of the seeds of Python's and NumPy's generators at each step.
     """
 
     scaled = False
-    trains_alone = False  # the gate, or the strategy, adds up in every block
+    trains_alone = False  # MindSpore's gate, or TensorFlow's strategy, sums over the ranks in every block
     state: Kept
 
     def __init__(self, rank: int, world_size: int, seed: int) -> None:
@@ -68,7 +68,10 @@ class TcpGroupAdapter(Generic[Kept]):
         self._hooks: Hooks | None = None
 
     def _lines(self) -> TcpGroup:
-        """Our connections, not met before they are used: the session finds its agent first."""
+        """Return the TCP group of this process, which may not be connected yet.
+
+        It connects only when it is used, because the session finds its agent first.
+        """
         if self._mesh is None:
             client = WorkerClient.current()
             self._mesh = TcpGroup(client, self.rank, self.world_size, host_of(client))
@@ -76,7 +79,7 @@ class TcpGroupAdapter(Generic[Kept]):
 
     @property
     def mesh(self) -> TcpGroup:
-        """Our connections; meets the other ranks at first use. Raises: GroupError."""
+        """The TCP group, connected to the other ranks at first use. Raises: GroupError."""
         mesh = self._lines()
         if not mesh.connected:
             client = WorkerClient.current()
@@ -85,18 +88,18 @@ class TcpGroupAdapter(Generic[Kept]):
 
     @property
     def poisoned(self) -> bool:
-        """A collective of this process broke."""
+        """True after a collective of this process broke."""
         return self._mesh is not None and self._mesh.poisoned
 
     @property
     def reason(self) -> str:
-        """Why."""
+        """The reason why the collectives of this process are poisoned; empty if they are not."""
         return "" if self._mesh is None else self._mesh.reason
 
     def attach(
         self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int, str], None]
     ) -> None:
-        """Note whom to call."""
+        """Set the functions of the session that are called at events of a step, at faults and at collectives."""
         self._hooks = hooks
         self._lines().on_fault = on_fault
         self._lines().on_collective = on_collective
@@ -108,40 +111,46 @@ class TcpGroupAdapter(Generic[Kept]):
             self._mesh.close()
 
     def _broke(self, reason: str) -> None:
-        """A collective of the framework's own broke: tell the others at once."""
+        """Tell the other ranks at once that a collective of the framework itself broke."""
         if not self.poisoned:
             self._lines().poison(reason)
             self._lines().on_fault(reason)
 
     def _reseed(self, step: int) -> int:
-        """Seed Python and NumPy for one step; returns the number that the framework's own seed is made of."""
+        """Seed Python and NumPy for one step.
+
+        Returns:
+            The number from which a framework derives its own seed.
+        """
         mixed = (self._seed * SEED_PRIME + self.rank) * SEED_PRIME + step
         random.seed(mixed)
         np.random.seed(mixed % 2**32)
         return mixed
 
     def between(self, step: int, part: int, *, again: bool) -> None:
-        """Seed Python and NumPy, and copy what the script may change."""
+        """Seed Python and NumPy for the code before a block, and copy what the script may change there."""
         self._reseed(BETWEEN + step)
         if not again:
             self.remember(step)
 
     def remember(self, step: int, *, whole: bool = False) -> None:
-        """Copy learning rates and the user's state."""
+        """Copy learning rates and the user's own state."""
         self.state.take_before(step)
 
     def vote(self, vector: list[int]) -> list[int]:
-        """Sum over all ranks. Raises: PeerLost."""
+        """Return the sum of ``vector`` over all ranks. Raises: PeerLost."""
         return [int(n) for n in self.mesh.sum(np.array(vector, np.int64))]
 
     # ------------------------------------------------------------------ copies
 
     def begin_equal(self) -> None:
-        """Before the first step of a fresh job: the copies of the state are the same on all ranks.
+        """Check before the first step of a fresh job that the copies of the state are equal on all ranks.
+
+        If the script asks for it, unequal copies are overwritten with those of the lowest rank.
 
         Raises:
-            StateError: they are not, and the script does not ask for a broadcast; by name.
-            PeerLost: a rank is gone.
+            StateError: the copies differ and the script does not ask for a broadcast; names the tensors.
+            PeerLost: a rank is lost.
         """
         if self.world_size == 1:
             return
@@ -161,32 +170,35 @@ class TcpGroupAdapter(Generic[Kept]):
             log.info("holdfast: %s began different: all ranks begin with the lowest rank's", said)
 
     def _broadcasts(self) -> bool:
-        """The script asks that all ranks begin with the same values."""
+        """Return True if the script asks for a broadcast of the initial values."""
         return False
 
     def _remedy(self) -> str:
-        """What makes ranks begin with the same values."""
+        """Return the hint for an error about different initial values."""
         return "give all ranks the same seed before they make the model"
 
     def compares(self, fqn: str) -> bool:
-        """Weights and state of the optimizer (``frameworks.common.adapter.ComparesCopies``)."""
+        """Return True if the tensor must be equal on all ranks that hold it: weights and optimizer state."""
         return self.state.trains(fqn)
 
     def digest(self, collected: Collected, parts: Sequence[Extent]) -> int:
-        """64-bit digest of parts of the state (``frameworks.common.adapter.ComparesCopies``)."""
+        """Return the 64-bit digest of parts of the state (``frameworks.common.adapter.ComparesCopies``)."""
         return digest_of(self._of_vote() or collected, parts)
 
     def _of_vote(self) -> Collected | None:
-        """The state that the vote under way is about; None: no vote is."""
+        """Return the state that the current vote is about; None if no vote is in progress."""
         return None
 
     def poison(self, reason: str) -> None:
-        """Break all sums under way. A hang in the framework's own collectives ends with the process."""
+        """Break every sum in progress.
+
+        A hang in a collective of the framework itself is not broken: it ends only when the process is killed.
+        """
         if self._mesh is not None:
             self._mesh.poison(reason)
 
     def enter_update(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def end_rehearsal(self) -> None:
-        """Nothing."""
+        """Do nothing."""

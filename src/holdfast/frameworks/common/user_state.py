@@ -1,10 +1,10 @@
-"""The user's own state beside tensors that the store reads from host memory: ``session(state={...})``.
+"""The user's own state, given as ``session(state={...})``, for frameworks whose tensors are read from host memory.
 
-Theory. What a user gives is a tree of plain values, NumPy arrays and tensors of the framework (parameters, variables),
-or an object with ``state_dict`` and ``load_state_dict``. Arrays and tensors are saved as tensors of the job, named by
-their key path; the rest is plain. Each look at it makes copies: it is taken when a step begins, and again when the
-script is given a step, because the script may change it at any time. What is put back goes into the same objects, which
-the script holds, too.
+Theory. An entry is a tree of plain values, NumPy arrays and tensors of the framework (parameters, variables), or an
+object with ``state_dict`` and ``load_state_dict``. Arrays and tensors are saved as tensors of the job, named by their
+key path. All other values are saved as plain values. The script may change its state at any time, so copies are made
+when a step begins, and again when the script is given a step. Restored values are put into the same objects, because
+the script holds these too.
 
 Invariants:
 1. A :class:`Taken` shares no memory with the state.
@@ -32,29 +32,32 @@ PREFIX = "state."
 
 
 class UserTensors(Protocol):
-    """What a framework has for tensors."""
+    """The operations on tensors of a framework that :class:`UserState` needs."""
 
     def owns(self, item: Any) -> bool:
-        """It is a tensor."""
+        """Return True if ``item`` is a tensor of the framework."""
 
     def read(self, item: Any) -> Array:
-        """What a tensor holds; may share its memory."""
+        """Return the values of a tensor; the array may share its memory."""
 
     def make(self, array: Array) -> Any:
-        """A new tensor."""
+        """Return a new tensor with these values."""
 
     def fill(self, current: Any, value: Any) -> bool:
-        """Give one tensor the contents of another one; False when ``current`` cannot take them."""
+        """Copy the values of one tensor into another; return False if ``current`` cannot take them."""
 
 
 class Taken(NamedTuple):
-    """The user's state at one moment: plain values by name, with arrays by the names that stand for them."""
+    """A copy of the user's state at one moment: plain values by entry name, and arrays by tensor name.
+
+    A plain value refers to an array by its tensor name.
+    """
 
     plain: Mapping[str, Plain]
     arrays: Mapping[str, Array]
 
     def metas(self) -> tuple[TensorMeta, ...]:
-        """The arrays, each whole on this rank."""
+        """Return the metadata of the arrays, each whole on this rank."""
         return tuple(
             TensorMeta(fqn, DTYPE_NAMES[array.dtype.name], array.shape, Box.whole(array.shape))
             for fqn, array in self.arrays.items()
@@ -65,10 +68,10 @@ NOTHING_TAKEN = Taken({}, {})
 
 
 class UserStateBefore(NamedTuple):
-    """What a script may have changed since it was given ``step``, or since a loop ended: copies of what was before."""
+    """Values that the script may have changed since it was given ``step`` or a loop ended, from before that time."""
 
     step: int
-    arrays: Mapping[str, Array]  # of the framework's optimizer, by the names of its tensors
+    arrays: Mapping[str, Array]  # of the optimizer, by tensor name
     extras: Taken
 
 
@@ -79,11 +82,11 @@ class UserState:
     """The user's own state of one rank.
 
     Args:
-        items: by name; the user's own dict.
-        tensors: of the framework.
+        items: the user's own dict, by entry name.
+        tensors: the framework's tensor operations.
 
     Raises:
-        StateError: something that cannot be saved, by key path and type.
+        StateError: a value cannot be saved; names its key path and type.
     """
 
     def __init__(self, items: dict[str, Any], tensors: UserTensors) -> None:
@@ -92,7 +95,7 @@ class UserState:
         self.take()
 
     def take(self) -> Taken:
-        """Copies of what it is now. Raises: StateError."""
+        """Return copies of the current state. Raises: StateError."""
         arrays: dict[str, Array] = {}
 
         def add(value: Any, path: str) -> Plain:
@@ -111,7 +114,7 @@ class UserState:
         return Taken(plain, arrays)
 
     def size(self) -> int:
-        """A number that changes when an array comes, goes or is reshaped."""
+        """Return a number that changes when an array is added, removed or reshaped."""
         forms: list[object] = []
 
         def add(value: Any, path: str) -> Plain:
@@ -125,7 +128,7 @@ class UserState:
         return hash(tuple(forms))
 
     def put(self, taken: Taken) -> None:
-        """Put everything back into the objects that the script holds."""
+        """Put all values back into the objects that the script holds."""
         for name, plain in taken.plain.items():
             if name in self._items:
                 self._put(name, plain, taken.arrays)
@@ -133,7 +136,7 @@ class UserState:
     def prepare(
         self, catalogue: Catalogue, saved: Mapping[str, Plain]
     ) -> tuple[Mapping[str, Array], Callable[[], None]]:
-        """A load of what was ``saved``: the arrays to fill, and what to do then.
+        """Prepare a load of ``saved``: return the arrays to fill, and a function to call after they are filled.
 
         Raises:
             CheckpointMismatch: the checkpoint names a tensor that it does not hold.
@@ -173,7 +176,7 @@ def _of(item: Any) -> Any:
 
 
 def tell_other_names(ours: Collection[str], saved: Collection[str]) -> None:
-    """State of the user's that only this run, or only the checkpoint, has."""
+    """Warn about each entry of the user's state that only this run, or only the checkpoint, has."""
     for name in sorted(set(ours) - set(saved)):
         log.warning("holdfast: the checkpoint holds no state called %r; it keeps its initial value", name)
     for name in sorted(set(saved) - set(ours)):

@@ -1,8 +1,10 @@
-"""Which tensors of a checkpoint are the model's, and the plain values of all its writers, whatever framework wrote it.
+"""The choice of a checkpoint's model tensors, and the merging of the plain values of all its writers.
 
-Theory. A session's values name every tensor that is not the model's (``frameworks/common/state_tree.py``). With
-pipeline stages each writer knows the optimizer state of its own parameters only, so the values of all writers are
-joined, or of those that a rank needs.
+It works for checkpoints of every framework.
+
+Theory. The plain values of a session name every tensor that is not the model's (``frameworks/common/state_tree.py``).
+With pipeline stages each writer knows only the optimizer state of its own parameters. The values of all writers, or of
+those that a rank needs, are therefore merged.
 """
 
 from __future__ import annotations
@@ -17,18 +19,21 @@ from holdfast.store.layouts.layout import Catalogue
 from holdfast.store.read.load import Opened, load_catalogue, load_values_of_all
 
 EXTRA_STATE = "_extra_state"
-"""The part of a name that says: not a tensor of the module, but what it gives as its extra state."""
+"""The part of a tensor's name that marks extra state of a module (``get_extra_state``) and not a tensor of it."""
 
 
 def joined_values(
     path: Place | Opened, names: Collection[str] | None = None, rank: int = -1
 ) -> dict[str, Plain]:
-    """The values of the first writer, with what differs by parameter or module (optimizer state, names) of all of them.
+    """Return the plain values of a checkpoint, merged from all its writers.
+
+    The values of one writer come first. Optimizer state and names, which differ by parameter or module, are taken from
+    all of them.
 
     Args:
-        names: tensors of the rank that asks: writers that have nothing to say about them are left out, and the one that
-            has most is the first, or the rank itself when nobody has more.
-        rank: the one that asks.
+        names: tensors of the rank that asks. Writers without values for them are left out. The writer with values for
+            most of them is the first, or the rank itself if no writer has more.
+        rank: the rank that asks.
 
     Raises:
         CheckpointInvalid: damaged.
@@ -40,13 +45,13 @@ def joined_values(
 def with_values_of(
     first: Mapping[str, Plain], others: Iterable[Mapping[str, Any]], what: str
 ) -> dict[str, Plain]:
-    """``first`` with what ``others`` hold by parameter or module: optimizer state, and names.
+    """Return ``first`` with the optimizer state and the names of ``others`` added.
 
     Args:
         what: the values, as an error names them.
 
     Raises:
-        CheckpointInvalid: they do not fit each other.
+        CheckpointInvalid: the values contradict each other.
     """
     values = cast(dict[str, Plain], dict(first))
     if not is_sessions(values):
@@ -71,14 +76,15 @@ def _add_values(values: dict[str, Any], other: Mapping[str, Any]) -> None:
 
 
 def is_sessions(values: Mapping[str, Plain]) -> bool:
-    """True when a session wrote these values: then they name every tensor that is not the model's."""
+    """Return True if a session wrote these values: they then name every tensor that is not the model's."""
     return all(isinstance(values.get(key), dict) for key in ("aliases", "optimizers", "schedulers", "state"))
 
 
 def weights(catalogue: Catalogue, values: Mapping[str, Plain]) -> list[str]:
-    """Names of the model's parameters and persistent buffers, sorted; all names when no session wrote the values.
+    """Return the names of the model's parameters and persistent buffers, sorted.
 
-    Extra state of modules is not among them: it need not be one tensor.
+    If no session wrote the values, all names are returned. Extra state of modules is left out, because it may be
+    something other than one tensor.
     """
     if not is_sessions(values):
         return [t.fqn for t in catalogue.tensors]
@@ -87,11 +93,13 @@ def weights(catalogue: Catalogue, values: Mapping[str, Plain]) -> list[str]:
 
 
 def beside_the_model(names: Collection[str], values: Mapping[str, Plain]) -> set[str]:
-    """Of the tensors of a checkpoint (a set or a mapping), those that are neither parameters nor buffers.
+    """Return those of the given tensor names that are neither parameters nor buffers of the model.
 
-    Values of some writers say it of a whole checkpoint, too: what they need not name is optimizer state of parameters
-    and extra state of modules of others, and what the user's own state has on another rank alone; these have names that
-    no tensor of a model has.
+    Args:
+        names: of the tensors of a checkpoint.
+        values: of some of its writers. They may leave out optimizer state and extra state of another rank's modules,
+            and user state that only another rank has. Such tensors are recognised by names that no tensor of a model
+            has.
     """
     if "framework" in values:  # not torch: values that name no tensors but the user's
         return {name for name in names if name.startswith("optimizer.")} | (tensors_of(values) & set(names))
@@ -107,7 +115,7 @@ def beside_the_model(names: Collection[str], values: Mapping[str, Plain]) -> set
 
 
 def tensors_of(values: Mapping[str, Plain]) -> set[str]:
-    """Names of the tensors that values name."""
+    """Return the names of the tensors that the values refer to."""
     found: set[str] = set()
 
     def note(stands_for: Plain) -> Any:
@@ -120,18 +128,18 @@ def tensors_of(values: Mapping[str, Plain]) -> set[str]:
 
 
 def _is_of_another(name: str, names: Collection[str]) -> bool:
-    """True for a name that begins with that of a tensor: state of this parameter."""
+    """Return True if the name begins with the name of a tensor: it is then state of that parameter."""
     parts = name.split(".")
     return any(".".join(parts[:count]) in names for count in range(1, len(parts)))
 
 
 def extra_states(values: Mapping[str, Plain]) -> frozenset[str]:
-    """Names of the extra state that modules of these values have; none in values of before it was saved."""
+    """Return the names of the modules' extra state in these values; none if they are older than that feature."""
     return frozenset(values.get("modules") or ())
 
 
 def weights_of(path: Place | Opened) -> list[str]:
-    """As :func:`weights`, of one checkpoint.
+    """Return the names of the model's weights in one checkpoint, as :func:`weights` does.
 
     Raises:
         CheckpointInvalid: damaged.
@@ -140,7 +148,10 @@ def weights_of(path: Place | Opened) -> list[str]:
 
 
 def _joined(mine: dict[str, Plain], other: dict[str, Plain]) -> dict[str, Plain]:
-    """One optimizer of two writers: the groups are the same, their members and state may be of other stages."""
+    """Return one optimizer's values from two writers.
+
+    Both have the same parameter groups, but the members and the state may belong to different pipeline stages.
+    """
     made = {**mine, "state": {**mine["state"], **other["state"]}}
     for key in ("members", "added"):  # names by group
         if key in mine and key in other:

@@ -1,8 +1,9 @@
-"""MindSpore behind the interface of ``frameworks/common/adapter.py``.
+"""MindSpore's implementation of the interface in ``frameworks/common/adapter.py``.
 
-Two ways to add gradients: in stand-alone mode the gate sums them over our own connections (``mesh.py``), which can be
-rebuilt in the running process; in data parallel mode MindSpore's own AllReduce does, and the gate only votes. That
-group is never used again after a fault, because it then returns wrong sums silently: every fault restarts the workers.
+Gradients are summed in one of two ways. In stand-alone mode the gate (``gradient_gate.py``) sums them over Holdfast's
+own connections (``frameworks/common/tcp_group.py``), which can be rebuilt in the running process. In data parallel mode
+MindSpore's own AllReduce sums them, and the gate only votes. MindSpore's group is never used again after a fault,
+because it then silently returns wrong sums: every fault restarts the workers.
 """
 
 from __future__ import annotations
@@ -47,12 +48,12 @@ OPTIMIZER = "optimizer"
 
 
 class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
-    """See :class:`holdfast.frameworks.common.adapter.Adapter`.
+    """The adapter of MindSpore; see :class:`holdfast.frameworks.common.adapter.Adapter`.
 
     Args:
         cell: the training cell, for instance ``nn.TrainOneStepCell``: it has ``grad_reducer`` and ``optimizer``.
         extras: the user's own state.
-        seed: of Python's, NumPy's and MindSpore's default generators at each step.
+        seed: base of the seeds of Python's, NumPy's and MindSpore's default generators at each step.
         slices: this rank's parts of parameters that ranks share.
         redo: aborts the open step and begins it again; called inside the graph after a fault.
 
@@ -93,7 +94,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
             mean=mean_of_gradients(native=self._native),
             native=self._native,
         )
-        self._alone = False  # a newcomer that has not joined yet
+        self._alone = False  # True in a newcomer that has not joined yet
         self._rehearsed = False
         self._passed = False
         self._voting = False  # the gradients are at the gate
@@ -105,23 +106,25 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
     def attach(
         self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int, str], None]
     ) -> None:
-        """Put the gate in front of the optimizer. The graph must not have been compiled before."""
+        """Put the gate between the gradients and the optimizer. The graph must not have been compiled yet."""
         super().attach(hooks, on_fault, on_collective)
         self._host.grad_reducer = Gate(self._through, self.state.buffers, self._before)
-        if (
-            self._broadcasts()
-        ):  # done by begin_equal(); MindSpore has no broadcast without a parallel mode or on CPU
+        # Broadcast in begin_equal(): MindSpore has no broadcast without a parallel mode or on CPU.
+        if self._broadcasts():
             ms.set_auto_parallel_context(parameter_broadcast=False)
         self._announce_compiling()
 
     def detach(self) -> None:
-        """Close the connections. A compiled graph keeps its gate, which refuses from now on."""
+        """Close the connections. A compiled graph keeps its gate, which refuses gradients from now on."""
         super().detach()
         self._host.grad_reducer = self._before
         self._cell.__dict__.pop("compile", None)
 
     def _announce_compiling(self) -> None:
-        """MindSpore compiles at the first call and again for each new shape: no progress meanwhile, and no hang."""
+        """Report to the session when MindSpore compiles, so that this time is not taken for a hang.
+
+        MindSpore compiles at the first call and for each new shape.
+        """
         compile_cell, hooks = self._cell.compile, self._hooks
         assert hooks is not None
 
@@ -135,14 +138,17 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         self._cell.__dict__["compile"] = announced
 
     def is_fault(self, error: BaseException) -> bool:
-        """MindSpore's own AllReduce broke; one of ours has poisoned the process already."""
+        """Return True, and report the fault, if MindSpore's own AllReduce broke.
+
+        A broken sum of Holdfast's has poisoned the process already.
+        """
         broken = self._native and isinstance(error, RuntimeError) and "Launch kernel failed" in str(error)
         if broken:
             self._broke("MindSpore's AllReduce failed")
         return broken
 
     def _through(self, vector: NDArray[Any]) -> NDArray[Any]:
-        """The gate: sum, vote; after a fault again, with the gradients at hand."""
+        """Run the gate: sum and vote, and after a fault do both again with the same gradients."""
         if self._hooks is None:
             raise StepError(
                 "a guarded optimizer steps outside of a step",
@@ -169,7 +175,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
                 return total
 
     def _again(self) -> None:
-        """The block begins again here, with its gradients: what it did so far stands."""
+        """Begin the block again inside the gate: its gradients are kept."""
         self._in_gate = True
         try:
             self._redo()
@@ -177,11 +183,11 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
             self._in_gate = False
 
     def _summed(self, vector: NDArray[Any]) -> NDArray[Any]:
-        """The job's gradients, and rank 0's buffers."""
+        """Return the sum of the gradients over the job, followed by rank 0's buffers."""
         return vector if self.world_size == 1 else self._reduction.reduced(vector, self._sum)
 
     def _sum(self, vector: NDArray[Any], among: Sequence[int] | None) -> NDArray[Any]:
-        """Over these ranks, or all. Raises: PeerLost."""
+        """Return the sum of ``vector`` over the ranks ``among``; None means all. Raises: PeerLost."""
         since_ns = time.monotonic_ns()
         total = self.mesh.sum(vector, among)
         if self._hooks is not None:
@@ -191,30 +197,39 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
     # ------------------------------------------------------------------ state
 
     def collect(self, *, frozen: bool = False, before: int = -1) -> MindSporeCollected:
-        """The state now, or at the start of the current step."""
+        """Return the state now, or with ``frozen`` the state at the start of the current step."""
         return self.state.collect(frozen=frozen, before=before)
 
     def state_size(self) -> int:
-        """Of the user's own state: MindSpore's optimizers have all theirs from the start."""
+        """Return a number that changes with the layout of the user's own state.
+
+        MindSpore's optimizers have all their state from the start.
+        """
         return self.state.extras.size()
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> MindSporeRestore:
-        """Prepare a load. Raises: CheckpointMismatch."""
+        """Return a load of a checkpoint into this state: fill its buffers, then finish it.
+
+        Raises: CheckpointMismatch.
+        """
         return self.state.restore(catalogue, values)
 
     def feed(self, loader: Any) -> Feed:
-        """Batches of a MindSpore pipeline. Raises: UsageError, UnsupportedError."""
+        """Return the feed that draws batches of a MindSpore pipeline. Raises: UsageError, UnsupportedError."""
         return DataFeed(loader, self._seed, self.world_size, self._drawing)
 
     def _drawing(self, busy: bool) -> None:
-        """An epoch is drawn again up to its place: no progress meanwhile, and no hang."""
+        """Report to the session that an epoch is drawn again up to its place, so that this is not taken for a hang."""
         if self._hooks is not None:
             self._hooks.compiling(busy)
 
     # ------------------------------------------------------------------ step
 
     def begin(self, step: int) -> None:
-        """Seed and copy; nothing when the same step begins again inside the graph, after forward has run."""
+        """Seed the generators and copy the state that the step may change.
+
+        Nothing is done if the same step begins again inside the graph, after forward has run.
+        """
         if self._in_gate:
             return
         self._passed = False
@@ -222,22 +237,22 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         ms.manual_seed(self._reseed(step) % 2**31)
 
     def shield(self) -> None:
-        """Nothing: a broken sum raises into the gate, which answers it."""
+        """Do nothing: a broken sum raises in the gate, which handles it."""
 
     def record(self, name: str) -> None:
-        """Refuse. Raises: UnsupportedError."""
+        """Raise UnsupportedError: MindSpore has no tentative updates here."""
         raise UnsupportedError(
             "step.update(name) is not supported with MindSpore", hint="one optimizer per step"
         )
 
     def prepare_vote(self) -> None:
-        """Nothing: the gate got its vector from the device, so it is complete."""
+        """Do nothing: the gate got its vector from the device, so the gradients are complete."""
 
     def end(self) -> None:
-        """The graph has run: take rank 0's moving statistics.
+        """Take over rank 0's moving statistics, after the graph has run.
 
         Raises:
-            StepError: the gate was not passed: weights changed without a vote.
+            StepError: the gradients did not pass the gate, so weights changed without a vote.
         """
         if not self._passed:
             raise StepError(
@@ -254,12 +269,13 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
                 assign(parameter, piece.reshape(parameter.shape))
 
     def release(self) -> None:
-        """Nothing."""
+        """Do nothing: no collectives were blocked."""
 
     def abort(self) -> None:
-        """Put back what is no weight; in the gate nothing: it keeps the gradients, and no weight has moved.
+        """Restore the copied values, which are not weights.
 
-        Nor after MindSpore's own group broke, when operators may not end: this process will be replaced.
+        In the gate nothing is restored: the gradients are kept, and no weight has changed. Nor is anything after
+        MindSpore's own group broke, when operators may not end: this process will be replaced.
         """
         if not self._in_gate and not (self._native and self.poisoned):
             self.state.put_back()
@@ -267,7 +283,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
     # ------------------------------------------------------------------ copies
 
     def _of_vote(self) -> MindSporeCollected | None:
-        """The weights of now, and copies of what the graph may have moved since the step began."""
+        """Return the present weights, with copies of what the graph may have changed since the step began."""
         return self.state.collect(frozen=True) if self._voting else None
 
     def _broadcasts(self) -> bool:
@@ -282,7 +298,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
     # ------------------------------------------------------------------ groups
 
     def reconfigure(self, generation: Generation) -> None:
-        """Connect anew. Raises: GroupError."""
+        """Connect to the other ranks again under ``generation``. Raises: GroupError."""
         if self._native:
             raise GroupError("MindSpore's own group gives wrong sums after a fault: the workers must restart")
         self._alone = False
@@ -290,7 +306,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         self._lines().reconfigure(generation)
 
     def rehearse(self) -> bool:
-        """Once in a newcomer: it compiles its graph and computes its gradients before it meets the others."""
+        """Return True, once, in a newcomer: it compiles its graph and computes gradients before it connects."""
         client = WorkerClient.current()
         if client is None or not client.joining or self._rehearsed:
             return False
@@ -299,7 +315,10 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
 
 
 def check_supported() -> None:
-    """Raises: UnsupportedError: names what is supported."""
+    """Refuse an unsupported version or parallel mode, and warn about an untested device.
+
+    Raises: UnsupportedError: names what is supported.
+    """
     if not ms.__version__.startswith(VERSIONS):
         raise UnsupportedError(
             f"MindSpore {ms.__version__} is not supported; supported are {', '.join(v + 'x' for v in VERSIONS)}",
@@ -317,7 +336,7 @@ def check_supported() -> None:
 
 
 def _check_slices(cell: Any, slices: Mapping[str, Slice], *, native: bool) -> None:
-    """The gradient of every slice stays with the ranks that hold it.
+    """Check that the gradient of every slice is added only on the ranks that hold it.
 
     Raises:
         UsageError: a ``layerwise_parallel`` parameter that is not declared; by name.
@@ -325,7 +344,8 @@ def _check_slices(cell: Any, slices: Mapping[str, Slice], *, native: bool) -> No
     """
     for parameter in cell.get_parameters():
         name = str(parameter.name)
-        declared = name in slices or any(name.endswith(f".{each}") for each in slices)  # a slot of it
+        # Declared is a slice itself, or an optimizer slot of one.
+        declared = name in slices or any(name.endswith(f".{each}") for each in slices)
         if parameter.layerwise_parallel and not declared:
             raise UsageError(
                 f"parameter {name!r} is layerwise_parallel, and nothing says which part of it this rank holds",
@@ -340,25 +360,25 @@ def _check_slices(cell: Any, slices: Mapping[str, Slice], *, native: bool) -> No
 
 
 def parallel_mode() -> str:
-    """MindSpore's parallel mode."""
+    """Return MindSpore's parallel mode."""
     return str(ms.get_auto_parallel_context("parallel_mode"))
 
 
 def place() -> tuple[int, int]:
-    """Rank and world size, from MindSpore's group or the launcher's variables.
+    """Return rank and world size, from MindSpore's group or the launcher's variables.
 
     Raises:
-        UsageError: variables that contradict each other or the group, or that say half of it.
+        UsageError: variables that contradict each other or the group, or that are incomplete.
     """
     if GlobalComm.INITED:
         return place_here((int(get_rank()), int(get_group_size())))
     if os.environ.get("MS_ROLE") == "MS_SCHED":
-        raise SystemExit(0)  # msrun runs the script once more as its scheduler: it trains nothing
+        raise SystemExit(0)  # msrun starts the script once more as its scheduler, which does not train
     return place_here()
 
 
 def _gate_place(cell: Any) -> Any:
-    """The cell whose ``grad_reducer`` the gate takes: a relay around the optimizer, else the training cell."""
+    """Return the cell whose ``grad_reducer`` the gate replaces: a relay around the optimizer, or the training cell."""
     optimizer = getattr(cell, "optimizer", None)
     if optimizer is None:
         raise UnsupportedError(

@@ -1,9 +1,10 @@
-"""Checkpoints to and from MindSpore's own files, so that its tools work on what Holdfast wrote.
+"""The conversion of checkpoints to and from MindSpore's own files, for use with MindSpore's tools.
 
 Theory. MindSpore describes a slice by a *device matrix* (the ranks as a grid, row by row) and a *tensor map* (which
-axis of the grid, counted from the right, cuts which dimension; -1: none). Our catalogue knows the box of every rank, so
-both follow: a dimension cut into n equal parts, with part (rank // stride) % n on each rank, is the axis of that size
-and stride. Any other layout (uneven parts, no grid) has no such description and is refused by name.
+axis of the grid, counted from the right, cuts which dimension; -1: none). Holdfast's catalogue holds the box of every
+rank, and both follow from the boxes. A dimension cut into n equal parts, with part (rank // stride) % n on each rank,
+is the axis of that size and stride. Any other layout (uneven parts, no grid) has no such description and is refused by
+name.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def export_checkpoint(
     name: str = "checkpoint",
     form: Format = "ckpt",
 ) -> list[Path]:
-    """Write a checkpoint of Holdfast's as MindSpore's: ``rank_N/<name>.ckpt``, a strategy file and group info per rank.
+    """Write a Holdfast checkpoint in MindSpore's format, with a strategy file and group info for each rank.
 
     Args:
         path: a checkpoint, a directory of checkpoints, or ``DIRECTORY@STEP``.
@@ -67,9 +68,7 @@ def export_checkpoint(
 
 def _export(source: Opened, target: Path, name: str, form: Format) -> list[Path]:
     catalogue = source.index.catalogue
-    users = tensors_of(
-        {"state": joined_values(source).get("state")}
-    )  # no parameters: MindSpore has no place for them
+    users = tensors_of({"state": joined_values(source).get("state")})  # left out: they are no parameters
     held = {rank: _boxes_of(catalogue, rank, users) for rank in range(catalogue.world)}
     strategy = _strategy([t for t in catalogue.tensors if t.fqn not in users], held)
     written = []
@@ -97,14 +96,14 @@ def import_checkpoint(
     step: int | None = None,
     strategy: str | os.PathLike[str] | None = None,
 ) -> Place:
-    """Take a ``.ckpt`` or ``.safetensors`` of MindSpore's as a verified checkpoint, to go on from.
+    """Write a ``.ckpt`` or ``.safetensors`` file of MindSpore as a verified checkpoint that a session can resume from.
 
     Args:
         file: with all parameters of ``cell``; with ``strategy`` the directory with ``rank_N/*.ckpt`` of a parallel
             training, which hold them in slices.
         cell: the training cell (network and optimizer), not cut; it gets the values too.
         root: directory of checkpoints, as a session's ``checkpoint=``.
-        step: updates done; by default what the file says (``global_step``, else ``step_num``).
+        step: updates done; the default is the file's ``global_step``, or its ``step_num``.
         strategy: strategy file of that training, the merged one of all stages, or the directory of all.
 
     Returns:
@@ -143,7 +142,7 @@ def import_checkpoint(
 
 
 def _parameters(slices: Slices) -> dict[str, Any]:
-    """The merged tensors as MindSpore's parameters."""
+    """Return the merged tensors as MindSpore parameters."""
     found: dict[str, Any] = {}
     for name, tensor in slices.tensors.items():
         if (dtype := dtype_named(tensor.dtype)) is None:
@@ -153,7 +152,7 @@ def _parameters(slices: Slices) -> dict[str, Any]:
 
 
 def _load(source: Path) -> Mapping[str, Any]:
-    """The parameters in one file."""
+    """Return the parameters in one file."""
     if not source.is_file():
         raise UsageError(f"there is no file {source}", hint="give MindSpore's .ckpt or .safetensors file")
     form = "safetensors" if source.suffix == ".safetensors" else "ckpt"
@@ -173,7 +172,7 @@ def _step_in(loaded: Mapping[str, Any]) -> int | None:
 
 
 def _boxes_of(catalogue: Catalogue, rank: int, users: Set[str]) -> dict[str, Box]:
-    """The box of each tensor that a rank holds, but those of the user's own state."""
+    """Return the box that a rank holds of each tensor, without the tensors of the user's own state."""
     boxes: dict[str, Box] = {}
     for tensor, box, _ in catalogue.held_by(rank):
         if tensor.fqn in users:
@@ -187,7 +186,7 @@ def _boxes_of(catalogue: Catalogue, rank: int, users: Set[str]) -> dict[str, Box
 
 
 def _read(source: Opened, boxes: Mapping[str, Box]) -> dict[str, NDArray[Any]]:
-    """The boxes of one rank, verified."""
+    """Return the verified boxes of one rank."""
     catalogue = source.index.catalogue
     arrays: dict[str, NDArray[Any]] = {}
     targets = []
@@ -208,7 +207,7 @@ def _read(source: Opened, boxes: Mapping[str, Box]) -> dict[str, NDArray[Any]]:
 
 
 def _strategy(tensors: Sequence[TensorEntry], held: Mapping[int, Mapping[str, Box]]) -> bytes:
-    """MindSpore's ParallelStrategyMap for all parameters that have a dimension: it can read no other."""
+    """Return MindSpore's ParallelStrategyMap for all parameters with a dimension; MindSpore can read no others."""
     message = ParallelStrategyMap()
     message.current_stage = 0
     for tensor in (each for each in tensors if each.shape):
@@ -222,12 +221,12 @@ def _strategy(tensors: Sequence[TensorEntry], held: Mapping[int, Mapping[str, Bo
         layout = item.parallel_layouts
         layout.dev_matrix.add().dim.extend(matrix)
         layout.tensor_map.add().dim.extend(mapping)
-        # Present and empty: even slices. Without them load_distributed_checkpoint fails.
+        # Present and empty means even slices. Without these fields load_distributed_checkpoint fails.
         layout.param_split_shape.add()
         layout.indices_offset.add()
         layout.field = 0
         layout.opt_weight_shard_step, layout.opt_weight_shard_size = 0, 0
-    # merge_pipeline_strategys calls a file without any operator empty.
+    # merge_pipeline_strategys treats a file without any operator as empty.
     operator = message.parallel_strategy_item.add()
     operator.node_name = "holdfast"
     operator.parallel_strategys.stage = 0
@@ -236,7 +235,7 @@ def _strategy(tensors: Sequence[TensorEntry], held: Mapping[int, Mapping[str, Bo
 
 
 def describe(tensor: TensorEntry, boxes: list[Box]) -> tuple[list[int], list[int]]:
-    """Device matrix and tensor map of a tensor whose box on rank r is ``boxes[r]``.
+    """Return device matrix and tensor map of a tensor whose box on rank r is ``boxes[r]``.
 
     Raises:
         StateError: the boxes are no even grid over the ranks.
@@ -280,6 +279,6 @@ def describe(tensor: TensorEntry, boxes: list[Box]) -> tuple[list[int], list[int
 
 
 def _group_info(held: Mapping[int, Mapping[str, Box]], rank: int) -> bytes:
-    """The ranks whose slices can stand in for this one's."""
+    """Return the encoded list of the ranks whose slices are copies of this rank's."""
     same = tuple(other for other, boxes in held.items() if boxes == held[rank])
     return encode_group_info(GroupInfo({"holders": same}, same))

@@ -1,19 +1,20 @@
-"""Batches of a MindSpore pipeline with a place that survives.
+"""The position of the job in a MindSpore pipeline, which survives a restart.
 
 Theory. A pipeline draws its shuffles and augmentations from generators that MindSpore seeds when an iterator is made,
-and that go on from epoch to epoch. No position of theirs can be saved. So each epoch has an iterator of its own, seeded
-from (the script's seed, the session's, the epoch), and the middle of an epoch is reached by drawing from its start:
-what comes then does not depend on what this process has drawn before. The seed is the same on all ranks, because a
+and that continue from epoch to epoch. Their position cannot be saved. So each epoch gets a new iterator, seeded from
+(the script's seed, the session's seed, the epoch). The middle of an epoch is reached by drawing from its start. The
+following batches then do not depend on earlier draws of this process. The seed is the same on all ranks, because a
 shuffle deals its samples to all of them. Python functions that draw from the global generators in a thread of this
-process race with the training; they are seen when the first batch of an epoch was drawn, and refused.
+process race with the training. They are detected when the first batch of an epoch was drawn, and refused.
 
-Sampler and batch deal sample i of an epoch to shard i modulo the number of shards, so a place is also a number of
-samples of the job, and a job with another number of ranks or another batch size goes on there. Where a pipeline deals
-in another way, other ranks go on at the start of an epoch only.
+Sampler and batch deal sample i of an epoch to shard i modulo the number of shards. A place is therefore also a number
+of samples of the job, and a job with another number of ranks or another batch size can continue there. If a pipeline
+deals in another way, another number of ranks can continue only at the start of an epoch.
 
 Invariants:
 1. The batches after a place are a function of script, seed and place.
-2. After a change of the number of ranks no sample of an epoch is left out or given twice, or the start is refused.
+2. After a change of the number of ranks no sample of an epoch is left out or given twice; otherwise the start is
+   refused.
 """
 
 from __future__ import annotations
@@ -33,23 +34,26 @@ from holdfast.text import plural
 
 SEED_MAX = 1 << 31
 PASSING = ("MapDataset", "ProjectDataset", "RenameDataset")
-"""Kinds of a pipeline's parts that give as many samples as they take, in the same order."""
+"""Types of pipeline stages that give as many samples as they take, in the same order."""
 BLOCKS = ("MindDataset",)
-"""Sources that deal blocks of samples, and not every n-th one."""
+"""Sources that deal blocks of samples instead of every n-th sample."""
 AUGMENTS = ("Random", "AutoAugment", "RandAugment", "Uniform", "TrivialAugment", "MixUp", "CutMix", "CutOut")
 
 
 class Counted(NamedTuple):
-    """A dataset of which a job whose checkpoints have no place in the data has used ``steps`` batches."""
+    """A dataset and the number of batches (``steps``) that the job has used of it.
+
+    It serves jobs whose checkpoints hold no place in the data.
+    """
 
     dataset: Any
     steps: int
 
 
 class SampleDeal(NamedTuple):
-    """How the samples of an epoch come to this rank: every ``copies``-th one, ``batch`` at a time.
+    """The rule that deals the samples of an epoch to this rank: every ``copies``-th sample, ``batch`` at a time.
 
-    ``why_not``: the part of the pipeline that deals in a way that is not known here; empty: none.
+    ``why_not``: the stage of the pipeline that deals by an unknown rule; empty if there is none.
     """
 
     copies: int
@@ -63,7 +67,7 @@ class SampleDeal(NamedTuple):
 
     @staticmethod
     def of(dataset: Any) -> SampleDeal:
-        """Of a pipeline."""
+        """Return the rule by which a pipeline deals its samples."""
         batch, why_not, node = 0, "", dataset
         while node.children:
             kind = type(node).__name__
@@ -86,13 +90,13 @@ class SampleDeal(NamedTuple):
 
 
 class DataFeed:
-    """See :class:`holdfast.frameworks.common.adapter.Feed`.
+    """The batches of a MindSpore pipeline; see :class:`holdfast.frameworks.common.adapter.Feed`.
 
     Args:
         loader: a ``mindspore.dataset.Dataset``, or a :class:`Counted` one.
         seed: of the session.
         world_size: ranks of the job.
-        busy: told that an epoch is drawn again up to its place, and that this is over.
+        busy: called with True while an epoch is drawn again up to its place, and with False afterwards.
 
     Raises:
         UsageError: no dataset.
@@ -126,7 +130,7 @@ class DataFeed:
         self.last_in_epoch = False
 
     def place(self) -> Mapping[str, int]:
-        """Epoch and batches drawn in it; ``seen``: samples of the epoch that the job has drawn."""
+        """Return the epoch and the batches drawn in it; ``seen`` is the number of samples that the job has drawn."""
         ended = self.batch >= self._size
         epoch, batch = (self.epoch + 1, 0) if ended else (self.epoch, self.batch)
         at = {"epoch": epoch, "batch": batch, "ranks": self._world_size}
@@ -158,21 +162,21 @@ class DataFeed:
             )
 
     def _like(self, place: Mapping[str, int]) -> bool:
-        """The job that was there dealt as this one does."""
+        """Return True if the job at ``place`` dealt its samples as this one does."""
         now = self.place()
         same = place.get("share") == now.get("share")
         return place.get("ranks", self._world_size) == self._world_size and same
 
     def identity(self) -> DataIdentity | None:
-        """None: a pipeline, not a list."""
+        """Return None: the content of a pipeline is not known."""
         return None
 
     def local_state(self) -> Plain:
-        """None: the position is the same on all ranks."""
+        """Return None: the position is the same on all ranks."""
         return None
 
     def draw(self, epochs: int | None = None) -> Any:
-        """The next batch. Raises: StopIteration, UnsupportedError."""
+        """Return the next batch. Raises: StopIteration, UnsupportedError."""
         while True:
             if self.batch >= self._size:
                 self.epoch, self.batch, self._iterator = self.epoch + 1, 0, None
@@ -180,7 +184,7 @@ class DataFeed:
                 raise StopIteration
             try:
                 item = self._begin() if self._iterator is None else next(self._iterator)
-            except StopIteration:  # a filter: fewer than was said
+            except StopIteration:  # a filter gave fewer batches than announced
                 self.batch = self._size
                 continue
             self.batch += 1
@@ -192,7 +196,7 @@ class DataFeed:
         self._iterator = None
 
     def _begin(self) -> Any:
-        """The batch of the place, from an iterator of its epoch. Raises: StopIteration, UnsupportedError."""
+        """Return the next batch after the place, from a new iterator. Raises: StopIteration, UnsupportedError."""
         base, seed = self._seeds
         mixed = xxhash.xxh3_64_intdigest(f"{base} {seed} {self.epoch}".encode()) % SEED_MAX
         states = random.getstate(), np.random.get_state()
@@ -202,7 +206,7 @@ class DataFeed:
         before = _drawn()
         self._busy(True)
         try:
-            # A training may have put another method into the object: the class has MindSpore's own.
+            # MindSpore's training code may have replaced the method of the object; the class has the original.
             copies = ds.config.get_iterator_mode()["do_copy"]
             made = type(self._dataset).create_tuple_iterator(self._dataset, num_epochs=1, do_copy=copies)
             item = next(made)
@@ -225,20 +229,20 @@ class DataFeed:
 
 
 def _drawn() -> tuple[object, ...]:
-    """Changes when one of the global generators is drawn from."""
+    """Return a value that changes when one of the global generators is drawn from."""
     state: Any = np.random.get_state()
     return random.getstate(), bytes(state[1]), state[2]
 
 
 def _nodes(dataset: Any) -> Iterator[Any]:
-    """All parts of a pipeline."""
+    """Yield all stages of a pipeline."""
     yield dataset
     for child in dataset.children:
         yield from _nodes(child)
 
 
 def _samplers(dataset: Any) -> Iterator[Any]:
-    """Those that keep a seed."""
+    """Yield the samplers of a pipeline that keep a seed."""
     for node in _nodes(dataset):
         sampler = getattr(node, "sampler", None)
         while sampler is not None:
@@ -254,13 +258,13 @@ def _operations(dataset: Any) -> Iterator[Any]:
 
 
 def _functions(dataset: Any) -> str:
-    """The operations of a pipeline by name."""
+    """Return the names of a pipeline's operations."""
     names = [getattr(each, "__name__", type(each).__name__) for each in _operations(dataset)]
     return ", ".join(names) or "its source"
 
 
 def _refuse_autotune(dataset: Any) -> None:
-    """Raises: UnsupportedError."""
+    """Refuse random augmentations with autotune switched on. Raises: UnsupportedError."""
     names = [type(each).__name__ for each in _operations(dataset)]
     drawn = next((name for name in names if name.startswith(AUGMENTS)), None)
     if drawn is not None and ds.config.get_enable_autotune():

@@ -1,9 +1,10 @@
-"""The gate: where gradients pass on their way to the optimizer, inside the compiled graph.
+"""The gate: the operator in the compiled graph through which all gradients pass to the optimizer.
 
 Theory. All gradients become one vector, and one Python operator takes it: it sums the vector over the ranks, votes, and
-returns. No weight can change before it returned, because every update needs a piece of what it returns; a fault is
-answered inside it (wait, rebuild the connections, sum again), and the graph never learns of it. Moving statistics ride
-along: only rank 0's part is not zero, so the sum is rank 0's and all ranks take it when the step ends, as DDP does.
+returns. No weight can change before its return, because every update needs a piece of the result. A fault is handled
+inside the operator (wait, rebuild the connections, sum again), and the graph does not notice it. Moving statistics
+travel in the same vector. Only rank 0's part of them is not zero, so the sum equals rank 0's values, and all ranks take
+these when the step ends, as DDP does.
 """
 
 from __future__ import annotations
@@ -15,16 +16,16 @@ from mindspore import ParameterTuple, dtype, nn, ops
 from numpy.typing import NDArray
 
 Pass = Callable[[NDArray[Any]], NDArray[Any]]
-"""float32 [gradients, then buffers] of this rank -> what the optimizer gets."""
+"""Takes the float32 vector [gradients, then buffers] of this rank; returns the vector for the optimizer."""
 
 
 class Gate(nn.Cell):  # type: ignore[misc]
-    """Gradients (a tuple of tensors) -> gradients of the whole job; in the place of a training cell's ``grad_reducer``.
+    """A cell that turns this rank's gradients into those of the job, in place of a training cell's ``grad_reducer``.
 
     Args:
-        through: called with the vector, in whatever thread executes the graph.
-        buffers: parameters that ride along.
-        before: what reduced the gradients so far, called first.
+        through: called with the vector, in the thread that executes the graph.
+        buffers: parameters that travel with the gradients.
+        before: the previous ``grad_reducer``, called first.
     """
 
     def __init__(self, through: Pass, buffers: list[Any], before: Any) -> None:
@@ -36,7 +37,7 @@ class Gate(nn.Cell):  # type: ignore[misc]
         self.before = before
 
     def construct(self, grads: Any) -> Any:
-        """Compiled: no Python runs here in GRAPH mode."""
+        """Return the job's gradients. Compiled: no Python runs here in GRAPH mode."""
         grads = self.before(grads)
         flat: Any = ()
         for grad in grads:
@@ -54,14 +55,14 @@ class Gate(nn.Cell):  # type: ignore[misc]
 
 
 class Relay(nn.Cell):  # type: ignore[misc]
-    """A place for a gate inside a wrapped optimizer; passes gradients until one is put there."""
+    """A cell inside a wrapped optimizer into which a gate can be put; without a gate the gradients pass unchanged."""
 
     def __init__(self) -> None:
         super().__init__(auto_prefix=False)
         self.grad_reducer = nn.Identity()
 
     def construct(self, grads: Any) -> Any:
-        """Compiled."""
+        """Return the gradients after the gate. Compiled."""
         return self.grad_reducer(grads)
 
 

@@ -1,9 +1,9 @@
-"""How the gradients of one rank become those of the job, over our own connections.
+"""The reduction of one rank's gradients to those of the job, over Holdfast's own connections.
 
 Theory. The gradient of a parameter belongs to the ranks that hold the same box of it: all ranks for a whole parameter,
 fewer for a slice, one for a slice that no other rank holds. Parameters whose boxes divide the ranks in the same way
-travel in one vector, and each rank sums it with those that share its part. Which rank holds what is told once in each
-generation, before the first sum, so a newcomer learns it from the survivors.
+travel in one vector, and each rank sums it with the ranks that share its part. The ranks publish their boxes once in
+each generation, before the first sum, so a newcomer learns them from the survivors.
 
 Invariants:
 1. A gradient of a slice is never added to one of another slice.
@@ -24,24 +24,24 @@ from holdfast.store.layouts.layout import TensorMeta
 
 Vector = NDArray[Any]
 Sum = Callable[[Vector, Sequence[int] | None], Vector]
-"""Sums a vector, shape [n], over these ranks (None: all)."""
+"""Returns the sum of a vector, shape [n], over these ranks (None: all)."""
 
 
 class SummedShare(NamedTuple):
-    """Elements of the vector that are summed over ``ranks``."""
+    """The elements of the vector that are summed over ``ranks``."""
 
     ranks: tuple[int, ...]
     where: NDArray[np.bool_]  # shape [gradients]
 
 
 class Reduction:
-    """Sums of one rank.
+    """The sums of gradients over the ranks, as computed by one rank.
 
     Args:
-        rank, world_size: place of this process.
+        rank, world_size: rank of this process and the number of ranks.
         trained: the trained parameters in the order of their gradients, as this rank holds them.
         mean: divide each sum by the number of its ranks.
-        native: the framework has reduced the gradients of whole parameters already.
+        native: the framework has already reduced the gradients of whole parameters.
     """
 
     def __init__(
@@ -52,21 +52,21 @@ class Reduction:
         self._trained = tuple(trained)
         self._mean = mean
         self._native = native
-        self._shares: tuple[SummedShare, ...] | None = None  # not told yet
+        self._shares: tuple[SummedShare, ...] | None = None  # None until the ranks have published their boxes
 
     def forget(self) -> None:
-        """The ranks are others now: what they hold is told again."""
+        """Forget the boxes of all ranks, because the ranks have changed; they publish their boxes again."""
         self._shares = None
 
     def reduced(self, vector: Vector, total: Sum) -> Vector:
-        """The gradients that the update gets, then rank 0's buffers.
+        """Return the gradients for the update, followed by rank 0's buffers.
 
         Args:
             vector: float32 [gradients, then buffers] of this rank.
             total: sums over ranks.
 
         Raises:
-            PeerLost: a rank is gone.
+            PeerLost: a rank is lost.
             StateError: the ranks have built different models.
             StepError: the cell gives the optimizer gradients of other parameters.
         """
@@ -80,7 +80,7 @@ class Reduction:
             )
         buffers = vector[gradients:] if self._rank == 0 else np.zeros_like(vector[gradients:])
         out = vector.copy()
-        mine: Any = slice(0, gradients)  # elements of whole parameters
+        mine: Any = slice(0, gradients)  # selects the elements of whole parameters
         if self._shares:
             mine = ~np.logical_or.reduce([share.where for share in self._shares])
         for share in self._shares:
@@ -99,7 +99,7 @@ class Reduction:
         return total / np.float32(ranks) if self._mean else total
 
     def _told(self, total: Sum) -> tuple[SummedShare, ...]:
-        """The shares of this rank: one for each way in which boxes divide the ranks, but for that of whole ones."""
+        """Exchange the boxes of all ranks; return the elements that this rank sums over only some of the ranks."""
 
         def everywhere(vector: Vector) -> Vector:
             return total(vector, None)

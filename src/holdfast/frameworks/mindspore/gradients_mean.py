@@ -1,8 +1,9 @@
-"""``gradients_mean``: whether the script has said what becomes of the sum of the gradients.
+"""The script's choice between the mean and the sum of the gradients (``gradients_mean``).
 
-MindSpore reads it in its parallel modes only, where it is False unless the script says True. Without a parallel mode
-MindSpore reduces nothing, and our gate does: there the mean is taken unless the script says False. MindSpore keeps the
-value and not whether it was said, so its setter is watched from the import of this module on.
+MindSpore reads ``gradients_mean`` only in its parallel modes, where it is False unless the script sets True. Without a
+parallel mode MindSpore reduces nothing, and Holdfast's gate does it: there the mean is taken unless the script sets
+False. MindSpore stores the value but not whether the script has set it, so its setter is replaced when this module is
+imported.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _setters[NAME] = _watched(_setters[NAME])
 
 
 def mean_of_gradients(*, native: bool) -> bool:
-    """True: the mean over the ranks that hold the same part of a parameter; False: the sum."""
+    """Return True for the mean over the ranks that hold the same part of a parameter, False for the sum."""
     if native:
         return bool(ms.get_auto_parallel_context(NAME))
     return not _said or _said[-1]

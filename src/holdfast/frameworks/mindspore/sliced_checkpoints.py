@@ -1,17 +1,16 @@
-"""Sliced checkpoints of MindSpore's (``rank_N/*.ckpt`` and strategy files) as one verified checkpoint of whole tensors.
+"""Merging MindSpore's sliced checkpoints (``rank_N/*.ckpt`` and strategy files) into one of whole tensors.
 
 Theory. The strategy says which part of a parameter each rank of a pipeline stage holds
-(``store/mindspore/strategy.py``, ``store/mindspore/slices.py``). A tensor is put together from one holder of each
-part, when it is written: memory holds one tensor at a time. What is whole can be loaded into any layout. Everything is
-checked before the first byte is written: all parts are there, ranks and stages that hold copies hold the same bits,
-all files are of one step. A parameter that the strategy does not name (``global_step``) is whole on each rank.
-
-Without the training cell, a name tells what is the optimizer's: ``KIND.WEIGHT`` with a kind that MindSpore's optimizers
-use, and their counters. The state of an optimizer of the user's own keeps its name.
+(``store/mindspore/strategy.py``, ``store/mindspore/slices.py``). A tensor is joined from one holder of each part, when
+it is written: memory holds one tensor at a time. A whole tensor can be loaded into any layout. Everything is checked
+before the first byte is written: all parts are there; ranks and stages that hold copies hold the same bits; all files
+are of one step. A parameter that the strategy does not name (``global_step``) is whole on each rank.
+Without the training cell, the name shows whether a tensor belongs to the optimizer: it is ``KIND.WEIGHT`` with a kind
+that MindSpore's optimizers use, or one of their counters. The state of a user-defined optimizer keeps its name.
 
 Invariants:
-1. What is written has the bits of the slices. A copy that differs, a part that is missing, and a tensor that could be
-   cut without the strategy saying so are refused by name.
+1. The written tensors have the bits of the slices. Refused by name are a copy that differs, a part that is missing, and
+   a tensor that may be cut although the strategy does not say so.
 """
 
 from __future__ import annotations
@@ -42,34 +41,34 @@ from holdfast.text import plural, ranges
 log = logging.getLogger("holdfast")
 
 OPTIMIZER = "optimizer."
-"""How the names of an optimizer's tensors begin in a session's checkpoint."""
+"""Prefix of the names of an optimizer's tensors in a session's checkpoint."""
 STEP_NAMES = ("global_step", "step_num")
 NOT_STATE = frozenset({"epoch_num", "step_num"})
-"""What ``append_info`` adds to a file."""
+"""Entries that ``append_info`` adds to a file."""
 SLOTS = frozenset({
     "accum", "accum_update", "adam_m", "adam_v", "ax", "ax_", "exp_avg", "exp_avg_sq", "exp_inf", "lamb_m", "lamb_v",
     "linear", "max_exp_avg_sq", "mean_grad", "mean_square", "moment", "moment1", "moment2", "moments", "momentum_buf",
     "prev", "stat", "step_size", "vhat",
 })  # fmt: skip
-"""What MindSpore's optimizers put before the name of a weight."""
+"""Prefixes that MindSpore's optimizers add to the name of a weight."""
 COUNTERS = frozenset({"global_step", "learning_rate", "beta1_power", "beta2_power", "momentum"})
 OF_A_RUN = ("accu_grads", "inputs")
-"""What a strategy file names and no checkpoint has to hold: MindSpore's own tools pass over it, too."""
+"""Prefixes of names that are in a strategy file and may be missing in a checkpoint; MindSpore's tools skip them too."""
 NAMED = 10
-"""Names in one message."""
+"""Most names in one message."""
 _DIRECTORY = re.compile(r"(rank|ckpt)_(\d{1,7})")
 _EPOCH_AND_STEP = re.compile(r"-(\d{1,18})_(\d{1,18})\.ckpt")
 
 
 class Merged(NamedTuple):
-    """One tensor: the boxes that it is put together from, and the file that each is taken from."""
+    """One tensor: the boxes from which it is joined, and the file of each box."""
 
     dtype: str
     shape: Shape
     parts: dict[Box, tuple[SliceTensor, Path]]
 
     def bits(self) -> NDArray[np.generic]:
-        """The whole tensor, as unsigned integers."""
+        """Return the whole tensor, as unsigned integers."""
         whole = np.empty(self.shape, bits_of(self.dtype))
         for box, (stored, _) in self.parts.items():
             whole[tuple(slice(o, e) for o, e in zip(box.offsets, box.ends, strict=True))] = stored.array()
@@ -77,11 +76,11 @@ class Merged(NamedTuple):
 
 
 class Slices:
-    """The state that sliced files hold together; a source of whole tensors for a save.
+    """The state that sliced files hold together, as a source of whole tensors for a save.
 
     Args:
         tensors: by MindSpore's name.
-        step: updates done; None: the files do not say it.
+        step: updates done; None if the files do not say it.
     """
 
     def __init__(self, tensors: Mapping[str, Merged], step: int | None) -> None:
@@ -96,12 +95,12 @@ class Slices:
         self._by_fqn = {session_name(name, tensors): tensor for name, tensor in tensors.items()}
 
     def layout(self, rank: int, world_size: int) -> RankLayout:
-        """Every tensor, whole."""
+        """Return the layout: every tensor, whole."""
         metas = (TensorMeta(f, t.dtype, t.shape, Box.whole(t.shape)) for f, t in self._by_fqn.items())
         return RankLayout(rank, tuple(metas), world_size)
 
     def view(self, fqn: str, box: Box) -> memoryview:
-        """The bytes of a whole tensor. Raises: StateError."""
+        """Return the bytes of a whole tensor. Raises: StateError."""
         tensor = self._by_fqn.get(fqn)
         if tensor is None or box != Box.whole(tensor.shape):
             raise StateError(f"tensor {fqn!r}: part {box} is not held here")
@@ -124,9 +123,9 @@ def import_slices(
         source: directory with ``rank_N/*.ckpt`` (or ``ckpt_N/*.ckpt``); of several files of a rank the newest by its
             name (``PREFIX-EPOCH_STEP.ckpt``) is taken.
         strategy: the strategy file, the merged one of all pipeline stages, or the directory with those of all ranks.
-        step: updates done; by default what the files say (``global_step``, else ``step_num``).
-        progress: called with the total size in bytes of what is written; what it returns, with that of each part.
-        note: called with a line for the user about what was passed over.
+        step: updates done; the default is the files' ``global_step``, or their ``step_num``.
+        progress: called with the total size in bytes; the returned function is called with the size of each part.
+        note: called with a line for the user about what was left out.
 
     Returns:
         The new checkpoint.
@@ -147,7 +146,7 @@ def import_slices(
 
 
 def read_slices(source: Path, strategy: Path, note: Callable[[str], object]) -> Slices:
-    """The whole tensors of a sliced checkpoint; every slice is read and compared with its copies.
+    """Return the whole tensors of a sliced checkpoint; every slice is read and compared with its copies.
 
     Raises:
         UsageError, CheckpointInvalid: see :func:`import_slices`.
@@ -164,7 +163,7 @@ def read_slices(source: Path, strategy: Path, note: Callable[[str], object]) -> 
         others = {n for other, names in told.stages.items() if other != stage for n in names}
         for name in sorted({name for file in held.values() for name in file.tensors}):
             if name in NOT_STATE or (name not in cuts and name in others):
-                continue  # what another stage has is that one's to say
+                continue  # a parameter of another stage, which that stage describes
             try:
                 tensor = _merged(name, cuts.get(name, whole), held, first)
             except ValueError as error:
@@ -178,12 +177,16 @@ def read_slices(source: Path, strategy: Path, note: Callable[[str], object]) -> 
 
 
 def session_name(name: str, names: Collection[str]) -> str:
-    """How a session spells the tensor that MindSpore calls ``name``, among all ``names`` of the training."""
+    """Return the name that a session gives to MindSpore's tensor ``name``.
+
+    Args:
+        names: all tensors of the training, which show whether ``name`` is an optimizer slot.
+    """
     return f"{OPTIMIZER}{name}" if name in COUNTERS or slot_of(name) in names else name
 
 
 def slot_of(name: str) -> str:
-    """The weight that optimizer state of this name belongs to; empty for what is no such state."""
+    """Return the weight that an optimizer slot of this name belongs to; empty if the name is no slot's."""
     kind, _, weight = name.partition(".")
     return weight if kind in SLOTS else ""
 
@@ -196,7 +199,7 @@ def _hint(strategy: Path) -> str:
 
 
 def _files(source: Path, strategy: Strategy, said_by: Path, note: Callable[[str], object]) -> dict[int, Path]:
-    """The file of each rank.
+    """Return the file of each rank.
 
     Raises:
         UsageError: no directory with files of ranks, ranks that the strategy does not know, or several files of one.
@@ -238,7 +241,7 @@ def _files(source: Path, strategy: Strategy, said_by: Path, note: Callable[[str]
 
 
 def _newest(folder: Path) -> Path | None:
-    """The file of the newest step; None: the rank has none."""
+    """Return the file of the newest step; None if the rank has no file."""
     paths = sorted(path for path in folder.glob("*.ckpt") if path.is_file())
     if len(paths) < 2:
         return paths[0] if paths else None
@@ -253,16 +256,16 @@ def _newest(folder: Path) -> Path | None:
 
 
 def _epoch_and_step(path: Path) -> tuple[int, int] | None:
-    """As ``ModelCheckpoint`` names a file: ``PREFIX-EPOCH_STEP.ckpt``."""
+    """Return epoch and step from a name that ``ModelCheckpoint`` gave: ``PREFIX-EPOCH_STEP.ckpt``."""
     match = _EPOCH_AND_STEP.search(path.name)
     return None if match is None else (int(match[1]), int(match[2]))
 
 
 def _step(files: Mapping[int, SliceFile]) -> int | None:
-    """Updates done, as the files say.
+    """Return the number of updates done according to the files.
 
     Raises:
-        CheckpointInvalid: they are of two steps.
+        CheckpointInvalid: the files are of two steps.
     """
     said: dict[int, Path] = {}
     for file in files.values():
@@ -283,10 +286,10 @@ def _step(files: Mapping[int, SliceFile]) -> int | None:
 
 
 def _merged(name: str, cut: Cut, held: Mapping[int, SliceFile], first_rank: int) -> Merged:
-    """One tensor of a stage, whose copies have been compared.
+    """Return one tensor of a stage, after its copies were compared.
 
     Raises:
-        ValueError: it cannot be put together.
+        ValueError: its parts cannot be joined.
     """
     slices = {rank: file.tensors[name] for rank, file in held.items() if name in file.tensors}
     dtypes = {stored.dtype: held[rank].path for rank, stored in slices.items()}
@@ -309,7 +312,7 @@ def _same(one: SliceTensor, other: SliceTensor) -> bool:
 
 
 def _add(tensors: dict[str, Merged], name: str, tensor: Merged, source: Path) -> None:
-    """Add a tensor, or compare it with that of an earlier stage.
+    """Add a tensor to ``tensors``; if an earlier stage has added it, compare both.
 
     Raises:
         CheckpointInvalid: two stages hold it, and differ.
@@ -332,7 +335,7 @@ def _compare_with_strategy(
     said_by: Path,
     note: Callable[[str], object],
 ) -> None:
-    """Refuse a strategy of another network, and a tensor that may be cut without the strategy saying so.
+    """Refuse a strategy of another network, and a tensor that may be cut although the strategy does not say so.
 
     Raises:
         CheckpointInvalid: names the tensor.
@@ -359,10 +362,10 @@ def _compare_with_strategy(
 
 
 def _refuse_whole_files(tensors: Mapping[str, Merged], source: Path) -> None:
-    """Refuse files of ``integrated_save=True``: they hold whole tensors, which would be put side by side.
+    """Refuse files of ``integrated_save=True``: they hold whole tensors, which would be joined as if they were parts.
 
     Raises:
-        CheckpointInvalid: the parts of every tensor that is cut are all alike, and not because all numbers are.
+        CheckpointInvalid: all parts of every cut tensor are equal, and at least one of them holds different numbers.
     """
     varied = ""
     for name, tensor in tensors.items():

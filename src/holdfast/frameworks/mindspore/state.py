@@ -1,17 +1,18 @@
-"""MindSpore parameters as training state: what the store saves from and loads into.
+"""MindSpore parameters as training state that the store can save and load.
 
 Theory. Everything that a training step changes is a ``Parameter`` of the training cell: weights, BatchNorm's moving
-statistics, optimizer slots, step counters. Weights and large slots move only after the gate (``gradient_gate.py``) has
-let the gradients pass; moving statistics move in forward, and counters (``global_step``, Adam's beta powers) whenever
-the graph likes, because they do not depend on gradients. So the latter two are copied when a step begins, and a state
-asked for while the step is open takes them from the copies. In PYNATIVE mode a read from another thread waits for
-operators under way, which may never end: there everything is copied. What a script may change between two steps is one
-number each (learning rates, counters) and its own state (``frameworks/common/user_state.py``): copied also when the
-script is given the step. A compiled graph hears only of what ``assign`` writes: ``set_data`` is seen by Python alone.
+statistics, optimizer slots, step counters. Weights and large slots change only after the gate (``gradient_gate.py``)
+has let the gradients pass. Moving statistics change in forward. Counters (``global_step``, Adam's beta powers) do not
+depend on gradients, so the graph may change them at any time. Moving statistics and counters are therefore copied when
+a step begins, and a state requested during the step takes them from the copies. In PYNATIVE mode a read from another
+thread waits for running operators, which may never end, so everything is copied. Between two steps a script may change
+single numbers (learning rates, counters) and its own state (``frameworks/common/user_state.py``). These are also copied
+when the script is given the step. A compiled graph sees only changes by ``assign``; changes by ``set_data`` are visible
+only to Python.
 
 Invariants:
 1. ``collect(frozen=True)`` is the state at the start of the open step, whatever the graph or the script did since.
-2. A read of a parameter that is not copied is possible while the main thread hangs in an operator (GRAPH mode).
+2. In GRAPH mode, a parameter that is not copied can be read while the main thread hangs in an operator.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Array = NDArray[Any]
 
 SMALL_NUMEL = 1024
 IGNORED = frozenset({"graceful_exit", "graceful_init"})
-"""Parameters of MindSpore's own exit flag: a request, not a state."""
+"""Parameters of MindSpore's own exit flag, which is a request and not a state."""
 
 
 class Slice:
@@ -57,7 +58,7 @@ class Slice:
 
 
 class MindSporeCollected:
-    """The state at one moment. Arrays are read from the framework when they are asked for."""
+    """The state at one moment; its arrays are read from the framework when they are requested."""
 
     def __init__(self, state: MindSporeState, copies: Mapping[str, Array], extras: Taken) -> None:
         self.values: dict[str, Plain] = {
@@ -74,23 +75,23 @@ class MindSporeCollected:
         self._users = NumpyState.whole(extras.arrays)
 
     def view(self, fqn: str, box: Box) -> memoryview:
-        """Bytes of one box of this rank. Raises: StateError."""
+        """Return the bytes of one box of this rank. Raises: StateError."""
         if fqn in self._extras.arrays:
             return self._users.view(fqn, box)
         shard = self._state.shard(fqn, self._copies)
         return NumpyState([shard]).view(fqn, box)
 
     def layout(self, rank: int, world_size: int) -> RankLayout:
-        """The boxes that this rank holds."""
+        """Return the boxes that this rank holds."""
         return RankLayout(rank, (*self._state.metas.values(), *self._extras.metas()), world_size)
 
     def writes(self) -> tuple[int, ...]:
-        """Digests: MindSpore does not count (``frameworks.common.adapter.CountsWrites``)."""
+        """Return digests, because MindSpore does not count writes (``frameworks.common.adapter.CountsWrites``)."""
         return digests(self, self.layout(0, 1))
 
 
 class MindSporeRestore:
-    """A load under way: filled arrays first, then the parameters."""
+    """A load in progress: arrays are filled first, then written to the parameters."""
 
     def __init__(self, state: MindSporeState, catalogue: Catalogue, values: Mapping[str, Plain]) -> None:
         self._state = state
@@ -98,12 +99,12 @@ class MindSporeRestore:
         self._users, self._put = state.extras.prepare(catalogue, values.get("state", {}))
 
     def buffers(self) -> list[tuple[TensorMeta, memoryview]]:
-        """Every box to fill."""
+        """Return every box to fill."""
         own = [self._state.placed(fqn, array) for fqn, array in self._arrays.items()]
         return metas_to_fill([*own, *NumpyState.whole(self._users).shards])
 
     def finish(self) -> None:
-        """Put the arrays into the parameters."""
+        """Write the arrays to the parameters."""
         for fqn, array in self._arrays.items():
             self._state.write(fqn, array)
         self._put()
@@ -116,8 +117,8 @@ class MindSporeState:
         cell: the training cell (network and optimizer).
         optimizer: its optimizer; the parameters that it adds are named ``optimizer.NAME``.
         extras: the user's own state.
-        slices: parameters of which this rank holds a part, by name; an optimizer slot lies like its parameter.
-        copy_all: copy everything at each step begin (PYNATIVE).
+        slices: parameters of which this rank holds a part, by name; an optimizer slot is cut as its parameter.
+        copy_all: copy everything at the start of each step (PYNATIVE).
 
     Raises:
         StateError: a parameter of a type that cannot be saved, or a slice that does not fit; by name.
@@ -184,7 +185,7 @@ class MindSporeState:
         return TensorMeta(fqn, DTYPE_NAMES[array.dtype.name], shape, box)
 
     def read(self, fqn: str) -> Array:
-        """The parameter's value now; shared with the framework where it can be."""
+        """Return the parameter's present value; shares memory with the framework if possible."""
         try:
             return np.asarray(self._parameters[fqn].asnumpy(), order="C")
         except TypeError as error:  # bfloat16 has no NumPy type here
@@ -193,29 +194,32 @@ class MindSporeState:
             ) from error
 
     def write(self, fqn: str, array: Array) -> None:
-        """Set the parameter, also for a graph that is compiled."""
+        """Set the parameter, also for a compiled graph."""
         assign(self._parameters[fqn], array.reshape(self._parameters[fqn].shape))
 
     def owns(self, fqn: str) -> bool:
-        """It is a parameter of the training cell."""
+        """Return True if the tensor is a parameter of the training cell."""
         return fqn in self._parameters
 
     def trains(self, fqn: str) -> bool:
-        """Updates alone change it: a weight, or state of the optimizer."""
+        """Return True if only updates change the tensor: a weight, or state of the optimizer."""
         return fqn in self.trained or (fqn in self._parameters and fqn.startswith("optimizer."))
 
     def put_bytes(self, arrays: Mapping[str, NDArray[np.uint8]]) -> None:
-        """Set parameters from their bytes."""
+        """Set parameters to these bytes, by name."""
         for fqn, data in arrays.items():
             self.write(fqn, data.view(self.read(fqn).dtype))
 
     def placed(self, fqn: str, array: Array) -> Shard:
-        """``array`` as the box of this rank."""
+        """Return ``array`` as a shard: the data of the box that this rank holds of the parameter."""
         meta = self.metas[fqn]
         return Shard(fqn, meta.shape, meta.box, array)
 
     def shard(self, fqn: str, copies: Mapping[str, Array]) -> Shard:
-        """This rank's box with its value, from ``copies`` where it is there. Raises: StateError."""
+        """Return this rank's shard of a parameter, from ``copies`` if it is there, otherwise from the framework.
+
+        Raises: StateError.
+        """
         if fqn not in self.metas:
             raise StateError(f"tensor {fqn!r} is not held here")
         return self.placed(fqn, copies[fqn] if fqn in copies else self.read(fqn))
@@ -226,7 +230,7 @@ class MindSporeState:
         self._taken = self.extras.take()
 
     def put_back(self) -> None:
-        """What :meth:`take` has copied."""
+        """Restore the values that :meth:`take` has copied."""
         for fqn, array in self._copied.items():
             self.write(fqn, array)
         self.extras.put(self._taken)
@@ -239,14 +243,17 @@ class MindSporeState:
         return {fqn: self.read(fqn).copy() for fqn in names}
 
     def collect(self, *, frozen: bool, before: int = -1) -> MindSporeCollected:
-        """The state now, or at the start of the open step; what was copied for the step ``before`` comes first."""
+        """Return the state now, or with ``frozen`` the state at the start of the open step.
+
+        Copies that :meth:`take_before` made for the step ``before`` take precedence.
+        """
         copies = self._copied if frozen else {}
         if self._before.step == before:
             return MindSporeCollected(self, {**copies, **self._before.arrays}, self._before.extras)
         return MindSporeCollected(self, copies, self._taken if frozen else self.extras.take())
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> MindSporeRestore:
-        """Prepare a load. Raises: CheckpointMismatch: of another framework."""
+        """Return a load of a checkpoint into this state. Raises: CheckpointMismatch: of another framework."""
         if values.get("framework") != "mindspore":
             raise CheckpointMismatch(
                 "the checkpoint was not written by a MindSpore training",
@@ -256,22 +263,22 @@ class MindSporeState:
 
 
 class MindSporeTensors:
-    """Parameters and tensors in the user's own state (``frameworks.common.user_state.UserTensors``)."""
+    """The operations on MindSpore tensors in the user's own state (``frameworks.common.user_state.UserTensors``)."""
 
     def owns(self, item: Any) -> bool:
-        """It is one."""
+        """Return True for a tensor or parameter of MindSpore."""
         return isinstance(item, ms.Tensor)
 
     def read(self, item: Any) -> Array:
-        """Its values."""
+        """Return the values of a tensor."""
         return np.asarray(item.asnumpy())
 
     def make(self, array: Array) -> Any:
-        """A new one."""
+        """Return a new tensor."""
         return ms.Tensor(array)
 
     def fill(self, current: Any, value: Any) -> bool:
-        """Only a parameter is set in place."""
+        """Copy ``value`` into a parameter; return False for anything else, which is not set in place."""
         if not isinstance(current, ms.Parameter) or not isinstance(value, ms.Tensor):
             return False
         if current.shape != value.shape or current.dtype != value.dtype:
@@ -286,5 +293,5 @@ def assign(parameter: Any, array: Array) -> None:
 
 
 def _belongs(fqn: str, name: str) -> bool:
-    """A weight or a slot of it: MindSpore names a slot KIND.WEIGHT."""
+    """Return True for the weight ``name`` and for its slots, which MindSpore names KIND.WEIGHT."""
     return fqn == name or (fqn.startswith("optimizer.") and fqn.endswith(f".{name}"))

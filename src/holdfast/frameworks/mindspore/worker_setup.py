@@ -1,8 +1,8 @@
-"""How a worker of ``holdfast run --framework mindspore`` meets the others: by environment, without msrun.
+"""The setup of a worker of ``holdfast run --framework mindspore``, by environment variables and without msrun.
 
-A script that never calls ``mindspore.communication.init()`` needs nothing of this: its gradients travel over our own
-connections. For one that does, ``init()`` first waits for all ranks (and names the one that does not come), then rank 0
-starts MindSpore's scheduler, a process of this worker's group that ends with it, and MindSpore's own ``init`` runs.
+A script that never calls ``mindspore.communication.init()`` needs nothing of this: its gradients travel over Holdfast's
+own connections. In other scripts ``init()`` first waits for all ranks (and names a missing one). Then rank 0 starts
+MindSpore's scheduler, a process of this worker's group that ends with it, and MindSpore's own ``init`` runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _installed = False
 
 
 def install() -> None:
-    """Set the variables that MindSpore scripts read, and put :func:`_init` in the place of ``init``. Idempotent.
+    """Set the variables that MindSpore scripts read, and replace ``init`` by :func:`_init`. Idempotent.
 
     Raises:
         ModuleNotFoundError: MindSpore is not installed.
@@ -43,7 +43,7 @@ def install() -> None:
 
 
 def _init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``mindspore.communication.init`` for a worker of ours."""
+    """Return a ``mindspore.communication.init`` for a worker of Holdfast."""
 
     def init(backend_name: str | None = None) -> None:
         client = WorkerClient.current()
@@ -70,7 +70,7 @@ def _init(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cluster(client: WorkerClient) -> dict[str, str]:
-    """The variables of one MindSpore worker."""
+    """Return the environment variables of one MindSpore worker."""
     return {
         "MS_ROLE": "MS_WORKER",
         "MS_WORKER_NUM": str(client.world_size),
@@ -78,6 +78,6 @@ def _cluster(client: WorkerClient) -> dict[str, str]:
         "MS_SCHED_PORT": os.environ["MASTER_PORT"],
         "MS_NODE_ID": str(client.rank),
         "MS_TOPO_TIMEOUT": str(int(start_limit_s())),
-        # Without this a worker that lost the scheduler is ended by MindSpore, while it still has a state to save.
+        # Without this MindSpore ends a worker that lost the scheduler, while the worker still has a state to save.
         "MS_DISABLE_HEARTBEAT": "1",
     }

@@ -1,8 +1,8 @@
-"""TensorFlow 2 behind the interface of ``frameworks/common/adapter.py``: job level.
+"""TensorFlow 2's implementation of the interface in ``frameworks/common/adapter.py``, with recovery by restart.
 
-A step is ``train_step`` as a whole. It votes when it has ended here; committed means that all workers got through it. A
-broken strategy cannot be repaired in a running process, so every fault restarts the workers, from the state of the last
-committed step: host copies where the step after it had begun.
+A step is the whole ``train_step``. It votes after it has ended here; committed means that it ended on all workers. A
+broken strategy cannot be repaired in a running process, so every fault restarts the workers from the state of the last
+committed step. If the next step had begun, that state is the host copies.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STRATEGIES = ("MultiWorkerMirroredStrategy", "CollectiveAllReduceStrategy")
 
 
 class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
-    """See :class:`holdfast.frameworks.common.adapter.Adapter`.
+    """The adapter of TensorFlow; see :class:`holdfast.frameworks.common.adapter.Adapter`.
 
     Nothing of TensorFlow is hooked: the step votes at its end.
 
@@ -42,7 +42,7 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
         optimizer: its optimizer.
         strategy: the strategy in whose scope both were made; None for one process.
         extras: the user's own state.
-        seed: of Python's and NumPy's generators at each step.
+        seed: base of the seeds of Python's and NumPy's generators at each step.
 
     Raises:
         UnsupportedError: version, strategy or device.
@@ -63,12 +63,12 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
             optimizer.build(model.trainable_variables)
         self.state = TensorFlowState(model, optimizer, extras)
         self._shared: dict[str, NDArray[Any]] = {}
-        self._voting = False  # the block has ended, and its vote comes
+        self._voting = False  # the block has ended, and its vote follows
 
     # ------------------------------------------------------------------ hooks
 
     def is_fault(self, error: BaseException) -> bool:
-        """A collective of TensorFlow's broke: tell the others at once."""
+        """Return True, and report the fault to the other ranks at once, if a collective of TensorFlow broke."""
         kinds = (
             tf.errors.UnavailableError,
             tf.errors.AbortedError,
@@ -84,47 +84,56 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
     # ------------------------------------------------------------------ state
 
     def collect(self, *, frozen: bool = False, before: int = -1) -> TensorFlowCollected:
-        """The state now, or at the start of the current step."""
+        """Return the state now, or with ``frozen`` the state at the start of the current step."""
         return self.state.collect(frozen=frozen, before=before)
 
     def state_size(self) -> int:
-        """Of the user's own state: the optimizer is built from the start."""
+        """Return a number that changes with the layout of the user's own state.
+
+        The optimizer is built from the start, so its layout does not change.
+        """
         return self.state.extras.size()
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> TensorFlowRestore:
-        """Prepare a load. Raises: CheckpointMismatch."""
+        """Return a load of a checkpoint into this state: fill its buffers, then finish it.
+
+        Raises: CheckpointMismatch.
+        """
         return self.state.restore(catalogue, values)
 
     def feed(self, loader: Any) -> Feed:
-        """Batches of a ``tf.data.Dataset`` that is not distributed yet. Raises: UsageError."""
+        """Return the feed that draws batches of a ``tf.data.Dataset``, not yet distributed. Raises: UsageError."""
         if self._strategy is None:
             return DatasetFeed(loader, lambda dataset: dataset, self._traces)
         return DatasetFeed(loader, self._strategy.experimental_distribute_dataset, self._traces)
 
     def _traces(self) -> None:
-        """The coming step is slow: ``tf.function`` meets new shapes."""
+        """Report to the session that the coming step is slow, because ``tf.function`` traces new shapes."""
         if self._hooks is not None:
             self._hooks.compiling(True)
 
     # ------------------------------------------------------------------ step
 
     def begin(self, step: int) -> None:
-        """Seed the generators, copy everything."""
+        """Seed the generators and copy all variables and the user's own state."""
         self._voting = False
         self.state.take()
         self._reseed(step)
 
     def shield(self) -> None:
-        """Nothing: TensorFlow's collectives raise."""
+        """Do nothing: TensorFlow's collectives raise."""
 
     def record(self, name: str) -> None:
-        """Refuse. Raises: UnsupportedError."""
+        """Raise UnsupportedError: TensorFlow has no tentative updates here."""
         raise UnsupportedError(
             "step.update(name) is not supported with TensorFlow", hint="one train_step per step"
         )
 
     def prepare_vote(self) -> None:
-        """What each worker keeps for itself becomes rank 0's. Raises: PeerLost."""
+        """Fetch rank 0's values of the variables that each worker updates separately.
+
+        :meth:`end` takes them over. Raises: PeerLost.
+        """
         if self._hooks is not None:
             self._hooks.compiling(False)
         self._voting = True
@@ -134,24 +143,30 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
             self._shared[fqn] = self.mesh.sum(mine).reshape(array.shape)
 
     def end(self) -> None:
-        """All workers got through the step: its result counts."""
+        """Accept the step, which ended on all workers, and take over the values of rank 0."""
         self._voting = False
         if self.rank != 0:
             self.state.write(self._shared)
 
     def release(self) -> None:
-        """No vote follows."""
+        """Record that no vote follows, because the block was left early."""
         self._voting = False
 
     def _of_vote(self) -> Live | None:
-        """The variables after the block; a state that was collected at an earlier step has others."""
+        """Return the variables after the block for the vote's comparison of copies; None if no vote is in progress.
+
+        A state that was collected at an earlier step holds other values.
+        """
         return self.state.collect_live() if self._voting else None
 
     def _remedy(self) -> str:
         return "make model and optimizer in the strategy's scope, and change no variable on one worker alone"
 
     def abort(self) -> None:
-        """Put everything back; after a fault that is done for nothing: this process will be replaced."""
+        """Restore the state from the copies of the step's start.
+
+        After a fault nothing is restored, because this process will be replaced.
+        """
         self._voting = False
         if not self.poisoned:
             self.state.put_back()
@@ -159,23 +174,23 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
     # ------------------------------------------------------------------ groups
 
     def reconfigure(self, generation: Generation) -> None:
-        """Refuse. Raises: GroupError."""
+        """Raise GroupError: a broken strategy cannot be used again."""
         raise GroupError(
             "a broken MultiWorkerMirroredStrategy cannot be used again: the workers must restart"
         )
 
     def rehearse(self) -> bool:
-        """No step needs one."""
+        """Return False: no step needs a rehearsal."""
         return False
 
 
 def scope(strategy: Any) -> Any:
-    """The strategy's scope, or the default one."""
+    """Return the scope of the strategy, or of the default one."""
     return (strategy or tf.distribute.get_strategy()).scope()
 
 
 def check_supported(strategy: Any, world_size: int) -> None:
-    """Refuse what would fail later.
+    """Refuse unsupported settings that would fail later.
 
     Raises:
         UnsupportedError: names what is supported.
@@ -206,16 +221,16 @@ def check_supported(strategy: Any, world_size: int) -> None:
 
 
 def place() -> tuple[int, int]:
-    """Rank and world size, from ``TF_CONFIG`` or the launcher's variables.
+    """Return rank and world size, from ``TF_CONFIG`` or the launcher's variables.
 
     Raises:
-        UsageError: variables that contradict each other, or that say half of it.
+        UsageError: variables that contradict each other, or that are incomplete.
     """
     return place_here()
 
 
 def _workers_of(strategy: Any) -> int:
-    """How many workers the strategy adds up over: as its cluster says, 1 without one."""
+    """Return the number of workers over which the strategy sums, from its cluster; 1 without a cluster."""
     resolver = strategy.cluster_resolver
     spec = {} if resolver is None else resolver.cluster_spec().as_dict()
     return sum(len(places) for kind, places in spec.items() if kind in TF_RANKS) or 1

@@ -1,6 +1,6 @@
-"""Batches of a ``tf.data.Dataset`` with a position that survives.
+"""The position of the job in a ``tf.data.Dataset``, which survives a restart.
 
-Theory. A place is an epoch and the batches drawn in it; a process that begins again makes a new iterator and draws up
+Theory. A place is an epoch and the batches drawn in it. A process that starts again makes a new iterator and draws up
 to the place. That gives the same batches if the pipeline draws the same from each new iterator. An order or an
 augmentation without a seed does not, nor does a shuffle that TensorFlow changes from iterator to iterator: both are
 refused by name.
@@ -22,13 +22,12 @@ Source = Any
 
 
 class DatasetFeed:
-    """See :class:`holdfast.frameworks.common.adapter.Feed`.
+    """The batches of a ``tf.data.Dataset``; see :class:`holdfast.frameworks.common.adapter.Feed`.
 
     Args:
         source: batches of the whole job.
         distribute: makes the batches of this worker out of a dataset.
-        on_new: called when an iterator is made, and when a batch has shapes that were not seen before: functions will
-            be traced again.
+        on_new: called when an iterator is made, and at a batch with new shapes, for which functions are traced again.
     """
 
     def __init__(self, source: Source, distribute: Callable[[Any], Any], on_new: Callable[[], None]) -> None:
@@ -49,7 +48,7 @@ class DatasetFeed:
         self._seen: set[tuple[str, ...]] = set()
 
     def place(self) -> Mapping[str, int]:
-        """Epoch and batches drawn in it."""
+        """Return the epoch and the batches drawn in it."""
         return {"epoch": self.epoch, "batch": self._batch}
 
     def seek(self, place: Mapping[str, int], local: Plain = None) -> None:
@@ -58,20 +57,20 @@ class DatasetFeed:
         self._iterator = None
 
     def identity(self) -> DataIdentity | None:
-        """None: a pipeline, not a list."""
+        """Return None: the content of a pipeline is not known."""
         return None
 
     def local_state(self) -> Plain:
-        """None: the position is the same on all workers."""
+        """Return None: the position is the same on all workers."""
         return None
 
     def draw(self, epochs: int | None = None) -> Any:
-        """The next batch. Raises: StopIteration, EmptyLoaderError."""
+        """Return the next batch. Raises: StopIteration, EmptyLoaderError."""
         while epochs is None or self.epoch < epochs:
             if self._iterator is None:
-                self._on_new()  # it is built, and drawn up to the place: slow, and no hang
+                self._on_new()  # the iterator is built and drawn up to the place: slow, but no hang
                 self._iterator = iter(self._distribute(dataset_of(self._source, self.epoch)))
-                # Not skip(): a strategy splits batches over the workers, and would count its own smaller ones.
+                # Not skip(): a strategy splits batches over the workers, and would count its own smaller batches.
                 for _ in range(self._batch):
                     next(self._iterator)
             try:
@@ -98,7 +97,7 @@ class DatasetFeed:
 
 
 def dataset_of(source: Source, epoch: int) -> Any:
-    """The dataset of one epoch. Raises: UnsupportedError: each of its iterators draws something else."""
+    """Return the dataset of one epoch. Raises: UnsupportedError: its iterators would draw different batches."""
     fixed = isinstance(source, tf.data.Dataset)
     dataset = source if fixed else source(epoch)
     for part in _parts(dataset):
@@ -108,14 +107,14 @@ def dataset_of(source: Source, epoch: int) -> Any:
 
 
 def _parts(dataset: Any) -> Iterator[Any]:
-    """A pipeline and what it draws from, as far as TensorFlow shows it."""
+    """Yield a pipeline and the datasets that it draws from, if TensorFlow shows them."""
     yield dataset
     for below in getattr(dataset, "_inputs", tuple)():
         yield from _parts(below)
 
 
 def _refuse_shuffle(part: Any, *, fixed: bool) -> None:
-    """Raises: UnsupportedError.
+    """Refuse a shuffle whose order depends on the process. Raises: UnsupportedError.
 
     Args:
         fixed: the same dataset serves all epochs.
@@ -136,7 +135,7 @@ def _refuse_shuffle(part: Any, *, fixed: bool) -> None:
 
 
 def _refuse_random(part: Any) -> None:
-    """Raises: UnsupportedError."""
+    """Refuse a map with random operations whose draws depend on the process. Raises: UnsupportedError."""
     graph = getattr(getattr(getattr(part, "_map_func", None), "function", None), "graph", None)
     for op in () if graph is None else graph.get_operations():
         if not (op.op_def.is_stateful and "seed2" in op.node_def.attr):

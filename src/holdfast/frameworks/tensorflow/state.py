@@ -1,11 +1,12 @@
 """Variables of a Keras model and its optimizer as training state.
 
-Theory. TensorFlow adds and applies gradients in one function, so a step that breaks may have changed some variables.
-All of them are therefore copied to the host when a step begins: the state of a step that was left is these copies, and
-outside of a step it is what the variables hold, with what the script has done behind the block. Variables are read and
-set as this worker's value, because a read across workers would be a collective. ``local`` names those that drift apart
-(BatchNorm's moving statistics). What a script may change between two steps is one number each (learning rates,
-counters) and its own state (``frameworks/common/user_state.py``): copied also when the script is given the step.
+Theory. TensorFlow sums and applies gradients in one function, so a step that breaks may have changed some variables.
+All variables are therefore copied to the host when a step begins. These copies are the state of a step that was left
+early. Outside of a step the state is what the variables hold, with the script's changes after the block. Variables are
+read and set as this worker's value, because a read across workers would be a collective. ``local`` names the variables
+that differ between workers (BatchNorm's moving statistics). Between two steps a script may change single numbers
+(learning rates, counters) and its own state (``frameworks/common/user_state.py``). These are also copied when the
+script is given the step.
 
 Invariants:
 1. ``collect(frozen=True)`` is the state at the start of the open step, whatever happened since.
@@ -38,7 +39,7 @@ OPTIMIZER = "optimizer."
 
 
 class TensorFlowCollected:
-    """The state at one moment."""
+    """The training state at one moment, as a source for saves."""
 
     def __init__(self, arrays: Mapping[str, Array], extras: Taken) -> None:
         self.values: dict[str, Plain] = {
@@ -52,36 +53,36 @@ class TensorFlowCollected:
         self._state = NumpyState.whole({**arrays, **extras.arrays})
 
     def view(self, fqn: str, box: Box) -> memoryview:
-        """Bytes of one box of this rank. Raises: StateError."""
+        """Return the bytes of one box of this rank. Raises: StateError."""
         return self._state.view(fqn, box)
 
     def layout(self, rank: int, world_size: int) -> RankLayout:
-        """Everything, whole: each worker holds a replica."""
+        """Return the layout: every tensor, whole, because each worker holds a replica."""
         return self._state.layout(rank, world_size)
 
     def writes(self) -> tuple[int, ...]:
-        """Digests: TensorFlow does not count (``frameworks.common.adapter.CountsWrites``)."""
+        """Return digests, because TensorFlow does not count writes (``frameworks.common.adapter.CountsWrites``)."""
         return digests(self, self.layout(0, 1))
 
 
 class Live:
-    """The variables of now: each is copied from the framework when it is asked for."""
+    """The present variables, each copied from the framework when it is requested."""
 
     def __init__(self, state: TensorFlowState) -> None:
         self.values: dict[str, Plain] = {}
         self._state = state
 
     def view(self, fqn: str, box: Box) -> memoryview:
-        """Bytes of one variable. Raises: StateError."""
+        """Return the bytes of one variable. Raises: StateError."""
         return NumpyState.whole(self._state.read((fqn,))).view(fqn, box)
 
     def layout(self, rank: int, world_size: int) -> RankLayout:
-        """Everything, whole."""
+        """Return the layout: every variable, whole."""
         return NumpyState.whole(self._state.copies).layout(rank, world_size)
 
 
 class TensorFlowRestore:
-    """A load under way."""
+    """A load in progress: arrays are filled first, then written to the variables."""
 
     def __init__(self, state: TensorFlowState, catalogue: Catalogue, values: Mapping[str, Plain]) -> None:
         self._state = state
@@ -89,11 +90,11 @@ class TensorFlowRestore:
         self._users, self._put = state.extras.prepare(catalogue, values.get("state", {}))
 
     def buffers(self) -> list[tuple[TensorMeta, memoryview]]:
-        """Every tensor to fill."""
+        """Return every tensor to fill."""
         return metas_to_fill(NumpyState.whole({**self._arrays, **self._users}).shards)
 
     def finish(self) -> None:
-        """Put the arrays into the variables."""
+        """Write the arrays to the variables."""
         self._state.write(self._arrays)
         self._put()
 
@@ -144,16 +145,16 @@ class TensorFlowState:
                 raise StateError(f"variable {fqn!r}: type {array.dtype} cannot be saved")
 
     def read(self, names: Iterable[str]) -> dict[str, Array]:
-        """This worker's values now, copied."""
+        """Return copies of this worker's present values."""
         return {fqn: np.array(_components(self._variables[fqn])[0].numpy(), order="C") for fqn in names}
 
     def take(self) -> None:
-        """Copy everything: a step begins."""
+        """Copy everything at the start of a step."""
         self.copies = self.read(self._variables)
         self._taken = self.extras.take()
 
     def put_back(self) -> None:
-        """What :meth:`take` has copied."""
+        """Restore the values that :meth:`take` has copied."""
         self.write(self.copies)
         self.extras.put(self._taken)
 
@@ -162,7 +163,10 @@ class TensorFlowState:
         self._before = UserStateBefore(step, self.read(self._single), self.extras.take())
 
     def collect(self, *, frozen: bool, before: int = -1) -> TensorFlowCollected:
-        """The state now, or at the start of the open step; what was copied for the step ``before`` comes first."""
+        """Return the state now, or with ``frozen`` the state at the start of the open step.
+
+        Copies that :meth:`take_before` made for the step ``before`` take precedence.
+        """
         arrays = self.copies if frozen else self.read(self._variables)
         if self._before.step == before:
             return TensorFlowCollected({**arrays, **self._before.arrays}, self._before.extras)
@@ -174,46 +178,46 @@ class TensorFlowState:
             assign(self._variables[fqn], array)
 
     def owns(self, fqn: str) -> bool:
-        """It is a variable of model or optimizer that holds numbers, and no random state of a layer."""
+        """Return True for a floating-point variable of model or optimizer; random state of a layer is not one."""
         return fqn in self._variables and self.copies[fqn].dtype.kind == "f"
 
     def trains(self, fqn: str) -> bool:
-        """Updates alone change it: a weight, or state of the optimizer."""
+        """Return True if only updates change the tensor: a weight, or state of the optimizer."""
         return fqn in self._trained
 
     def put_bytes(self, arrays: Mapping[str, NDArray[np.uint8]]) -> None:
-        """Set variables on this worker from their bytes."""
+        """Set variables on this worker to these bytes, by name."""
         for fqn, data in arrays.items():
             self.write({fqn: data.view(self.copies[fqn].dtype).reshape(self.copies[fqn].shape)})
 
     def collect_live(self) -> Live:
-        """The variables of now, each copied when it is asked for."""
+        """Return the present variables, each copied when it is requested."""
         return Live(self)
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> TensorFlowRestore:
-        """Prepare a load. Raises: CheckpointMismatch: of another framework."""
+        """Return a load of a checkpoint into this state. Raises: CheckpointMismatch: of another framework."""
         if values.get("framework") != "tensorflow":
             raise CheckpointMismatch("the checkpoint was not written by a TensorFlow training")
         return TensorFlowRestore(self, catalogue, values)
 
 
 class TensorFlowTensors:
-    """Variables and tensors in the user's own state (``frameworks.common.user_state.UserTensors``)."""
+    """The operations on TensorFlow tensors in the user's own state (``frameworks.common.user_state.UserTensors``)."""
 
     def owns(self, item: Any) -> bool:
-        """It is one."""
+        """Return True for a variable or tensor of TensorFlow or Keras."""
         return isinstance(item, tf.Variable | tf.Tensor) or _is_keras(item)
 
     def read(self, item: Any) -> Array:
-        """This worker's values."""
+        """Return this worker's values."""
         return np.asarray(_components(item)[0].numpy())
 
     def make(self, array: Array) -> Any:
-        """A new one."""
+        """Return a new tensor."""
         return tf.constant(array)
 
     def fill(self, current: Any, value: Any) -> bool:
-        """Only a variable is set in place."""
+        """Copy ``value`` into a variable; return False for anything else, which is not set in place."""
         if not (isinstance(current, tf.Variable) or _is_keras(current)) or not isinstance(value, tf.Tensor):
             return False
         if tuple(current.shape) != tuple(value.shape) or tf.as_dtype(current.dtype) != value.dtype:
@@ -229,7 +233,10 @@ def assign(variable: Any, array: Array) -> None:
 
 
 def _variables(optimizer: Any) -> list[Any]:
-    """Of Keras 3 (an attribute) and of tf_keras (a method in old versions, and without the learning rate)."""
+    """Return the variables of an optimizer of Keras 3 or tf_keras.
+
+    In tf_keras they are a method in old versions, and lack the learning rate.
+    """
     found = optimizer.variables
     variables = list(found() if callable(found) else found)
     rate = getattr(optimizer, "_learning_rate", None)
@@ -239,12 +246,12 @@ def _variables(optimizer: Any) -> list[Any]:
 
 
 def _components(variable: Any) -> list[Any]:
-    """The parts of a variable on this worker; itself without a strategy."""
-    # Keras 3 wraps TensorFlow's variable; the same name on one of TensorFlow's own would start a collective.
+    """Return the parts of a variable on this worker; without a strategy the variable itself."""
+    # Keras 3 wraps TensorFlow's variable. The attribute ``_value`` of one of TensorFlow's own would start a collective.
     held = variable._value if _is_keras(variable) else variable
     return list(getattr(held, "values", None) or [held])
 
 
 def _is_keras(item: Any) -> bool:
-    """Keras 3's own kind of variable."""
+    """Return True for Keras 3's own variable class."""
     return type(item).__module__.startswith("keras.") and hasattr(item, "_value")

@@ -1,7 +1,7 @@
-"""How a worker of ``holdfast run --framework tensorflow`` meets the others: each start has a cluster of its own.
+"""The setup of a worker of ``holdfast run --framework tensorflow``: each start of the workers makes a new cluster.
 
-Before user code every rank takes a free port and tells it to all; ``TF_CONFIG`` is made from these. A cluster of an
-attempt before cannot be mistaken for it, and a rank that does not come up is named.
+Before user code every rank takes a free port and publishes it; ``TF_CONFIG`` is made from the ports of all ranks. A
+cluster of an earlier attempt cannot be mistaken for it, and a rank that does not start is named.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def install() -> None:
 
     Raises:
         ModuleNotFoundError: TensorFlow is not installed.
-        GroupError: a rank did not come up in time.
+        GroupError: a rank did not start in time.
     """
     if importlib.util.find_spec("tensorflow") is None:
         raise ModuleNotFoundError("No module named 'tensorflow'", name="tensorflow")

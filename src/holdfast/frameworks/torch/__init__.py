@@ -1,8 +1,8 @@
 """The adapter of PyTorch.
 
-torch is loaded before any module of this package: its import makes the worker ready
-(``runtime/node/framework_registry.py``), which imports modules of this package, and none of them may be half loaded
-then.
+torch is imported here before any module of this package. The import of torch makes the worker ready
+(``runtime/node/framework_registry.py``), and that imports modules of this package, none of which may be half imported
+at that time.
 """
 
 import torch  # noqa: F401

@@ -1,4 +1,4 @@
-"""PyTorch behind the interface of ``frameworks/common/adapter.py``."""
+"""PyTorch's implementation of the interface in ``frameworks/common/adapter.py``."""
 
 from __future__ import annotations
 
@@ -65,27 +65,27 @@ from holdfast.store.layouts.replica_digests import Extent
 log = logging.getLogger("holdfast")
 
 REHEARSALS_MAX = 3
-SETTLED = 3  # blocks after which DDP has laid out its buckets, whatever its settings
+SETTLED = 3  # blocks after which DDP's bucket layout is final, with any setting
 
 
 class TorchAdapter:
-    """See :class:`holdfast.frameworks.common.adapter.Adapter`.
+    """The adapter of PyTorch; see :class:`holdfast.frameworks.common.adapter.Adapter`.
 
     Args:
         model: a module, or modules by name; wrapped (DDP, ``fully_shard``, compile) as for training.
         optimizer, scheduler: one, a list, or a dict by name.
         scaler: a ``GradScaler`` or None.
-        extras: further state by name.
+        extras: the user's own state, by name.
         seed: of all random numbers.
 
     Raises:
         UsageError: wrong arguments, or several processes without process groups.
-        StateError: something that cannot be saved.
-        UnsupportedError: FSDP1, an optimizer that communicates in its step, a communication hook with a state, foreign
-            process groups.
+        StateError: a value that cannot be saved.
+        UnsupportedError: FSDP1, an optimizer that communicates in its step, a communication hook with a state, process
+            groups that are not Holdfast's.
     """
 
-    own_groups: ClassVar[bool] = True  # Holdfast's are behind gloo and nccl
+    own_groups: ClassVar[bool] = True  # the names gloo and nccl stand for Holdfast's groups
 
     def __init__(
         self, model: Models, optimizer: Any, scheduler: Any, scaler: Any, extras: dict[str, Any], seed: int
@@ -108,7 +108,8 @@ class TorchAdapter:
         self._leftover = Leftover(modules, self.state.updated_parameters)
         self._fabric = fabric()
         self._ddp = data_parallel(model)
-        self._replaceable = self.live and control_client() is not None  # by a launcher, one worker alone
+        # True if a launcher can replace this worker alone.
+        self._replaceable = self.live and control_client() is not None
         self._refuse_hooks()
         self._sync = BufferSync(self.state.names, self._ddp, sharded_mesh(model), self.world_size)
         with exempt():
@@ -122,19 +123,20 @@ class TorchAdapter:
         self.tentative = tentative(optimizers, self.rank)
         self._foreign = {
             id(local_part(o)): False for o in optimizers.values()
-        }  # it updates ours, by order of ours
+        }  # id -> whether it updates the model's weights; a local part (ZeRO) acts only inside a known optimizer
         self._handles: list[Any] = []
         self._hooks: Hooks | None = None
-        self._backward_seen: set[int] = set()  # modules by number
+        self._backward_seen: set[int] = set()  # numbers of the modules whose backward has begun
         self._dividing = [p for _, module in modules_of(model) for p in dividing(module, self.world_size)]
         self._step = 0
-        self._computed = False  # an optimizer of ours was about to step in this block
+        self._computed = False  # an optimizer of the session was about to step in this block
         self._updating = False
         self._feed: TorchFeed | None = None
         self._suspicion = Suspicion(self.state)
         self._proving: Literal["", "first", "sampled"] = ""
-        self._passed = 0  # blocks with an update since the buckets of DDP were reset
-        self._counted, self.trains_alone = 0, True  # collectives before the block; none in any block
+        self._passed = 0  # blocks with an update since DDP's buckets were reset
+        # Number of collectives before the block; True while no block had one.
+        self._counted, self.trains_alone = 0, True
         self._rehearsals = 0
         self._rehearsed = self.world_size == 1
 
@@ -143,7 +145,7 @@ class TorchAdapter:
             refuse_stateful_hooks(self._ddp)
 
     def become(self, rank: int) -> None:
-        """A spare was called."""
+        """Take over ``rank`` in this process, which was a spare until now."""
         self.rank = rank
         self.copy = copy_of(self._model, rank, self.world_size)
         if self._feed is not None:
@@ -153,18 +155,18 @@ class TorchAdapter:
 
     @property
     def poisoned(self) -> bool:
-        """A collective of this process broke."""
+        """True after a collective of this process broke."""
         return self._fabric.poisoned
 
     @property
     def reason(self) -> str:
-        """Why."""
+        """The reason why this process is poisoned; empty if it is not."""
         return self._fabric.reason
 
     def attach(
         self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int, str], None]
     ) -> None:
-        """Hook every optimizer of the process and the model's output."""
+        """Hook every optimizer of the process, the model's output and torch's compiler."""
         self._hooks = hooks
         self._fabric.on_poison(on_fault)
         self._fabric.on_collective(on_collective, hooks.waited)
@@ -194,7 +196,7 @@ class TorchAdapter:
         self._accumulating.close()
 
     def is_fault(self, error: BaseException) -> bool:
-        """False: a broken collective of ours has poisoned the process, which says it already."""
+        """Return False: a broken collective has already poisoned the process, which reports the fault."""
         return False
 
     def _compile_begins(self, *_: object) -> None:
@@ -206,7 +208,8 @@ class TorchAdapter:
             self._hooks.compiling(False)
 
     def _watch_output(self, number: int, module: torch.nn.Module, args: Any, output: Any) -> None:
-        # Compiled into user code it would break the graph, and be compiled again whenever the flag changes.
+        # If this were compiled into user code, it would break the graph and cause a recompilation at each change of the
+        # flag.
         if torch.compiler.is_compiling() or number in self._backward_seen:
             return
         for tensor in _tensors(output):
@@ -229,7 +232,10 @@ class TorchAdapter:
                 )
 
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """Vote now; or, given a closure that computes the gradients (Lightning's way), vote when it has run."""
+        """Vote before the optimizer steps.
+
+        If the optimizer gets a closure that computes the gradients (Lightning's way), vote after the closure.
+        """
         if self.updates.alone:
             return None
         name = self._names.get(id(optimizer))
@@ -269,8 +275,8 @@ class TorchAdapter:
             self._hooks.updated(name)
 
     def _refuse_unknown(self, optimizer: Optimizer) -> None:
-        """An optimizer of someone else is fine, unless it changes our weights before a vote."""
-        if self._updating:  # called by a wrapper that has voted
+        """Refuse an optimizer outside of the session that would change the model's weights before a vote."""
+        if self._updating:  # a wrapper that has voted calls it
             return
         ours = self._foreign.get(id(optimizer))
         if ours is None:
@@ -285,32 +291,36 @@ class TorchAdapter:
     # ------------------------------------------------------------------ state
 
     def collect(self, *, frozen: bool = False, before: int = -1) -> TorchCollected:
-        """The state now, or at the start of the current step."""
+        """Return the state now, or with ``frozen`` the state at the start of the current step."""
         with named_errors("the state cannot be read"):
             while True:
                 self._devices.wait()
                 copies = self._snapshot.copies() if frozen else None
                 collected = self.state.collect(copies, self._snapshot.before(before))
                 if not self._devices.add(collected.devices()):
-                    return collected  # else some of it was moved to a device that was not waited for
+                    return collected  # otherwise part of the state is on a device that was not waited for
 
     def state_size(self) -> int:
-        """Of optimizer state and of the modules' extra state."""
+        """Return a number that changes with the layout of optimizer state, user state or modules' extra state."""
         return self.state.size() + self._snapshot.size()
 
     def compares(self, fqn: str) -> bool:
-        """Weights and optimizer state; buffers and the user's own state may differ between ranks."""
+        """Return True if the tensor must be equal on all ranks that hold it: weights and optimizer state."""
         return fqn in self.state.names.parameters or (
             fqn.startswith("optimizer.") and fqn not in self._buffers
         )
 
     def digest(self, collected: TorchCollected, parts: Sequence[Extent]) -> int:
-        """64-bit digest of parts of the state (``frameworks.common.adapter.ComparesCopies``)."""
+        """Return the 64-bit digest of parts of the state (``frameworks.common.adapter.ComparesCopies``)."""
         with named_errors("the copies of the state cannot be compared"):
             return digest_of(collected, parts)
 
     def pin(self, memory: memoryview) -> Callable[[], None]:
-        """Lock pages for copies from a GPU (``PinsMemory``); nothing to do where none is in use."""
+        """Lock memory pages for copies from a GPU (``PinsMemory``); without a GPU in use nothing is done.
+
+        Returns:
+            A function that unlocks them.
+        """
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return lambda: None
         pointer = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
@@ -326,27 +336,30 @@ class TorchAdapter:
         return lambda: runtime.cudaHostUnregister(pointer)
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> TorchRestore:
-        """Prepare a load. Raises: CheckpointMismatch."""
+        """Return a load of a checkpoint into this state: fill its buffers, then finish it.
+
+        Raises: CheckpointMismatch.
+        """
         return self.state.restore(catalogue, values, (self.rank, self.world_size))
 
     def mark(self, item: Any) -> object:
-        """What shows that a tensor of a batch was written (``frameworks.common.adapter.MarksTensors``)."""
+        """Return a mark that changes with each write to a tensor of a batch (``MarksTensors``)."""
         return mark(item)
 
     def digest_batch(self, batch: Any) -> int:
-        """Of what a loader drew (``frameworks.common.adapter.DigestsBatches``)."""
+        """Return the digest of a batch that a loader drew (``frameworks.common.adapter.DigestsBatches``)."""
         return digest_of_batch(batch)
 
     def duplicate(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor of a batch."""
+        """Return a copy of a tensor of a batch."""
         return duplicate(tensor)
 
     def share_memory(self, item: Any, tensor: torch.Tensor) -> bool:
-        """They lie in the same memory."""
+        """Return True if ``item`` and ``tensor`` share memory."""
         return share_memory(item, tensor)
 
     def feed(self, loader: Any) -> TorchFeed:
-        """Batches of ``loader``. Raises: UsageError."""
+        """Return the feed that draws batches of ``loader``. Raises: UsageError."""
         stand_in = deferred_rank.current()
         spare = stand_in is not None and not stand_in.called
         self._feed = TorchFeed(make_source(loader, self._seed, self.copy.number, spare=spare))
@@ -355,8 +368,8 @@ class TorchAdapter:
     # ------------------------------------------------------------------ step
 
     def begin(self, step: int) -> None:
-        """Seed and copy. Raises: UnsupportedError."""
-        self._refuse_hooks()  # one may be registered late
+        """Seed the generators and copy what the step may change. Raises: UnsupportedError."""
+        self._refuse_hooks()  # a hook may be registered late
         self._backward_seen, self._computed = set(), False
         self.updates.begin()
         self._step = step
@@ -369,7 +382,7 @@ class TorchAdapter:
         self._reseed(step, self._parts.part, between=False)
 
     def between(self, step: int, part: int, *, again: bool) -> None:
-        """Seed, and copy what the script may change."""
+        """Seed the generators for the code before a block, and copy what the script may change there."""
         self._reseed(step, part, between=True)
         if again:
             self._devices.order()
@@ -378,32 +391,33 @@ class TorchAdapter:
             self.remember(step)
 
     def remember(self, step: int, *, whole: bool = False) -> None:
-        """Copy learning rates, schedules and the user's state."""
+        """Copy learning rates, schedules and the user's own state."""
         self._devices.order()
         self._snapshot.take_before(step, whole=whole)
         self._sample.note()
 
     def holds_weights(self) -> bool:
-        """The script has put no other ones in their place (``frameworks.common.adapter.KnowsWeights``)."""
+        """Return True if the script has put no other weights into the model (``KnowsWeights``)."""
         return self._sample.is_there()
 
     def _reseed(self, step: int, part: int, *, between: bool) -> None:
-        worker = self.copy.number + self.copy.numbers * part  # whose work it is when all ranks are there
+        # The worker that does this part when all ranks are present.
+        worker = self.copy.number + self.copy.numbers * part
         reseed(self._seed, worker, step, between=between)
         reseed_generators(self.state.generators, self._seed, worker, step, between=between)
 
     def expect(self, batches: int | None) -> None:
-        """The next block has so many batches (``frameworks.common.adapter.Accumulates``)."""
+        """Set the number of batches of the next block (``frameworks.common.adapter.Accumulates``)."""
         self._accumulating.expect(batches)
 
     def share(self, part: int, parts: int) -> None:
-        """The block that begins next is a part of its step (``frameworks.common.adapter.TakesParts``)."""
+        """Make the next block part ``part`` of ``parts`` of its step (``frameworks.common.adapter.TakesParts``)."""
         if parts > 1:
             self.updates.refuse("a step runs in parts")
         self._parts.begin(part, parts)
 
     def shield(self) -> None:
-        """Broken collectives complete on local data."""
+        """Make broken collectives complete on local data from now on."""
         self._fabric.shield(True)
 
     def record(self, name: str) -> None:
@@ -412,7 +426,7 @@ class TorchAdapter:
         self._snapshot.undo.record(self.state.optimizers[name].optimizer)
 
     def prepare_vote(self) -> None:
-        """Buffers follow rank 0; then wait for the device: a vote must not overtake its own gradients."""
+        """Give all ranks the buffers of rank 0, then wait for the device, so that all gradients exist at the vote."""
         self._parts.check()
         self.trains_alone = self.trains_alone and self._fabric.collectives == self._counted
         self._fabric.note_wait()
@@ -422,17 +436,17 @@ class TorchAdapter:
         self._devices.wait()
 
     def vote(self, vector: list[int]) -> list[int]:
-        """Sum over all ranks. Raises: PeerLost."""
+        """Return the sum of ``vector`` over all ranks. Raises: PeerLost."""
         return vector if self.world_size == 1 else self._fabric.reduce_vote(vector)
 
     def enter_update(self) -> None:
-        """Collectives are misuse from here to :meth:`end`."""
+        """Refuse collectives of user code from here to :meth:`end`."""
         self._updating = True
         self._fabric.shield(False)
         self._fabric.seal_updates(True)
 
     def end(self) -> None:
-        """The update stands."""
+        """Accept the update: drop the undo copies and allow collectives again."""
         self.release()
         self._snapshot.undo.clear()
         self._devices.order()
@@ -441,7 +455,7 @@ class TorchAdapter:
         self._leftover.ended(self._step, updated=self._computed)
 
     def release(self) -> None:
-        """Collectives are as outside of a step."""
+        """Leave the step: collectives work normally again."""
         self._suspicion.end()
         self._parts.end()
         self._accumulating.end()
@@ -450,21 +464,21 @@ class TorchAdapter:
         self._fabric.shield(False)
 
     def abort(self) -> None:
-        """Heal wrappers and scaler, restore what the step changed, drop gradients."""
+        """Reset wrappers and scaler, restore what the step changed, and drop gradients."""
         self.release()
         self._fabric.quiesce()
-        self._devices.wait()  # no update on another stream may overtake what is put back below
+        self._devices.wait()  # an update on another stream must not overtake the restore below
         self._heal()
         if self._proving:
             self._end_proof()
         elif self._fabric.looped:
-            self._rehearsals += self._computed  # a block that skipped its batch has rehearsed nothing
-            if not self._fabric.poisoned:  # a fence cut the rehearsal off: the next one does it
+            self._rehearsals += self._computed  # a block that skipped its batch was no rehearsal
+            if not self._fabric.poisoned:  # a fence interrupted the rehearsal: the next one rebuilds
                 self._rebuild_buckets()
         if self._scaler is not None:
             heal_scaler(self._scaler)
         self._snapshot.restore()
-        self._devices.wait()  # nor may the block that follows
+        self._devices.wait()  # nor may the next block start before it
 
     # ------------------------------------------------------------------ groups
 
@@ -476,7 +490,7 @@ class TorchAdapter:
         """Rebuild all groups. Raises: GroupError."""
         self._proving = ""
         self._fabric.reconfigure(generation)
-        # All ranks, also those with nothing to abort: a healed reducer makes a collective in its next forward.
+        # All ranks reset, also those with nothing to abort: a reset reducer makes a collective in its next forward.
         self._heal()
 
     def _heal(self) -> None:
@@ -487,7 +501,11 @@ class TorchAdapter:
         heal_pipelines()
 
     def rehearse(self) -> bool:
-        """DDP rebuilds its buckets after its first passes, and buckets decide the order of sums: do that first."""
+        """Return True if the next step must run without effect, to build DDP's final buckets.
+
+        DDP rebuilds its buckets after its first passes, and the buckets decide the order of sums. In such a rehearsal
+        collectives complete on local data (*loopback*).
+        """
         if self._rehearsed:
             return False
         if not self._unready() or self._rehearsals >= REHEARSALS_MAX or self._rebuilt_alone():
@@ -498,18 +516,25 @@ class TorchAdapter:
         return True
 
     def end_rehearsal(self) -> None:
-        """Back to the peers, over the same connections. They rebuild buckets at their next passes, so this one does."""
+        """Leave loopback and communicate with the peers again, over the same connections.
+
+        The peers rebuild their buckets at their next passes, so this process forgets its passes and does the same.
+        """
         self._fabric.reconfigure(self._fabric.generation)
         if self._proving != "sampled":
             self._forget_pass()
         self._proving = ""
 
     def go_alone(self, *, first: bool, suspected: bool) -> bool:
-        """A run of the block without peers, for its check (``frameworks.common.adapter.ProvesBlocks``)."""
+        """Make the coming block run without peers, to check the block (``frameworks.common.adapter.ProvesBlocks``).
+
+        Returns:
+            False if that is not possible at this step.
+        """
         if self._unready() and any(wrapper.static_graph for wrapper in self._ddp):
-            return False  # its first passes are counted, and are other ones than those that follow
+            return False  # ``static_graph`` counts the first passes, and they differ from later ones
         if self._ddp and ((self.partial and not first) or 0 < self._passed < SETTLED):
-            return False  # all ranks have yet to lay out their buckets together; a run that breaks off resets them
+            return False  # all ranks must still build their buckets together; a run that is left early resets them
         self._proving = "sampled" if self._passed else "first"
         if suspected:
             self._suspicion.begin()
@@ -518,28 +543,28 @@ class TorchAdapter:
 
     @property
     def partial(self) -> bool:
-        """This rank alone has no whole copy of the model."""
+        """True if this rank holds only a part of a copy of the model."""
         return self.copy.numbers != self.world_size
 
     @property
     def others(self) -> OtherRanksBlocks | None:
-        """Blocks of other ranks, run here (``frameworks.common.adapter.StandsForOthers``)."""
+        """The object that runs other ranks' blocks here; None if ranks hold only parts of a copy of the model."""
         return None if self.partial else OtherRanksBlocks(self._fabric, self.state, self._seed, self.copy)
 
     def found(self) -> Mapping[str, int]:
-        """What the block finds."""
+        """Return digests of the state that a block starts from."""
         return found_by(self.state)
 
     def computed(self) -> Mapping[str, int]:
-        """What the block has computed."""
+        """Return digests of the results of the block so far."""
         return computed_in(self.state)
 
     def cause(self) -> str:
-        """What the last two runs had in common."""
+        """Return the likely cause of the difference between the last two runs of the block; empty if none was seen."""
         return self._suspicion.cause
 
     def _end_proof(self) -> None:
-        """The buckets stay as they are: a pass that did not count must not lay them out."""
+        """Reset DDP's count of passes after a first run without effect, which must not decide the buckets."""
         if self._proving == "first":
             self._forget_pass()
 
@@ -556,28 +581,31 @@ class TorchAdapter:
             rebuild_buckets(module)
 
     def _rebuilt_alone(self) -> bool:
-        """A process that has trained its first step knows the buckets: set them without a pass, and without peers."""
+        """Build DDP's buckets without a pass and without peers; return True if none remains to be built.
+
+        This works in a process that has trained its first step, because it knows the buckets.
+        """
         if self._fabric.looped or self._fabric.poisoned:
-            return False  # a newcomer has made no pass; what a fault has broken is healed first
+            return False  # a newcomer has made no pass; a poisoned process is reset first
         self._fabric.loopback()
         try:
             self._rebuild_buckets()
         except RuntimeError:
-            return False  # the step before left a parameter out: the next forward says which
+            return False  # the step before had a parameter without gradient: the next forward reports it
         ready = not self._unready()
         try:
             self._fabric.reconfigure(self._fabric.generation)
         except GroupError:
-            pass  # a fault came first: its fence rebuilds the groups
+            pass  # a fault came first, and its fence rebuilds the groups
         return ready
 
 
 def _place(own_groups: bool) -> tuple[int, int]:
-    """Rank and world size of the default process group, which must be Holdfast's with ``own_groups``.
+    """Return rank and world size of the default process group, which must be Holdfast's with ``own_groups``.
 
     Raises:
-        UsageError: a launcher says that there are several processes, but there is no process group, or another one.
-        UnsupportedError: process groups that were made before Holdfast could.
+        UsageError: the launcher's variables name several processes, but there is no process group, or a different one.
+        UnsupportedError: the process groups were made before Holdfast's were installed.
     """
     if not (dist.is_available() and dist.is_initialized()):
         seat = seat_here()
@@ -597,7 +625,7 @@ def _place(own_groups: bool) -> tuple[int, int]:
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors in a module's output."""
+    """Yield the tensors in a module's output."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping | list | tuple):

@@ -1,8 +1,8 @@
-"""PyTorch with its own process groups, where Holdfast's cannot stand behind them: a fault restarts all workers.
+"""The adapter for PyTorch with its own process groups: a fault restarts all workers.
 
-A broken collective cannot be left, and a group cannot be rebuilt. So no block is run again in the same process: a block
-is neither rehearsed nor checked by a second run. Votes go over a group of torch's own, and what a rank had at the start
-of its step can still be saved before all start again.
+It is used where Holdfast's groups cannot be installed. A process cannot leave a broken collective, and a group cannot
+be rebuilt. So no block runs again in the same process: a block is neither rehearsed nor checked by a second run. Votes
+use a group of torch's own. The state of a rank at the start of its step can still be saved before all workers restart.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from holdfast.frameworks.torch.adapter import TorchAdapter
 from holdfast.frameworks.torch.state.parameter_names import Models
 
 _TRANSPORTS = ("gloo/", "NCCL", "store")
-"""Part of what torch says when a connection is lost: as a RuntimeError without a class of its own."""
+"""Texts in torch's error for a lost connection, which is a plain RuntimeError."""
 
 
 class PlainTorchAdapter(TorchAdapter):
@@ -33,14 +33,14 @@ class PlainTorchAdapter(TorchAdapter):
         self._voters = dist.new_group(backend="gloo") if self.world_size > 1 else None
 
     def is_fault(self, error: BaseException) -> bool:
-        """A collective of torch's broke: tell the others at once."""
+        """Return True if ``error`` means that a peer is lost, after it has been reported to the other ranks at once."""
         if self.world_size == 1 or not _lost_peer(error):
             return False
         self._fabric.broke("a collective", error, self._fabric.epoch)
         return True
 
     def vote(self, vector: list[int]) -> list[int]:
-        """Sum over all ranks. Raises: PeerLost."""
+        """Return the sum of ``vector`` over all ranks. Raises: PeerLost."""
         if self._voters is None:
             return vector
         if self.poisoned:
@@ -54,19 +54,19 @@ class PlainTorchAdapter(TorchAdapter):
         return [int(x) for x in votes.tolist()]
 
     def reconfigure(self, generation: Generation) -> None:
-        """Refuse. Raises: GroupError."""
+        """Raise GroupError: torch's own groups cannot be rebuilt."""
         raise GroupError("torch's own process groups cannot be rebuilt in place: the workers must restart")
 
     def rehearse(self) -> bool:
-        """No step is rehearsed: no newcomer joins."""
+        """Return False: no newcomer joins, so no step is rehearsed."""
         return False
 
     def go_alone(self, *, first: bool, suspected: bool) -> bool:
-        """No block is run without peers."""
+        """Return False: no block can run without peers."""
         return False
 
     def _heal(self) -> None:
-        """Wrappers stay as the fault left them: this process runs no other block."""
+        """Do nothing: this process runs no further block, so its wrappers need no reset."""
 
 
 def _lost_peer(error: BaseException) -> bool:

@@ -1,11 +1,11 @@
-"""The private names of torch that Holdfast uses: the only module that touches them.
+"""All uses of torch's private names: no other module touches them.
 
-torch keeps no promise about a name that begins with an underscore, and recovery in place needs some of them: the
-function that makes process groups, the states of DDP's reducer, of FSDP2 and of pipeline schedules. Each name stands in
-:data:`USES` with its purpose, the versions that have it and the feature that needs it. :func:`failures` looks every
-name up in the installed torch; ``holdfast doctor`` prints the result, and a test fails by name on a tested version.
-
-The functions below are thin: one step with private names each. What they are good for is said where they are called.
+torch may change a name that begins with an underscore at any time, and recovery in place needs some of them: the
+function that makes process groups, and the states of DDP's reducer, of FSDP2 and of pipeline schedules. :data:`USES`
+lists each name with its purpose, the versions that have it and the feature that needs it. :func:`failures` looks every
+name up in the installed torch; ``holdfast doctor`` prints the result, and a test names what is missing in a tested
+version.
+Each function below is one small step that uses private names. Its purpose is explained where it is called.
 """
 
 from __future__ import annotations
@@ -55,19 +55,19 @@ _SCHEME = "env"
 
 
 def uses_of(version: Version, feature: Feature | None = None) -> list[Use]:
-    """The names that this version of torch should have."""
+    """Return the names that this version of torch should have."""
     return [use for use in USES if use.in_version(version) and feature in (None, use.feature)]
 
 
 def failures(feature: Feature) -> list[str]:
-    """What is wrong with each name of ``feature`` that fails its probe on the installed torch."""
+    """Return the problem of each name of ``feature`` that fails its check on the installed torch."""
     return [wrong for use in uses_of(version_of(torch.__version__), feature) if (wrong := probe(use))]
 
 
 def probed() -> tuple[int, list[tuple[str, str]]]:
-    """How many probes pass on the installed torch, and of the others what is wrong and which feature is lost.
+    """Return how many names pass their check on the installed torch, and the problem and feature of each that fails.
 
-    Names of NCCL count where this build has NCCL.
+    Names of NCCL count only if this build has NCCL.
     """
     uses = [
         use
@@ -82,12 +82,12 @@ def probed() -> tuple[int, list[tuple[str, str]]]:
 
 
 def helper() -> Any:
-    """The function of torch that makes every process group."""
+    """Return the function of torch that makes every process group."""
     return getattr(c10d, _HELPER, None)
 
 
 def replace_helper(make: Callable[..., Any], outer: type[dist.ProcessGroup]) -> None:
-    """Put ``make`` in the place of torch's helper; torch's flight recorder leaves groups of type ``outer`` alone.
+    """Replace torch's helper by ``make``, and keep torch's flight recorder away from groups of type ``outer``.
 
     The hook of the recorder reads the C++ backend of the group that user code holds; an outer group has none.
     """
@@ -105,16 +105,16 @@ def replace_helper(make: Callable[..., Any], outer: type[dist.ProcessGroup]) -> 
 
 
 def note_backend(group: dist.ProcessGroup, asked: str, store: Any, config: str) -> None:
-    """From now on ``dist.get_backend(group)`` says ``asked``."""
+    """Make ``dist.get_backend(group)`` return ``asked``."""
     c10d._world.pg_map[group] = (asked, store)
     c10d._world.pg_backend_config[group] = config
 
 
 def coalesce_batches(outer: type[dist.ProcessGroup]) -> None:
-    """Let ``batch_isend_irecv`` coalesce on groups of type ``outer`` too; from torch 2.14 on it does.
+    """Let ``batch_isend_irecv`` coalesce on groups of type ``outer``; from torch 2.14 on it does so anyway.
 
-    Before, only groups of exactly torch's own type were coalesced. Sends and receives that are launched one by one on
-    one stream of NCCL can each wait for the other side's first one.
+    Older versions coalesce only on groups of exactly torch's own type. Sends and receives that are launched one by one
+    on one stream of NCCL can wait for each other: each side for the other's first one.
     """
     original = getattr(c10d, _BATCHED)
     if version_of(torch.__version__) >= (2, 14):
@@ -140,7 +140,7 @@ def coalesce_batches(outer: type[dist.ProcessGroup]) -> None:
 
 
 def new_inner_group(store: Store, rank: int, world_size: int, name: str, nccl: bool) -> dist.ProcessGroup:
-    """A plain C++ group without backends yet."""
+    """Return a plain C++ group that has no backends yet."""
     group = dist.ProcessGroup(store, rank, world_size)
     kinds = dist.ProcessGroup.BackendType
     group._set_default_backend(kinds.NCCL if nccl else kinds.GLOO)
@@ -150,7 +150,7 @@ def new_inner_group(store: Store, rank: int, world_size: int, name: str, nccl: b
 
 
 def give_backend(group: dist.ProcessGroup, device: str, backend: Backend, nccl: bool) -> None:
-    """Collectives on tensors of ``device`` go through ``backend``."""
+    """Make collectives on tensors of ``device`` use ``backend``."""
     kinds = dist.ProcessGroup.BackendType
     group._register_backend(torch.device(device), kinds.NCCL if nccl else kinds.GLOO, backend)
 
@@ -162,50 +162,50 @@ _OLD_NAMES = {
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
 }
-"""Collectives of a group by their names of today; what torch called them before 2.13, and still does in places."""
+"""Names that torch used before 2.13 for collectives of a group, and still uses in places, by today's names."""
 
 
 def collective(group: dist.ProcessGroup, name: str) -> Callable[..., Work]:
-    """A method of an inner group, whatever this version of torch calls it."""
+    """Return a method of an inner group by its present name, also if this version of torch has it under the old one."""
     return cast(Callable[..., Work], getattr(group, name, None) or getattr(group, _OLD_NAMES[name]))
 
 
 def give_old_names(outer: type[dist.ProcessGroup]) -> None:
-    """Callers inside of torch use both names."""
+    """Give ``outer`` the old method names too, because code inside torch calls both."""
     for name, old in _OLD_NAMES.items():
         setattr(outer, old, getattr(outer, name))
 
 
 def number_collectives(backend: Backend) -> None:
-    """Begin to count the collectives of a backend; from torch 2.14 on it counts from the start."""
+    """Start the count of a backend's collectives; from torch 2.14 on it is started at once."""
     if version_of(torch.__version__) < (2, 14):
         backend._set_sequence_number_for_group()
 
 
 def name_backend(backend: Any, ranks: Sequence[int], name: str) -> None:
-    """What the backend calls itself in its messages and records."""
+    """Set the name and the ranks that the backend shows in its messages and records."""
     backend.options.global_ranks_in_group = list(ranks)
     backend.options.group_name = c10d.GroupName(name)
 
 
 def bound_work(backend: Any, timeout: timedelta) -> None:
-    """Collectives from now on end after ``timeout``."""
+    """Set the time-out of all later collectives."""
     backend._set_default_timeout(timeout)
 
 
 def rehearsal_backend(rank: int, world_size: int) -> Backend:
-    """A backend that communicates with no peer."""
+    """Return a backend that communicates with no peer."""
     fake: Any = torch._C._distributed_c10d.FakeProcessGroup
     return cast(Backend, fake._create_internal(rank, world_size))
 
 
 def set_global_rank(rank: int) -> None:
-    """The rank that torch writes into its records."""
+    """Set the rank that torch writes into its records."""
     torch._C._distributed_c10d._set_global_rank(rank)
 
 
 def rendezvous_handlers() -> tuple[dict[str, Any], str]:
-    """The table of rendezvous handlers by scheme, and the scheme of ``env://``.
+    """Return the table of rendezvous handlers by scheme, and the scheme of ``env://``.
 
     Raises:
         UnsupportedError: this torch has no such table.
@@ -226,7 +226,7 @@ def rendezvous_handlers() -> tuple[dict[str, Any], str]:
 
 
 def new_nccl(store: Store, rank: int, world_size: int, options: Any, device: torch.device | None) -> Any:
-    """A backend of the kind that torch puts behind the name ``nccl``; it may connect at once, and block.
+    """Return a new backend of the class that torch uses for ``nccl``; its construction may connect and block.
 
     Args:
         device: from :func:`nccl_device`.
@@ -237,13 +237,13 @@ def new_nccl(store: Store, rank: int, world_size: int, options: Any, device: tor
 
 
 def nccl_device(bound: torch.device | None) -> torch.device | None:
-    """The device of a backend that is made for one device; None for a backend that finds it at each collective.
+    """Return the device that a new NCCL backend is bound to; None if the backend finds it at each collective.
 
-    From 2.14 on torch makes ``ProcessGroupNCCL2``, which is of the first kind, unless the user has chosen the old one
+    From 2.14 on torch makes ``ProcessGroupNCCL2``, which is bound to a device, unless the user has chosen the old class
     with TORCH_DIST_USE_NCCL2=0.
 
     Args:
-        bound: the device that the default group is bound to, or None: then the one of this thread.
+        bound: the device that the default group is bound to; None: the current device of this thread is used.
     """
     if not hasattr(c10d, "ProcessGroupNCCL2") or os.environ.get("TORCH_DIST_USE_NCCL2") == "0":
         return None
@@ -251,7 +251,7 @@ def nccl_device(bound: torch.device | None) -> torch.device | None:
 
 
 def nccl_options(options: Any, timeout: timedelta, ranks: Sequence[int], name: str) -> Any:
-    """Options of an NCCL backend: the user's, or the defaults; with our bound and name."""
+    """Return options for an NCCL backend: the user's or the defaults, with the given time-out, ranks and name."""
     if options is None:
         options = c10d.ProcessGroupNCCL.Options()
         options.is_high_priority_stream = False
@@ -262,20 +262,20 @@ def nccl_options(options: Any, timeout: timedelta, ranks: Sequence[int], name: s
 
 
 def recorded_collectives() -> dict[str, bytes]:
-    """What torch's flight recorders of this process hold, as JSON; by the backend that records."""
+    """Return the content of torch's flight recorders of this process, as JSON by recording backend."""
     native: Any = torch._C._distributed_c10d
     found = {"cpu": native._dump_fr_trace_json()}
-    if hasattr(native, "_dump_nccl_trace_json"):  # a build with NCCL
+    if hasattr(native, "_dump_nccl_trace_json"):  # only in a build with NCCL
         found["nccl"] = native._dump_nccl_trace_json()
-        if version_of(torch.__version__) >= (2, 15):  # before, it is in the first one
+        if version_of(torch.__version__) >= (2, 15):  # older versions write it into the first one
             found["nccl2"] = native._dump_fr_trace_json(backend="nccl2")
     return found
 
 
 def begin_together(backend: Any) -> Callable[[], None]:
-    """Calls to NCCL of this thread are launched together from now on, until what is returned is called.
+    """Launch this thread's calls to NCCL together until the returned function is called.
 
-    ``ProcessGroupNCCL2`` does so for the communicators that it aborts.
+    ``ProcessGroupNCCL2`` needs this for the communicators that it aborts.
     """
     if not hasattr(backend, "_group_start"):
         return lambda: None
@@ -284,14 +284,14 @@ def begin_together(backend: Any) -> Callable[[], None]:
 
 
 def is_connected(backend: Any) -> bool:
-    """True when a backend of NCCL has a communicator; ``ProcessGroupNCCL2`` does not say, and has one."""
+    """Return True if an NCCL backend has a communicator; ``ProcessGroupNCCL2`` always has one."""
     return not hasattr(backend, "_is_initialized") or bool(backend._is_initialized())
 
 
 def record_collectives(group: dist.ProcessGroup, nccl: Backend, ranks: Sequence[int]) -> Any:
-    """Torch's flight recorder on a group of NCCL that does not record by itself; keep what is returned with the group.
+    """Attach torch's flight recorder to an NCCL group that does not record on its own.
 
-    Returns: the recorder's handle, or None where there is nothing to attach.
+    Returns: the recorder's handle, to be kept with the group; None if there is nothing to attach.
     """
     newer = getattr(c10d, "ProcessGroupNCCL2", None)
     if newer is None or not isinstance(nccl, newer) or _recorder_size() == 0:
@@ -301,7 +301,7 @@ def record_collectives(group: dist.ProcessGroup, nccl: Backend, ranks: Sequence[
 
 
 def _recorder_size() -> int:
-    """As torch reads it: the first variable that is set wins, 0 turns the recorder off."""
+    """Return the recorder's size as torch reads it: the first variable that is set wins; 0 turns it off."""
     names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
     return int(next((value for name in names if (value := os.environ.get(name))), "2000"))
 
@@ -323,12 +323,12 @@ def before_first_use_of_cuda(wait: Callable[[], None]) -> None:
 
 
 def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices and values of a sparse tensor as they are: :meth:`torch.Tensor.indices` asks for coalesced ones."""
+    """Return indices and values of a sparse tensor as they are: :meth:`torch.Tensor.indices` needs a coalesced one."""
     return tensor._indices(), tensor._values()
 
 
 def largest(values: list[torch.Tensor]) -> torch.Tensor:
-    """The largest magnitude in each of some tensors of one device: shape ``(len(values),)``, float32."""
+    """Return the largest magnitude in each of several tensors of one device: shape ``(len(values),)``, float32."""
     return torch.stack([norm.float() for norm in torch._foreach_norm(values, float("inf"))])
 
 
@@ -336,7 +336,7 @@ def largest(values: list[torch.Tensor]) -> torch.Tensor:
 
 
 def in_backward() -> bool:
-    """True inside of a backward pass of this thread."""
+    """Return True inside of a backward pass of this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -344,28 +344,28 @@ def in_backward() -> bool:
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
-    """Communication hooks of a DDP module and their states."""
+    """Return the communication hooks of a DDP module and their states."""
     return list(ddp._comm_hooks)
 
 
 def reset_reducer(ddp: DistributedDataParallel) -> None:
-    """Forget the gradients that have come so far; keep the buckets."""
+    """Forget the gradients that the reducer has received so far; keep the buckets."""
     ddp.reducer._reset_state()
 
 
 def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
-    """True when the layout of the buckets is final."""
+    """Return True if the layout of the buckets is final."""
     return bool(ddp._has_rebuilt_buckets)
 
 
 def rebuild_buckets(ddp: DistributedDataParallel) -> None:
-    """Set the layout of the buckets now; a collective."""
+    """Set the final layout of the buckets now; a collective."""
     if ddp.reducer._rebuild_buckets():
         ddp._has_rebuilt_buckets = True
 
 
 def refuse_builtin_hooks(outer: type[dist.ProcessGroup], refusal: Callable[[Any], Exception]) -> None:
-    """Raise ``refusal(hook type)`` where a hook in C++ is registered on a group of type ``outer``."""
+    """Make DDP raise ``refusal(hook type)`` if a C++ hook is registered on a group of type ``outer``."""
     original: Callable[..., Any] = DistributedDataParallel._register_builtin_comm_hook
 
     @functools.wraps(original)
@@ -381,16 +381,17 @@ def refuse_builtin_hooks(outer: type[dist.ProcessGroup], refusal: Callable[[Any]
 
 
 def sharded_groups(module: FSDPModule) -> list[Any]:
-    """The parameter groups of one ``fully_shard`` module."""
+    """Return the parameter groups of one ``fully_shard`` module."""
     state: Any = module._get_fsdp_state()
     return list(state._fsdp_param_groups)
 
 
 def reset_sharded(modules: Sequence[FSDPModule]) -> None:
-    """Each module as after a backward that ended, then sharded again; then what the modules of one root share.
+    """Reset FSDP2 modules to their state after a finished backward, sharded again.
 
-    torch's own ``FSDPModule.reset_iter_state`` (2.13) waits for the events of side streams before it drops what they
-    write to: it comes first, for each root. It leaves gradients of an aborted backward, and modules without a root.
+    torch's own ``FSDPModule.reset_iter_state`` (2.13) runs first, for each root, because it waits for the events of
+    side streams before it drops the memory that they write to. It does not reset gradients of an aborted backward or
+    modules without a root. The state that the modules of one root share is reset last.
 
     Raises:
         AttributeError: this torch keeps FSDP2's state in another way.
@@ -408,7 +409,7 @@ def reset_sharded(modules: Sequence[FSDPModule]) -> None:
             _reset_param_group(group, idle)
         module.reshard()
     for state in states:
-        if state._is_root is None:  # before its first forward there is nothing to forget
+        if state._is_root is None:  # before its first forward it has nothing to reset
             continue
         shared = state._comm_ctx
         shared.post_forward_order.clear()
@@ -427,19 +428,19 @@ def _reset_param_group(group: Any, idle: Any) -> None:
     group._training_state = idle
     group._post_forward_indices.clear()
     for parameter in group.fsdp_params:
-        if hasattr(parameter, "_unsharded_param"):  # exists after the first unshard
+        if hasattr(parameter, "_unsharded_param"):  # set by the first unshard
             parameter._unsharded_param.grad = None
         if not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
             _clear(parameter, "unsharded_accumulated_grad")
 
 
 def _clear(owner: Any, name: str) -> None:
-    getattr(owner, name)  # an unknown name is an error, not a new attribute
+    getattr(owner, name)  # fails for an unknown name, which setattr would create
     setattr(owner, name, None)
 
 
 def replicate(model: nn.Module, mesh: Any) -> nn.Module:
-    """Plain data parallelism by the machinery of FSDP2, inside a mesh that has other dimensions too."""
+    """Return the model with data parallelism by FSDP2's code, inside a mesh that has other dimensions too."""
     module = importlib.import_module("torch.distributed._composable.replicate_with_fsdp")
     return cast(nn.Module, module.replicate(model, mesh=mesh))
 
@@ -448,7 +449,7 @@ def replicate(model: nn.Module, mesh: Any) -> nn.Module:
 
 PIPELINE_SCHEDULE = (SCHEDULES, "_PipelineSchedule")
 PIPELINE_STAGE = (STAGE, "_PipelineStageBase")
-"""Module and class, for objects that are looked for without the import of a module that is slow to import."""
+"""Module and class name, for a search for objects without the import of a slow module."""
 
 
 def reset_schedule(schedule: Any) -> None:
@@ -459,7 +460,7 @@ def reset_schedule(schedule: Any) -> None:
     """
     schedule._internal_losses.clear()
     for name in ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages"):
-        if hasattr(schedule, name):  # of schedules with several stages per rank
+        if hasattr(schedule, name):  # only schedules with several stages per rank
             getattr(schedule, name).clear()
     several = hasattr(schedule, "_stages")
     word = "stages" if several else "stage"
@@ -475,10 +476,10 @@ def reset_schedule(schedule: Any) -> None:
 
 
 def _forget_transfers(stage: Any) -> None:
-    """From torch 2.15 on a stage owns receive buffers and a reduction while a step is under way."""
+    """Drop the receive buffers and the reduction that a stage owns during a step, from torch 2.15 on."""
     for received in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
         for info in received:
-            if hasattr(info, "take_buffer"):  # before, its buffer stays for the next step
+            if hasattr(info, "take_buffer"):  # in older versions the buffer is used again in the next step
                 info.buffer = None
     if getattr(stage, "_gradient_reduction_handle", None) is not None:
         stage._gradient_reduction_handle = None
@@ -490,22 +491,25 @@ def _forget_transfers(stage: Any) -> None:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor of this rank, with its own count of writes; a plain tensor itself."""
+    """Return the local tensor of a DTensor, which has a separate write count; a plain tensor is returned itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def write_count(tensor: torch.Tensor) -> int:
-    """torch's count of writes: a DTensor counts those that are made through it, its local tensor the others."""
+    """Return torch's count of writes to a tensor.
+
+    A DTensor counts writes made through it, and its local tensor counts the others; the sum is returned.
+    """
     return tensor._version + (tensor._local_tensor._version if isinstance(tensor, DTensor) else 0)
 
 
 def write_counts(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """:func:`write_count` of many, asked at each step."""
+    """Return :func:`write_count` of many tensors, without a function call per tensor: it runs at each step."""
     return [t._version + t._local_tensor._version if isinstance(t, DTensor) else t._version for t in tensors]
 
 
 def split_tensor(placement: Any, tensor: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """``tensor`` cut by the placement's own rule, without padding."""
+    """Return ``tensor`` split by the placement's own rule, without padding."""
     cut, _ = placement._split_tensor(tensor, parts, with_padding=False)
     return cast(list[torch.Tensor], cut)
 
@@ -516,12 +520,12 @@ def copy_many(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> 
 
 
 def unlisted_buffers(module: nn.Module) -> set[str]:
-    """Names of the buffers that ``state_dict`` leaves out."""
+    """Return the names of the buffers that ``state_dict`` leaves out."""
     return module._non_persistent_buffers_set
 
 
 def buffers_of(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
-    """The module's own buffers by name."""
+    """Return the module's own buffers by name."""
     return module._buffers
 
 
@@ -529,10 +533,10 @@ WRAPPERS: Mapping[str, str] = {
     "OptimizedModule": "_orig_mod",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
 }
-"""Wrapper class -> attribute of what is inside (the classes themselves live in modules that are slow to import)."""
+"""Wrapper class name -> attribute with the wrapped module; names, because the classes' modules are slow to import."""
 
 UPCAST_HOOK_STATE = "_AllreduceUpcastHookState"
-"""What DDP gives its own hook for mixed precision; its module is slow to import. It holds nothing between two steps."""
+"""State class of DDP's own hook for mixed precision, which is stateless between steps; its module is slow to import."""
 
 
 def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
@@ -541,20 +545,20 @@ def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
 
 
 def step_hooks(optimizer: Optimizer) -> list[Any]:
-    """All that is called before and after a step of this optimizer."""
+    """Return all functions that are called before and after a step of this optimizer."""
     of_all = (optim._global_optimizer_pre_hooks, optim._global_optimizer_post_hooks)
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     return [hook for hooks in (*of_all, *own) for hook in hooks.values()]
 
 
 def is_replaced(optimizer: Optimizer) -> bool:
-    """``step()`` of this optimizer is another one than its class has; a schedule only counts the calls."""
+    """Return True if the ``step()`` of this object was replaced; a schedule's counting wrapper is accepted."""
     step = vars(optimizer).get("step")
     return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
 
 
 def steps_in_backward(parameter: torch.Tensor) -> bool:
-    """True for a parameter of ``_apply_optimizer_in_backward``."""
+    """Return True for a parameter that ``_apply_optimizer_in_backward`` updates during backward."""
     return bool(getattr(parameter, "_in_backward_optimizers", None))
 
 
@@ -569,5 +573,5 @@ def stop_workers(iterator: Any) -> None:
 
 
 def wrap_distributed_settings(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """A loader's iterator asks for the rank through this function."""
+    """Replace the function through which a loader's iterator asks for the rank by ``wrap(function)``."""
     dataloader._get_distributed_settings = wrap(dataloader._get_distributed_settings)

@@ -1,6 +1,6 @@
-"""The table of torch's private names: what each is for, which versions have it, and what is lost without it.
+"""The table of torch's private names: purpose, versions and dependent feature of each.
 
-The only users of these names are the functions of ``private_api.py``.
+Only the functions of ``private_api.py`` use these names.
 """
 
 from __future__ import annotations
@@ -117,6 +117,6 @@ def _each(owner: str, names: Sequence[str], purpose: str, feature: Feature) -> I
 
 
 SCALER_TENSORS = ("_scale", "_growth_tracker")
-"""The state of a ``GradScaler`` that lies on the device."""
+"""Attributes of a ``GradScaler`` with the state that is on the device."""
 
 USES: tuple[Use, ...] = (*_of_groups(), *_of_models(), *_of_state())

@@ -1,4 +1,4 @@
-"""How a private name of another package is recorded and looked up: see ``private_api.py``."""
+"""Records of private names of another package, and their check: see ``private_api.py``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.runtime.node.torch_build import Version
 
 
 class Feature(Enum):
-    """What is lost where a name is missing."""
+    """The feature that is lost if a name is missing."""
 
     GROUPS = "recovery in place"
     DDP = "recovery in place of DDP"
@@ -24,13 +24,13 @@ class Feature(Enum):
 
 
 class Use(NamedTuple):
-    """One private name.
+    """A private name and what Holdfast needs it for.
 
     Attributes:
         path: ``module:name`` or ``module:Class.name``; the attribute of a class may be one of its instances.
         purpose: what Holdfast does with it.
-        feature: what needs it.
-        since, until: first and last version that has it; ``until`` empty: the newest one too.
+        feature: the feature that needs it.
+        since, until: first and last version that has it; without ``until``, the newest version has it too.
         takes: parameters that a function must have at least.
     """
 
@@ -42,12 +42,12 @@ class Use(NamedTuple):
     takes: tuple[str, ...] = ()
 
     def in_version(self, version: Version) -> bool:
-        """True when this version should have the name."""
+        """Return True if this version should have the name."""
         return self.since <= version and (self.until is None or version <= self.until)
 
 
 def probe(use: Use) -> str:
-    """Empty when the installed torch has the name as it is used here; else what is wrong."""
+    """Check that the installed torch has the name as it is used here; return the problem, or an empty text."""
     module, _, rest = use.path.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -68,7 +68,7 @@ def probe(use: Use) -> str:
 
 
 def _speaks_of(kind: type, name: str) -> bool:
-    """An attribute of instances is named in the code of a method, or has an annotation."""
+    """Return True if instances have the attribute: a method's code names it, or an annotation does."""
     return any(
         name in getattr(base, "__annotations__", {})
         or any(

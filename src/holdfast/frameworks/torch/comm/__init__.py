@@ -1,5 +1,5 @@
-"""Process groups that can be aborted and rebuilt under the user's handles.
+"""Process groups that can be aborted and rebuilt while user code keeps its references to them.
 
-``backend`` registers them, ``reconfigurable_group`` is what user code holds, ``comm_state`` what all groups of a
-process share, ``gloo_abort`` and ``nccl_abort`` the ways out of a collective.
+``backend`` registers them; ``reconfigurable_group`` is the class that user code holds; ``comm_state`` holds the state
+that all groups of a process share; ``gloo_abort`` and ``nccl_abort`` end blocked collectives.
 """

@@ -1,9 +1,9 @@
-"""Process groups that can be poisoned, rehearsed and reconfigured, under the names gloo and nccl.
+"""The installation of Holdfast's process groups under the names gloo and nccl.
 
 :func:`install` replaces the one function of torch that makes groups. From then on ``init_process_group``,
 ``new_group``, ``init_device_mesh`` and everything built on them (DDP, FSDP2, DTensor, pipelines) hold a
-:class:`~holdfast.frameworks.torch.comm.reconfigurable_group.ReconfigurableGroup` whenever the backend asked for
-consists of gloo and nccl; other backends are left alone. ``dist.get_backend()`` still says what the user asked for.
+:class:`~holdfast.frameworks.torch.comm.reconfigurable_group.ReconfigurableGroup` if the requested backend consists of
+gloo and nccl. Other backends are not changed. ``dist.get_backend()`` still returns the name that the user asked for.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ BACKEND = "holdfast"
 _NAME_SIZE_MAX = 64
 
 _made: Counter[tuple[int, ...]] = Counter()
-_untouched: list[str] = []  # one reason, or none
+_untouched: list[str] = []  # empty, or one reason
 log = logging.getLogger("holdfast")
 
 
 @dataclass(frozen=True)
 class _GroupRequest:
-    """What the user asked for; travels through torch as the backend's options."""
+    """The user's arguments for a group; torch passes them on as the backend's options."""
 
     backends: tuple[tuple[str, str], ...]
     options: Any
@@ -57,20 +57,21 @@ class _GroupRequest:
 
 
 def installed() -> bool:
-    """True after :func:`install`."""
+    """Return True after :func:`install`."""
     return bool(getattr(private_api.helper(), "holdfast", False))
 
 
 def untouched() -> str:
-    """Why :func:`install` has left torch's own groups alone; empty when it has not."""
+    """Return the reason why :func:`install` has not replaced torch's own groups; empty if it has."""
     return _untouched[0] if _untouched else ""
 
 
 def install() -> None:
-    """Put reconfigurable groups behind the names gloo and nccl. Idempotent; starts nothing, so a zygote may call it.
+    """Put reconfigurable groups behind the names gloo and nccl. Idempotent.
 
-    A newcomer to a running job is alone until the job resumes: its collectives complete on own data. Where the
-    self-test of this torch has failed, or it makes its groups in a way that is not known here, they are left alone.
+    It starts nothing, so a zygote may call it. A newcomer to a running job has no peers until the job resumes: its
+    collectives complete on local data. torch's own groups stay if the self-test of this torch has failed, or if torch
+    makes its groups in an unknown way.
 
     Raises:
         ScriptError: this torch cannot work.
@@ -100,7 +101,7 @@ def install() -> None:
 
 
 def _why_untouched() -> list[str]:
-    """The reason why torch's own groups are left alone, or none; one warning if the launcher has not said it."""
+    """Return the reason to keep torch's own groups, or an empty list; warn once if the launcher has not."""
     told = VARIABLE in os.environ
     if not (reason := why_untouched()):
         reason, told = next(iter(private_api.failures(Feature.GROUPS)), ""), False
@@ -130,7 +131,7 @@ def _wrap_helper(helper: Callable[..., Any]) -> Callable[..., Any]:
             backends, call.arguments.get("backend_options"), device
         )
         call.arguments["device_id"] = (
-            None  # torch would look for the backend inside our group: we bind it ourselves
+            None  # torch would look for the backend in our group; ``group_builder.build`` binds the device
         )
         call.arguments["backend"] = BACKEND
         group, store = helper(*call.args, **call.kwargs)
@@ -143,7 +144,10 @@ def _wrap_helper(helper: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _create(asked: Any, request: _GroupRequest) -> ReconfigurableGroup:
-    """Called by torch for every group of this process (``dist.Backend.register_backend``, extended form)."""
+    """Return a reconfigurable group; torch calls this for every group of this process.
+
+    It is registered by ``dist.Backend.register_backend``, in the extended form.
+    """
     state = fabric()
     client = control_client()
     if client is not None and state.generation == NO_GENERATION:
@@ -167,7 +171,10 @@ def _create(asked: Any, request: _GroupRequest) -> ReconfigurableGroup:
 
 
 def _name(ranks: tuple[int, ...], ordinal: int) -> str:
-    """Equal on all members, whatever other groups each of them has made: torch's own counter is not."""
+    """Return a group name that is equal on all members, whatever other groups each has made.
+
+    torch's own counter is not equal on them.
+    """
     members = "-".join(map(str, ranks)) if ranks else "world"
     if len(members) > _NAME_SIZE_MAX:
         members = hashlib.blake2b(members.encode(), digest_size=16).hexdigest()
@@ -186,7 +193,10 @@ def _builtin_hook(kind: Any) -> UnsupportedError:
 
 
 def _refuse_buffers_of_groups() -> None:
-    """FSDP2 can take its buffers from the communicator; they are lost with it, and its pool gives them out again."""
+    """Make FSDP2 refuse to allocate its buffers from the communicator.
+
+    Such buffers are lost with the communicator, and its memory pool would hand them out again.
+    """
     name = "set_allocate_memory_from_process_group_for_comm"
     original: Callable[[FSDPModule, bool], None] = getattr(FSDPModule, name)
 
@@ -222,7 +232,7 @@ def _alone_scatter(
 
 
 def _alone_nothing(*args: Any, **kwargs: Any) -> None:
-    """The list stays as it is."""
+    """Leave the lists unchanged, in loopback."""
 
 
 _OBJECT_CALLS: dict[str, Callable[..., None]] = {
@@ -233,7 +243,7 @@ _OBJECT_CALLS: dict[str, Callable[..., None]] = {
     "send_object_list": _alone_nothing,
     "recv_object_list": _alone_nothing,
 }
-"""Calls that size memory by what peers sent: poisoned they must end at once; value = what they do in loopback."""
+"""Calls that size memory by what peers sent, with their replacement in loopback; after a poison they end at once."""
 
 
 def _guard_objects(name: str, alone: Callable[..., None]) -> None:

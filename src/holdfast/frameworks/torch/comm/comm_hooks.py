@@ -1,7 +1,8 @@
-"""DDP's communication hooks: what one of them keeps for itself is in no checkpoint, and no newcomer gets it.
+"""The refusal of DDP communication hooks that keep state.
 
-PowerSGD begins with plain sums and compresses after some steps; the ranks that are left would compress while a fresh
-one sums, and each would wait for the other for ever. Its rounding errors are of one rank only and end with it.
+Such state is in no checkpoint, and no newcomer receives it. PowerSGD, for example, begins with plain sums and
+compresses after some steps. The survivors would compress while a replacement sums, and both would wait for each other
+for ever. Its rounding errors belong to one rank and are lost with it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ _NO_STATE = (type(None), dist.ProcessGroup, bool, int, float, str, torch.dtype, 
 
 
 def refuse_stateful_hooks(modules: Sequence[DistributedDataParallel]) -> None:
-    """Raises: UnsupportedError: a hook was registered with an object that may change from step to step."""
+    """Refuse a hook that was registered with an object that may change from step to step.
+
+    Raises: UnsupportedError: names the hook.
+    """
     for module in modules:
         for hook, state in private_api.comm_hooks(module):
             if not isinstance(state, _NO_STATE) and type(state).__name__ != private_api.UPCAST_HOOK_STATE:

@@ -1,16 +1,17 @@
-"""State that all process groups of one process share: poison, shield, seal, loopback, generation.
+"""The state that all process groups of one process share: poison, shield, seal, loopback, generation.
 
-Theory. A fault is a fact about the whole process: a rank with one broken group would feed garbage through its healthy
-ones, so the first error poisons every group. What a poisoned group then does depends on where the caller stands. Inside
-a step before its vote (*shield*) every collective completes at once on local data, so that DDP's reducer and FSDP2's
-hooks end in order and the vote says no; anywhere else it raises :class:`~holdfast.errors.PeerLost`. In *loopback* there
-are no peers yet: collectives complete on own data, for rehearsals.
+Theory. A fault concerns the whole process: a rank with one broken group would send wrong data through its healthy
+groups. The first error therefore poisons every group. The effect of a poison on a collective depends on where the
+collective is called. Inside a step before its vote (*shield*), each collective completes at once on local data. DDP's
+reducer and FSDP2's hooks then end in order, and the vote rejects the step. Anywhere else the collective raises
+:class:`~holdfast.errors.PeerLost`. Between the vote and the end of the block (*seal*), collectives of user code are
+refused. In *loopback* there are no peers: collectives complete on local data, for rehearsals.
 
 Invariants:
 1. ``poisoned`` is set by the first error, cleared only by :meth:`CommState.reconfigure`, and read lock-free.
 2. Two inner groups never share a key space: it is named by the generation, and a generation is built at most once.
-3. Nobody waits for the end of an inner group that was poisoned: it is destroyed in a thread of its own, which joins
-   gloo's threads, and one of those may sit in a wait that ends much later.
+3. No caller waits for the end of a poisoned inner group. It is destroyed in a separate thread, which joins gloo's
+   threads, and one of those may be in a wait that ends much later.
 4. Nothing here is specific to a process before the first group is made: a zygote may fork after ``install()``.
 """
 
@@ -33,54 +34,54 @@ from holdfast.runtime.node.flight_recorder import Flight
 from holdfast.runtime.node.shm_allreduce import SharedMemoryAllReduce
 
 SLICE = timedelta(milliseconds=50)
-"""Longest time between two looks at the poison flag while a collective is under way."""
+"""Longest time between two checks of the poison flag while a collective is in progress."""
 
 QUIESCE_S = 0.5
 ABORTS_S = 20.0
-"""Tens of communicators take seconds to abort."""
+"""Bound of an abort of NCCL, in seconds: tens of communicators take seconds to abort."""
 REBUILD_TIMEOUT_S = 60.0
 BURIALS_S = 1.0
 _PENDING_PRUNE = 512
 
 
 class GroupAborted(Aborted):
-    """A call that must return data of a lost peer was made inside a step: the step ends here and is run again."""
+    """Leaves a step to run it again, because a call in it must return data of a lost peer."""
 
 
 class Inner(Protocol):
-    """One built group: the C++ process group and the way out of it."""
+    """A built group: the C++ process group and the means to abort it."""
 
     @property
     def group(self) -> dist.ProcessGroup: ...
 
     def unsevered(self) -> Sequence[Abortable]:
-        """Backends whose abort may block and has not begun."""
+        """Return the backends whose abort may block and has not begun."""
 
     def sever(self, abort: Abort | None = None) -> None:
-        """Make every collective under way end with an error; idempotent, from any thread, returns at once.
+        """Make every collective in progress end with an error; idempotent, from any thread, returns at once.
 
         Args:
-            abort: aborts what :meth:`unsevered` named, together with other groups.
+            abort: aborts the backends of :meth:`unsevered` together with those of other groups.
         """
 
     def severed(self) -> bool:
-        """False while a severing step (an NCCL abort) is still running."""
+        """Return False while an NCCL abort begun by :meth:`sever` is still running."""
 
     def error(self) -> str:
-        """An error that the backends have found beside the collectives, or an empty text."""
+        """Return an error that the backends found outside of the collectives, or an empty text."""
 
     def close(self) -> None:
-        """Orderly end of a healthy group, complete when the caller lets go of it."""
+        """End a healthy group in order; complete when the caller drops its last reference."""
 
     def bury(self) -> None:
-        """Begin to end a severed group; returns at once."""
+        """Begin to destroy a severed group; returns at once."""
 
     def buried(self, timeout_s: float = 0.0) -> bool:
-        """True when that has ended, after at most ``timeout_s``."""
+        """Return True if the destruction has ended, after a wait of at most ``timeout_s``."""
 
 
 class Handle(Protocol):
-    """A process group that user code holds and that survives generations."""
+    """A process group that user code holds and that exists across generations."""
 
     @property
     def order(self) -> tuple[tuple[int, ...], int]:
@@ -97,36 +98,43 @@ class Handle(Protocol):
         """Wait until every rank is about to rebuild. Raises: GroupError."""
 
     def rebuild(self, generation: Generation) -> None:
-        """Replace the inner group by a fresh one of ``generation``. Raises: GroupError; the old one is still there."""
+        """Replace the inner group by a new one of ``generation``.
+
+        Raises:
+            GroupError: the new group could not be built; the old one is still in place.
+        """
 
     def become(self, rank: int) -> None:
-        """A spare was called as this rank."""
+        """Take over ``rank`` in this process, which was a spare until now."""
 
     def replaceable(self) -> str:
-        """Empty, or the reason why this group cannot be rebuilt."""
+        """Return the reason why this group cannot be rebuilt; empty if it can."""
 
     def build_vote(self, generation: Generation) -> Inner:
-        """A private gloo group over the same ranks. Raises: GroupError."""
+        """Return a new private gloo group over the same ranks. Raises: GroupError."""
 
     def open_board(self, generation: Generation) -> SharedMemoryAllReduce | None:
-        """The board of these ranks; None when they are not all on one node. Raises: StateError."""
+        """Return the shared-memory all-reduce of these ranks; None if they are on several nodes. Raises: StateError."""
 
     def leave(self) -> None:
-        """The process ends: no thread of this group may be left that touches Python objects."""
+        """End all threads of this group that use Python objects, because the process ends."""
 
 
 class Pending(Protocol):
-    """A collective under way."""
+    """A collective in progress."""
 
     def settled(self) -> bool:
-        """True when it can no longer write into memory of this process."""
+        """Return True if the collective can no longer write into memory of this process."""
 
     def release(self) -> None:
-        """Free whoever waits for the future of this work."""
+        """Complete the future of this work, so that all waiters continue."""
 
 
 class CommState:
-    """All process groups of this process. Use :func:`fabric`; every method may be called from any thread."""
+    """The shared state of all process groups of this process.
+
+    Use :func:`fabric`. Every method may be called from any thread.
+    """
 
     def __init__(self) -> None:
         self.poisoned = False
@@ -134,13 +142,14 @@ class CommState:
         self.shielded = False
         self.sealed = False
         self.looped = False
-        self.calm = True  # none of the above needs attention: the fast path of every collective
+        self.calm = True  # nothing above is set, so collectives take the fast path
         self.collectives = 0
-        self.flight: Flight | None = None  # of a process with a status page, from its first group on
+        self.flight: Flight | None = None  # set from the first group on, if the process has a status page
         self.generation = NO_GENERATION
-        self.start = ""  # of the ranks, where torch's store carries the groups: see rendezvous.agree_on_start
+        # Name of the ranks' start, used where torch's store connects the groups: see ``control_store.agree_on_start``.
+        self.start = ""
         self._lock = threading.RLock()
-        self.epoch = 0  # grows with every reconfigure: a late error of an older epoch is no news
+        self.epoch = 0  # grows with every reconfigure; a late error of an older epoch is ignored
         self._poisonings = 0
         self._news = ""  # reason of the last poisoning
         self._groups: list[Handle] = []
@@ -148,36 +157,42 @@ class CommState:
         self._graveyard: list[Inner] = []
         self._vote: Inner | None = None
         self._board: SharedMemoryAllReduce | None = None
-        self._boarded = False  # looked for a board in this generation
+        self._boarded = False  # a board was looked for in this generation
         self._on_poison: list[Callable[[str], None]] = []
         self._on_collective: Callable[[int, str], None] | None = None
         self._on_wait: Callable[[int, int], None] | None = None
         self._begun_ns = 0  # when the last collective began
-        self._ended_ns = 0  # when the last one that was under way ended
+        self._ended_ns = 0  # when the last collective in progress ended
         self._local = threading.local()
 
     # ------------------------------------------------------------------ modes
 
     def shield(self, on: bool) -> None:
-        """On: inside a step before its vote; broken collectives complete on local data instead of raising."""
+        """Switch the shield, which is on inside a step before its vote.
+
+        While it is on, broken collectives complete on local data instead of raising.
+        """
         self.shielded = on
 
     def seal_updates(self, on: bool) -> None:
-        """On: between vote and block end; any collective of user code raises :class:`StepError`."""
+        """Switch the seal, which is on between the vote and the end of the block.
+
+        While it is on, any collective of user code raises :class:`StepError`.
+        """
         with self._lock:
             self.sealed = on
             self._refresh()
 
     def loopback(self) -> None:
-        """From now on collectives complete on own data, until :meth:`reconfigure`."""
+        """Make collectives complete on local data until :meth:`reconfigure`."""
         with self._lock:
             self.looped = True
             self._refresh()
 
     def on_poison(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback(reason)`` when a collective of this process breaks first, in the thread that saw it.
+        """Call ``callback(reason)`` at the first broken collective of this process, in the thread that saw it.
 
-        Not called for :meth:`poison`: who calls that knows already.
+        It is not called for :meth:`poison`, whose caller knows the reason.
         """
         self._on_poison.append(callback)
 
@@ -186,12 +201,16 @@ class CommState:
     ) -> None:
         """Call ``callback(count, what)`` at the start of every collective (for the status page); None removes it.
 
-        ``on_wait(since_ns, until_ns)`` hears later how long the last collectives kept this process from going on.
+        ``on_wait(since_ns, until_ns)`` is called later with the time that this process spent in the last collectives.
         """
         self._on_collective, self._on_wait = callback, on_wait
 
     def note_wait(self) -> None:
-        """All collectives have ended: from the begin of the last one to here nothing else was done, as far as known."""
+        """Report the time in which the process waited for its last collectives, if none is in progress.
+
+        It is the time from the start of the last collective to the end of all. Other work of the process in that time
+        is not known.
+        """
         if self._on_wait is not None and not self._pending and self._ended_ns > self._begun_ns:
             since_ns, self._begun_ns = self._begun_ns, self._ended_ns
             self._on_wait(since_ns, self._ended_ns)
@@ -202,9 +221,9 @@ class CommState:
     # ------------------------------------------------------------------ poison
 
     def poison(self, reason: str) -> None:
-        """Break every group of this process: waits end, sockets of gloo are shut, NCCL is aborted in the background.
+        """Break every group of this process.
 
-        Idempotent; returns at once.
+        Waits end, sockets of gloo are shut down, and NCCL is aborted in the background. Idempotent; returns at once.
         """
         with self._lock:
             self._poisonings += 1
@@ -219,7 +238,7 @@ class CommState:
             work.release()
 
     def sever(self, inners: Sequence[Inner]) -> None:
-        """Make every collective under way in these groups end; one abort for all backends of NCCL."""
+        """Make every collective in progress in these groups end; one abort for all backends of NCCL."""
         with self._lock:
             abort = Abort([backend for inner in inners for backend in inner.unsevered()])
             for inner in inners:
@@ -227,7 +246,11 @@ class CommState:
         abort.start()
 
     def broke(self, what: str, error: BaseException, epoch: int) -> None:
-        """A collective begun in ``epoch`` failed in this process: poison it and tell who asked to know, once."""
+        """Poison this process after a failed collective, and call the registered callbacks, once.
+
+        Args:
+            epoch: in which the collective was begun; an older epoch is ignored.
+        """
         with self._lock:
             if self.poisoned or epoch != self.epoch:
                 return
@@ -237,7 +260,7 @@ class CommState:
             callback(reason)
 
     def check(self, what: str) -> bool:
-        """Decide what a collective does when not calm: True = complete on local data.
+        """Return True if a collective must complete on local data; called if :attr:`calm` is False.
 
         Raises: StepError (sealed), PeerLost (poisoned outside a shield), GroupAborted (see :meth:`returning_data`).
         """
@@ -253,7 +276,7 @@ class CommState:
         return self.looped
 
     def give_up(self, what: str) -> None:
-        """Return when a poisoned collective may complete on local data. Raises: PeerLost, GroupAborted."""
+        """Return if a poisoned collective may complete on local data. Raises: PeerLost, GroupAborted."""
         if not self.shielded:
             raise PeerLost(
                 f"{what}: a peer is lost ({self.reason})",
@@ -263,13 +286,16 @@ class CommState:
             raise GroupAborted(f"{what}: {self.reason}")
 
     def returning_data(self, on: bool) -> None:
-        """Mark (counted, per thread) a call whose result depends on the peers' data: poisoned, it aborts the step."""
+        """Mark the begin or the end of a call whose result depends on the peers' data; counted per thread.
+
+        In a poisoned process such a call aborts the step.
+        """
         self._local.strict = getattr(self._local, "strict", 0) + (1 if on else -1)
 
     # ------------------------------------------------------------------ works
 
     def begin(self, what: str) -> bool:
-        """Count a collective; True = do not communicate, complete on local data. Raises as :meth:`check`."""
+        """Count a collective; return True if it must complete on local data without peers. Raises as :meth:`check`."""
         self.collectives += 1
         if self._on_collective is not None:
             self.note_wait()
@@ -280,12 +306,12 @@ class CommState:
         return False if self.calm else self.check(what)
 
     def ended(self, count: int, broken: bool = False) -> None:
-        """Collective ``count`` is over; for the flight recorder."""
+        """Record in the flight recorder that collective ``count`` has ended."""
         if self.flight is not None:
             self.flight.end(count, broken)
 
     def track(self, work: Pending) -> None:
-        """Remember a collective until it has ended: nobody may reuse its memory before."""
+        """Remember a collective until it has ended, because its memory must not be reused before."""
         if len(self._pending) >= _PENDING_PRUNE:
             with self._lock:
                 self._pending = {k: w for k, w in self._pending.items() if not w.settled()}
@@ -294,7 +320,7 @@ class CommState:
             work.release()
 
     def forget(self, work: Pending) -> None:
-        """The collective has ended."""
+        """Forget a collective that has ended."""
         self._pending.pop(id(work), None)
         if not self._pending:
             self._ended_ns = time.monotonic_ns()
@@ -303,10 +329,10 @@ class CommState:
         """Wait until no collective of the poisoned generation can still write into memory of this process.
 
         Call it after a poison and before buffers are restored. A gloo collective that has not ended after ``QUIESCE_S``
-        sits in a wait whose sockets are shut: it ends later with an error and writes nothing. Aborts of NCCL have
-        ``ABORTS_S``.
+        is in a wait whose sockets are shut down: it ends later with an error and writes nothing. An abort of NCCL may
+        take ``ABORTS_S``.
 
-        Returns: False when an NCCL abort did not return: kill and replace this process.
+        Returns: False if an NCCL abort did not return: kill and replace this process.
         """
         begun_s = time.monotonic()
         while True:
@@ -316,9 +342,8 @@ class CommState:
             severed = all(i.severed() for i in inners)
             if severed and all(w.settled() for w in works):
                 return True
-            waited_s = (
-                time.monotonic() - begun_s
-            )  # after the look: this process may have been stopped for so long
+            # Read the clock after the checks: this process may have been stopped in between.
+            waited_s = time.monotonic() - begun_s
             if waited_s >= (QUIESCE_S if severed else ABORTS_S):
                 return severed
             time.sleep(0.001)
@@ -326,17 +351,20 @@ class CommState:
     # ------------------------------------------------------------------ groups
 
     def add(self, group: Handle) -> None:
-        """A group was made."""
+        """Register a new group."""
         with self._lock:
             self._groups.append(group)
 
     def groups(self) -> list[Handle]:
-        """All that exist."""
+        """Return all registered groups."""
         with self._lock:
             return list(self._groups)
 
     def drop(self, group: Handle) -> None:
-        """A group was destroyed by the user."""
+        """Unregister a group that the user destroyed.
+
+        With the default group, the vote group and the shared-memory board are closed too.
+        """
         with self._lock:
             if group in self._groups:
                 self._groups.remove(group)
@@ -348,12 +376,13 @@ class CommState:
         self._leave_board()
 
     def leave(self) -> None:
-        """The script has ended: let the threads of healthy groups end before Python does.
+        """End the threads of healthy groups before Python ends.
 
-        A thread of gloo drops its collective after the waiter has gone on; when it then frees a tensor's Python object
-        and the interpreter is already ending, the whole process is aborted (signal 6, seen once in some hundred runs).
-        A collective under way that nobody waits for may never end: then everything stays as it is. A thread that is
-        ending a broken group would be cut off in the middle.
+        A thread of gloo drops its collective after the waiter has continued. If it then frees a tensor's Python object
+        while the interpreter is ending, the whole process is aborted (signal 6, seen once in some hundred runs). If a
+        collective without a waiter is in progress, no thread is ended, because the collective may never end. Threads
+        that destroy broken groups are waited for, at most ``BURIALS_S``, because the end of Python would interrupt
+        them.
         """
         deadline_s = time.monotonic() + BURIALS_S
         for inner in self._graveyard:
@@ -372,23 +401,24 @@ class CommState:
         return next((g for g in reversed(self._groups) if not g.order[0]), None)
 
     def bury(self, inner: Inner) -> None:
-        """End a broken inner group (invariant 3)."""
+        """Destroy a broken inner group in the background (invariant 3)."""
         self.sever([inner])
         inner.bury()
         self._graveyard = [each for each in (*self._graveyard, inner) if not each.buried()]
 
     def stopped(self) -> Callable[[], str]:
-        """A predicate that becomes non-empty (the reason) when this process is poisoned from now on."""
+        """Return a function that returns an empty text, and the reason once the process is poisoned again."""
         seen = self._poisonings
         return lambda: self._news if self._poisonings != seen else ""
 
     def reconfigure(self, generation: Generation) -> None:
-        """Give every group fresh connections under ``generation``; clears poison and loopback.
+        """Give every group new connections under ``generation``; clears poison and loopback.
 
-        All ranks of the generation call it. The same generation again, unpoisoned, only leaves loopback.
+        All ranks of the generation call it. With the current generation, in a process that is not poisoned, it only
+        ends loopback.
 
-        Raises: GroupError when the process has no control plane, a group cannot be rebuilt, the generation does not
-            grow, or another fault arrives meanwhile (the process stays poisoned; call it again with the next one).
+        Raises: GroupError if the process has no control plane, a group cannot be rebuilt, the generation does not grow,
+        or another fault arrives before the end (the process stays poisoned; call it again with the next generation).
         """
         with self._lock:
             groups = sorted(self._groups, key=lambda g: g.order)
@@ -430,7 +460,7 @@ class CommState:
     # ------------------------------------------------------------------ vote
 
     def vote_group(self) -> dist.ProcessGroup:
-        """Private gloo group over all ranks, made at first use by all of them. Raises: GroupError."""
+        """Return the private gloo group over all ranks, which all of them make at first use. Raises: GroupError."""
         with self._lock:
             default = self._default()
             vote = self._vote
@@ -447,7 +477,7 @@ class CommState:
         return vote.group
 
     def board(self) -> SharedMemoryAllReduce | None:
-        """Where ranks of one node vote without messages; None when the job has several nodes, or no launcher.
+        """Return the shared-memory all-reduce for votes; None if the job has several nodes or no launcher.
 
         Raises: StateError.
         """
@@ -465,7 +495,11 @@ class CommState:
             board.close()
 
     def share(self, source: int, data: bytes) -> bytes:
-        """A small broadcast over the board, followed by a vote: what ``source`` gave; own ``data`` when broken.
+        """Broadcast a small value from rank ``source`` through shared memory (the *board* of the node).
+
+        Each call must be followed by a vote before the next call.
+
+        Returns: the data of ``source``; the own ``data`` if the communication is broken.
 
         Raises: as :meth:`check`; InternalError without a board.
         """
@@ -486,11 +520,12 @@ class CommState:
             return data
 
     def reduce_vote(self, vector: list[int]) -> list[int]:
-        """Sum ``vector`` (int64) over all ranks: over the board, or by a private group.
+        """Sum ``vector`` (int64) over all ranks, over the board or a private group.
 
-        Returns: the sums; the vector itself when there is one process and no default group.
+        Returns: the sums; the vector itself if there is one process and no default group.
 
-        Raises: PeerLost when broken, poisoned (before or meanwhile: then the outcome is in doubt) or in loopback.
+        Raises: PeerLost if the vote breaks, the process is poisoned, or it is in loopback. If it was poisoned during
+        the vote, the outcome is in doubt.
         """
         self._refuse_vote()
         if self._default() is None:
@@ -523,13 +558,13 @@ class CommState:
 
 
 def _ended(work: dist.Work) -> bool:
-    """Wait one slice. True = ended well; raises what the collective raised."""
+    """Wait one slice; return True if the collective ended without error. Raises: the error of the collective."""
     try:
         work.wait(SLICE)
     except RuntimeError:
         if not work.is_completed():
             return False
-        work.wait()  # ended between the slice and now, or with an error of its own: this tells which
+        work.wait()  # it ended after the slice, or with an error: this call shows which
     return True
 
 
@@ -542,5 +577,5 @@ _FABRIC = CommState()
 
 
 def fabric() -> CommState:
-    """The one instance of this process."""
+    """Return the :class:`CommState` of this process."""
     return _FABRIC

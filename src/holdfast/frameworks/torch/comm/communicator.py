@@ -1,15 +1,15 @@
 """The connections of one process group, and how they are replaced.
 
-torch 2.14 gave its backends a way to be connected again: ``supports_reconfigure``, ``get_reconfigure_handle()``,
-``reconfigure(uuid, handles, timeout)`` and ``abort()``. :class:`Communicator` has the same shape, so that torch's way
-and ours can be measured against each other (``bench/communicators.py``) and exchanged. On torch 2.15 ours is the better
-one for gloo: torch's ``abort()`` frees no rank from a collective, and connecting again takes three times as long. The
-figures and the decision are in ``docs/design/0024-communicators.md``.
+torch 2.14 gave its backends an API to be connected again: ``supports_reconfigure``, ``get_reconfigure_handle()``,
+``reconfigure(uuid, handles, timeout)`` and ``abort()``. :class:`Communicator` has the same methods, so that torch's
+implementation and Holdfast's can be measured against each other (``bench/communicators.py``) and exchanged. On torch
+2.15 Holdfast's is the better one for gloo: torch's ``abort()`` frees no rank from a collective, and connecting again
+takes three times as long. The figures and the decision are in ``docs/design/0024-communicators.md``.
 
 Invariants:
-1. A refused attempt (:class:`~holdfast.errors.GroupError`) leaves the group of before as it is.
-2. A uuid is used for one attempt: what the ranks tell each other while they connect lies under it.
-3. Nothing waits for the end of a group that was replaced: see ``CommState.bury``.
+1. A refused attempt (:class:`~holdfast.errors.GroupError`) leaves the previous group unchanged.
+2. A uuid is used for one attempt: the addresses that the ranks exchange while they connect are stored under it.
+3. No caller waits for the end of a group that was replaced: see ``CommState.bury``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from holdfast.frameworks.torch.private_api import Store
 
 
 class Communicator(Protocol):
-    """What carries the collectives of one group, in the shape of torch's own reconfigure API (2.14)."""
+    """The connections of one group, with the methods of torch's own reconfigure API (2.14)."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -36,13 +36,13 @@ class Communicator(Protocol):
 
     @property
     def supports_reconfigure(self) -> bool:
-        """True when :meth:`reconfigure` can replace the connections."""
+        """True if :meth:`reconfigure` can replace the connections."""
 
     def get_reconfigure_handle(self) -> str:
-        """What this rank contributes to ``handles`` of all ranks."""
+        """Return the entry of this rank for ``handles``."""
 
     def reconfigure(self, uuid: str, handles: Sequence[str], timeout: timedelta) -> None:
-        """Connect to the peers. All of them call it.
+        """Connect to the peers. All ranks call it.
 
         Args:
             uuid: equal on all ranks, new in each attempt.
@@ -50,20 +50,20 @@ class Communicator(Protocol):
             timeout: bound of the attempt.
 
         Raises:
-            GroupError: refused, or the peers did not find each other; the group of before is as it was.
+            GroupError: refused, or the peers did not find each other; the previous group is unchanged.
         """
 
     def abort(self) -> None:
-        """Make every collective under way end with an error; idempotent, from any thread, returns at once."""
+        """Make every collective in progress end with an error; idempotent, from any thread, returns at once."""
 
 
 class FreshGroups:
-    """A communicator that makes a C++ group of its own in each attempt, and drops the one of before when it succeeds.
+    """A communicator that makes a new C++ group in each attempt and drops the previous one on success.
 
     Args:
-        fabric: stops an attempt when this process is poisoned, and buries what was replaced.
+        fabric: stops an attempt if this process is poisoned, and destroys the replaced group.
         spec: how the group is built.
-        stores: ``stores(uuid, timeout)`` is where the ranks tell each other their addresses.
+        stores: ``stores(uuid, timeout)`` returns the store through which the ranks exchange their addresses.
     """
 
     def __init__(self, fabric: CommState, spec: GroupSpec, stores: Callable[[str, timedelta], Store]) -> None:
@@ -85,11 +85,11 @@ class FreshGroups:
         return True
 
     def get_reconfigure_handle(self) -> str:
-        """A name: where the rank listens is told through the store."""
+        """Return a name for this rank; its address travels through the store."""
         return _handle(self.spec, self.spec.rank)
 
     def all_handles(self) -> list[str]:
-        """Those of the ranks that the group was made for."""
+        """Return the handles of the ranks that the group was made for."""
         return [_handle(self.spec, rank) for rank in range(self.spec.world_size)]
 
     def reconfigure(self, uuid: str, handles: Sequence[str], timeout: timedelta) -> None:
@@ -109,13 +109,16 @@ class FreshGroups:
             self._fabric.sever([self.built])
 
     def close(self) -> None:
-        """Orderly end of a healthy group."""
+        """End a healthy group in order."""
         built, self.built = self.built, None
         if built is not None:
             built.close()
 
     def _connect_on(self) -> torch.device | None:
-        """NCCL is connected where a fault can stop it, not in the first collective, which nothing can stop."""
+        """Return the device on which NCCL connects at once; None if it connects at its first collective.
+
+        A fault can stop a connection that is made at once. Nothing can stop one that is made in the first collective.
+        """
         if self.spec.device is not None:
             return self.spec.device
         if self.built is not None and self.built.connected():

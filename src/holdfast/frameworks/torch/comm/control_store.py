@@ -1,8 +1,8 @@
-"""Where the ranks of a process group find each other: the control plane's key-value store as a ``dist.Store``.
+"""The control plane's key-value store as a ``dist.Store``, through which the ranks of a process group find each other.
 
-A TCPStore lives on one rank, dies with it, and its clients never reconnect. When this process has a control client,
-``env://`` and every inner group use the control plane instead, in a key space of their own per generation, so no rank
-is special. Without a client torch's own rendezvous is used, and groups cannot be rebuilt in place.
+A TCPStore lives on one rank, dies with it, and its clients never reconnect. If this process has a control client,
+``env://`` and every inner group use the control plane instead, with a separate key space per generation. No rank is
+then special. Without a client torch's own rendezvous is used, and groups cannot be rebuilt in place.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from holdfast.runtime.worker.worker_client import KvOp, WorkerClient
 
 DEFAULT_TIMEOUT_S = 300.0
 WAIT_SLICE_S = 0.25
-"""Longest time that a blocking key wait ignores a fault."""
+"""Longest time for which a blocking key wait does not notice a fault."""
 
 POLL_S = 0.005
 
-_kept: list[Store] = []  # torch keeps the C++ half only; its methods end with the Python half
+_kept: list[Store] = []  # torch keeps only the C++ half; its methods end with the Python half
 
 
 class ControlClient(Protocol):
-    """What process groups need of :class:`holdfast.runtime.worker.worker_client.WorkerClient`."""
+    """The part of :class:`holdfast.runtime.worker.worker_client.WorkerClient` that process groups need."""
 
     generation: Generation
     rank: int
@@ -58,12 +58,15 @@ class ControlClient(Protocol):
 
 
 def control_client() -> ControlClient | None:
-    """The control client of this process, or None. Looked up at each use: a session may start one late."""
+    """Return the control client of this process, or None.
+
+    It is looked up at each use, because a session may start a client late.
+    """
     return WorkerClient.current()
 
 
 def never() -> str:
-    """The stop predicate of a store that nothing stops."""
+    """Return an empty text: the stop function of a store that nothing stops."""
     return ""
 
 
@@ -73,9 +76,10 @@ class ControlStore(Store):
     Args:
         client: the control client.
         prefix: key space, e.g. ``g1.4/default.0/``.
-        stop: asked at least every ``WAIT_SLICE_S`` while waiting; non-empty ends the wait with :class:`GroupError`.
+        stop: called at least every ``WAIT_SLICE_S`` while waiting; a non-empty result ends the wait with
+            :class:`GroupError`.
 
-    Raises (from its methods): GroupError when stopped, ``dist.DistStoreError`` on timeout.
+    Raises (from its methods): GroupError if stopped, ``dist.DistStoreError`` on timeout.
     """
 
     def __init__(self, client: ControlClient, prefix: str, stop: Callable[[], str] = never) -> None:
@@ -155,7 +159,10 @@ class ControlStore(Store):
         return timedelta(seconds=self._timeout_s)
 
     def clone(self) -> ControlStore:
-        """Itself: it has no connection of its own, and C++ would lose the Python half of a copy at once."""
+        """Return this store.
+
+        It has no connection that a copy would need, and C++ would lose the Python half of a copy at once.
+        """
         return self
 
 
@@ -164,14 +171,14 @@ def _as_bytes(value: str | bytes) -> bytes:
 
 
 def agree_on_start(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """A name for this start of the ranks: none before it has used the name in this store. Called by all of them.
+    """Return a name for this start of the ranks that no earlier start has used in this store. All ranks call it.
 
-    torchrun's agent keeps one store for all attempts, and in it the addresses of the dead; how often it has started the
-    workers is another number on a node that came later. So rank 0 draws a name and gives it to every hello under a key
-    that only the sender knows of; a hello of the dead is answered as well, and nobody reads the answer.
+    torchrun's agent keeps one store for all attempts, with the addresses of dead processes in it. Its restart count
+    differs on a node that joined later. So rank 0 draws a name and answers every hello with it, under a key that only
+    the sender knows. The hello of a dead process is answered too, and no process reads that answer.
 
     Raises:
-        GroupError: not all ranks came within ``timeout``.
+        GroupError: not all ranks called it within ``timeout``.
     """
     own = secrets.token_hex(8)
     store.set(f"hello/{rank}", own)
@@ -200,9 +207,9 @@ def agree_on_start(store: Store, rank: int, world_size: int, timeout: timedelta)
 
 
 def install_rendezvous() -> None:
-    """Let ``env://`` give the control store whenever this process has a control client. Idempotent.
+    """Make ``env://`` return the control store whenever this process has a control client. Idempotent.
 
-    Raises: UnsupportedError when this torch has no handler table.
+    Raises: UnsupportedError if this torch has no handler table.
     """
     handlers, scheme = private_api.rendezvous_handlers()
     original = handlers[scheme]

@@ -1,8 +1,10 @@
-"""Torch in a spare: what asks for the rank without need gets a stand-in, and is corrected when the spare is called.
+"""Stand-in answers for torch code that asks for the rank in a spare, a process whose rank is not known yet.
 
-``init_process_group``, DDP's constructor and a loader's iterator only pass the rank on; a ``DistributedSampler`` that
-was not told a rank asks for it and keeps it. Whatever else asks, torch's code or the user's, waits for the call
-(``runtime/node/deferred_rank.py``). So does the first use of a GPU: the rank that trains there fills its memory.
+``init_process_group``, DDP's constructor and a loader's iterator only pass the rank on. They get a stand-in, which is
+replaced when the spare is called. A ``DistributedSampler`` made without a rank asks for the rank and stores it, so its
+rank is corrected then. All other code that asks, torch's or the user's, waits for the call
+(``runtime/node/deferred_rank.py``). The first use of a GPU waits too, because the rank that trains there fills its
+memory.
 """
 
 from __future__ import annotations
@@ -26,19 +28,19 @@ _samplers: WeakSet[DistributedSampler[Any]] = WeakSet()
 
 
 def install(stand_in: DeferredRank) -> None:
-    """Once, in a spare."""
+    """Install the stand-in answers. Called once, in a spare."""
     hold_before_device(stand_in)
     if not stand_in.fixed:
         _answer_later(stand_in)
 
 
 def hold_before_device(stand_in: DeferredRank) -> None:
-    """The first use of CUDA, from Python or from C++, waits until the spare is called."""
+    """Make the first use of CUDA, from Python or from C++, wait until the spare is called."""
     private_api.before_first_use_of_cuda(stand_in.hold)
 
 
 def _answer_later(stand_in: DeferredRank) -> None:
-    """The spare may become any rank."""
+    """Install the answers for a spare that may become any rank."""
     before = sys.excepthook
 
     def become(rank: int) -> None:
@@ -48,7 +50,7 @@ def _answer_later(stand_in: DeferredRank) -> None:
             sampler.rank = rank
         private_api.set_global_rank(rank)
         if sys.excepthook.__module__ == c10d.__name__:
-            sys.excepthook = before  # torch's own writes the stand-in's rank before each line
+            sys.excepthook = before  # torch's hook would write the stand-in's rank before each line
 
     def exempt(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
@@ -76,7 +78,7 @@ def _answer_later(stand_in: DeferredRank) -> None:
 
     DistributedSampler.__init__ = make_sampler  # type: ignore[method-assign]
     DistributedDataParallel.__init__ = exempt(DistributedDataParallel.__init__)  # type: ignore[method-assign]
-    # A loader's iterator tells datapipes the rank, and forgets it.
+    # A loader's iterator passes the rank to datapipes and does not store it.
     private_api.wrap_distributed_settings(exempt)
     c10d.init_process_group = dist.init_process_group = exempt(c10d.init_process_group)
     stand_in.on_call(become)

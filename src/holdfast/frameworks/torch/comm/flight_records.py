@@ -1,8 +1,8 @@
-"""Where the devices of this process are in their collectives, by torch's flight recorder.
+"""The positions of this process's devices in their collectives, from torch's flight recorder.
 
-A host queues collectives of NCCL and continues; where all hosts wait for their devices, only torch's record of the
-devices differs between the ranks. It is read as JSON: a device that has not been given, or has not begun, what others
-are in holds them up. That a collective has begun is recorded with ``TORCH_NCCL_ENABLE_TIMING=1`` alone.
+A host queues collectives of NCCL and continues. If all hosts wait for their devices, only torch's record of the devices
+differs between the ranks. It is read as JSON. A device holds the others up if it was not given, or has not begun, the
+collective in which the others are. The start of a collective is recorded only with ``TORCH_NCCL_ENABLE_TIMING=1``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BEGUN = ("started", ENDED)
 
 
 class FlightEntry(msgspec.Struct):
-    """One collective, as torch writes it; ``pg_id`` numbers the groups of the process, in the order of their making."""
+    """A collective as torch records it; ``pg_id`` numbers the groups of the process in their order of creation."""
 
     collective_seq_id: int = 0
     pg_id: int = 0
@@ -34,19 +34,19 @@ class FlightEntry(msgspec.Struct):
 
 
 class Dump(msgspec.Struct):
-    """What torch writes; other fields are not read."""
+    """The part of torch's record that is read here."""
 
     entries: list[FlightEntry] = []
 
 
 def records() -> Records:
-    """What torch's recorders hold. From any thread; may wait for the device."""
+    """Return the content of torch's recorders. From any thread; may wait for the device."""
     recorders: dict[str, msgspec.Raw] = {}
     devices: list[DeviceSeen] = []
     for name, data in private_api.recorded_collectives().items():
         try:
             entries = msgspec.json.decode(data, type=Dump).entries
-        except msgspec.MsgspecError:  # of a torch that writes it in another way
+        except msgspec.MsgspecError:  # a torch version with another format
             continue
         if entries:
             recorders[name] = msgspec.Raw(data)
@@ -55,7 +55,7 @@ def records() -> Records:
 
 
 def summary(entries: Iterable[FlightEntry]) -> list[DeviceSeen]:
-    """Of each group of NCCL that is recorded, in its newest generation."""
+    """Return the position of the device in each recorded NCCL group, in the group's newest generation."""
     by_group: dict[str, dict[int, list[FlightEntry]]] = {}
     for entry in entries:
         if entry.profiling_name.startswith(ON_DEVICES) and entry.process_group and not entry.is_p2p:

@@ -1,12 +1,12 @@
-"""The way out of gloo: its own connected sockets, known for sure, shut down from any thread.
+"""The abort of gloo's collectives: gloo's connected sockets are identified and shut down from any thread.
 
-gloo's ``abort()`` does nothing. A blocked collective ends at once when the sockets under it are shut, also when the
-peer is only stopped. New sockets of the process since the backend was made are candidates; another thread may have
-opened one meanwhile, so a candidate counts only if one of its ends is a listener of gloo, here or at a peer (the ranks
-tell each other their ports). Listeners themselves are left alone: gloo ends the process when one fails.
+gloo's ``abort()`` does nothing. A blocked collective ends at once when its sockets are shut down, even if the peer is
+only stopped. Sockets that the process opened while the backend was made are candidates. Another thread may have opened
+some of them, so a candidate counts only if one of its ends is a listener of gloo, here or at a peer (the ranks exchange
+their ports). Listeners are not shut down: gloo ends the process if one fails.
 
-While gloo connects there is nothing to shut: it dials a peer that is gone, or waits to be dialled by it, until its
-time-out. So it connects in a thread of its own, which is left behind when a fault comes first.
+While gloo connects there is nothing to shut down: it dials a peer that is gone, or waits for that peer's call, until
+its time-out. So it connects in a separate thread, which is abandoned if a fault comes first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ STOP_POLL_S = 0.02
 
 
 class Endpoints:
-    """The connected sockets of one gloo backend, held as duplicates so that a number is never mistaken."""
+    """The connected sockets of one gloo backend, held as duplicates so that a descriptor number is never mistaken."""
 
     def __init__(self, sockets: list[socket.socket]) -> None:
         self._sockets = sockets
@@ -33,12 +33,12 @@ class Endpoints:
         return len(self._sockets)
 
     def shutdown(self) -> None:
-        """Shut every connection, both ways. Idempotent."""
+        """Shut down every connection, in both directions. Idempotent."""
         with self._lock:
             for sock in self._sockets:
                 try:
                     sock.shutdown(socket.SHUT_RDWR)
-                except OSError:  # already closed by gloo or by the peer: the aim is reached
+                except OSError:  # already closed by gloo or by the peer
                     continue
 
     def close(self) -> None:
@@ -50,10 +50,11 @@ class Endpoints:
 
 
 class Recorder:
-    """``with Recorder() as made: build the backend``, then :meth:`endpoints`.
+    """A context manager around the building of a backend that finds the backend's sockets.
 
-    No lock: two threads that build at once then each hold both groups' sockets, which is harmless, for poison shuts all
-    of them; a lock around a blocking rendezvous could deadlock two ranks.
+    Use: ``with Recorder() as made:`` build the backend, then :meth:`endpoints`. It takes no lock. Two threads that
+    build at the same time each hold both groups' sockets, which is harmless, because poison shuts down all of them. A
+    lock around a blocking rendezvous could deadlock two ranks.
     """
 
     def __enter__(self) -> Recorder:
@@ -65,7 +66,7 @@ class Recorder:
         self._new = [fd for inode, fd in _socket_inodes().items() if inode not in self._before]
 
     def endpoints(self, store: Store, rank: int, world_size: int) -> Endpoints:
-        """Duplicates of the connections that gloo made.
+        """Return duplicates of the connections that gloo made.
 
         Args:
             store: reachable by all members, used for one key per rank.
@@ -99,10 +100,10 @@ class Recorder:
 
 
 def connect(make: Callable[[], Backend], stop: Callable[[], str]) -> Backend:
-    """What ``make`` gives, unless ``stop`` is non-empty before.
+    """Return the result of ``make``, run in a separate thread, unless ``stop`` returns a reason first.
 
-    A thread that was left behind ends at the time-out of gloo at the latest; what it still makes or raises is of a
-    group that nobody waits for.
+    An abandoned thread ends at gloo's time-out at the latest. Its result or error is ignored, because no caller waits
+    for that group.
 
     Raises:
         GroupError: stopped.
@@ -128,7 +129,7 @@ def connect(make: Callable[[], Backend], stop: Callable[[], str]) -> Backend:
 
 
 def _socket_inodes() -> dict[str, int]:
-    """Link target (``socket:[inode]``) -> descriptor of every socket of this process."""
+    """Return the descriptor of every socket of this process by link target (``socket:[inode]``)."""
     found: dict[str, int] = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -148,7 +149,7 @@ def _duplicate(fd: int) -> socket.socket | None:
 
 
 def _sort(found: list[socket.socket | None]) -> tuple[list[socket.socket], list[socket.socket]]:
-    """Listeners and connected internet stream sockets; the rest is closed."""
+    """Return the listening and the connected internet stream sockets; close all others."""
     listeners: list[socket.socket] = []
     connected: list[socket.socket] = []
     for sock in found:

@@ -1,6 +1,7 @@
-"""Building the real group under a reconfigurable one: a plain C++ ``ProcessGroup`` with gloo and/or NCCL backends.
+"""The construction of inner groups: plain C++ ``ProcessGroup`` objects with gloo and/or NCCL backends.
 
-A bare backend lacks methods of a group, and the miss would look like a fault; so every inner group is a C++ group.
+An inner group carries the collectives of a reconfigurable group for one generation. A bare backend lacks methods of a
+group, and a missing method would look like a fault; so every inner group is a C++ group.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ NCCL = "nccl"
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """All that is needed to build a group again.
+    """The parameters from which a group can be built again.
 
     Attributes:
         name: key space inside a generation, equal on all members: ordinal and global ranks.
         order: (global ranks, empty for the default group; ordinal): all ranks rebuild in this order.
-        rank, world_size: of this process in the group, and of the group.
+        rank, world_size: rank of this process in the group, and size of the group.
         backends: device type -> ``gloo`` or ``nccl``.
         timeout: of collectives.
         options: the user's ``pg_options`` (NCCL only), or None.
@@ -50,7 +51,7 @@ class GroupSpec:
 
 
 class BuiltGroup:
-    """One generation of one group. Made by :func:`build`."""
+    """The inner group of one generation, made by :func:`build`."""
 
     def __init__(
         self,
@@ -77,17 +78,17 @@ class BuiltGroup:
         return self._group
 
     def unsevered(self) -> Sequence[Abortable]:
-        """The backends of NCCL whose abort has not begun."""
+        """Return the backends of NCCL whose abort has not begun."""
         return self._abortable if self._abort is None else ()
 
     def sever(self, abort: Abort | None = None) -> None:
-        """Shut gloo's sockets. Idempotent, from any thread.
+        """Shut down gloo's sockets and begin the abort of NCCL. Idempotent, from any thread.
 
-        From now on the group is not destroyed when the last reference ends: its destructor joins threads that may wait
-        for a long time yet.
+        Afterwards the group is not destroyed with its last reference, because its destructor joins threads that may
+        wait for a long time.
 
         Args:
-            abort: aborts :meth:`unsevered` together with other groups; without it, the group aborts its own.
+            abort: aborts the backends of :meth:`unsevered` together with other groups; None aborts only this group's.
         """
         with self._lock:
             if self._abort is None:
@@ -97,48 +98,48 @@ class BuiltGroup:
             endpoints.shutdown()
 
     def severed(self) -> bool:
-        """True when the abort that was begun has returned."""
+        """Return False while an abort is running."""
         return self._abort is None or self._abort.done
 
     def error(self) -> str:
-        """What NCCL has found beside the collectives, or an empty text."""
+        """Return an error that NCCL found outside of the collectives, or an empty text."""
         return next(filter(None, map(error_of, self.unsevered())), "")
 
     def connected(self) -> bool:
-        """True when a communicator of NCCL exists."""
+        """Return True if a communicator of NCCL exists."""
         return any(private_api.is_connected(backend) for backend in self._abortable)
 
     def close(self) -> None:
-        """Orderly end. The threads of gloo are joined when the caller lets go of this object."""
+        """End the group in order. The threads of gloo are joined when the caller drops this object."""
         if self._abort is None:
             self._group.shutdown()
         for endpoints in self._endpoints:
             endpoints.close()
 
     def bury(self) -> None:
-        """Give back what a severed group holds: our duplicates at once, what gloo and NCCL have beside the caller."""
+        """Release the resources of a severed group: duplicated sockets at once, those of gloo and NCCL in a thread."""
         self.close()
         self._burial = threading.Thread(target=self._destroy, name="holdfast-burial", daemon=True)
         self._burial.start()
 
     def buried(self, timeout_s: float = 0.0) -> bool:
-        """Nothing is left of a group that was to be buried."""
+        """Return True if the destruction begun by :meth:`bury` has ended, after a wait of at most ``timeout_s``."""
         if self._burial is not None:
             self._burial.join(timeout_s)
         return self._burial is not None and not self._burial.is_alive()
 
     def _destroy(self) -> None:
-        """The destructor runs, without the interpreter's lock, where the last reference ends: here.
+        """Drop the last reference to the C++ group, whose destructor then runs here without the interpreter's lock.
 
         A group of NCCL holds device memory and the tensors of its collectives. Its destructor would wait for an abort
-        under way; with an abort that never returns, the group stays.
+        in progress. If an abort never returns, the group is never destroyed.
         """
         if self._abort is not None:
             self._abort.wait()
         self._abortable = ()
         group = self._group
         del self._group, self._kept
-        ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))  # of :meth:`sever`
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))  # taken in :meth:`sever`
 
 
 def build(
@@ -148,15 +149,18 @@ def build(
     stop: Callable[[], str],
     connect_on: torch.device | None = None,
 ) -> BuiltGroup:
-    """Connect the members of ``spec`` through ``store``.
+    """Build the inner group of ``spec`` and connect its members through ``store``.
 
     Args:
         connect_timeout: bound of the connection phase.
-        connect_on: the device that NCCL connects at once; None: at its first collective.
-        stop: non-empty: do not wait for the peers any longer.
+        connect_on: the device on which NCCL connects at once; None: it connects at its first collective.
+        stop: returns a reason to stop waiting for the peers, or an empty text.
+
+    Returns:
+        The connected group.
 
     Raises:
-        GroupError: the members did not find each other, or stopped.
+        GroupError: the members did not find each other, or the building was stopped.
     """
     nccl = any(backend == NCCL for _, backend in spec.backends)
     group = private_api.new_inner_group(store, spec.rank, spec.world_size, spec.name, nccl)
@@ -212,7 +216,10 @@ def _nccl(
     stop: Callable[[], str],
     abortable: list[Abortable],
 ) -> Backend:
-    """NCCL waits for its peers while it connects, and nothing but an abort ends that: see :func:`connect`."""
+    """Make an NCCL backend in a separate thread, which is abandoned if a fault comes first (:func:`connect`).
+
+    While NCCL connects it waits for its peers, and only an abort ends that wait.
+    """
     options = private_api.nccl_options(spec.options, spec.timeout, spec.order[0], spec.name)
     device = private_api.nccl_device(spec.device or connect_on)
     begun: list[Any] = []

@@ -1,7 +1,7 @@
-"""What a collective leaves behind when there is no peer: every output filled from own data, nothing uninitialised.
+"""Local results of collectives that have no peers: every output is filled from local data, none stays uninitialised.
 
-Used in loopback and for collectives of a poisoned step, whose results are thrown away: the point is that shapes, sizes
-and the memory are sane, so that the step ends in order. In-place collectives keep their tensor as it is.
+They are used in loopback and for collectives of a poisoned step, whose results are thrown away. Shapes, sizes and
+memory must be valid so that the step ends in order. In-place collectives keep their tensor as it is.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """``target`` becomes ``source`` when the element counts agree, else zero."""
+    """Copy ``source`` into ``target`` if the element counts agree; otherwise fill ``target`` with zero."""
     target = target.detach()
     if target.numel() == source.numel():
         target.copy_(source.detach().reshape(target.shape))
@@ -23,21 +23,21 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def fill_lists(outputs: Sequence[Tensors], inputs: Tensors) -> None:
-    """``outputs[i][rank]`` = ``inputs[i]`` for every rank (all-gather, gather)."""
+    """Set ``outputs[i][rank] = inputs[i]`` for every rank (all-gather, gather)."""
     for row, source in zip(outputs, inputs, strict=False):
         for target in row:
             copy(target, source)
 
 
 def fill_by_rank(outputs: Sequence[Tensors], inputs: Tensors) -> None:
-    """``outputs[rank][i]`` = ``inputs[i]`` for every rank (coalesced all-gather)."""
+    """Set ``outputs[rank][i] = inputs[i]`` for every rank (coalesced all-gather)."""
     for row in outputs:
         for target, source in zip(row, inputs, strict=False):
             copy(target, source)
 
 
 def pick(outputs: Tensors, inputs: Sequence[Tensors], rank: int) -> None:
-    """``outputs[i]`` = ``inputs[i][rank]`` (scatter, reduce-scatter); zero where this rank has no input."""
+    """Set ``outputs[i] = inputs[i][rank]`` (scatter, reduce-scatter); zero where this rank has no input."""
     for i, target in enumerate(outputs):
         if i < len(inputs) and inputs[i]:
             copy(target, inputs[i][rank])
@@ -46,7 +46,7 @@ def pick(outputs: Tensors, inputs: Sequence[Tensors], rank: int) -> None:
 
 
 def repeat(output: torch.Tensor, source: torch.Tensor, world_size: int) -> None:
-    """``output`` = ``world_size`` copies of ``source`` (all-gather into one tensor)."""
+    """Fill ``output`` with ``world_size`` copies of ``source`` (all-gather into one tensor)."""
     rows = output.detach().reshape(world_size, -1)
     rows.copy_(source.detach().reshape(1, -1).expand_as(rows))
     if rows.data_ptr() != output.data_ptr():  # not contiguous: the reshape was a copy
@@ -54,17 +54,20 @@ def repeat(output: torch.Tensor, source: torch.Tensor, world_size: int) -> None:
 
 
 def chunk(output: torch.Tensor, source: torch.Tensor, rank: int, world_size: int) -> None:
-    """``output`` = the ``rank``-th of ``world_size`` equal parts of ``source`` (reduce-scatter of one tensor)."""
+    """Set ``output`` to the ``rank``-th of ``world_size`` equal parts of ``source`` (reduce-scatter of one tensor)."""
     copy(output, source.detach().reshape(world_size, -1)[rank])
 
 
 def zip_copy(outputs: Tensors, inputs: Tensors) -> None:
-    """``outputs[i]`` = ``inputs[i]`` (all-to-all)."""
+    """Set ``outputs[i] = inputs[i]`` (all-to-all)."""
     for target, source in zip(outputs, inputs, strict=True):
         copy(target, source)
 
 
 def one(outputs: Tensors) -> None:
-    """All outputs one (receive): a pipeline that asks its neighbours whether all know their shapes hears yes."""
+    """Fill all outputs with one (receive).
+
+    A pipeline asks its neighbours in this way whether all know their shapes; one means yes.
+    """
     for target in outputs:
         target.detach().fill_(1)

@@ -1,10 +1,9 @@
-"""The way out of NCCL: ``abort()`` on each communicator, in a helper thread, because it may never return.
+"""The abort of NCCL's collectives: ``abort()`` on each communicator, in a helper thread, because it may never return.
 
-torch has threads of its own that watch NCCL, and as shipped they end the process when a peer is gone: no survivor would
-be left to go on. What they look for is found here by other means: a death by the agent, a collective that does not end
-by the watch over progress, an abort that does not return by its bound.
-
-Not run without a GPU: the tests of this repository exercise the bookkeeping only.
+torch has threads that watch NCCL, and with torch's defaults they end the process when a peer is gone. No survivor would
+be left to continue. Holdfast finds the same conditions by other means: the agent finds a death, the progress watch
+finds a collective that does not end, and a time limit finds an abort that does not return.
+It has not been run on a GPU: the tests of this repository cover only the bookkeeping.
 """
 
 from __future__ import annotations
@@ -17,15 +16,19 @@ from typing import Any, Protocol
 from holdfast.frameworks.torch import private_api
 
 SURVIVE: Mapping[str, str] = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # 3 as shipped: the first error of a peer ends this process
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # else the same, whatever the first says, when its watchdog is stuck
-    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # the script gets the error and can say so; the watchdog only aborts
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # the default is 3: the first error of a peer ends this process
+    # Otherwise a stuck watchdog ends this process, whatever the first variable says.
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",  # the script gets the error and can report it; the watchdog only aborts
 }
-"""What keeps a process alive whose peers are lost, by torch's environment variables."""
+"""Values of torch's environment variables that keep a process alive when its peers are lost."""
 
 
 def outlive_peers() -> None:
-    """Before the first group: torch leaves errors of NCCL to us, unless the user has decided otherwise."""
+    """Set torch's variables so that an NCCL error does not end the process, unless the user has set them.
+
+    It must run before the first group is made.
+    """
     for name, value in SURVIVE.items():
         os.environ.setdefault(name, value)
 
@@ -39,10 +42,10 @@ class Abortable(Protocol):
 
 
 class Abort:
-    """One abort of several backends, under way in a daemon thread; the waiter sets the bound.
+    """One abort of several backends, running in a daemon thread; its caller decides how long to wait.
 
-    Communicators that are aborted one after the other can wait for each other (nccl issue 1013, torch issue 119797):
-    all communicators of a process are aborted inside one NCCL group call.
+    Communicators that are aborted one after the other can wait for each other (nccl issue 1013, torch issue 119797).
+    All communicators of a process are therefore aborted inside one NCCL group call.
     """
 
     def __init__(self, backends: Sequence[Abortable]) -> None:
@@ -52,15 +55,15 @@ class Abort:
 
     @property
     def done(self) -> bool:
-        """True when every backend is aborted."""
+        """True after every backend was aborted."""
         return self._ended.is_set()
 
     def wait(self) -> None:
-        """Return when every backend is aborted; that may be never."""
+        """Wait until every backend is aborted, which may be never."""
         self._ended.wait()
 
     def start(self) -> Abort:
-        """Begin; returns at once."""
+        """Start the abort and return this object at once."""
         if self._backends:
             threading.Thread(target=self._run, name="holdfast-nccl-abort", daemon=True).start()
         else:
@@ -72,15 +75,13 @@ class Abort:
         for call in (*(backend.abort for backend in self._backends), end):
             try:
                 call()
-            except (
-                RuntimeError
-            ) as error:  # an abort that raises has ended too; the caller may look at the error
+            except RuntimeError as error:  # an abort that raises has ended too; the caller may read the error
                 self.error = error
         self._ended.set()
 
 
 def error_of(backend: Abortable) -> str:
-    """The error that a backend has found beside the collectives (a link, another rank), or an empty text."""
+    """Return the error that a backend found outside of the collectives (a link, another rank), or an empty text."""
     found = backend.get_error()
     name: str = getattr(found, "name", str(found))
     return "" if name == "SUCCESS" else name

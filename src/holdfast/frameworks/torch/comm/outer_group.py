@@ -1,6 +1,6 @@
-"""What a process group says of itself, whatever its connections: rank, size, name, backend, and what it refuses.
+"""The identity of a process group that user code holds: rank, size, name, backend, and the calls that it refuses.
 
-The base of :class:`~holdfast.frameworks.torch.comm.reconfigurable_group.ReconfigurableGroup`. torch calls these
+It is the base of :class:`~holdfast.frameworks.torch.comm.reconfigurable_group.ReconfigurableGroup`. torch calls these
 methods from C++ and from Python, also before the group has connections.
 """
 
@@ -16,7 +16,7 @@ from holdfast.frameworks.torch.comm.group_builder import GroupSpec
 
 
 class OuterGroup(dist.ProcessGroup):
-    """Identity of a group that user code holds.
+    """The part of a user's process group that does not depend on its connections.
 
     Args:
         spec: how the group is built.
@@ -44,7 +44,10 @@ class OuterGroup(dist.ProcessGroup):
         return self.spec.backends[0][1]
 
     def getBackendName(self) -> str:
-        """Asked by C++ only: a caller that reads ``gloo`` here would look for the C++ backend inside this group."""
+        """Return ``holdfast``.
+
+        Only C++ calls this. A caller that read ``gloo`` here would look for the C++ backend inside this group.
+        """
         return "holdfast"
 
     def _get_backend_name(self) -> str:
@@ -75,13 +78,13 @@ class OuterGroup(dist.ProcessGroup):
         return self._desc
 
     def _set_sequence_number_for_group(self) -> None:
-        """Set when the inner group was built."""
+        """Do nothing: the number was set when the inner group was built."""
 
     # ------------------------------------------------------------------ offers of torch 2.14 and later
 
     @property
     def supports_reconfigure(self) -> bool:
-        """False: the control plane gives the group its generations."""
+        """False: the control plane decides about the generations of the group."""
         return False
 
     @property
@@ -96,35 +99,35 @@ class OuterGroup(dist.ProcessGroup):
 
     @property
     def supports_completion_hooks(self) -> bool:
-        """False, as abort hooks."""
+        """False: a hook belongs to one generation of the connections."""
         return False
 
     def get_reconfigure_handle(self) -> NoReturn:
-        """Refused."""
+        """Raise UnsupportedError: Holdfast replaces the connections of this group."""
         self._refuse("get_reconfigure_handle")
 
     def reconfigure(self, opts: Any) -> NoReturn:
-        """Refused."""
+        """Raise UnsupportedError: Holdfast replaces the connections of this group."""
         self._refuse("reconfigure")
 
     def new_window(self, tensor: Any = None) -> NoReturn:
-        """Refused."""
+        """Raise UnsupportedError: the connections of this group are replaced after a fault."""
         self._refuse("new_window")
 
     def register_abort_hook(self, hook_id: int, hook: Any) -> NoReturn:
-        """Refused."""
+        """Raise UnsupportedError: the connections of this group are replaced after a fault."""
         self._refuse("register_abort_hook")
 
     def register_pre_hook(self, hook_id: int, hook: Any) -> NoReturn:
-        """Refused."""
+        """Raise UnsupportedError: the connections of this group are replaced after a fault."""
         self._refuse("register_pre_hook")
 
     def register_post_hook(self, hook_id: int, hook: Any) -> NoReturn:
-        """Refused."""
+        """Raise UnsupportedError: the connections of this group are replaced after a fault."""
         self._refuse("register_post_hook")
 
     def unregister_abort_hook(self, hook_id: int) -> None:
-        """There is none."""
+        """Do nothing: no hook can be registered."""
 
     unregister_pre_hook = unregister_abort_hook
     unregister_post_hook = unregister_abort_hook

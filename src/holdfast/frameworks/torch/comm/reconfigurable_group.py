@@ -1,13 +1,13 @@
 """The process group that user code holds: a Python ``ProcessGroup`` whose inner group can be replaced.
 
-DDP, FSDP2, DeviceMesh and user code keep references to a group for ever; a new generation swaps what is inside. The
-method set is that of torch 2.13, old names included: C++ callers reach the ones that torch's trampoline routes, Python
-callers all of them.
+DDP, FSDP2, DeviceMesh and user code keep references to a group as long as they live, so a new generation replaces the
+inner group. The methods are those of torch 2.13, old names included. C++ callers reach those that torch's trampoline
+routes, Python callers all of them.
 
 Invariants:
-1. Every collective goes through :meth:`ReconfigurableGroup._run`: counted, checked against the fabric's modes, and
-   guarded; an exception that is a wrong call leaves as it is.
-2. A group never leaves the generation of its fabric: ``inner`` was built in it or is None (before a loopback ends).
+1. Every collective goes through :meth:`ReconfigurableGroup._run`. It is counted, checked against the fabric's modes
+   (``comm_state.py``), and guarded. An exception that shows a wrong call is passed on unchanged.
+2. ``inner`` was built in the generation of the fabric, or is None (before a loopback ends).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class ReconfigurableGroup(OuterGroup):
 
     Args:
         fabric: the state shared by all groups.
-        spec: how to build it (again).
-        store: the store that torch gave for it; used when this process has no control client.
+        spec: how to build the group, also after a fault.
+        store: the store that torch gave for the group; used if this process has no control client.
     """
 
     def __init__(self, fabric: CommState, spec: GroupSpec, store: Store) -> None:
@@ -60,10 +60,10 @@ class ReconfigurableGroup(OuterGroup):
         self._ways = {
             device: Wait.SLICES if backend == GLOO else Wait.STREAM for device, backend in spec.backends
         }
-        # Of operations without a tensor (barrier): C++ gives them to NCCL where there is one.
+        # For operations without a tensor (barrier): C++ passes them to NCCL if the group has it.
         self._default_way = Wait.STREAM if Wait.STREAM in self._ways.values() else Wait.SLICES
-        self._coalescing: dict[int, dist.ProcessGroup] = {}  # by thread: where coalescing began
-        self._begun = 0  # collectives in this generation
+        self._coalescing: dict[int, dist.ProcessGroup] = {}  # by thread: the group in which coalescing began
+        self._begun = 0  # collectives begun in this generation
         self._texts: dict[tuple[str, int, torch.dtype | None], bytes] = {}
         self.communicator = FreshGroups(fabric, spec, self._store_in)
         self._built_in: Generation | None = None
@@ -81,12 +81,18 @@ class ReconfigurableGroup(OuterGroup):
     # ------------------------------------------------------------------ generations
 
     def _asked(self, stand_in: DeferredRank) -> int:
-        """The rank of a spare in this group."""
+        """Return the rank of this process in the group.
+
+        In a spare, wait until the rank is known, unless a stand-in is enough.
+        """
         stand_in.ask()
         return self.spec.rank
 
     def become(self, rank: int) -> None:
-        """A spare was called. Only groups of all ranks exist before that: others ask who is in them."""
+        """Take over ``rank`` in this process, which was a spare until now.
+
+        Until then only groups of all ranks exist, because making any other group asks for the rank.
+        """
         self.spec = self.communicator.spec = dataclasses.replace(self.spec, rank=rank)
 
     @property
@@ -112,7 +118,11 @@ class ReconfigurableGroup(OuterGroup):
         return ""
 
     def meet(self, generation: Generation) -> None:
-        """A rank may come late, from code between two steps: who dialled it before would give up at gloo's bound."""
+        """Wait until every rank is about to rebuild.
+
+        A rank may come late, from code between two steps. A peer that dialled it earlier would give up at gloo's
+        time-out.
+        """
         store = self._store_in(str(generation), self.spec.timeout)
         store.set(f"here/{self.spec.rank}", "")
         try:
@@ -156,7 +166,7 @@ class ReconfigurableGroup(OuterGroup):
         return self._store_of(generation, self.spec.name, limit)
 
     def _store_of(self, generation: str, name: str, limit: timedelta) -> Store:
-        """Keys of one generation of a group."""
+        """Return the key-value store for one generation of a group."""
         client = control_store.control_client()
         if client is None or self.replaceable():
             return PrefixStore(f"holdfast/{self._fabric.start}/{name}/", self._store)
@@ -177,15 +187,15 @@ class ReconfigurableGroup(OuterGroup):
         after: Fill | None = None,
         p2p: bool = False,
     ) -> Work:
-        """Begin a collective.
+        """Begin a collective and return its work.
 
         Args:
-            issue: begins it on the inner group.
-            outputs: what its future resolves to.
-            fill: completes it on local data.
-            on: a tensor of it, to know the backend.
-            after: what is left to do when it has succeeded.
-            p2p: its work cannot be waited for in slices.
+            issue: begins the collective on the inner group.
+            outputs: value of the work's future.
+            fill: completes the collective on local data.
+            on: a tensor of the collective, which determines the backend.
+            after: called once the collective has succeeded.
+            p2p: a point-to-point call, whose work cannot be waited for in slices.
         """
         fabric = self._fabric
         results = list(outputs)
@@ -211,12 +221,15 @@ class ReconfigurableGroup(OuterGroup):
             fabric.broke(what, error, epoch)
             fabric.give_up(what)
             return _complete(results, fill)
-        if work is None:  # NCCL answers for all calls together where coalescing ends
+        if work is None:  # NCCL returns one work for all calls, at the end of coalescing
             return LocalWork(results)
         return GuardedWork(fabric, what, work, results, way, fill, after, count)
 
     def _record(self, flight: Flight, count: int, what: str, on: Tensor | None, p2p: bool) -> None:
-        """Of operations of which all ranks take the same size, the size belongs to what they must agree on."""
+        """Record the start of a collective in the flight recorder.
+
+        Where all ranks pass the same size, the size is recorded too, because the ranks must agree on it.
+        """
         key = (what, on.numel(), on.dtype) if on is not None and what in _SAME_SIZE else (what, 0, None)
         text = self._texts.get(key)
         if text is None:
@@ -277,7 +290,7 @@ class ReconfigurableGroup(OuterGroup):
                     works.append(group.reduce([part], reduction))
             return Several(works)
 
-        # As gloo does it, part by part; but gloo's own work cannot be waited for in slices.
+        # Part by part, as gloo does it, because gloo's own work cannot be waited for in slices.
         after = lambda: loopback_ops.pick(outs, parts, self.spec.rank)  # noqa: E731
         return self._run("reduce_scatter", issue, outs, fill, on=outs[0], after=after)
 
@@ -317,7 +330,10 @@ class ReconfigurableGroup(OuterGroup):
     def _scatter_sums(
         self, what: str, outputs: list[Tensor], buffers: list[Tensor], opts: Any, fill: Fill
     ) -> Work:
-        """Reduce-scatter as gloo does it, an all-reduce and a copy; but gloo's own cannot be waited for in slices."""
+        """Run a reduce-scatter as gloo does it: an all-reduce and a copy.
+
+        gloo's own reduce-scatter is not used, because its work cannot be waited for in slices.
+        """
         world_size, rank = self.spec.world_size, self.spec.rank
         reduction = dist.AllreduceOptions()
         reduction.reduceOp = opts.reduceOp
@@ -473,7 +489,7 @@ class ReconfigurableGroup(OuterGroup):
         return self._run("barrier", lambda g: g.barrier(*args, **kwargs), [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """gloo's barrier that names the missing rank; its findings are the user's, not a fault."""
+        """Run gloo's barrier that names a missing rank; its error goes to the user and is not a fault."""
         if not self._fabric.begin("monitored_barrier"):
             group: Any = self.communicator.group
             group.monitored_barrier(timeout or self.spec.timeout, wait_all_ranks)
@@ -485,12 +501,12 @@ class ReconfigurableGroup(OuterGroup):
             self._coalescing[threading.get_ident()] = group
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        """Coalescing ends where it began, also in a group that was aborted meanwhile: NCCL counts by thread."""
+        """End coalescing in the group in which it began, even if that was aborted since: NCCL counts by thread."""
         group = self._coalescing.pop(threading.get_ident(), None)
         if group is None:
             return LocalWork([])
         if not self._fabric.calm:
-            with suppress(RuntimeError):  # of the abort
+            with suppress(RuntimeError):  # the error of the abort
                 group._end_coalescing(device)
         on = torch.empty(0, device=device)
         return self._run("end_coalescing", lambda _: group._end_coalescing(device), [], on=on)
@@ -509,7 +525,7 @@ class ReconfigurableGroup(OuterGroup):
         return int(group._get_sequence_number_for_group())
 
     def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
-        if self.inner is not None:  # a rehearsal waits for no peer
+        if self.inner is not None:  # a rehearsal has no peers to wait for
             group: Any = self.communicator.group
             group._add_ephemeral_timeout(timeout)
 
@@ -526,7 +542,10 @@ class ReconfigurableGroup(OuterGroup):
         self.communicator.close()
 
     def leave(self) -> None:
-        """The process ends: join gloo's threads. NCCL's own end could wait for peers: its groups stay as they are."""
+        """Join gloo's threads, because the process ends.
+
+        A group with NCCL is left as it is: its end could wait for peers.
+        """
         if all(backend == GLOO for _, backend in self.spec.backends):
             self.shutdown()
 
@@ -537,7 +556,7 @@ COLLECTIVES = (
     *("all_gather_single_coalesced", "scatter", "all_to_all_single", "alltoall", "send", "recv", "barrier"),
     *("recv_anysource", "monitored_barrier", "_start_coalescing", "_end_coalescing"),
 )
-"""Methods that dynamo must call, not trace into."""
+"""Methods that dynamo must call without tracing into them."""
 
 
 def _finish_methods() -> None:
@@ -568,7 +587,7 @@ def _complete(outputs: list[Any], fill: Fill | None) -> LocalWork:
 
 
 def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The options of a call that may give an operation instead."""
+    """Return the options of a call that may give a reduce operation in their place."""
     given = args[0] if args else kwargs.get("opts", kwargs.get("op"))
     if isinstance(given, dist.ReduceScatterOptions):
         return given

@@ -1,10 +1,10 @@
-"""The ``Work`` objects that groups hand out: waits end when the process is poisoned, faults are told from bugs.
+"""The ``Work`` objects of the process groups: their waits end when the process is poisoned.
 
-Theory. A collective of gloo runs on a thread of its own, and waiting for it in short slices costs nothing; a slice
-that ran out is not a fault: only ``is_completed()`` followed by the collective's own exception is one. Point-to-point
-works are different: gloo answers a timed-out wait by closing the connection, and its work has no callback, so their
-one blocking wait happens in a helper thread. NCCL works are ordered on the device's stream and never waited for in
-slices.
+Theory. A collective of gloo runs on its own thread, and waiting for it in short slices costs nothing. A slice that runs
+out is not a fault: a fault is ``is_completed()`` followed by the collective's own exception. Point-to-point works are
+different: gloo closes the connection when a wait times out, and its work has no callback. Their one blocking wait
+therefore happens in a helper thread. NCCL works are ordered on the device's stream and never waited for in slices.
+Errors of lost peers are distinguished from wrong calls (:func:`is_bug`).
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ E = TypeVar("E", bound=BaseException)
 
 _BUGS = (AttributeError, TypeError, NotImplementedError, ValueError, IndexError)
 _COMPLAINTS = (
-    "ProcessGroupGloo::",  # prefix of gloo's complaints about arguments of the call
+    "ProcessGroupGloo::",  # prefix of gloo's errors about arguments of the call
     "No backend type associated with device type",  # a tensor on a device that the group has no backend for
 )
 
 
 class Wait(Enum):
-    """How a work may be waited for."""
+    """The ways in which a work can be waited for."""
 
     SLICES = "slices"
     THREAD = "thread"
@@ -43,14 +43,14 @@ class Wait(Enum):
 
 
 def is_bug(error: BaseException) -> bool:
-    """True when ``error`` comes from a wrong call or from this process alone, not from a lost peer."""
+    """Return True if ``error`` comes from a wrong call or from this process alone, not from a lost peer."""
     if isinstance(error, (*_BUGS, torch.OutOfMemoryError)):
         return True
     return any(complaint in str(error) for complaint in _COMPLAINTS)
 
 
 class InnerWork(Protocol):
-    """What is used of a work of the inner group."""
+    """The methods of an inner group's work that are used here."""
 
     def wait(self, timeout: timedelta = ...) -> bool: ...
     def is_completed(self) -> bool: ...
@@ -60,7 +60,7 @@ class InnerWork(Protocol):
 
 
 class Several:
-    """Works that end together (gloo has no coalesced form of what they do)."""
+    """Several works as one, for collectives that gloo does not offer in coalesced form."""
 
     def __init__(self, works: list[InnerWork]) -> None:
         self._works = works
@@ -125,17 +125,17 @@ class LocalWork(Work):
 
 
 class GuardedWork(Work):
-    """A collective under way on the inner group.
+    """A collective in progress on the inner group.
 
     Args:
-        fabric: told about the first fault.
+        fabric: receives the first fault.
         what: name of the collective, for messages.
         inner: the work of the inner group.
-        outputs: what the future resolves to.
+        outputs: value of the future.
         way: how to wait for ``inner``.
-        fill: completes the outputs on local data, when broken inside a shield.
-        count: of this collective, for the flight recorder.
-        after: finishes a collective that succeeded (e.g. copies the own part), run once.
+        fill: completes the outputs on local data if the collective breaks inside a shield.
+        after: finishes a collective that succeeded (e.g. copies this rank's part), run once.
+        count: number of this collective, for the flight recorder.
     """
 
     def __init__(
@@ -170,9 +170,9 @@ class GuardedWork(Work):
     # ------------------------------------------------------------------ waiting
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until done or poisoned.
+        """Wait until the collective has ended or the process is poisoned.
 
-        Raises: PeerLost (outside a shield), GroupAborted, RuntimeError (the given timeout ran out).
+        Raises: PeerLost or GroupAborted (poisoned, see :meth:`CommState.give_up`), RuntimeError (the timeout ran out).
         """
         if not self._ended:
             limit_s = timeout.total_seconds() if timeout else 0.0
@@ -202,7 +202,7 @@ class GuardedWork(Work):
                 return
             except RuntimeError:
                 if inner.is_completed():
-                    inner.wait()  # raises the collective's own error, or it ended well just now
+                    inner.wait()  # raises the collective's own error, unless it has just ended without one
                     return
                 if self._fabric.poisoned:
                     raise
@@ -232,7 +232,7 @@ class GuardedWork(Work):
             future.set_result(self._outputs)
 
     def _break(self, cause: BaseException) -> None:
-        """Note the fault; end on local data or, outside a shield, with an error."""
+        """Report the fault and end the collective: on local data before the vote of a step, otherwise with an error."""
         self._fabric.broke(self._what, cause, self._epoch)
         self._end_broken()
 
@@ -240,7 +240,7 @@ class GuardedWork(Work):
         error: BaseException | None = None
         try:
             self._fabric.give_up(self._what)
-        except BaseException as refusal:  # kept and raised by wait(): this may run in a thread of gloo
+        except BaseException as refusal:  # kept for wait() to raise: this may run in a thread of gloo
             error = _frameless(refusal)
         with self._lock:
             if self._ended:
@@ -257,12 +257,15 @@ class GuardedWork(Work):
             future.set_result(self._outputs)
 
     def release(self) -> None:
-        """Called when the process is poisoned: whoever waits for the future gets out."""
+        """End the collective for all waiters of its future, because the process is poisoned."""
         if self._future is not None:
             self._end_broken()
 
     def settled(self) -> bool:
-        """True when it can no longer write into memory of this process (given that the sockets were shut)."""
+        """Return True if the collective can no longer write into memory of this process.
+
+        This holds after its sockets were shut down.
+        """
         if self._way is Wait.THREAD:
             return self._waiting is None or self._waiting.ended.is_set()
         return self._inner.is_completed()
@@ -270,10 +273,10 @@ class GuardedWork(Work):
     # ------------------------------------------------------------------ the rest of Work
 
     def get_future(self) -> Future:
-        """A future of the outputs that also completes when the process is poisoned.
+        """Return a future of the outputs that also completes when the process is poisoned.
 
-        An error reaches it by ``then``: ``Future.set_exception`` would store the Python exception as the *value*,
-        which DDP's C++ reducer then reads as tensors and crashes.
+        An error reaches it by ``then``: ``Future.set_exception`` would store the Python exception as the *value*, and
+        DDP's C++ reducer would read it as tensors and crash.
         """
         if self._way is Wait.STREAM:
             return self._inner.get_future()
@@ -344,11 +347,11 @@ class _UserTimeout(RuntimeError):
 
 
 class _Interrupted(FaultError, RuntimeError):
-    """The process was poisoned while a point-to-point wait was under way."""
+    """The process was poisoned during a point-to-point wait."""
 
 
 class Blocking:
-    """One uninterruptible wait, to be run by a helper thread."""
+    """A wait that cannot be interrupted, run by a helper thread."""
 
     def __init__(self, inner: InnerWork) -> None:
         self._inner = inner
@@ -358,7 +361,7 @@ class Blocking:
         self._callbacks: list[Callable[[Blocking], None]] = []
 
     def run(self) -> None:
-        """The wait itself."""
+        """Wait until the work ends, then call the callbacks."""
         try:
             self._inner.wait()
         except RuntimeError as error:
@@ -370,7 +373,7 @@ class Blocking:
             callback(self)
 
     def then(self, callback: Callable[[Blocking], None]) -> None:
-        """Call ``callback`` when the wait has ended (at once if it has)."""
+        """Call ``callback`` when the wait has ended, or now if it already has."""
         with self._lock:
             if not self.ended.is_set():
                 self._callbacks.append(callback)
@@ -378,9 +381,9 @@ class Blocking:
         callback(self)
 
     def join(self, stopped: Callable[[], bool], deadline_s: float | None, what: str) -> None:
-        """Wait for the helper.
+        """Wait for the helper thread.
 
-        Raises: the work's own error, FaultError when ``stopped``, RuntimeError past ``deadline_s``.
+        Raises: the work's own error, FaultError if ``stopped``, RuntimeError past ``deadline_s``.
         """
         while not self.ended.wait(SLICE.total_seconds()):
             if stopped():
@@ -388,11 +391,11 @@ class Blocking:
             if deadline_s is not None and time.monotonic() >= deadline_s:
                 raise _UserTimeout(f"{what}: not complete within the given timeout")
         if self.error is not None:
-            raise copy(self.error)  # raised, an error has frames
+            raise copy(self.error)  # a copy, because raising adds frames to an error
 
 
 class _Waiters:
-    """Daemon threads that run :class:`Blocking` waits; one more is started when none is idle."""
+    """Daemon threads that run :class:`Blocking` waits; another one is started if none is idle."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Blocking] = queue.SimpleQueue()
@@ -418,7 +421,7 @@ _WAITERS = _Waiters()
 
 
 def _frameless(error: E) -> E:
-    """An error to keep: the frames that it came through hold the work, and so the broken group and its tensors."""
+    """Return the error without its frames, which would keep alive the work, the broken group and its tensors."""
     error.__context__ = None
     return error.with_traceback(None)
 

@@ -1,1 +1,1 @@
-"""Where the job is in its data: loaders, samplers, datasets, and digests of what was drawn."""
+"""The position of the job in its data: loaders, samplers, datasets, and digests of drawn batches."""

@@ -1,8 +1,8 @@
-"""A digest of what a loader drew: cheap, the same in every process that draws the same.
+"""A digest of a batch that a loader drew: cheap, and equal in every process that draws the same batch.
 
-Of a tensor or an array: shape, type and up to 512 of its elements, evenly spread; of one on a device shape and type
-alone, since reading it would wait for the device. Of numbers, texts and bytes the value. Of containers their items, up
-to 64 in all. Of other objects the type.
+It covers, of a tensor or an array, shape, type and up to 512 of its elements, evenly spread; of a tensor on a device
+only shape and type, since reading it would wait for the device; of numbers, texts and bytes the value; of containers
+their items, up to 64 in all; of other objects the type.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TEXT_MAX = 4096
 
 
 def digest_of_batch(batch: Any) -> int:
-    """64-bit digest of a batch.
+    """Return the 64-bit digest of a batch.
 
     Example:
         >>> digest_of_batch([1, "a"]) == digest_of_batch([1, "a"])
@@ -69,7 +69,7 @@ def _is_plain(leaf: torch.Tensor) -> bool:
 
 
 def _elements(leaf: torch.Tensor) -> Any:
-    """The elements of a tensor, as an array; those of a type that numpy does not have, as their bytes."""
+    """Return the elements of a tensor as an array, or its bytes if numpy lacks the type."""
     flat = leaf.detach().resolve_conj().resolve_neg().reshape(-1)
     try:
         return flat.numpy()
@@ -78,5 +78,8 @@ def _elements(leaf: torch.Tensor) -> Any:
 
 
 def _sampled(flat: Any) -> Any:
-    """About ``ELEMENTS_MAX`` of them; an odd distance does not fall on one column of rows of a usual width."""
+    """Return about ``ELEMENTS_MAX`` elements at an odd distance.
+
+    With an odd distance the elements do not all come from one column of rows of a usual width.
+    """
     return flat[:: len(flat) // ELEMENTS_MAX | 1]

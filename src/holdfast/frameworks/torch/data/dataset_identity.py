@@ -1,9 +1,9 @@
-"""What can be told of a dataset without running the user's code: its length, and of some kinds its content.
+"""The identity of a dataset as far as it is known without running the user's code: its length, sometimes its content.
 
-Reading samples to compare them would run ``__getitem__`` at a moment of our choosing: it may draw from a generator of
-its own, or open files before loader workers are forked. So content is looked at where that is only memory (tensors,
-lists, ``Subset`` and ``ConcatDataset`` of them, the file lists of image folders), or the dataset says it itself: an
-attribute ``fingerprint``, for instance the checksum of a file.
+Reading samples to compare them would run ``__getitem__`` at a time that the user does not expect: it may draw from its
+own generator, or open files before loader workers are forked. So content is read only where that is memory (tensors,
+lists, ``Subset`` and ``ConcatDataset`` of them, the file lists of image folders), or where the dataset has an attribute
+``fingerprint``, for instance the checksum of a file.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from holdfast.frameworks.common.adapter import DataIdentity
 from holdfast.frameworks.torch.state.boxes import byte_view
 
 LOOKED_AT = 16
-"""Rows or entries, spread over the whole."""
+"""Number of rows or entries that are read, spread over the whole."""
 
 
 def identity(dataset: Any, shared: bool) -> DataIdentity | None:
-    """Of a map-style dataset; None when it has no length.
+    """Return length and, if known, content digest of a map-style dataset; None if it has no length.
 
     Args:
-        shared: ranks draw different samples of it, so all must have the same.
+        shared: ranks draw different samples of it, so all must have the same dataset.
     """
     try:
         length = len(dataset)
@@ -39,7 +39,7 @@ def identity(dataset: Any, shared: bool) -> DataIdentity | None:
 
 
 def _look(item: Any, total: xxhash.xxh3_64) -> bool:
-    """Add the content of ``item``; False when it cannot be told."""
+    """Add the content of ``item`` to the digest; return False if the content cannot be read."""
     said = getattr(item, "fingerprint", None)
     if isinstance(said, str | int):
         total.update(str(said).encode())
@@ -76,7 +76,7 @@ def _look_at_entry(entry: Any, total: xxhash.xxh3_64) -> bool:
 
 
 def _some(length: int) -> Sequence[int]:
-    """Up to :data:`LOOKED_AT` places, the first and the last among them."""
+    """Return up to :data:`LOOKED_AT` indices, the first and the last included."""
     if length <= LOOKED_AT:
         return list(range(length))
     return [i * (length - 1) // (LOOKED_AT - 1) for i in range(LOOKED_AT)]

@@ -1,17 +1,17 @@
-"""Where the job is in its data, and how to get there again without reading what was already used.
+"""The position of the job in its data, and the return to a position without reading what was already used.
 
-Theory. A position is (epoch, batches drawn in that epoch). What a sampler draws in an epoch is made a function of
-(seed, epoch): a ``DistributedSampler`` is so by ``set_epoch``, any other is seeded before it draws. To go to a
-position, index lists are skipped; no skipped sample is loaded. Where it is known how samples are dealt to the ranks
-(``sampler_order.py``), the position also says how many samples of the epoch the whole job has drawn, and a job with
-another number of ranks or another batch size goes on there. Each sample is seeded from (seed, epoch, index) in
-whichever process loads it, so random augmentation does not depend on the number of loader workers or on a restart.
+Theory. A position is (epoch, batches drawn in that epoch). The draws of a sampler in an epoch are made a function of
+(seed, epoch): for a ``DistributedSampler`` by ``set_epoch``, for any other by seeding before it draws. To go to a
+position, index lists are skipped; no skipped sample is loaded. If the rule that deals samples to ranks is known
+(``sampler_order.py``), the position also holds how many samples of the epoch the whole job has drawn. A job with
+another number of ranks or another batch size can then continue there. Each sample is seeded from (seed, epoch, index)
+in the process that loads it. Random augmentation therefore depends neither on the number of loader workers nor on a
+restart.
 
-Sources, by what the user gives:
-
+Sources, by the type of the user's loader:
 - a ``DataLoader`` over a map-style dataset is rebuilt around the same dataset, sampler and settings (``MapSource``);
-- a loader with ``state_dict`` (torchdata's ``StatefulDataLoader``) is positioned by it (``StatefulSource``); its state
-  belongs to one rank and travels in the status page;
+- a loader with ``state_dict`` (torchdata's ``StatefulDataLoader``) is positioned by that (``StatefulSource``); its
+  state belongs to one rank and travels in the status page;
 - any other iterable is read again from the start of the epoch up to the position, with a warning (``ReplaySource``).
 """
 
@@ -44,14 +44,16 @@ log = logging.getLogger("holdfast")
 
 @dataclass(frozen=True)
 class Position:
-    """``batch`` batches of epoch ``epoch`` were drawn."""
+    """A position: ``batch`` batches of epoch ``epoch`` were drawn."""
 
     epoch: int = 0
     batch: int = 0
 
 
 class Source(ABC):
-    """Batches of one epoch, from any position; as long as nothing else is said, by the number drawn.
+    """The base class of the sources of batches, which yield one epoch from any position.
+
+    A position is the number of batches drawn, unless a subclass defines it in another way.
 
     Args:
         user: the user's loader.
@@ -59,8 +61,8 @@ class Source(ABC):
         rank: number of the copy of the model that the batches are for.
 
     Attributes:
-        length: batches per epoch of this rank, when it can be known.
-        device: where the user's loader puts batches; None: they stay where they are.
+        length: batches per epoch of this rank, if known.
+        device: device to which the user's loader moves batches; None: it does not move them.
     """
 
     def __init__(self, user: Any, seed: int, rank: int) -> None:
@@ -76,29 +78,32 @@ class Source(ABC):
         """Iterate over ``epoch`` without its first ``skip`` batches."""
 
     def placed(self, batch: Any) -> Any:
-        """``batch``, as the user's loader hands it out."""
+        """Return ``batch`` moved to the device of the user's loader."""
         if self.device is None:
             return batch
         return private_api.tree_map_only(torch.Tensor, lambda t: t.to(self.device), batch)
 
     def identity(self) -> DataIdentity | None:
-        """What is known of the dataset."""
+        """Return the identity of the dataset, or None."""
         return None
 
     def words(self, position: Position) -> dict[str, int]:
-        """What a place says beside the position, for a job of another size."""
+        """Return the entries of a place that a job of another size needs, besides epoch and batch."""
         return {}
 
     def find(self, place: Mapping[str, int]) -> int:
-        """The batch of the place's epoch that comes next here."""
+        """Return the number of the batch that comes next at a place."""
         return place["batch"]
 
     def local_state(self) -> Plain:
-        """What only this rank knows of its position, or None."""
+        """Return the part of the position that only this rank knows, or None."""
         return None
 
     def restore_local(self, state: Plain) -> None:  # noqa: B027  # most have none
-        """The next :meth:`open` goes on from this state; nothing where the position is enough."""
+        """Make the next :meth:`open` continue from this state.
+
+        Sources whose position is enough do nothing.
+        """
 
     def close(self) -> None:
         """Stop loader workers."""
@@ -106,10 +111,10 @@ class Source(ABC):
         self._iterator = None
 
     def _read(self, epoch: int, first: int, skip: int) -> Iterator[Any]:
-        """The user's own order from batch ``first``, which comes next of it; those below ``skip`` are dropped.
+        """Yield batches in the user's own order, from batch ``first``; drop those below ``skip``.
 
-        What an iterable draws in this process must not depend on what the steps between drew; samplers draw their order
-        with the first item.
+        The draws of an iterable in this process must not depend on the draws of the steps between. Samplers draw their
+        order with the first item.
         """
         seed_all(order_seed(self._seed, epoch, self._rank))
         self._iterator = iter(self._user)
@@ -128,10 +133,10 @@ class Source(ABC):
 
 
 class TorchFeed:
-    """Draws batches, epoch after epoch.
+    """The batches of a source, epoch after epoch.
 
     Args:
-        source: where batches come from.
+        source: the source of the batches.
     """
 
     def __init__(self, source: Source) -> None:
@@ -144,34 +149,37 @@ class TorchFeed:
         self.rewinds = True
 
     def become(self, rank: int) -> None:
-        """A spare was called: what it drew was nobody's, and loader workers that it has started go on for this rank."""
+        """Start over as ``rank`` in this process, which was a spare until now.
+
+        The batches drawn before were for no rank. Loader workers that were started continue to work for the new rank.
+        """
         self._iterator = None
         self.position = Position()
         if isinstance(self._source, MapSource):
             self._source.become(rank)
 
     def place(self) -> dict[str, int]:
-        """The position after the last batch drawn, as plain values."""
+        """Return the position after the last batch drawn, as plain values."""
         at = self.position
         return {"epoch": at.epoch, "batch": at.batch, **self._source.words(at)}
 
     def seek(self, place: Mapping[str, int], local: Plain = None) -> None:
-        """Go to a place; ``local`` is what :meth:`local_state` returned there, if anything."""
+        """Go to a place; ``local`` is the result of :meth:`local_state` at that place, if any."""
         self._iterator = None
         self.position = Position(place["epoch"], self._source.find(place))
         if local is not None:
             self._source.restore_local(local)
 
     def identity(self) -> DataIdentity | None:
-        """What is known of the dataset."""
+        """Return the identity of the dataset, or None."""
         return self._source.identity()
 
     def local_state(self) -> Plain:
-        """Rank-local part of the position (see :class:`StatefulSource`), or None."""
+        """Return the rank-local part of the position (see :class:`StatefulSource`), or None."""
         return self._source.local_state()
 
     def draw(self, epochs: int | None = None) -> Any:
-        """The next batch; moves to the next epoch at the end of one.
+        """Return the next batch; after the last one of an epoch, the first of the next epoch.
 
         Raises:
             StopIteration: ``epochs`` epochs are over.
@@ -205,16 +213,17 @@ class TorchFeed:
 
 
 def make_source(loader: Any, seed: int, rank: int, *, spare: bool = False) -> Source:
-    """The source that fits what the user gave to ``steps``; of a ``spare``, see :meth:`TorchFeed.become`.
+    """Return the source for the loader that the user gave to ``steps``.
+
+    Args:
+        spare: this process has no rank yet; see :meth:`TorchFeed.become`.
 
     Raises:
         UsageError: not iterable.
     """
     if type(loader).__module__ == "accelerate.data_loader":
         return _prepared_source(loader, seed)
-    if (
-        type(loader).__name__ == "_FabricDataLoader"
-    ):  # it sets the epoch of its sampler by a count of this process
+    if type(loader).__name__ == "_FabricDataLoader":  # it sets its sampler's epoch by this process's count
         source = make_source(loader._dataloader, seed, rank, spare=spare)
         source.device = loader.device
         return source
@@ -240,14 +249,20 @@ def make_source(loader: Any, seed: int, rank: int, *, spare: bool = False) -> So
 
 
 def unwrapped(loader: Any) -> tuple[Any, torch.device | None]:
-    """The loader inside Fabric's, which sets the epoch of its sampler by a count of this process; and its device."""
+    """Return the loader inside Fabric's wrapper and its device; any other loader with None.
+
+    Fabric's wrapper sets the epoch of its sampler by a count of this process.
+    """
     if type(loader).__name__ != "_FabricDataLoader":
         return loader, None
     return loader._dataloader, loader.device
 
 
 def _prepared_source(loader: Any, seed: int) -> Source:
-    """What ``accelerator.prepare`` made of a DataLoader: the sampler draws for the whole job, as on rank 0."""
+    """Return the source for a DataLoader from ``accelerator.prepare``.
+
+    Its sampler draws for the whole job on every rank, as on rank 0.
+    """
     if isinstance(loader.dataset, IterableDataset) or not isinstance(loader, DataLoader):
         raise UsageError(
             f"steps() got a {type(loader).__name__} of accelerate over an iterable dataset: it has no position",
@@ -276,7 +291,8 @@ def _length(loader: Any) -> int | None:
 class MapSource(Source):
     """A ``DataLoader`` over a map-style dataset, rebuilt so that it can start anywhere.
 
-    Every setting of the user's loader is kept; its ``generator`` only names the order (it is seeded anew per epoch).
+    Every setting of the user's loader is kept. The seed of its ``generator`` only selects the order, because the
+    generator is seeded again in each epoch.
     """
 
     def __init__(self, loader: DataLoader[Any], seed: int, rank: int, spare: bool = False) -> None:
@@ -286,10 +302,11 @@ class MapSource(Source):
         self._order = SamplerOrder(inner, batched, seed, rank)
         self._generator = torch.Generator()
         self._batched = batched
-        self._lent = spare and loader.num_workers > 0  # workers outlive one iterator: that of the rehearsal
+        # Keep the workers of a rehearsal's iterator for the next iterator.
+        self._lent = spare and loader.num_workers > 0
         self._loader = self._rebuild(loader, keep=self._lent)
         self._start: tuple[Position, int] | None = (
-            None  # dealt anew from here, after so many samples of the job
+            None  # dealt again from this position, after this number of samples of the job
         )
 
     def _rebuild(self, loader: DataLoader[Any], *, keep: bool) -> DataLoader[Any]:
@@ -315,17 +332,21 @@ class MapSource(Source):
         )
 
     def become(self, rank: int) -> None:
-        """A spare was called."""
+        """Draw for ``rank`` from now on, in a process that was a spare until now."""
         self._rank = rank
         self._order.become(rank)
 
     def identity(self) -> DataIdentity | None:
-        """Ranks that a sampler deals to share one dataset."""
+        """Return the dataset's identity, shared if a sampler deals one dataset to the ranks."""
         deal = self._order.deal
         return identity(self._user.dataset, shared=deal is not None and deal.copies > 1)
 
     def words(self, position: Position) -> dict[str, int]:
-        """``seen``: samples of the epoch that the job has drawn; ``share``: with one batch of each rank."""
+        """Return two numbers of samples for a place.
+
+        ``seen`` is the samples of the epoch that the job has drawn. ``share`` is the samples that the job draws with
+        one batch of each copy.
+        """
         deal = self._order.deal
         return {} if deal is None else {"seen": self._seen(deal, position), "share": deal.share}
 
@@ -335,7 +356,10 @@ class MapSource(Source):
         return self._start[1] + (position.batch - self._start[0].batch) * deal.share
 
     def find(self, place: Mapping[str, int]) -> int:
-        """Where the job has drawn as many samples as it had; that may lie inside a batch of this size."""
+        """Return the number of the next batch, after the samples that the job has drawn.
+
+        If these samples end inside a batch of the present size, the rest of the epoch is dealt again from there.
+        """
         deal = self._order.deal
         self._start = None
         if deal is None or "seen" not in place:
@@ -368,19 +392,19 @@ class MapSource(Source):
 
 
 def _init_of(loader: DataLoader[Any]) -> Callable[[int], None] | None:
-    """What a loader worker runs first: it leaves when the process that forked it was killed meanwhile, then the user's.
+    """Return the first function of a loader worker: end if its parent was killed, then run the user's function.
 
-    torch's own watch begins later, and takes whoever is the parent then for the right one.
+    torch's own watch begins later, and takes the parent at that time for the right one.
     """
     init = loader.worker_init_fn
     context = loader.multiprocessing_context
-    if context is None:  # asked so that nothing is decided by asking
+    if context is None:  # asked in a way that does not fix the method
         method = (
             multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
         )
     else:
         method = context.get_start_method()
-    if method != "fork":  # started by a server or by a command: the parent says nothing
+    if method != "fork":  # started by a server or by a command: the parent shows nothing
         return init
     parent = os.getpid()
 
@@ -394,21 +418,24 @@ def _init_of(loader: DataLoader[Any]) -> Callable[[int], None] | None:
 
 
 class _PreparedSource(MapSource):
-    """The same for accelerate's loaders."""
+    """A :class:`MapSource` for loaders from ``accelerator.prepare``."""
 
     def become(self, rank: int) -> None:
-        """Every rank draws what rank 0 does."""
+        """Do nothing: every rank draws what rank 0 draws."""
 
 
 class StatefulSource(Source):
-    """A loader that knows its own position (``state_dict``), per rank."""
+    """A loader with a position of its own (``state_dict``), per rank."""
 
     def __init__(self, loader: Any, seed: int, rank: int) -> None:
         super().__init__(loader, seed, rank)
         self._restored = False
 
     def open(self, epoch: int, skip: int) -> Iterator[Any]:
-        """Iterate over ``epoch``: from the restored state, else from its start (``skip`` batches are read again)."""
+        """Iterate over ``epoch`` from the restored state, or from its start if there is none.
+
+        From the start, the first ``skip`` batches are read and dropped.
+        """
         _set_epoch(epoch, self._user, getattr(self._user, "sampler", None))
         private_api.stop_workers(self._iterator)
         first = skip if self._restored else 0
@@ -421,7 +448,7 @@ class StatefulSource(Source):
         return self._read(epoch, first, skip)
 
     def local_state(self) -> Plain:
-        """The loader's ``state_dict`` as plain values."""
+        """Return the loader's ``state_dict`` as plain values."""
         return split(self._user.state_dict(), "loader", _inline)
 
     def restore_local(self, state: Plain) -> None:
@@ -431,7 +458,7 @@ class StatefulSource(Source):
 
 
 class ReplaySource(Source):
-    """Any iterable: the position is reached by reading."""
+    """An iterable whose position is reached by reading up to it."""
 
     def __init__(self, loader: Any, seed: int, rank: int) -> None:
         super().__init__(loader, seed, rank)
@@ -455,7 +482,7 @@ class ReplaySource(Source):
 
 
 def _inline(value: Any, path: str) -> Plain:
-    """A small tensor inside a loader's state, as plain values."""
+    """Return a small tensor of a loader's state as plain values; None for other objects."""
     if not isinstance(value, torch.Tensor):
         return None
     dtype = str(value.dtype).removeprefix("torch.")

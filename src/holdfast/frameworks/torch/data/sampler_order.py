@@ -1,15 +1,17 @@
-"""The order of a map-style loader: from any place, stamped with the epoch, and dealt anew to other ranks.
+"""The order of a map-style loader, which can start at any place and be dealt again to another number of ranks.
+
+Each index carries its epoch.
 
 Theory. A sampler draws the order of an epoch from (seed, epoch). A ``DistributedSampler`` deals it: entry i belongs to
-copy i modulo the number of copies, so when every copy has drawn k batches of b samples, the job has drawn the first
-k * b * copies entries. That number is the place of the job in the epoch, whatever the number of copies and the batch
-size: what comes after it is dealt to the copies that are there now, as the sampler would deal a shorter epoch.
+copy i modulo the number of copies. When every copy has drawn k batches of b samples, the job has drawn the first k * b
+* copies entries. That number is the place of the job in the epoch, for any number of copies and any batch size. The
+entries after it are dealt to the present copies, as the sampler would deal a shorter epoch.
 
 Invariants:
-1. From a place that this number of copies and this batch size could have come to, dealing anew gives the order that
-   skipping batches gives.
-2. No entry after the place is left out or given twice, but for what the sampler itself does at the end of an epoch:
-   to give all copies the same number it repeats the first entries, or leaves out the last ones (``drop_last``).
+1. From a place that this number of copies and this batch size can reach, dealing again gives the order that skipping
+   batches gives.
+2. No entry after the place is left out or given twice, except by the sampler's own rule for the end of an epoch: to
+   give all copies the same number it repeats the first entries, or leaves out the last ones (``drop_last``).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from holdfast.frameworks.torch.state.rng import isolated, order_seed, sample_see
 
 
 def chain(sampler: Any) -> Iterator[Any]:
-    """A (batch) sampler and those that it draws from."""
+    """Yield a (batch) sampler and the samplers that it draws from."""
     while sampler is not None:
         yield sampler
         sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
@@ -37,7 +39,7 @@ def chain(sampler: Any) -> Iterator[Any]:
 
 @dataclass(frozen=True)
 class OrderDeal:
-    """How the order of an epoch comes to this rank: ``copy`` of ``copies``, ``batch`` samples at a time."""
+    """The rule that deals the order of an epoch to this rank: ``copy`` of ``copies``, ``batch`` samples at a time."""
 
     sampler: Any
     copies: int
@@ -47,7 +49,7 @@ class OrderDeal:
 
     @staticmethod
     def of(inner: Any, batched: bool) -> OrderDeal | None:
-        """Of a (batch) sampler; None when it deals in a way that is not known here."""
+        """Return the rule of a (batch) sampler; None if the rule is not known here."""
         batch, drop_last = 1, False
         if batched:
             if type(inner) is not BatchSampler:
@@ -65,23 +67,26 @@ class OrderDeal:
         return self.copies * self.batch
 
     def left(self, seen: int) -> int:
-        """Batches of this rank in what is left of an epoch after ``seen`` samples of the job."""
+        """Return this rank's number of remaining batches of an epoch after ``seen`` samples of the job."""
         each = self._each(seen)
         return each // self.batch if self.drop_last else -(-each // self.batch)
 
     def rest(self, seen: int) -> list[Any]:
-        """This rank's entries after ``seen``. The sampler draws: seed it before."""
+        """Return this rank's entries of the epoch after ``seen`` samples of the job.
+
+        The sampler draws, so seed it before.
+        """
         order = self._order()[: self._length()]
         each = self._each(seen) * self.copies
         return list(islice(joined(order[seen:], cycle(order)), self.copy, each, self.copies))
 
     def _each(self, seen: int) -> int:
-        """Entries that are left for each copy."""
+        """Return the number of entries that remain for each copy."""
         left = max(0, self._length() - seen)
         return left // self.copies if getattr(self.sampler, "drop_last", False) else -(-left // self.copies)
 
     def _length(self) -> int:
-        """Entries of an epoch, without those that the sampler repeats to give all copies the same number."""
+        """Return the number of entries of an epoch, without those that the sampler repeats to fill up all copies."""
         if isinstance(self.sampler, DistributedSampler):
             return min(len(self.sampler.dataset), self.sampler.total_size)  # type: ignore[arg-type]
         return len(self.sampler)
@@ -100,7 +105,7 @@ class OrderDeal:
 
 
 class Ref:
-    """Index of one sample in one epoch, as it travels to a loader worker."""
+    """The index of one sample and its epoch, as sent to a loader worker."""
 
     __slots__ = ("epoch", "index")
 
@@ -127,7 +132,7 @@ class SeededDataset(Dataset[Any]):
         return self.inner[ref.index]
 
     def __getattr__(self, name: str) -> Any:
-        # worker_init_fn and collate functions of users look at get_worker_info().dataset.
+        # Users' worker_init_fn and collate functions read attributes of get_worker_info().dataset.
         if name in ("inner", "seed") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.inner, name)
@@ -141,7 +146,7 @@ class SeededDataset(Dataset[Any]):
 
 
 class SeededBatches(SeededDataset):
-    """The same for datasets that fetch a batch at once: one seed per batch, from its first sample."""
+    """A :class:`SeededDataset` that fetches a batch at once: one seed per batch, from its first sample."""
 
     def __getitems__(self, refs: list[Ref]) -> Any:
         if refs:
@@ -154,8 +159,10 @@ _SEEDED: MutableMapping[torch.Generator, tuple[int, int]] = (
     if torch.Generator.__weakrefoffset__
     else {}  # torch 2.12: no weak references to generators
 )
-"""The user's seed of each generator, and what we last seeded it with: a second loop over the same loader must find the
-first, as a process that is resumed in that loop does."""
+"""The user's seed of each generator, and the seed that Holdfast last gave it.
+
+A second loop over the same loader must find the user's seed, as a process that is resumed in that loop does.
+"""
 
 
 def _base_seed(generator: torch.Generator) -> int:
@@ -164,7 +171,7 @@ def _base_seed(generator: torch.Generator) -> int:
 
 
 class SamplerOrder:
-    """A (batch) sampler that starts anywhere in an epoch and stamps each index with the epoch."""
+    """A (batch) sampler that starts anywhere in an epoch and adds the epoch to each index."""
 
     def __init__(self, inner: Any, batched: bool, seed: int, rank: int) -> None:
         self._inner = inner
@@ -177,11 +184,11 @@ class SamplerOrder:
         self.epoch = 0
         self.skip = 0
         self.seen: int | None = (
-            None  # begin after so many samples of the job, dealt anew, instead of skipping
+            None  # start after this number of samples of the job, dealt again, instead of skipping
         )
 
     def become(self, rank: int) -> None:
-        """A spare was called: it draws as this rank."""
+        """Draw for ``rank`` from now on, in a process that was a spare until now."""
         self._rank = rank
         self.deal = OrderDeal.of(self._inner, self._batched)
 

@@ -1,4 +1,4 @@
-"""Whether a tensor of a batch was written since a moment: torch counts writes, other changes are seen beside that."""
+"""Marks that show whether a tensor of a batch was changed: torch's count of writes, and other visible changes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from holdfast.frameworks.torch.state.boxes import writes_of
 
 
 def mark(item: Any) -> object:
-    """Other than an earlier one when the tensor was written, reshaped in place, or takes part in a graph since.
+    """Return a mark that changes when the tensor is written, reshaped in place, or becomes part of a graph.
 
-    None: ``item`` is no tensor. Where torch does not count writes (made in inference mode) no two marks are equal.
+    Returns:
+        None if ``item`` is no tensor. If torch does not count writes (tensors made in inference mode), no two marks are
+        equal.
     """
     if not isinstance(item, torch.Tensor):
         return None
@@ -22,12 +24,12 @@ def mark(item: Any) -> object:
 
 
 def duplicate(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, which asks for a gradient when the tensor does."""
+    """Return a copy of a tensor that requires a gradient if the tensor does."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def share_memory(item: Any, tensor: torch.Tensor) -> bool:
-    """They are the same, or lie in one storage."""
+    """Return True if both are the same tensor or use one storage."""
     if not isinstance(item, torch.Tensor):
         return False
     if item is tensor:

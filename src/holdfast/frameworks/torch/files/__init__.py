@@ -1,1 +1,1 @@
-"""Checkpoints of other programs, read without running what they contain, and written for them."""
+"""Checkpoints of other programs: reading them without executing their content, and writing them."""

@@ -1,13 +1,13 @@
-"""Dictionaries that a torch DCP directory cannot say.
+"""Recording dictionary keys and types that a torch DCP directory cannot hold.
 
-Theory. DCP flattens dictionaries: every key is written as text (``{1: "a"}`` comes back as ``{"1": "a"}``), a
+Theory. DCP flattens dictionaries. Every key is written as text (``{1: "a"}`` comes back as ``{"1": "a"}``), a
 ``Counter`` becomes a dict, and an empty dictionary vanishes. The milestones of a ``MultiStepLR`` are a ``Counter`` of
-numbers: as text none of them would be met again. So what they were is noted beside the tree, as one value under
-:data:`KEYS`; torch reads such a directory as before.
+numbers: as text none of them would match a step again. So the original keys and types are noted beside the tree, as one
+value under :data:`KEYS`. torch reads such a directory as before.
 
 Invariants:
-1. ``restore_keys`` of what DCP makes of ``{**tree, KEYS: note_keys(tree)}`` has the containers and keys of ``tree``.
-   Without a note it is as read.
+1. ``restore_keys`` of DCP's result for ``{**tree, KEYS: note_keys(tree)}`` has the containers and keys of ``tree``.
+   Without a note the result stays as it was read.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Any
 from holdfast.errors import CheckpointInvalid, StateError
 
 KEYS = "holdfast.keys"
-"""Where the note is, beside ``model`` and the others."""
+"""Key of the note, beside ``model`` and the other parts."""
 _Note = dict[tuple[str, ...], tuple[str, list[Any]]]
 
 
 def note_keys(tree: Mapping[Any, Any]) -> list[Any]:
-    """Path, kind and keys of every container that would not come back as it is; empty when all would.
+    """Return path, kind and keys of every container that DCP would change; empty if there is none.
 
     Raises:
         StateError: two keys of one dictionary are the same text.
@@ -50,23 +50,23 @@ def _noted(node: Any, path: tuple[str, ...]) -> Iterator[list[Any]]:
 
 
 def _items(node: Any) -> dict[Any, Any] | None:
-    """What a container holds by key or position; None for what DCP does not look into."""
+    """Return the content of a container by key or position; None for an object that DCP does not flatten."""
     if isinstance(node, list):
         return dict(enumerate(node))
     return dict(node) if isinstance(node, Mapping) else None
 
 
 def _vanishes(node: Any) -> bool:
-    """True when DCP writes nothing for a container."""
+    """Return True if DCP writes nothing for a container."""
     items = _items(node)
     return items is not None and node != [] and all(map(_vanishes, items.values()))
 
 
 def restore_keys(tree: dict[str, Any], where: str) -> dict[str, Any]:
-    """The tree with what was noted, and without the note.
+    """Return the tree with the noted keys and types, without the note.
 
     Raises:
-        CheckpointInvalid: the note is not one of ours.
+        CheckpointInvalid: the note is not one of Holdfast's.
     """
     rest = dict(tree)
     noted = rest.pop(KEYS, [])
@@ -87,7 +87,7 @@ def _restored(node: Any, path: tuple[str, ...], note: _Note) -> Any:
     made: dict[Any, Any] = {}
     for key in keys:
         inner = (*path, str(key))
-        # What vanished is noted, and empty.
+        # A container that vanished is in the note, and was empty.
         value = by_text[str(key)] if inner not in note else by_text.get(str(key), {})
         made[key] = _restored(value, inner, note)
     if kind == "list":

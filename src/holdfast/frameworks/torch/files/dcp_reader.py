@@ -1,14 +1,14 @@
-"""Reading torch DCP directories without executing what they say.
+"""Reading torch DCP directories without executing their content.
 
-Theory. ``.metadata`` is a pickle. It is read as inert records (``pickle_records.py``): no class or function of torch's
-or Python's is reachable from it. The records are then checked like any other untrusted data. The data are small
-``torch.save`` files inside the ``.distcp`` files: their zip checksums are verified (torch does not look at them), then
+Theory. ``.metadata`` is a pickle. It is read as inert records (``pickle_records.py``): no class or function of torch or
+Python is reachable from it. The records are then checked like any other untrusted data. The data are small
+``torch.save`` files inside the ``.distcp`` files. Their zip checksums are verified (torch does not verify them); then
 they go through ``torch.load(weights_only=True)``.
 
 Invariants:
 1. Files are opened by plain names inside the directory; no symbolic link is followed.
-2. Every element of every tensor came from exactly one chunk, or the directory is refused.
-3. Memory: the metadata, and one chunk at a time; the tensors lie in a scratch file.
+2. Every element of every tensor came from exactly one chunk; otherwise the directory is refused.
+3. Memory holds the metadata and one chunk at a time; the tensors are in a scratch file.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Key = str | int
 
 
 class Chunk(NamedTuple):
-    """One stored piece: bytes ``start`` to ``start + size_bytes`` of ``file``; ``box`` is None for a plain value."""
+    """A stored piece: bytes ``start`` to ``start + size_bytes`` of ``file``; ``box`` is None for a plain value."""
 
     box: Box | None
     file: str
@@ -60,7 +60,7 @@ class Chunk(NamedTuple):
 
 
 class Item(NamedTuple):
-    """One leaf of the saved tree: a tensor, or with ``dtype`` None a plain value."""
+    """A leaf of the saved tree: a tensor, or a plain value if ``dtype`` is None."""
 
     path: tuple[Key, ...]
     dtype: torch.dtype | None
@@ -69,10 +69,13 @@ class Item(NamedTuple):
 
 
 def read_dcp(folder: Path, scratch: Path) -> dict[str, Any]:
-    """The tree of tensors and plain values of a DCP directory; its tensors lie in a scratch file in ``scratch``.
+    """Return the tree of tensors and plain values of a DCP directory.
+
+    Args:
+        scratch: directory for a temporary file that holds the tensors.
 
     Raises:
-        CheckpointInvalid: damaged, incomplete, or something in it is not what DCP writes; names it.
+        CheckpointInvalid: damaged, incomplete, or with content that DCP does not write; names it.
         StoreWriteError: no room for the scratch file.
     """
     with Directory.open(folder) as directory:
@@ -96,7 +99,7 @@ def read_dcp(folder: Path, scratch: Path) -> dict[str, Any]:
 
 
 def read_items(directory: Directory) -> dict[str, Item]:
-    """What the metadata says, checked.
+    """Return the checked content of the metadata, by name.
 
     Raises:
         CheckpointInvalid: see :func:`read_dcp`.
@@ -111,7 +114,7 @@ def read_items(directory: Directory) -> dict[str, Item]:
 
 
 def check_zip(file: IO[bytes], size_bytes: int, where: str) -> None:
-    """Verify the checksums of a ``torch.save`` file; nothing in it is compressed or larger than the file.
+    """Verify the checksums of a ``torch.save`` file, and that nothing in it is compressed or larger than the file.
 
     Raises:
         CheckpointInvalid: names the damaged record.
@@ -131,16 +134,16 @@ def check_zip(file: IO[bytes], size_bytes: int, where: str) -> None:
 
 
 def load_plain(file: IO[bytes] | str, where: str, *, mapped: bool = False) -> Any:
-    """``torch.load`` of tensors and plain values only.
+    """Return the result of ``torch.load`` for a file of tensors and plain values only.
 
     Raises:
-        CheckpointInvalid: damaged, or something else is in it, named by torch.
+        CheckpointInvalid: damaged, or with other objects, which torch names.
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:  # torch raises many kinds for damaged or refused content
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        # torch's own message advises weights_only=False; the line that names the object is the useful one
+        # torch's own message advises weights_only=False. The line that names the object is the useful one.
         named = [line for line in lines if line.startswith("WeightsUnpickler error")]
         if not named:
             why = lines[0].split(". ")[0] if lines else type(error).__name__
@@ -226,7 +229,7 @@ def _place(
 
 
 def _copy(directory: Directory, chunk: Chunk, target: torch.Tensor, where: str) -> None:
-    """Read one chunk into its place."""
+    """Read one chunk into its region of the tensor."""
     assert chunk.box is not None
     data = _load(directory, chunk, where, None)
     box = chunk.box
@@ -238,7 +241,7 @@ def _copy(directory: Directory, chunk: Chunk, target: torch.Tensor, where: str) 
 
 
 def _load(directory: Directory, chunk: Chunk, where: str, size_bytes_max: int | None) -> Any:
-    """The object in a stretch of a file."""
+    """Return the object stored in a chunk."""
     fd, total = directory.open_read(chunk.file)
     try:
         if chunk.start + chunk.size_bytes > total:
@@ -262,14 +265,14 @@ def _is(record: Any, kind: str) -> bool:
 
 
 def _state(record: Any, kind: str) -> Any:
-    """The state of a record of this kind (a dict, or a tuple for those with their own way)."""
+    """Return the state of a record of this kind (a dict, or a tuple for classes with their own pickle form)."""
     if not _is(record, kind):
         raise ValueError(f"something else where a {kind} belongs")
     return record.state
 
 
 def _size(record: Any) -> Shape:
-    """A ``torch.Size``."""
+    """Return the value of a ``torch.Size`` record."""
     if not _is(record, "Size") or len(record.args) != 1:
         raise ValueError("something else where a torch.Size belongs")
     size = tuple(record.args[0])
@@ -279,7 +282,7 @@ def _size(record: Any) -> Shape:
 
 
 class _Node(dict[Key, Any]):
-    """A branch of the tree; a saved dict may be a leaf."""
+    """A branch of the tree; a separate class, because a saved dict may be a leaf."""
 
 
 def _insert(root: _Node, path: tuple[Key, ...], value: Any, where: str) -> None:
@@ -295,7 +298,7 @@ def _insert(root: _Node, path: tuple[Key, ...], value: Any, where: str) -> None:
 
 
 def _lists(node: Any) -> Any:
-    """The tree with lists where all keys are positions."""
+    """Return the tree with lists in place of branches whose keys are all positions."""
     if not isinstance(node, _Node):
         return node
     made = {key: _lists(item) for key, item in node.items()}

@@ -1,13 +1,13 @@
-"""Checkpoints in the form of other programs: a ``torch.save`` file, a torch DCP directory, Hugging Face files.
+"""The export of checkpoints to other programs' formats: ``torch.save`` file, torch DCP directory, Hugging Face files.
 
-Theory. ``torch`` and ``dcp`` hold one tree: ``model`` (what ``module.load_state_dict`` takes, extra state included),
-``optimizer`` (what ``torch.distributed.checkpoint.state_dict.set_optimizer_state_dict`` takes; by name when there are
-several), ``scheduler``, ``scaler``, ``state`` and ``step``. It has only what ``torch.load(weights_only=True)`` reads:
-arrays become tensors, sets and deques lists. ``hf`` holds the model's weights and buffers alone.
+Theory. ``torch`` and ``dcp`` hold one tree: ``model`` (for ``module.load_state_dict``, extra state included),
+``optimizer`` (for ``torch.distributed.checkpoint.state_dict.set_optimizer_state_dict``; by name if there are several),
+``scheduler``, ``scaler``, ``state`` and ``step``. It contains only types that ``torch.load(weights_only=True)`` reads:
+arrays become tensors; sets and deques become lists. ``hf`` holds only the model's weights and buffers.
 
 Invariants:
 1. Only verified bytes are written; an output appears whole or not at all.
-2. Memory stays small: the tensors lie in a scratch file (``mmap_scratch.py``), so twice the room is needed on the disk.
+2. Memory stays small: the tensors are in a scratch file (``mmap_scratch.py``), so twice the size is needed on the disk.
 """
 
 from __future__ import annotations
@@ -49,11 +49,12 @@ def export_checkpoint(
     file_size_bytes_max: int = FILE_SIZE_BYTES_MAX,
     progress: Progress = int,
 ) -> tuple[str, ...]:
-    """Write a checkpoint in another form.
+    """Write a checkpoint in another format.
 
     Args:
         path: a checkpoint, a directory of checkpoints, or ``DIRECTORY@STEP``.
         target: the file (``torch``) or directory (``dcp``, ``hf``) to make.
+        to: the format.
         file_size_bytes_max: for ``hf``: larger models are several files with an index.
         progress: called with the size in bytes of every part read and verified.
 
@@ -64,7 +65,7 @@ def export_checkpoint(
         UsageError: no such checkpoint, or ``target`` exists.
         NothingToResume: no valid checkpoint is there.
         CheckpointInvalid: damaged.
-        StateError: something that this form cannot hold, named.
+        StateError: a value that this format cannot hold, named.
         StoreWriteError: the output cannot be written; nothing of it is left.
     """
     goal = Path(target)
@@ -91,7 +92,7 @@ def _write_file(state: Mapping[str, Any], fd: int, goal: Path) -> None:
     try:
         with open(fd, "wb", closefd=False) as file:
             torch.save(state, file)
-    except (OSError, RuntimeError) as error:  # torch's zip writer turns the first into the second
+    except (OSError, RuntimeError) as error:  # torch's zip writer raises the second for the first
         raise StoreWriteError(f"cannot write {goal}: {_cause(error)}") from error
 
 
@@ -111,7 +112,7 @@ def _write_dcp(state: dict[str, Any], folder: Path, goal: Path) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    """The first line of the innermost reason."""
+    """Return the first line of the innermost reason of an error."""
     inner: BaseException | None = error
     while inner is not None:
         if isinstance(inner, OSError) and inner.strerror:
@@ -121,7 +122,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _state(source: Opened, scratch: Path, progress: Progress) -> dict[str, Any]:
-    """The whole training state of a checkpoint as one tree; its tensors lie in a scratch file."""
+    """Return the whole training state of a checkpoint as one tree, with its tensors in a scratch file."""
     catalogue, values = source.index.catalogue, joined_values(source)
     step = source.index.save_id.step
     wanted = {t.fqn: (TORCH_DTYPES[t.dtype], t.shape) for t in catalogue.tensors}
@@ -132,7 +133,7 @@ def _state(source: Opened, scratch: Path, progress: Progress) -> dict[str, Any]:
         return {"model": model, "step": step}
 
     def fetch(stands_for: Plain) -> torch.Tensor:
-        while isinstance(stands_for, dict):  # an array
+        while isinstance(stands_for, dict):  # an array's entry
             stands_for = stands_for["array"]
         if stands_for not in tensors:
             raise CheckpointInvalid(f"{source}: the values name {stands_for}, which the catalogue lacks")
@@ -145,7 +146,7 @@ def _state(source: Opened, scratch: Path, progress: Progress) -> dict[str, Any]:
     model |= whole("modules")
     model |= {alias: model[fqn] for alias, fqn in values["aliases"].items() if fqn in model}
     optimizers = {name: _optimizer(saved) for name, saved in whole("optimizers").items()}
-    # A DCP directory holds each name's data apart: reading it back, these say which were one tensor.
+    # A DCP directory holds the data of each name separately. The aliases show, when it is read, which were one tensor.
     state: dict[str, Any] = {"model": model, "step": step, "aliases": values["aliases"]}
     state["optimizer"] = _single(optimizers)
     state["scheduler"] = _single(whole("schedulers"))
@@ -155,7 +156,7 @@ def _state(source: Opened, scratch: Path, progress: Progress) -> dict[str, Any]:
 
 
 def _fill(source: Opened, tensors: Mapping[str, torch.Tensor], progress: Progress) -> None:
-    """Read and verify everything, some tensors at a time."""
+    """Read and verify all tensors, some at a time."""
     catalogue = source.index.catalogue
     batch: list[LoadTarget] = []
     size_bytes = 0
@@ -170,10 +171,10 @@ def _fill(source: Opened, tensors: Mapping[str, torch.Tensor], progress: Progres
 
 
 def _optimizer(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """torch's form of an optimizer's state, by parameter name."""
+    """Return the state of an optimizer in torch's format, by parameter name."""
     groups = [dict(group) for group in saved["groups"]]
     members = saved.get("members")
-    if members is None:  # an older checkpoint: it can be told only when there is one group
+    if members is None:  # an older checkpoint: the members are known only if there is one group
         members = [list(saved["state"])] if len(groups) == 1 else None
     for index, group in enumerate(groups):
         group.pop("param_names", None)
@@ -183,12 +184,12 @@ def _optimizer(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _single(named: dict[str, Any]) -> Any:
-    """The object itself when it is the only one and was given without a name."""
+    """Return the object itself if it is the only one and was given without a name; otherwise the dict."""
     return named["default"] if set(named) == {"default"} else named
 
 
 def _readable(value: Any) -> Any:
-    """``value`` with only such containers and numbers as ``torch.load(weights_only=True)`` reads."""
+    """Return ``value`` converted to the types that ``torch.load(weights_only=True)`` reads."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, dict):

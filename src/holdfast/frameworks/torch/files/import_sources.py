@@ -1,11 +1,12 @@
-"""What ``ckpt import`` reads: ``torch.save`` files, torch DCP and Megatron directories, ``.safetensors`` files.
+"""Reading ``ckpt import``'s sources: ``torch.save``, torch DCP, Megatron and ``.safetensors``.
 
-Theory. Each gives one tree of tensors and plain values; nothing in it is executed (``torch.load(weights_only=True)``,
-``dcp_reader.py``). What a file is, its first bytes say: torch's own messages for another one tell nothing.
+Theory. Each source gives one tree of tensors and plain values. Nothing in it is executed
+(``torch.load(weights_only=True)``, ``dcp_reader.py``). The type of a file is recognised by its first bytes, because
+torch's own messages about a file of another type are not helpful.
 
 Invariants:
-1. Checksums, where the form has some, are verified.
-2. Memory stays small: a file is mapped, a directory goes through a scratch file.
+1. Checksums are verified if the format has any.
+2. Memory stays small: a file is mapped; a directory goes through a scratch file.
 """
 
 from __future__ import annotations
@@ -34,23 +35,23 @@ KINDS = (
 )
 SAFETENSORS = ".safetensors"
 OPTIMIZER_STATE = "optimizer."
-"""How the names of an optimizer's tensors begin in a file that ``holdfast ckpt merge`` wrote."""
+"""Prefix of the names of an optimizer's tensors in a file that ``holdfast ckpt merge`` wrote."""
 _ZIP = b"PK\x03\x04"
 _BEFORE_ZIP = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""The number that torch.save files of before 1.6 begin with, after two bytes of the pickle protocol."""
+"""The number with which torch.save files from before 1.6 begin, after two bytes of the pickle protocol."""
 
 
 class _Index(msgspec.Struct):
-    """Which file holds a tensor, by its name."""
+    """The index of a directory of weights: the file of each tensor, by tensor name."""
 
     weight_map: dict[str, str]
 
 
 def read_source(source: Path, scratch: Path, note: Callable[[str], object]) -> dict[str, Any]:
-    """The tree of tensors and plain values in ``source``; weights alone are under ``model``.
+    """Return the tree of tensors and plain values in ``source``; a file of weights gives a tree with only ``model``.
 
     Args:
-        scratch: directory for a temporary file as large as the tensors of a directory; made when it is missing.
+        scratch: directory for a temporary file as large as the tensors of a directory; made if it is missing.
         note: called with a line for the user about what is left out.
 
     Raises:
@@ -82,10 +83,10 @@ def _directory(source: Path, scratch: Path) -> dict[str, Any]:
 
 
 def _weights_of_files(source: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a directory in Hugging Face's form: one file, or those that its index names.
+    """Return the tensors of a directory in Hugging Face's format: of one file, or of those that its index names.
 
     Raises:
-        UsageError: another directory, or not weights alone.
+        UsageError: another directory, or more than weights.
         CheckpointInvalid: damaged, or a file or tensor that the index names is missing.
     """
     index, one = source / INDEX_NAME, source / WEIGHTS_NAME
@@ -116,7 +117,7 @@ def _weights_of_files(source: Path) -> dict[str, torch.Tensor]:
 
 
 def _is_zip(source: Path) -> bool:
-    """True for a torch.save file of today, whose checksums are verified here; False for one of before 1.6.
+    """Return True for a torch.save file of 1.6 or later, whose checksums are verified here; False for an older one.
 
     Raises:
         UsageError: neither.
@@ -135,10 +136,10 @@ def _is_zip(source: Path) -> bool:
 
 
 def _weights(source: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file.
+    """Return the tensors of a safetensors file.
 
     Raises:
-        UsageError: not weights alone.
+        UsageError: more than weights.
         CheckpointInvalid: damaged.
     """
     with reading(source), source.open("rb") as file:
@@ -157,11 +158,11 @@ def _weights(source: Path) -> dict[str, torch.Tensor]:
 
 
 def _tensor(mapped: mmap.mmap, stored: StoredTensor) -> torch.Tensor:
-    """One tensor in the memory of the file."""
+    """Return one tensor in the memory of the file."""
     dtype = TORCH_DTYPES[stored.dtype]
     if stored.start == stored.stop:
         return torch.zeros(stored.shape, dtype=dtype)
     data = torch.frombuffer(mapped, dtype=torch.uint8, count=stored.stop - stored.start, offset=stored.start)
-    if stored.start % dtype.itemsize:  # allowed by the form
+    if stored.start % dtype.itemsize:  # not aligned, which the format allows
         data = data.clone()
     return data.view(dtype).reshape(stored.shape)

@@ -1,14 +1,14 @@
-"""What other programs saved (``import_sources.py``) as verified checkpoints, to load or to go on from.
+"""The import of other programs' saved state (``import_sources.py``) as verified checkpoints.
 
-Theory. A source is one tree of tensors and plain values. Its parts are found by the names that people use: the model
-under ``model`` (or the whole tree is one), the optimizers under ``optimizer``, and so on; other plain values go to the
-session's ``state``. What looks like an optimizer's state and has another name is refused: as plain state it would be
-lost to the optimizer. Names are those of the user's own module, as a session spells them (``parameter_names.py``).
-Optimizer state is mapped to parameter names: by the names that it carries, else by position when the weights leave no
-doubt, else it is refused.
+Theory. A source is one tree of tensors and plain values. Its parts are found by their usual names: the model under
+``model`` (or the whole tree is the model), the optimizers under ``optimizer``, and so on. Other plain values go to the
+session's ``state``. A value that looks like an optimizer's state under another name is refused, because as plain state
+it would be lost to the optimizer. Names are those of the user's own module, as a session spells them
+(``parameter_names.py``). Optimizer state is mapped to parameter names by the names that it carries, or by position if
+the weights leave no doubt; otherwise it is refused.
 
 Invariants:
-1. What is written has the bits of what was read, under the names that the module gives them.
+1. The checkpoint has the bits of the source, under the names that the module gives them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from holdfast.text import plural
 
 log = logging.getLogger("holdfast")
 
-# The last of each are Lightning's.
+# The last name of each is Lightning's.
 MODEL = ("model", "model_state_dict", "state_dict")
 OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optimizer_states")
 SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict", "lr_schedulers")
@@ -43,9 +43,9 @@ SCALER = ("scaler", "scaler_state_dict")
 STEP = ("step", "global_step")
 PARTS = {names[0]: names for names in (MODEL, OPTIMIZER, SCHEDULER, SCALER, STEP)}
 WRAPPER = "module."
-"""What ``DistributedDataParallel`` puts before every name."""
+"""Prefix that ``DistributedDataParallel`` adds to every name."""
 _COMPILED = re.compile(r"(?:^|(?<=\.))_orig_mod\.")
-"""What ``torch.compile`` puts before the names of the part that it compiles; no module is called so by a user."""
+"""Prefix that ``torch.compile`` adds to the names of the compiled part; users do not give this name to a module."""
 
 
 def import_checkpoint(
@@ -57,24 +57,24 @@ def import_checkpoint(
     progress: Callable[[int], Progress] = lambda size_bytes: int,
     note: Callable[[str], object] = log.info,
 ) -> Place:
-    """Write what another program saved as a checkpoint below ``root``.
+    """Write another program's saved state as a checkpoint below ``root``.
 
     Args:
         source: a ``torch.save`` file or DCP directory of a module's state dict, or of a dict with ``model``,
             ``optimizer``, ``scheduler``, ``scaler``; or a ``.safetensors`` file of weights, or a directory of them in
-            Hugging Face's form; or a directory of Megatron's (``iter_NNNNNNN``, or of the run).
+            Hugging Face's format; or a directory of Megatron (``iter_NNNNNNN``, or of the run).
         root: directory of checkpoints, as a session's ``checkpoint=``.
-        step: updates done; by default what the file says (``step`` or ``global_step``), 0 for weights alone.
-        names: by key of the source the part that it is: ``{"opt": "optimizer"}``; a part is the first of the names of
-            ``PARTS``.
-        progress: called with the total size in bytes of what is written; what it returns, with that of each part.
-        note: called with a line for the user when the names are not those of the file.
+        step: updates done; the default is the source's ``step`` or ``global_step``, and 0 for weights alone.
+        names: part by key of the source, for keys with unusual names: ``{"opt": "optimizer"}``. The keys of ``PARTS``
+            are the parts.
+        progress: called with the total size in bytes; the returned function is called with the size of each part.
+        note: called with a line for the user if the names differ from those in the file.
 
     Returns:
         The new checkpoint.
 
     Raises:
-        UsageError: no such file, no weights in it, it does not say its step, or state that cannot be mapped.
+        UsageError: no such file, no weights in it, no step in it, or state that cannot be mapped.
         CheckpointInvalid: damaged, or it holds more than tensors and plain values.
         StateError: a value that a checkpoint cannot hold, named.
         StoreWriteError: ``root`` cannot be written.
@@ -91,7 +91,7 @@ def import_checkpoint(
 
 
 def _renamed(tree: Mapping[str, Any], names: Mapping[str, str], source: Path) -> Mapping[str, Any]:
-    """The tree with the keys by which its parts are known.
+    """Return the tree with the keys in the user's ``names`` replaced by the usual keys of the parts.
 
     Raises:
         UsageError: no such key, no such part, or a part that would be there twice.
@@ -117,10 +117,10 @@ def _renamed(tree: Mapping[str, Any], names: Mapping[str, str], source: Path) ->
 
 
 def _step(parts: _Parts, source: Path) -> int:
-    """Updates done, as far as the source says.
+    """Return the number of updates done according to the source.
 
     Raises:
-        UsageError: it does not, and has more than weights; or it says something else.
+        UsageError: the source holds more than weights and no step, or its step is not a number of updates.
     """
     if parts.strange_step:
         raise UsageError(
@@ -133,22 +133,22 @@ def _step(parts: _Parts, source: Path) -> int:
 
 
 class _Parts:
-    """The tree by what it is for: tensors of the model by name, state dicts by name, other values."""
+    """The content of a source by purpose: tensors of the model by name, state dicts by name, other values."""
 
     def __init__(self) -> None:
         self.model: dict[str, torch.Tensor] = {}
         self.modules: dict[str, Any] = {}  # extra state
         self.aliases: dict[str, str] = {}
-        self.renamed: dict[str, str] = {}  # name in the source -> name of the module, where they differ
+        self.renamed: dict[str, str] = {}  # name in the source -> name in the module, if they differ
         self.optimizers: dict[str, Any] = {}
         self.schedulers: dict[str, Any] = {}
         self.scaler: Any = None
         self.state: dict[str, Any] = {}
         self.step: int | None = None
-        self.strange_step = ""  # the key of what should be the step, and is no number
+        self.strange_step = ""  # key of a step that is no number
 
     def split(self, out: TorchCollected) -> dict[str, Plain]:
-        """The values of a session; tensors go to ``out``."""
+        """Return the plain values in the form that a session writes; add the tensors to ``out``."""
         for fqn, tensor in self.model.items():
             out.add(tensor, fqn)
         return {
@@ -162,7 +162,7 @@ class _Parts:
         }
 
     def _optimizer(self, name: str, saved: Mapping[str, Any], out: TorchCollected) -> Plain:
-        """As ``OptimizerState.split`` writes it."""
+        """Return an optimizer's values as ``OptimizerState.split`` writes them."""
         path = f"optimizer.{name}"
         if not isinstance(saved, dict) or not isinstance(saved.get("param_groups"), list):
             raise UsageError(
@@ -182,10 +182,10 @@ class _Parts:
     def _names(
         self, name: str, groups: list[dict[str, Any]], keys: list[list[Any]], state: Mapping[Any, Any]
     ) -> dict[str, str]:
-        """Parameter name by what stands for the parameter in the state dict.
+        """Return the parameter name of each key of an optimizer's state dict.
 
         Raises:
-            UsageError: it cannot be told.
+            UsageError: the names are ambiguous or unknown.
         """
         flat = [str(key) for members in keys for key in members]
         if all(isinstance(key, str) and self._fqn(key) for members in keys for key in members):
@@ -212,7 +212,7 @@ class _Parts:
     def _fitting(
         self, keys: Sequence[str], fqns: Sequence[str], shapes: Mapping[str, set[tuple[int, ...]]]
     ) -> dict[str, str] | None:
-        """One name for each key, in this order, when all shapes fit."""
+        """Return one name for each key, in this order, if all shapes fit; otherwise None."""
         if len(keys) != len(fqns) or any(
             not shapes.get(key, set()) <= {tuple(self.model[fqn].shape)}
             for key, fqn in zip(keys, fqns, strict=True)
@@ -223,9 +223,9 @@ class _Parts:
     def _dealt(
         self, groups: list[list[Any]], fqns: Sequence[str], shapes: Mapping[str, set[tuple[int, ...]]]
     ) -> dict[str, str] | None:
-        """Names dealt out to groups that each keep the model's order (those with weight decay, those without).
+        """Return names for parameter groups that each keep the model's order (with weight decay, without it).
 
-        The next name must fit the next parameter of exactly one group: with a choice there is doubt.
+        The next name must fit the next parameter of exactly one group. If it fits several groups, None is returned.
         """
         rest = [[str(key) for key in reversed(members)] for members in groups]
         found: dict[str, str] = {}
@@ -240,7 +240,7 @@ class _Parts:
         return None if any(rest) else found
 
     def _fqn(self, name: str) -> str:
-        """The first name of a tensor; empty when the model has none of this name, wrapped or not."""
+        """Return the first name of a tensor, found with or without wrapper prefixes; empty if there is none."""
         bare = _COMPILED.sub("", name)
         while bare.startswith(WRAPPER):
             bare = bare.removeprefix(WRAPPER)
@@ -249,10 +249,10 @@ class _Parts:
 
 
 def _parts(tree: Mapping[str, Any], source: Path) -> _Parts:
-    """Tell the parts of a tree.
+    """Return the content of a source, sorted by purpose.
 
     Raises:
-        UsageError: there are no weights, or an optimizer's state under a name that is not known.
+        UsageError: there are no weights, or an optimizer's state has an unknown name.
     """
     parts = _Parts()
     rest = dict(tree)
@@ -291,7 +291,10 @@ def _parts(tree: Mapping[str, Any], source: Path) -> _Parts:
 
 
 def _flatten(tree: Any, prefix: str, parts: _Parts, seen: dict[Any, str], source: Path) -> None:
-    """The model's tensors and extra state by dotted name; one that shares all its memory with another is its alias."""
+    """Add the model's tensors and extra state to ``parts`` by dotted name.
+
+    A tensor that shares all its memory with an earlier one becomes an alias.
+    """
     for (key, value), name in zip(tree.items(), _own_names(map(str, tree)), strict=True):
         fqn = f"{prefix}{name}"
         if name != str(key):
@@ -316,7 +319,7 @@ def _flatten(tree: Any, prefix: str, parts: _Parts, seen: dict[Any, str], source
 
 
 def _own_names(keys: Iterable[str]) -> list[str]:
-    """Names as the user's own module spells them, one per key."""
+    """Return the names as the user's own module spells them, one per key."""
     given = list(keys)
     names = [_COMPILED.sub("", key) for key in given]
     while names and all(name.startswith(WRAPPER) for name in names):
@@ -325,13 +328,13 @@ def _own_names(keys: Iterable[str]) -> list[str]:
 
 
 def _may_be_trained(fqn: str, tensor: torch.Tensor) -> bool:
-    """False for what is no parameter of an optimizer: integers, and what normalization layers count."""
+    """Return False for a tensor that no optimizer trains: integers, and running statistics of normalization layers."""
     counted = fqn.rpartition(".")[2] in ("running_mean", "running_var")
     return not counted and (tensor.is_floating_point() or tensor.is_complex())
 
 
 def _named(saved: Any, sign: str) -> dict[str, Any]:
-    """State dicts by name, as a session's arguments: one alone is called ``default``, those of a list by number."""
+    """Return state dicts by name as a session names them: ``default`` for a single one, numbers for a list."""
     if isinstance(saved, list):
         return {"default": saved[0]} if len(saved) == 1 else {str(n): each for n, each in enumerate(saved)}
     if saved is None:
@@ -340,7 +343,7 @@ def _named(saved: Any, sign: str) -> dict[str, Any]:
 
 
 def _number(value: Any) -> int | None:
-    """A number of updates, as people save it: also as a tensor or a float."""
+    """Return a number of updates, which may be saved as a tensor or a float; None for other values."""
     if isinstance(value, torch.Tensor) and value.ndim == 0 and not value.is_complex():
         value = value.item()
     if isinstance(value, float) and value.is_integer():
@@ -353,7 +356,7 @@ def _is_optimizers(value: Any) -> bool:
 
 
 def _refuse_optimizers(rest: Mapping[Any, Any], source: Path) -> None:
-    """Raises: UsageError: among what is left is an optimizer's state dict."""
+    """Refuse an optimizer's state dict among the entries that were not recognised as a part. Raises: UsageError."""
     for name, value in rest.items():
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         if name != "state" and any(_is_optimizers(each) for each in (value, *inner)):

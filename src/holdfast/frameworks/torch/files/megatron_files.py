@@ -1,14 +1,14 @@
-"""Megatron's own periodic checkpoints: ``iter_NNNNNNN/mp_rank_XX[_YYY]/model_optim_rng.pt``.
+"""Reading Megatron's own periodic checkpoints: ``iter_NNNNNNN/mp_rank_XX[_YYY]/model_optim_rng.pt``.
 
-Theory. Each file is one tensor-parallel part (XX) of one pipeline stage (YYY). Parts of a weight are put together along
-the dimension that Megatron cuts it in, which its name says; everything else must be the same in all parts. Layers
-of a stage are numbered from 0: their numbers in the whole model follow from the stages before it. A file holds objects
-of Megatron's (arguments, random states): they are read as records (``torch_archive.py``) and left out.
-
-The state of an optimizer is taken where one file holds a torch optimizer's, over the weights themselves. Megatron's
-optimizers of 16-bit weights keep it of 32-bit copies, and the distributed one in another file: that is told, and the
-checkpoint holds weights, schedule and step. A session that trains with an optimizer refuses to resume from it;
-``holdfast.load(path, model)`` takes the weights.
+Theory. Each file is one tensor-parallel part (XX) of one pipeline stage (YYY). Parts of a weight are joined along the
+dimension in which Megatron cuts it; the weight's name determines that dimension. All other values must be the same in
+all parts. Layers of a stage are numbered from 0; their numbers in the whole model follow from the previous stages. A
+file holds objects of Megatron's classes (arguments, random states): they are read as records (``torch_archive.py``) and
+left out.
+The optimizer state is taken if one file holds a torch optimizer's state over the weights themselves. Megatron's
+optimizers of 16-bit weights keep the state of 32-bit copies, and the distributed one keeps it in another file. In these
+cases the user is informed, and the checkpoint holds weights, schedule and step. A session that trains with an optimizer
+refuses to resume from it; ``holdfast.load(path, model)`` takes the weights.
 """
 
 from __future__ import annotations
@@ -38,40 +38,40 @@ _CUTS = (
     (re.compile(r"(?:linear_qkv|linear_q|linear_kv|linear_fc1|query_key_value|dense_h_to_4h)\.(?:weight|bias)"), 0),
     (re.compile(r"(?:linear_proj|linear_fc2|(?:self|cross)_attention\.dense|dense_4h_to_h)\.weight"), 1),
 )  # fmt: skip
-"""How the names of weights end that tensor parallelism cuts, and the dimension."""
+"""Ends of the names of weights that tensor parallelism cuts, with the dimension of the cut."""
 _GATED = re.compile(r"(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)")
 
 
 class _CheckpointPart(NamedTuple):
-    """One file."""
+    """One file of a checkpoint."""
 
     path: Path
     model: dict[str, torch.Tensor]
     tree: dict[str, Any]
 
     def argument(self, name: str, default: Any) -> Any:
-        """Of Megatron's arguments."""
+        """Return one of Megatron's arguments."""
         arguments = self.tree.get("args")
         state = arguments.state if isinstance(arguments, PickleRecord) else None
         return state.get(name, default) if isinstance(state, dict) else default
 
 
 def is_megatron(folder: Path) -> bool:
-    """A directory that Megatron has written: of a run, or of one iteration."""
+    """Return True for a directory that Megatron has written: of a run, or of one iteration."""
     named = _ITERATION.fullmatch(folder.name) is not None
     return (folder / TRACKER).is_file() or bool(_files(folder)) or (named and _is_distributed(folder))
 
 
 def read_megatron(folder: Path, note: Callable[[str], object]) -> dict[str, Any]:
-    """The tree of one iteration: ``model``, ``step``, ``scheduler``, and ``optimizer`` where it can be mapped.
+    """Return the tree of one iteration: ``model``, ``step``, ``scheduler``, and ``optimizer`` if it can be mapped.
 
     Args:
-        folder: of a run (its newest iteration is meant), or of an iteration.
+        folder: of a run (its newest iteration is read), or of an iteration.
         note: called with a line for the user about what is left out.
 
     Raises:
-        UsageError: a part is missing, or of a form that is not read.
-        CheckpointInvalid: damaged, or parts that do not belong together.
+        UsageError: a part is missing, or its format is not supported.
+        CheckpointInvalid: damaged, or with parts of different checkpoints.
     """
     folder = _newest(folder) if (folder / TRACKER).is_file() else folder
     if _is_distributed(folder):
@@ -115,7 +115,7 @@ def _is_distributed(folder: Path) -> bool:
 
 
 def _files(folder: Path) -> dict[tuple[int, int], Path]:
-    """Directories of parts by tensor-parallel rank and pipeline stage."""
+    """Return the directories of parts by tensor-parallel rank and pipeline stage."""
     found = {}
     for path in folder.iterdir():
         match = _PART.fullmatch(path.name)
@@ -125,7 +125,7 @@ def _files(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _parts(folder: Path) -> list[list[_CheckpointPart]]:
-    """All files, by stage and tensor-parallel rank. Raises: UsageError: one is missing."""
+    """Return all files by stage and tensor-parallel rank. Raises: UsageError: one is missing."""
     paths = _files(folder)
     tensors, stages = (1 + max((place[n] for place in paths), default=-1) for n in (0, 1))
     read = {place: _read(path / FILE) for place, path in sorted(paths.items())}
@@ -179,7 +179,7 @@ def _flatten(tree: Any, prefix: str, model: dict[str, torch.Tensor], path: Path)
 
 
 def _model(stages: Sequence[Sequence[_CheckpointPart]]) -> dict[str, torch.Tensor]:
-    """The whole model's weights."""
+    """Return the weights of the whole model."""
     whole: dict[str, torch.Tensor] = {}
     layers = 0
     for parts in stages:
@@ -199,7 +199,7 @@ def _model(stages: Sequence[Sequence[_CheckpointPart]]) -> dict[str, torch.Tenso
 
 
 def _join(name: str, parts: Sequence[_CheckpointPart]) -> torch.Tensor:
-    """One weight of its parts."""
+    """Return one weight, joined from its parts."""
     tensors = [part.model[name] for part in parts]
     if len(tensors) == 1:
         return tensors[0]
@@ -220,12 +220,12 @@ def _join(name: str, parts: Sequence[_CheckpointPart]) -> torch.Tensor:
 
 
 def _is_torch_s(saved: Any) -> bool:
-    """A torch optimizer's state dict."""
+    """Return True for a torch optimizer's state dict."""
     return isinstance(saved, dict) and isinstance(saved.get("param_groups"), list) and "state" in saved
 
 
 def _plain(value: Any, where: str, path: Path) -> Any:
-    """``value``, in which no record is left. Raises: UsageError."""
+    """Return a copy of ``value``; refuse a record in it, which stands for an object. Raises: UsageError."""
     if isinstance(value, Mapping):
         return {key: _plain(item, f"{where}.{key}", path) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
-"""Tensors on a nameless file: as large as the disk, while the memory stays small.
+"""Tensors in a temporary file, so that they may be as large as the disk while the memory stays small.
 
 Theory. torch writes and reads whole state dicts. Their memory is a mapped temporary file beside the output: the kernel
-writes its pages out when memory is short. The file has no name, so nothing is left behind whatever happens. Its blocks
-are allocated before it is mapped: a full disk is a typed error and not a SIGBUS.
+writes its pages to the disk if memory is short. The file has no name, so it disappears in every case. Its blocks are
+allocated before it is mapped, so a full disk gives a typed error and not a SIGBUS.
 """
 
 from __future__ import annotations
@@ -26,10 +26,12 @@ ALIGNMENT = 64
 def scratch_tensors(
     wanted: Mapping[str, tuple[torch.dtype, Sequence[int]]], folder: Path
 ) -> dict[str, torch.Tensor]:
-    """Zeroed tensors of these dtypes and shapes (elements), each with a storage of its own, in a file in ``folder``.
+    """Return zeroed tensors of these dtypes and shapes (elements), in one file in ``folder``.
+
+    Each tensor has separate storage.
 
     Raises:
-        StoreWriteError: the disk has not the room.
+        StoreWriteError: the disk has too little room.
     """
     places: dict[str, int] = {}
     end = 0

@@ -1,13 +1,14 @@
-"""What a pickle says, as inert records: nothing in it is looked up, called or changed.
+"""Reading a pickle as inert records: nothing in it is looked up, called or changed.
 
-Theory. A pickle is a program for a stack machine. Its instructions are listed by the standard library's disassembler,
-which makes numbers and text only. The machine here knows the two dozen of them that plain data and dataclasses need; a
-class is only ever a name, "calling" it makes a :class:`PickleRecord` that remembers the name and the arguments, and
-"setting its state" stores that in the record. The result is read like any other untrusted data.
+Theory. A pickle is a program for a stack machine. The standard library's disassembler lists its instructions and makes
+only numbers and text of it. The machine in this module knows the two dozen instructions that plain data and dataclasses
+need. A class is only a name here. "Calling" it makes a :class:`PickleRecord` with the name and the arguments, and
+"setting its state" stores the state in that record. The result is read like any other untrusted data.
 
-Invariants: 1. The result consists of None, bool, int, float, str, bytes, tuple, list, dict and :class:`PickleRecord`;
-an ``OrderedDict``
-   is a dict, and what stands for data beside the pickle a :class:`PickleRecord` called :data:`PERSISTENT`.
+Invariants:
+1. The result consists of None, bool, int, float, str, bytes, tuple, list, dict and :class:`PickleRecord`. An
+   ``OrderedDict`` is a dict. A reference to data outside of the pickle is a :class:`PickleRecord` called
+   :data:`PERSISTENT`.
 2. Any other instruction, and any name that is not admitted, is refused.
 3. Memory is in proportion to the size of the data.
 """
@@ -33,13 +34,13 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class Name(str):
-    """The dotted name of a class or function; only ever a text."""
+    """The dotted name of a class or function, which is never looked up."""
 
     __slots__ = ()
 
 
 class PickleRecord:
-    """What would have been an object: the ``name`` of its class, the arguments of its making, and its state."""
+    """The description of an object: the ``name`` of its class, its constructor arguments, and its state."""
 
     __slots__ = ("args", "name", "state")
 
@@ -50,13 +51,13 @@ class PickleRecord:
 
 
 def read_records(data: bytes, admitted: Container[str], where: str) -> Any:
-    """The value that a pickle describes.
+    """Return the value that a pickle describes.
 
     Args:
         admitted: dotted names that may occur.
 
     Raises:
-        CheckpointInvalid: damaged, or it wants more than plain data; names ``where``.
+        CheckpointInvalid: damaged, or with more than plain data; names ``where``.
     """
     machine = _Machine(admitted)
     try:
@@ -75,7 +76,7 @@ class _Machine:
         self._memo: dict[int, Any] = {}
 
     def act(self, name: str, argument: Any) -> None:
-        """One instruction."""
+        """Execute one instruction of the pickle."""
         stack = self.stack
         if name in ("PROTO", "FRAME", "STOP"):
             return
@@ -109,7 +110,7 @@ class _Machine:
             self._top(list).extend(items)
         elif name in ("SETITEM", "SETITEMS"):
             items = self._pop_to_mark() if name == "SETITEMS" else self._pop(2)
-            # A deeply nested tuple as a key would be hashed by a recursion that nothing bounds.
+            # The hash of a deeply nested tuple as a key would recurse without a limit.
             if any(type(key) not in (str, int, PickleRecord) for key in items[::2]):
                 raise ValueError("a key that is neither text nor a number")
             self._top(dict).update(zip(items[::2], items[1::2], strict=True))
@@ -124,7 +125,7 @@ class _Machine:
             stack.append({} if (made_of, args) == (ORDERED, ()) else PickleRecord(made_of, args))
         elif name == "BUILD":
             (state,) = self._pop(1)
-            if type(stack[-1]) is not dict:  # attributes of an OrderedDict are no data
+            if type(stack[-1]) is not dict:  # attributes of an OrderedDict are not data
                 self._top(PickleRecord).state = state
         elif name == "BINPERSID":
             stack.append(PickleRecord(Name(PERSISTENT), tuple(self._pop(1))))

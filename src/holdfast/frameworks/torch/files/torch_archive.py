@@ -1,12 +1,12 @@
-"""``torch.save`` files that hold more than plain data, read without running what they say.
+"""Reading ``torch.save`` files with more than plain data, without executing their content.
 
 Theory. Such a file is a zip: a pickle, and the bytes of each storage beside it. The pickle is read as inert records
-(``pickle_records.py``), so names of classes that are not here do no harm: they stay names. A tensor is made from the
-record of its making, over the mapped bytes of its storage. Whoever uses the tree takes the keys that it knows; a
-record that is left in them is refused there.
+(``pickle_records.py``), so names of classes that are not installed do no harm: they remain names. A tensor is made from
+the record of its construction, over the mapped bytes of its storage. A user of the tree takes the keys that it knows,
+and refuses records in them.
 
 Invariants:
-1. No name in the file is looked up, but the dtypes in :data:`STORAGES`.
+1. No name in the file is looked up, except the dtypes in :data:`STORAGES`.
 2. Checksums are verified, and no tensor reaches beyond its storage.
 """
 
@@ -33,18 +33,18 @@ STORAGES = {
     }.items()
 }  # fmt: skip
 _PICKLE = "data.pkl"
-_LOCAL_HEADER_SIZE_BYTES = 30  # of a zip entry; then its name and an extra field
+_LOCAL_HEADER_SIZE_BYTES = 30  # of a zip entry; its name and an extra field follow
 
 
 class _Anything:
-    """Every name may occur: none of them is looked up."""
+    """A container that admits every name, because no name is looked up."""
 
     def __contains__(self, name: object) -> bool:
         return True
 
 
 def read_archive(path: Path) -> dict[str, Any]:
-    """The tree in a ``torch.save`` file: tensors over the mapped file, plain values, and records of the rest.
+    """Return the tree in a ``torch.save`` file: tensors over the mapped file, plain values, and records of the rest.
 
     Raises:
         UsageError: no such file.
@@ -72,7 +72,7 @@ def read_archive(path: Path) -> dict[str, Any]:
 
 
 class _Tree:
-    """Makes tensors of what the pickle says about them."""
+    """The tensors of one file, made from the records in its pickle."""
 
     def __init__(self, mapped: mmap.mmap, entries: dict[str, zipfile.ZipInfo], where: str) -> None:
         self._mapped = mapped
@@ -81,7 +81,7 @@ class _Tree:
         self._storages: dict[str, torch.Tensor] = {}
 
     def value(self, item: Any) -> Any:
-        """``item`` with tensors in the place of their records; other records stay."""
+        """Return ``item`` with tensors in place of their records; other records stay."""
         if isinstance(item, dict):
             return {key: self.value(each) for key, each in item.items()}
         if type(item) in (list, tuple):

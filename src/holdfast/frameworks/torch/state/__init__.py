@@ -1,2 +1,4 @@
-"""The training state: names, boxes, optimizers, buffers, random numbers, digests, snapshots, and how wrappers are
-reset after an aborted step."""
+"""The training state of PyTorch, and its reset after an aborted step.
+
+It consists of names, boxes, optimizers, buffers, random numbers, digests and snapshots.
+"""

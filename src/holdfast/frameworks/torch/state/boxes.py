@@ -1,11 +1,11 @@
-"""Which region of a global tensor this rank holds, and its bytes.
+"""The regions of global tensors that this rank holds, and their bytes.
 
-A plain tensor is its own whole, unless it is declared to be a region of a larger one (:func:`declare`: Megatron's
+A plain tensor is a whole tensor, unless it is declared to be a region of a larger one (:func:`declare`: Megatron's
 tensor-parallel weights, a flat optimizer shard), or has the attributes of DCP's ``CheckpointableTensor`` (torch 2.15:
 several regions, and padding, which is not saved). A ``DTensor`` is cut by its placements, each mesh dimension in order;
-a strided placement (fully sharded on top of tensor parallel) leaves several regions. The regions come from cutting an
-index range with the placement's own rule, so they are right for whatever the placement does. That takes 30
-microseconds, and a model has few forms of tensors: each form is cut once.
+a strided placement (fully sharded on top of tensor parallel) gives several regions. The regions are found by cutting an
+index range with the placement's own rule, so they are right for any placement. That takes 30 microseconds, and a model
+has few combinations of shape, mesh and placements: each combination is cut once.
 """
 
 from __future__ import annotations
@@ -50,11 +50,14 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPES.it
 FORMS_MAX = 4096
 
 _Run: TypeAlias = tuple[int, int, int]
-"""A stretch of one dimension: where it begins in the global tensor and in the local one, and its elements."""
+"""Consecutive elements of one dimension: start in the global tensor, start in the local one, number."""
 
 
 class _ShardForm(NamedTuple):
-    """All that says how a ``DTensor`` is cut. The types are there for placements that torch calls equal to others."""
+    """The properties that decide how a ``DTensor`` is cut.
+
+    The types are included because torch calls placements of different types equal.
+    """
 
     shape: tuple[int, ...]
     placements: tuple[Placement, ...]
@@ -64,7 +67,7 @@ class _ShardForm(NamedTuple):
 
 
 class LocalPart(NamedTuple):
-    """One region: ``box`` in the global tensor, ``where`` in the local one."""
+    """A region of a tensor: ``box`` in the global tensor, ``where`` in the local one."""
 
     box: Box
     where: tuple[slice, ...]
@@ -72,22 +75,25 @@ class LocalPart(NamedTuple):
 
 _DECLARED = "_holdfast_region"
 CHECKPOINTABLE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-"""Attributes of a tensor that DCP of torch 2.15 saves as shards: for each shard its offsets in the global tensor and in
-this one, and its sizes."""
+"""Attributes of a tensor that DCP of torch 2.15 saves as shards.
+
+They are the global shape, and three lists with one entry per shard: offsets in the global tensor, offsets in the local
+one, sizes.
+"""
 
 
 class TensorRegion(NamedTuple):
-    """What a plain tensor holds of a global tensor of ``shape``, in elements."""
+    """The regions of a global tensor of ``shape``, in elements, that a plain tensor holds."""
 
     shape: tuple[int, ...]
     parts: tuple[LocalPart, ...]
 
 
 def declare(tensor: torch.Tensor, shape: Sequence[int], offsets: Sequence[int]) -> None:
-    """Say that this rank's plain ``tensor`` is a region of a global tensor, before the session sees it.
+    """Declare this rank's plain ``tensor`` to be a region of a global tensor, before the session sees it.
 
-    Ranks that declare the same region hold copies of each other. Optimizer state of the tensor's shape lies where it
-    lies; state that an optimizer cuts by itself is declared where the optimizer makes it.
+    Ranks that declare the same region hold copies of each other. Optimizer state of the tensor's shape has the same
+    region. State that an optimizer cuts in another way is declared where the optimizer makes it.
 
     Args:
         tensor: a parameter, a buffer or a tensor of an optimizer's state, not a DTensor.
@@ -113,10 +119,13 @@ def declare(tensor: torch.Tensor, shape: Sequence[int], offsets: Sequence[int]) 
 
 
 def region_of(tensor: torch.Tensor) -> TensorRegion | None:
-    """What is declared of a plain tensor, by :func:`declare` or by the attributes of ``CheckpointableTensor``.
+    """Return the region of a plain tensor, from :func:`declare` or from the attributes of ``CheckpointableTensor``.
+
+    Returns:
+        None if nothing is declared.
 
     Raises:
-        StateError: these attributes name shards that do not lie in the tensor, or in the global one.
+        StateError: the attributes name shards that do not lie in the tensor, or in the global one.
     """
     declared: TensorRegion | None = getattr(tensor, _DECLARED, None)
     if declared is not None or isinstance(tensor, DTensor) or not hasattr(tensor, CHECKPOINTABLE[0]):
@@ -146,7 +155,7 @@ def region_of(tensor: torch.Tensor) -> TensorRegion | None:
 
 
 def is_padded(tensor: torch.Tensor) -> bool:
-    """Some of its elements lie in no declared region: no checkpoint holds them."""
+    """Return True if some elements lie in no declared region, so that no checkpoint holds them."""
     region = region_of(tensor)
     return region is not None and sum(part.box.numel for part in region.parts) < tensor.numel()
 
@@ -159,7 +168,7 @@ def _lies_in(sizes: Sequence[int], offsets: Sequence[int], whole: Sequence[int])
 
 
 def refuse_undeclared(parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raise StateError for weights that Megatron split and nobody declared: their parts would pass for copies."""
+    """Raise StateError for weights that Megatron split and no code declared: their parts would pass for copies."""
     for fqn, parameter in parameters.items():
         if getattr(parameter, "tensor_model_parallel", False) and region_of(parameter) is None:
             raise StateError(
@@ -169,33 +178,33 @@ def refuse_undeclared(parameters: Mapping[str, torch.Tensor]) -> None:
 
 
 def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Of the tensor that ``tensor`` is, or is a region of."""
+    """Return the shape of the global tensor that ``tensor`` is, or is a region of."""
     region = region_of(tensor)
     return tuple(tensor.shape) if region is None else region.shape
 
 
 def placed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """``tensor``, declared to lie where ``like`` lies when it has that shape."""
+    """Return ``tensor``, declared to have the region of ``like`` if it has the same shape."""
     if tensor is not like and tensor.shape == like.shape and (region := region_of(like)) is not None:
         setattr(tensor, _DECLARED, region)
     return tensor
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of this rank, without autograd; shares storage."""
+    """Return the local tensor of this rank, without autograd; shares storage."""
     return private_api.local_tensor(tensor).detach()
 
 
 def writes_of(tensor: torch.Tensor) -> int:
-    """torch's count of writes: a DTensor counts those that are made through it, its local tensor the others."""
+    """Return torch's count of writes to a tensor, for a DTensor with those to its local tensor."""
     return private_api.write_count(tensor)
 
 
 def parts_of(tensor: torch.Tensor, name: str) -> list[LocalPart]:
-    """Regions of ``tensor`` that this rank holds; none when it is outside of the tensor's mesh.
+    """Return the regions of ``tensor`` that this rank holds; none if the rank is outside of the tensor's mesh.
 
     Raises:
-        StateError: a pending reduction, or a placement whose local shape does not follow from its cut.
+        StateError: a pending reduction, or a placement whose local shape does not match its cut.
     """
     if not isinstance(tensor, DTensor):
         try:
@@ -225,7 +234,7 @@ def parts_of(tensor: torch.Tensor, name: str) -> list[LocalPart]:
 
 
 def _form_of(tensor: DTensor) -> _ShardForm | None:
-    """None on a rank outside of the tensor's mesh."""
+    """Return how the tensor is cut; None on a rank outside of the tensor's mesh."""
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -237,7 +246,7 @@ def _form_of(tensor: DTensor) -> _ShardForm | None:
 
 @functools.lru_cache(FORMS_MAX)
 def _cut(form: _ShardForm) -> tuple[tuple[tuple[_Run, ...], ...], tuple[LocalPart, ...]]:
-    """The stretches of each dimension, and the regions that they make."""
+    """Return the runs of each dimension, and the regions that they form."""
     runs = tuple(tuple(_runs(form, dim)) for dim in range(len(form.shape)))
     parts = tuple(
         LocalPart(
@@ -250,14 +259,14 @@ def _cut(form: _ShardForm) -> tuple[tuple[tuple[_Run, ...], ...], tuple[LocalPar
 
 
 def _runs(form: _ShardForm, dim: int) -> list[_Run]:
-    """Consecutive stretches of one dimension."""
+    """Return the runs of consecutive elements of one dimension."""
     index = None
     for mesh_dim, placement in enumerate(form.placements):
         if getattr(placement, "dim", None) != dim:
             continue
         if index is None:
             index = torch.arange(form.shape[dim])
-        # Cutting a column keeps the rule for dimension `dim` independent of the others.
+        # A column is cut, so that the rule for dimension `dim` does not depend on the other dimensions.
         column = index.reshape([-1 if d == dim else 1 for d in range(len(form.shape))])
         cut = private_api.split_tensor(placement, column, form.mesh[mesh_dim])
         index = cut[form.coordinate[mesh_dim]].reshape(-1)
@@ -271,7 +280,7 @@ def _runs(form: _ShardForm, dim: int) -> list[_Run]:
 
 
 def cuts_of(tensor: torch.Tensor, boxes: Sequence[Box]) -> Cuts | None:
-    """The regular cut that gives this rank its one box; None when there are several, or no such cut."""
+    """Return the regular cut that gives this rank its one box; None if it has several, or the cut is irregular."""
     if not isinstance(tensor, DTensor) or len(boxes) != 1:
         return None
     form = _form_of(tensor)
@@ -281,7 +290,7 @@ def cuts_of(tensor: torch.Tensor, boxes: Sequence[Box]) -> Cuts | None:
 
 @functools.lru_cache(FORMS_MAX)
 def _regular(form: _ShardForm, box: Box) -> Cuts | None:
-    """The cut by which this form has that box, if it is one."""
+    """Return the cut by which a tensor of this form has ``box``, if it is a regular one; otherwise None."""
     cuts = []
     for dim in range(len(form.shape)):
         steps = [
@@ -299,13 +308,13 @@ def _regular(form: _ShardForm, box: Box) -> Cuts | None:
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """True when elements share memory (``expand``), so that nothing can be written into it."""
+    """Return True if elements share memory (``expand``), so that nothing can be written into the tensor."""
     strides = zip(tensor.shape, local_of(tensor).stride(), strict=True)
     return tensor.numel() > 0 and any(size > 1 and stride == 0 for size, stride in strides)
 
 
 def lies_as(tensor: torch.Tensor, like: torch.Tensor) -> bool:
-    """True for memory of its own that is cut, and lies on a device, as ``like``."""
+    """Return True if ``tensor`` can take the place of ``like``: separate memory, same shape, device and cut."""
     if tensor.shape != like.shape or tensor.device != like.device or tensor.requires_grad or overlaps(tensor):
         return False
     if isinstance(tensor, DTensor) or isinstance(like, DTensor):
@@ -319,31 +328,34 @@ def lies_as(tensor: torch.Tensor, like: torch.Tensor) -> bool:
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a local tensor in C order, on its device: its own memory where that lies so, else a copy.
+    """Return the bytes of a local tensor in C order, on its device: its own memory if possible, otherwise a copy.
 
-    A conjugated or negated view has the numbers of another tensor's memory, with a mark: its bytes are made.
+    A conjugated or negated view refers to another tensor's memory, with a flag: its bytes are computed.
     """
     return _as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1))
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a local tensor in C order: its own memory when it is contiguous and on the CPU, else a copy."""
+    """Return the bytes of a local tensor in C order: its own memory if contiguous and on the CPU, otherwise a copy."""
     own = own_bytes(tensor)
     return flat_bytes(tensor.detach().cpu()).numpy().data if own is None else own
 
 
 def own_bytes(tensor: torch.Tensor) -> memoryview | None:
-    """The memory of a local tensor, where that is its bytes in C order."""
+    """Return the memory of a local tensor if that holds its bytes in C order; otherwise None."""
     return _as_bytes(tensor.detach().reshape(-1)).numpy().data if is_direct(tensor) else None
 
 
 def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous tensor of one dimension; that of one element may have any stride."""
+    """Return the memory of a contiguous tensor of one dimension as bytes.
+
+    A tensor of one element may have any stride.
+    """
     return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
 
 
 def copy_bytes(tensor: torch.Tensor, start: int, stop: int, goal: memoryview) -> None:
-    """Begin to copy bytes ``start`` to ``stop`` (in C order) of a local tensor to ``goal``, from whatever device."""
+    """Begin to copy bytes ``start`` to ``stop`` (in C order) of a local tensor, on any device, to ``goal``."""
     room, at = torch.frombuffer(goal, dtype=torch.uint8), 0
     for part in stretch(tensor, start, stop):
         room[at : at + len(part)].copy_(part, non_blocking=True)
@@ -351,10 +363,10 @@ def copy_bytes(tensor: torch.Tensor, start: int, stop: int, goal: memoryview) ->
 
 
 def stretch(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
-    """Bytes ``start`` to ``stop`` (in C order) of a local tensor, on its device, in one piece or several.
+    """Yield bytes ``start`` to ``stop`` (in C order) of a local tensor, on its device, in one piece or several.
 
-    A piece is the memory of the tensor where that lies so, else a copy; no more is copied than is asked for, rounded to
-    whole elements.
+    A piece is the memory of the tensor where that is in C order, otherwise a copy. Only the requested bytes are copied,
+    rounded to whole elements.
     """
     size = tensor.element_size()
     first, last = start // size, -(-stop // size)
@@ -366,7 +378,7 @@ def stretch(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tenso
 
 
 def _blocks(tensor: torch.Tensor, first: int, last: int) -> Iterator[torch.Tensor]:
-    """Elements ``first`` to ``last`` (in C order), as views of ``tensor``: whole rows together, cut rows row by row."""
+    """Yield elements ``first`` to ``last`` (in C order) as views: whole rows together, then parts of rows."""
     if first >= last:
         return
     if tensor.is_contiguous():
@@ -383,10 +395,10 @@ def _blocks(tensor: torch.Tensor, first: int, last: int) -> Iterator[torch.Tenso
 
 
 def is_direct(tensor: torch.Tensor) -> bool:
-    """True when :func:`byte_view` shares memory with ``tensor``, so that it can be loaded into."""
+    """Return True if :func:`byte_view` shares memory with ``tensor``, so that it can be loaded into."""
     return tensor.device.type == "cpu" and lies_in_order(tensor)
 
 
 def lies_in_order(tensor: torch.Tensor) -> bool:
-    """True when the memory of a local tensor is its bytes in C order."""
+    """Return True if the memory of a local tensor holds its bytes in C order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

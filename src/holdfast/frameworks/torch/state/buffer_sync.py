@@ -1,10 +1,10 @@
-"""Buffers follow rank 0: equal on all ranks before each vote, so that no rank's loss changes the run.
+"""The broadcast that makes buffers equal on all ranks before each vote, so that the loss of a rank changes nothing.
 
-DDP broadcasts its buffers at the start of each forward. Its own broadcast is switched off and made here at the end of
-the step instead: the same number of bytes, the same meaning, but inside the step that is voted on. Models without DDP
-get the same for the buffers that they persist: those under ``fully_shard`` or ``replicate`` follow the first rank of
-their mesh, all others rank 0. A stage of a pipeline without any of these has no copy as far as anyone knows: its
-buffers are its own.
+DDP broadcasts its buffers at the start of each forward. That broadcast is switched off and made here at the end of the
+step instead: with the same number of bytes and the same result, but inside the step that is voted on. Persistent
+buffers of models without DDP are broadcast in the same way: those under ``fully_shard`` or ``replicate`` from the first
+rank of their mesh, all others from rank 0. A pipeline stage without any of these wrappers has no known copy, so its
+buffers are not changed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from holdfast.runtime.node.shm_allreduce import NOTE_SIZE_BYTES_MAX
 
 
 class BufferSync:
-    """One packed broadcast per group of ranks.
+    """The packed broadcasts of a model's buffers, one per group of ranks.
 
     Args:
         names: of the model.
         wrappers: its DDP wrappers.
-        mesh: of its data-parallel copies, where ``fully_shard`` or ``replicate`` made them.
+        mesh: of its data-parallel copies, if ``fully_shard`` or ``replicate`` made them.
         world_size: number of ranks.
     """
 
@@ -40,9 +40,8 @@ class BufferSync:
         self, names: Names, wrappers: list[DistributedDataParallel], mesh: DeviceMesh | None, world_size: int
     ) -> None:
         self._off: list[DistributedDataParallel] = []
-        self._plans: dict[
-            tuple[int, ...], tuple[Any, list[BufferSlot]]
-        ] = {}  # by members: one broadcast for each
+        # One broadcast for each set of member ranks.
+        self._plans: dict[tuple[int, ...], tuple[Any, list[BufferSlot]]] = {}
         if world_size == 1:
             return
         taken: set[int] = set()
@@ -62,7 +61,8 @@ class BufferSync:
             if not instances(*private_api.PIPELINE_STAGE):
                 self._add(dist.group.WORLD, rest)
         else:
-            for group in mesh.get_all_groups():  # one per dimension: along all of them everyone is reached
+            # There is one group per dimension; their broadcasts together reach every rank.
+            for group in mesh.get_all_groups():
                 self._add(group, rest)
 
     def _add(self, group: Any, slots: list[BufferSlot]) -> None:
@@ -71,7 +71,10 @@ class BufferSync:
             known[1].extend(slots)
 
     def run(self) -> None:
-        """Broadcast. A collective: inside a shield a broken one leaves the local values."""
+        """Broadcast the buffers; a collective.
+
+        If it breaks before the vote, the local values stay.
+        """
         with torch.no_grad():
             for group, slots in self._plans.values():
                 live = [
@@ -81,7 +84,7 @@ class BufferSync:
                     _broadcast(group, live)
 
     def close(self) -> None:
-        """Give DDP its broadcast back."""
+        """Switch DDP's own broadcast on again."""
         for wrapper in self._off:
             wrapper.broadcast_buffers = True
         self._off = []
@@ -102,7 +105,7 @@ def _broadcast(group: Any, tensors: list[torch.Tensor]) -> None:
 
 
 def _shared(source: int, packed: torch.Tensor) -> torch.Tensor:
-    """The bytes of ``source``, by the board."""
+    """Return the bytes of rank ``source``, sent through the shared memory of the node."""
     data = fabric().share(source, packed.numpy().tobytes())
     if len(data) != packed.numel():
         raise StateError(

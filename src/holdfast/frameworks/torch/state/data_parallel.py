@@ -1,9 +1,10 @@
-"""Which ranks train on the same data: data-parallel copies of a model, whose parts may lie on several ranks.
+"""The division of the ranks into data-parallel copies of the model, whose parts may lie on several ranks.
 
 Ranks that hold parts of one copy (tensor parallel, pipeline stages) must draw the same batches, and the same random
-numbers where they compute the same thing; ranks of different copies draw their own. The wrappers know: DDP by its
-process group, ``fully_shard`` and ``replicate`` by their mesh. Without them a pipeline is one copy, and so is the mesh
-of DTensor parameters; a copy is then named by the lowest of its ranks. A rank without any of these is its own copy.
+numbers where they compute the same thing. Ranks of different copies draw different ones. The wrappers define the
+copies: DDP by its process group, ``fully_shard`` and ``replicate`` by their mesh. Without them, the ranks of a pipeline
+are one copy, and so are those of a mesh of DTensor parameters; such a copy is numbered by its lowest rank. A rank
+without any of these is a copy of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from holdfast.frameworks.torch.state.wrapper_reset import instances
 
 
 def sharded_mesh(model: Models) -> DeviceMesh | None:
-    """The data-parallel mesh of the first ``fully_shard`` or ``replicate`` in the model."""
+    """Return the data-parallel mesh of the first ``fully_shard`` or ``replicate`` in the model, or None."""
     for _, top in modules_of(model):
         for module in top.modules():
             if isinstance(module, FSDPModule):
@@ -31,7 +32,10 @@ def sharded_mesh(model: Models) -> DeviceMesh | None:
 
 
 def copy_of(model: Models, rank: int, world_size: int) -> Copy:
-    """The copy that this rank holds, or holds a part of; a rank is one by itself when nothing else is known."""
+    """Return the copy of the model that this rank holds, or holds a part of.
+
+    If nothing else is known, each rank is a copy of its own.
+    """
     if world_size == 1:
         return Copy(0, 1)
     mesh = sharded_mesh(model)
@@ -47,12 +51,12 @@ def copy_of(model: Models, rank: int, world_size: int) -> Copy:
     first = rank
     for stage in instances(*private_api.PIPELINE_STAGE):
         first = min(dist.get_process_group_ranks(stage.group or dist.group.WORLD))
-    # A rank's place among those that split its tensors is that of the first stage's rank among its own.
+    # A rank has the same place among the ranks that split its tensors as its first-stage counterpart has there.
     return Copy(first - _place_in_split(model, rank), world_size)
 
 
 def _place_in_split(model: Models, rank: int) -> int:
-    """How far this rank is from the first one of its DTensor mesh; 0 without one."""
+    """Return the distance of this rank from the first one of its DTensor mesh; 0 without a mesh."""
     for _, top in modules_of(model):
         for parameter in top.parameters():
             if isinstance(parameter, DTensor):

@@ -1,15 +1,16 @@
-"""Hyperparameters as the script sets them, compared with those of the script that wrote what is loaded.
+"""Hyperparameters as the script sets them, compared with those that the checkpoint's script had set.
 
-Theory. A checkpoint brings back the learning rate, the weight decay and the schedule, because a schedule moves them and
-the same bits need them. So a value that the user changes in the script between two starts would change nothing, without
-a word. The values in use cannot be compared with those of the script, for the same reason. So each checkpoint also
-holds what its script had set when its session was made. A load compares these with what this script sets: every
-difference is told with both values. The checkpoint's value stays in use, unless ``session(override=[...])`` names it.
+Theory. A load restores the learning rate, the weight decay and the schedule, because a schedule changes them and the
+same bits need them. A value that the user changes in the script between two starts would therefore silently have no
+effect. The values in use cannot be compared with those of the script, because the schedule has changed them. So each
+checkpoint also holds the values that its script had set when its session was made. A load compares these with the
+values that this script sets, and reports every difference with both values. The checkpoint's value stays in use, unless
+``session(override=[...])`` names it.
 
 Invariants:
-1. Nothing is told, and nothing is taken from the script, for a script that is the same as the one that wrote the
-   checkpoint, wherever its schedule has come to.
-2. What was overridden counts as set by the script from then on: another start overrides nothing a second time.
+1. If the script is the one that wrote the checkpoint, nothing is reported and nothing is taken from the script, however
+   far its schedule has come.
+2. An overridden value counts as set by the script from then on: the next start does not override it again.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from holdfast.text import closest
 log = logging.getLogger("holdfast")
 
 HOW_IT_RUNS = frozenset({"foreign", "fused", "capturable", "differentiable"})
-"""Of parameter groups: they choose an implementation, not what is computed."""
+"""Settings of parameter groups that choose an implementation and do not change the result."""
 
 FOLLOWS = frozenset({"base_lrs", "last_epoch"})
-"""Of schedules: they follow from the optimizer, and from the step."""
+"""Values of schedules that follow from the optimizer and from the step."""
 
 TOLD_MAX = 10
 
 
 class HyperparameterChange(NamedTuple):
-    """A value that the script now sets otherwise; ``owner`` is ``optimizer.NAME`` or ``scheduler.NAME``."""
+    """A value that the script now sets differently; ``owner`` is ``optimizer.NAME`` or ``scheduler.NAME``."""
 
     owner: str
     name: str
@@ -52,7 +53,7 @@ class HyperparameterChange(NamedTuple):
 
 
 class Declared:
-    """What the optimizers and schedules of one session are set to, before anything is loaded.
+    """The values of optimizers and schedules that the script has set, read before anything is loaded.
 
     Attributes:
         override: names of values that a load takes from the script.
@@ -69,11 +70,15 @@ class Declared:
         self._values = self._now
 
     def values(self) -> dict[str, Plain]:
-        """For a checkpoint."""
+        """Return the script's values for a checkpoint, by ``optimizer.NAME`` or ``scheduler.NAME``."""
         return {owner: dict(values) for owner, values in self._values.items()}
 
     def choose(self, override: Collection[str]) -> None:
-        """Take these values from the script. Raises: UsageError: no optimizer or schedule has such a value."""
+        """Take these values from the script at a load.
+
+        Raises:
+            UsageError: no optimizer or schedule has such a value.
+        """
         known = sorted({name for values in self._now.values() for name in values if name != "class"})
         for name in override:
             if name not in known:
@@ -85,13 +90,13 @@ class Declared:
         self.override = frozenset(override)
 
     def compare(self, saved: Plain, *, shown: bool) -> Callable[[], None]:
-        """Tell what the script now sets otherwise; ``shown``: on this rank.
+        """Compare the script's values with the checkpoint's, and log the differences if ``shown`` (on one rank).
 
         Args:
             saved: :meth:`values` of the checkpoint, or None.
 
         Returns:
-            What puts the script's values into place, to be called after the load.
+            A function that puts the script's values into place, to be called after the load.
 
         Raises:
             CheckpointMismatch: a schedule of another kind.
@@ -135,7 +140,7 @@ class Declared:
                     yield HyperparameterChange(owner, name, known[name], now)
 
     def _is_another_kind(self, each: HyperparameterChange, saved: Plain) -> bool:
-        """Other names of values, not only of the class."""
+        """Return True if the schedules differ in the names of their values, not only in the class."""
         known = saved.get(each.owner) if isinstance(saved, dict) else None
         return isinstance(known, dict) and known.keys() != self._now[each.owner].keys()
 
@@ -157,7 +162,7 @@ class Declared:
                 group[each.name] = tuple(now) if isinstance(group.get(each.name), tuple) else now
 
     def _take_rate(self, optimizer: Optimizer, index: int, then: Any, now: Any) -> None:
-        """Where a schedule has moved the rate, it stays moved by the same factor."""
+        """Set the learning rate of one group to the script's; a factor from the schedule is kept."""
         group = optimizer.param_groups[index]
         before = float(group["lr"])
         rate = now if before == then or not then else before * (now / then)
@@ -173,7 +178,7 @@ class Declared:
 
 
 def _of_groups(optimizer: Optimizer) -> dict[str, Plain]:
-    """Each value of the parameter groups: one where it is the same in all, else a list by group."""
+    """Return each value of the parameter groups: one value if all groups agree, otherwise a list by group."""
     groups = hyperparameters(optimizer)
     found: dict[str, Plain] = {}
     for name in groups[0]:
@@ -187,7 +192,7 @@ def _of_groups(optimizer: Optimizer) -> dict[str, Plain]:
 
 
 def _of_schedule(schedule: Any) -> dict[str, Plain]:
-    """Its class, and its values that are neither its own business (``_name``) nor follow from others."""
+    """Return the class name of a schedule and its values, without private ones (``_name``) and derived ones."""
     found: dict[str, Plain] = {"class": type(schedule).__name__}
     state = schedule.state_dict()
     for name, value in state.items() if isinstance(state, Mapping) else ():
@@ -201,7 +206,7 @@ _OTHER = object()
 
 
 def _plain(value: Any) -> Any:
-    """A value that can be compared and saved; ``_OTHER``: it cannot."""
+    """Return a value that can be compared and saved; ``_OTHER`` if it cannot."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, list | tuple):
@@ -211,14 +216,14 @@ def _plain(value: Any) -> Any:
 
 
 def _each(value: Plain, count: int) -> list[Any]:
-    """By group, what :func:`_of_groups` made one where it was the same."""
+    """Return one value per group, from a value of :func:`_of_groups`."""
     if isinstance(value, dict) and isinstance(groups := value.get("groups"), list) and len(groups) == count:
         return groups
     return [value] * count
 
 
 def _inner(scheduler: Any) -> Any:
-    """The schedule inside accelerate's wrapper."""
+    """Return the schedule inside accelerate's wrapper."""
     while type(scheduler).__name__ == "AcceleratedScheduler":
         scheduler = scheduler.scheduler
     return scheduler

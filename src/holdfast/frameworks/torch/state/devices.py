@@ -1,8 +1,9 @@
-"""The devices of the state: what is in flight on them, and their errors.
+"""Waits for the work that is queued on the devices of the state, and the handling of their errors.
 
-A process queues work on the streams of its devices and continues. The current stream is a property of a thread, so a
-thread that reads the state has to wait for streams that it does not know: it waits for all of each device. The same
-holds for the thread that trains, when the script has trained on a stream of its choice and has left it.
+A process queues work on the streams of its devices and continues. The current stream is a property of a thread. A
+thread that reads the state therefore has to wait for streams that it does not know: it waits for all streams of each
+device. The training thread has to do the same if the script has trained on a stream of its choice and has left that
+stream.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from holdfast.errors import StateError
 
 
 def devices_of(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
-    """The accelerators that ``tensors`` lie on."""
+    """Return the accelerators that hold ``tensors``."""
     return {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}
 
 
 def await_devices(devices: Iterable[torch.device]) -> None:
-    """Return when everything that any thread has queued on any stream of ``devices`` has run.
+    """Wait until everything that any thread has queued on any stream of ``devices`` has run.
 
     Raises:
         RuntimeError: torch's error of work on a device that has failed.
@@ -31,28 +32,31 @@ def await_devices(devices: Iterable[torch.device]) -> None:
 
 
 class StateDevices:
-    """The devices that one state lies on, and the streams that its training is queued on."""
+    """The devices that hold one state, and the streams of its training."""
 
     def __init__(self, found: Iterable[torch.device]) -> None:
         self._found = set(found)
         self._trained: list[object] | None = None  # streams; None: not known yet
 
     def add(self, found: Iterable[torch.device]) -> bool:
-        """The state lies on these too. True when one of them was not known."""
+        """Add devices of the state; return True if one of them is new."""
         known = len(self._found)
         self._found.update(found)
         return len(self._found) > known
 
     def wait(self) -> None:
-        """Return when everything that is queued has run. Raises: RuntimeError, as :func:`await_devices`."""
+        """Wait until everything that is queued has run. Raises: RuntimeError, as :func:`await_devices`."""
         await_devices(self._found)
 
     def note_streams(self) -> None:
-        """The current streams of this thread are those of the training."""
+        """Record the current streams of this thread as those of the training."""
         self._trained = self._streams()
 
     def order(self) -> None:
-        """Before this thread reads or writes state between the training's kernels: wait, if it is on other streams."""
+        """Wait for the devices if this thread is on other streams than the training.
+
+        It is called before state is read or written.
+        """
         if self._found and self._streams() != self._trained:
             self.wait()
 
@@ -63,10 +67,12 @@ class StateDevices:
 
 @contextlib.contextmanager
 def named_errors(what: str) -> Iterator[None]:
-    """Errors of torch and of its devices inside are a StateError: this rank cannot give its state, and lives.
+    """Turn errors of torch and its devices inside the block into a StateError.
+
+    The rank cannot save its state then, but its process continues.
 
     Args:
-        what: was not possible, as the beginning of the message.
+        what: the beginning of the message: what was not possible.
     """
     try:
         yield

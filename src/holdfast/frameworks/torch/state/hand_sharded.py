@@ -1,8 +1,9 @@
-"""Optimizer state that the optimizer itself cuts: each rank keeps the part of its rows, as ZeRO and Muon do.
+"""Restoring optimizer state that the optimizer itself cuts, as ZeRO and Muon do.
 
-Such an optimizer reduces a gradient to one part on each rank, updates that part, and gathers the whole parameter. Its
-state lies elsewhere than its parameter: it says so with :func:`~holdfast.torch.declare`. A process that begins without
-state cannot know the cut; the catalogue, which the ranks declared while they trained, knows it.
+Such an optimizer reduces a gradient to one part on each rank, updates that part, and gathers the whole parameter. The
+region of its state differs from that of its parameter: the optimizer declares it with :func:`~holdfast.torch.declare`.
+A process that begins without state cannot know the cut. The catalogue knows it, because the ranks declared it while
+they trained.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from holdfast.text import plural
 
 
 class HandCut:
-    """The parts of one rank, as a catalogue has them.
+    """One rank's parts of optimizer state that the optimizer itself cuts, as a catalogue lists them.
 
     Args:
-        catalogue: of what is loaded.
-        rank, world_size: of this process now.
+        catalogue: of the checkpoint that is loaded.
+        rank, world_size: rank of this process and number of ranks now.
     """
 
     def __init__(self, catalogue: Catalogue, rank: int, world_size: int) -> None:
@@ -41,14 +42,14 @@ class HandCut:
     def allocate(
         self, entry: TensorEntry, parameter: str, like: torch.Tensor, there: object
     ) -> torch.Tensor | None:
-        """Memory for this rank's part of state of ``parameter``; None where it lies as its parameter, or is whole.
+        """Return memory for this rank's part of state of ``parameter``; None if it is whole or cut as its parameter.
 
         Args:
             like: the parameter here.
-            there: what has the place in the optimizer now; it is returned when it is declared as a part of the same.
+            there: the optimizer's present value; it is returned if it is declared as a part of the same tensor.
 
         Raises:
-            CheckpointMismatch: the parts of that many ranks, and nothing here says how another number cuts.
+            CheckpointMismatch: the state was cut for another number of ranks, and nothing here declares the new cut.
         """
         if isinstance(there, DTensor) or not self._is_cut(entry, parameter):
             return None

@@ -1,4 +1,4 @@
-"""Optimizers: by which name, which are refused, their state as names and tensors, and an undo copy of it."""
+"""The optimizers of a session: their names, the refused kinds, their state as names and tensors, and an undo copy."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMMUNICATING = {
     "PostLocalSGDOptimizer": "average the parameters in the block, before optimizer.step()",
     "DistributedOptimizer": "torch.distributed.fsdp.fully_shard shards parameters and optimizer state",
 }
-"""Optimizers whose step() talks to peers: after the vote nobody could tell whether it happened. -> what to use."""
+"""Optimizers whose step() communicates, and what to use instead. After the vote a failed step() would be in doubt."""
 
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 
@@ -40,10 +40,10 @@ _BUILD_THE_SAME = (
 
 
 def by_name(value: Any, kind: str, is_kind: Callable[[Any], bool]) -> dict[str, Any]:
-    """One object, a list or a dict of them, as name -> object; a single one is called ``default``.
+    """Return one object, or a list or dict of them, as a dict by name; a single one is called ``default``.
 
     Raises:
-        UsageError: something else.
+        UsageError: the value is of another type.
     """
     if value is None:
         return {}
@@ -64,7 +64,7 @@ def by_name(value: Any, kind: str, is_kind: Callable[[Any], bool]) -> dict[str, 
 
 
 def named_optimizers(value: Any) -> dict[str, Optimizer]:
-    """The session's ``optimizer`` argument by name.
+    """Return the session's ``optimizer`` argument as a dict by name.
 
     Raises:
         UnsupportedError: an optimizer that communicates inside its step, or that runs inside backward.
@@ -84,9 +84,9 @@ def named_optimizers(value: Any) -> dict[str, Optimizer]:
 
 
 def local_part(optimizer: Optimizer) -> Optimizer | None:
-    """The optimizer of this rank's parameters inside torch's ``ZeroRedundancyOptimizer``; None: it is none.
+    """Return the optimizer of this rank's parameters inside torch's ``ZeroRedundancyOptimizer``; None for others.
 
-    With ``overlap_with_ddp`` there is none either: it updates during backward.
+    With ``overlap_with_ddp`` the result is None too: that one updates during backward.
     """
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if module is None or not isinstance(optimizer, module.ZeroRedundancyOptimizer):
@@ -96,9 +96,9 @@ def local_part(optimizer: Optimizer) -> Optimizer | None:
 
 
 def refuse_searching(optimizers: Mapping[str, Optimizer], world_size: int) -> None:
-    """Raise UnsupportedError for an optimizer of several ranks that computes gradients at weights which it has changed.
+    """Raise UnsupportedError for L-BFGS on several ranks, which computes gradients again after it has changed weights.
 
-    Its first change comes after the vote, and from there on no collective may fail.
+    Its first change comes after the vote, and from then on no collective may fail.
     """
     for name, optimizer in optimizers.items():
         if world_size > 1 and isinstance(optimizer, torch.optim.LBFGS):
@@ -113,7 +113,7 @@ WRAPPERS = ("AcceleratedOptimizer", "_FabricOptimizer")
 
 
 def _inner(optimizer: Any) -> Any:
-    """The optimizer inside accelerate's or Fabric's wrapper: hooks see that one."""
+    """Return the optimizer inside accelerate's or Fabric's wrapper, on which hooks are called."""
     while any(base.__name__ in WRAPPERS for base in type(optimizer).__mro__):
         optimizer = optimizer.optimizer
     return optimizer
@@ -130,13 +130,13 @@ def refuse_in_backward(parameters: Mapping[str, torch.Tensor]) -> None:
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """All parameters of an optimizer."""
+    """Yield all parameters of an optimizer."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
 def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Everything of the parameter groups but the parameters; shallow copies."""
+    """Return shallow copies of the parameter groups without the parameters."""
     return [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
@@ -151,7 +151,7 @@ def set_hyperparameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]
 
 
 class Undo:
-    """A copy of the parameters and state of some optimizers, to take tentative updates back."""
+    """Copies of the parameters and state of some optimizers, from which tentative updates are undone."""
 
     def __init__(self) -> None:
         self._weights: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -169,12 +169,12 @@ class Undo:
         self._states[id(optimizer)] = (optimizer, states)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Copy a tensor of no optimizer."""
+        """Copy a tensor that belongs to no optimizer."""
         with torch.no_grad():
             self._weights.setdefault(id(tensor), (tensor, tensor.detach().clone()))
 
     def restore(self) -> None:
-        """Put everything back and forget it."""
+        """Put everything back, then drop the copies."""
         with torch.no_grad():
             for parameter, saved in self._weights.values():
                 parameter.copy_(saved)
@@ -182,33 +182,33 @@ class Undo:
             state: dict[Any, Any] = optimizer.state
             for key in [*parameters_of(optimizer), *{**shared_state(state), **shared_state(states)}]:
                 now = state.pop(key, None)
-                if key in states:  # in place: who compares copies of the state knows these tensors
+                if key in states:  # in place, because the comparison of copies holds these tensors
                     state[key] = put_into(now, states[key])
         self.clear()
 
     def clear(self) -> None:
-        """Forget the copies: the updates stand."""
+        """Drop the copies, because the updates are final."""
         self._weights.clear()
         self._states.clear()
 
     def weights(self) -> dict[int, torch.Tensor]:
-        """Untouched copies by ``id`` of the live parameter."""
-        held = dict(self._weights)  # at once: another thread may forget them meanwhile
+        """Return the copies made before the updates, by ``id`` of the live parameter."""
+        held = dict(self._weights)  # one copy: another thread may clear the dict meanwhile
         return {key: saved for key, (_, saved) in held.items()}
 
     def state(self, optimizer: Optimizer) -> Mapping[torch.Tensor, Any]:
-        """The untouched state of ``optimizer``."""
+        """Return the state of ``optimizer`` from before its update."""
         recorded = self._states.get(id(optimizer))
         return optimizer.state if recorded is None else recorded[1]
 
 
 def shared_state(state: Mapping[Any, Any]) -> dict[str, Any]:
-    """What an optimizer keeps of no parameter, by its own names."""
+    """Return the state of an optimizer that belongs to no single parameter, by the optimizer's own names."""
     return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 
 def clone(value: Any) -> Any:
-    """A copy that shares no memory with ``value``, without autograd."""
+    """Return a copy that shares no memory with ``value``, without autograd."""
     if isinstance(value, torch.Tensor):
         return placed(value.detach().clone(), value)
     if isinstance(value, dict):
@@ -222,7 +222,7 @@ def clone(value: Any) -> Any:
 
 
 def _beside(parameter: torch.Tensor, leaf: Leaf) -> Leaf:
-    """``leaf`` for state of ``parameter``: it lies where the parameter lies."""
+    """Return a ``leaf`` function that gives tensors of optimizer state the region of ``parameter``."""
 
     def take(value: Any, path: str) -> Plain:
         return leaf(placed(value, parameter) if isinstance(value, torch.Tensor) else value, path)
@@ -231,7 +231,7 @@ def _beside(parameter: torch.Tensor, leaf: Leaf) -> Leaf:
 
 
 def _settings(groups: Iterable[Mapping[str, Any]]) -> set[str]:
-    """Names of the settings of parameter groups."""
+    """Return the names of the settings of parameter groups."""
     return {key for group in groups for key in group} - {"params", "param_names"}
 
 
@@ -240,7 +240,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class OptimizerState:
-    """One optimizer's state under the names of the parameters it belongs to."""
+    """The state of one optimizer under the names of the parameters it belongs to."""
 
     def __init__(self, name: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
         self.name = name
@@ -248,29 +248,30 @@ class OptimizerState:
         self.prefix = f"optimizer.{name}"
         self._parameters = parameters
         self._names = {id(p): fqn for fqn, p in parameters.items()}
-        self._built = len(optimizer.param_groups)  # by the script; further ones are added while it trains
+        # Number of groups that the script built; further groups may be added during training.
+        self._built = len(optimizer.param_groups)
         self._members(self._built)
         self._checked = self._built
 
     @property
     def optimizer(self) -> Optimizer:
-        """As the session was given it."""
+        """The optimizer as it was given to the session."""
         return self._optimizer
 
     def kind(self) -> str:
-        """What a checkpoint calls its class."""
+        """Return the name of the optimizer's class for checkpoints."""
         return type(self._optimizer).__name__
 
     def size(self) -> int:
-        """Number of state entries: grows when the optimizer makes state, which is at its first update."""
+        """Return the number of state entries, which grows when the optimizer makes state at its first update."""
         state = self.optimizer.state
         return sum(len(of_one) if isinstance(key, torch.Tensor) else 1 for key, of_one in state.items())
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        """As the function of this name, for the start of a step.
+        """Return :func:`hyperparameters` of the optimizer, for the start of a step.
 
         Raises:
-            StateError: a group that was added since is of no parameters of the model.
+            StateError: a group that was added since holds a parameter that is not in the model.
         """
         count = len(self.optimizer.param_groups)
         if count != self._checked:
@@ -279,15 +280,15 @@ class OptimizerState:
         return hyperparameters(self.optimizer)
 
     def set_hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """As the function of this name; groups that were added since are gone."""
+        """Write group values back as :func:`set_hyperparameters` does, and remove groups that were added since."""
         del self.optimizer.param_groups[len(groups) :]
         set_hyperparameters(self.optimizer, groups)
 
     def split(self, leaf: Leaf, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> Plain:
-        """Group values and per-parameter state as plain values; tensors go to ``leaf``.
+        """Return group values and per-parameter state as plain values; tensors go to ``leaf``.
 
         Args:
-            groups: all, or the first ones (those of the start of a step).
+            groups: all groups, or the first ones (those of the start of a step).
         """
         members = self._members(len(groups))
         held = [(fqn, self._parameters[fqn]) for fqns in members for fqn in fqns]
@@ -295,7 +296,8 @@ class OptimizerState:
             "class": self.kind(),
             "groups": split([dict(group) for group in groups], f"{self.prefix}.groups", leaf),
             "members": members,
-            # Of each group that the script did not build: the members that are trained, as a layer that was unfrozen.
+            # For each group that the script did not build: the members that are trained, such as a layer that was
+            # unfrozen.
             "added": [
                 [fqn for fqn in fqns if self._parameters[fqn].requires_grad]
                 for fqns in members[self._built :]
@@ -309,11 +311,11 @@ class OptimizerState:
         }
 
     def _members(self, count: int) -> list[list[str]]:
-        """Names of the parameters of the first groups: other programs that read the state need them."""
+        """Return the parameter names of the first ``count`` groups, which other programs need to read the state."""
         return [[self.name_of(p) for p in group["params"]] for group in self.optimizer.param_groups[:count]]
 
     def name_of(self, parameter: torch.Tensor) -> str:
-        """The name of one of its parameters. Raises: StateError: it is not in the model."""
+        """Return the name of one of the optimizer's parameters. Raises: StateError: it is not in the model."""
         fqn = self._names.get(id(parameter))
         if fqn is None:
             raise StateError(
@@ -324,11 +326,11 @@ class OptimizerState:
         return fqn
 
     def _refuse_another(self, saved: Plain) -> None:
-        """Raise CheckpointMismatch when another optimizer wrote ``saved``: its state would be dropped without a word.
+        """Raise CheckpointMismatch if another optimizer wrote ``saved``, whose state would be dropped silently.
 
-        An optimizer makes its state at its first update, and none for a parameter without a gradient, so that what it
-        will keep cannot be read from it; what it lets one set is known at once. Checkpoints of before the class was
-        noted: each side must have settings that the other lacks, as settings come with versions of a framework.
+        An optimizer makes its state at its first update, and none for a parameter without a gradient, so its future
+        state is not known here; its settings are known at once. Old checkpoints do not name the class: they are refused
+        only if each side has settings that the other lacks, because a framework's versions differ in settings too.
         """
         here, then = self.kind(), saved.get("class", "")
         if here == then:
@@ -352,19 +354,21 @@ class OptimizerState:
             )
 
     def _refuse_others_parameters(self, saved: Plain, catalogue: Catalogue) -> None:
-        """Raise CheckpointMismatch when the optimizer that wrote ``saved`` updated other parameters of this model.
+        """Raise CheckpointMismatch if the optimizer that wrote ``saved`` updated other parameters of this model.
 
-        State of one that is left out would be dropped, and one that came new would begin without, both without a word.
+        Otherwise the state of a parameter that is left out would be dropped silently, and a parameter that is new would
+        begin without state.
         """
-        if "members" not in saved:  # of before they were noted
+        if "members" not in saved:  # an old checkpoint, without members
             return
         then = {
             fqn: at for at, group in enumerate(saved["members"]) for fqn in group if fqn in self._parameters
         }
-        # A parameter that the checkpoint lacks is another model's, and said so where its tensors are looked for.
+        # A parameter that the checkpoint lacks belongs to another model, which the search for its tensors reports.
         members = self._members(self._built)
         built = {fqn: at for at, group in enumerate(members) for fqn in group if fqn in catalogue.by_fqn}
-        # Groups that were added in the run are added again; they may hold nothing that the script has in another one.
+        # Groups that were added during the run are added again; the script must not have their parameters in another
+        # group.
         now = {fqn: at for fqn, at in then.items() if at >= self._built} | built
         differences = [
             f"{what} {_listed([*names[:3], *(['...'] if len(names) > 3 else [])])}"
@@ -385,7 +389,10 @@ class OptimizerState:
             )
 
     def _refuse_other_groups(self, saved: Plain) -> None:
-        """Raise CheckpointMismatch when the script builds neither the groups that it built then, nor all of now."""
+        """Raise CheckpointMismatch if the script builds another number of parameter groups than before.
+
+        Accepted is the number that the saved run built at its start, and the number that it had at the end.
+        """
         there, added = len(saved["groups"]), len(saved.get("added", ()))
         if self._built not in (there, there - added):
             raise CheckpointMismatch(
@@ -397,14 +404,14 @@ class OptimizerState:
     def prepare(
         self, saved: Plain, catalogue: Catalogue, targets: dict[str, torch.Tensor], cuts: HandCut
     ) -> Callable[[], None]:
-        """Find or make memory for what ``saved`` (from :meth:`split`) names; add it to ``targets`` by name.
+        """Find or make memory for the tensors of ``saved`` (from :meth:`split`); add it to ``targets`` by name.
 
-        Tensors that the optimizer has already, of the same form, are filled in place.
+        Tensors of the same shape, dtype and cut that the optimizer has already are filled in place.
 
         Args:
-            cuts: where this rank's part lies of state that the optimizer cuts.
+            cuts: the parts of this rank, of state that the optimizer cuts.
 
-        Returns: call it when the targets are filled; only then does the optimizer take them.
+        Returns: a function to call when the targets are filled, which gives the state to the optimizer.
 
         Raises:
             CheckpointMismatch: another optimizer, other groups, or state of a tensor that the catalogue lacks.
@@ -424,7 +431,7 @@ class OptimizerState:
             if made is None:
                 made = allocate(entry.shape, TORCH_DTYPES[entry.dtype], like, on_cpu=on_cpu, there=there)
             if made is there:
-                if id(made) in reused:  # one tensor under two names: the second becomes one of its own
+                if id(made) in reused:  # one tensor under two names: the second gets its own memory
                     made = made.clone()
                 reused.add(id(made))
             targets[path] = made
@@ -464,7 +471,7 @@ class OptimizerState:
         return finish
 
     def _add_again(self, added: Iterable[dict[str, Any]], trained: Iterable[str]) -> None:
-        """The groups that were added while it trained, in place of those that were added here."""
+        """Replace the parameter groups added in this process by those added in the saved run."""
         del self.optimizer.param_groups[self._built :]
         for group in added:
             self.optimizer.add_param_group(group)
@@ -481,14 +488,14 @@ def allocate(
     on_cpu: bool = False,
     there: object = None,
 ) -> torch.Tensor:
-    """Memory for a tensor of global ``shape``: cut as ``like`` when it has that shape, else whole on its device.
+    """Return memory for a tensor of global ``shape``: cut as ``like`` if that has this shape, otherwise whole.
 
-    ``there`` is what has the place now; it is returned when it is just that.
+    ``there`` is the present tensor; it is returned if it already fits.
     """
     if like is not None and tuple(shape) == global_shape(like) and not on_cpu:
         if isinstance(there, torch.Tensor) and there.dtype is dtype and lies_as(there, like):
             return placed(there, like)
-        make = torch.zeros_like if is_padded(like) else torch.empty_like  # nothing fills the padding
+        make = torch.zeros_like if is_padded(like) else torch.empty_like  # a load does not fill the padding
         return placed(make(like, dtype=dtype, requires_grad=False), like)
     local = None if like is None else private_api.local_tensor(like)
     device = torch.device("cpu") if local is None or on_cpu else local.device

@@ -1,4 +1,4 @@
-"""Names of parameters, buffers and extra state as the user's own module spells them: no wrapper shows."""
+"""Names of parameters, buffers and extra state as the user's own module has them, without those of wrappers."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ Models = nn.Module | Mapping[str, nn.Module]
 
 
 class BufferSlot(NamedTuple):
-    """Where a buffer lives; user code may put another tensor there at any time."""
+    """The module and attribute that hold a buffer; user code may put another tensor there at any time."""
 
     fqn: str
     module: nn.Module
     key: str
 
     def get(self) -> torch.Tensor | None:
-        """The tensor that is there now."""
+        """Return the tensor that is there now."""
         return private_api.buffers_of(self.module).get(self.key)
 
     @property
     def persistent(self) -> bool:
-        """True when the module's own ``state_dict`` has it."""
+        """True if the module's own ``state_dict`` contains the buffer."""
         return self.key not in private_api.unlisted_buffers(self.module)
 
 
 class Names(NamedTuple):
-    """All names of a model. ``aliases`` maps the other names of what is shared to its first one.
+    """All names of a model; ``aliases`` maps further names of a shared tensor to its first name.
 
-    ``extra`` are the modules with ``get_extra_state``, by the name that torch gives to it.
+    ``extra`` holds the modules with ``get_extra_state``, by the name that torch gives to that state.
     """
 
     parameters: dict[str, torch.Tensor]
@@ -47,10 +47,10 @@ class Names(NamedTuple):
 
 
 def modules_of(model: Models) -> list[tuple[str, nn.Module]]:
-    """The modules that the user gave, with the prefix of their names.
+    """Return the modules that the user gave, each with the prefix for the names in it.
 
     Raises:
-        UsageError: not a module, nor modules by name.
+        UsageError: the model is neither a module nor a dict of modules by name.
     """
     if isinstance(model, nn.Module):
         return [("", model)]
@@ -63,7 +63,7 @@ def modules_of(model: Models) -> list[tuple[str, nn.Module]]:
 
 
 def unwrap(module: nn.Module) -> nn.Module:
-    """The user's own module inside DDP, ``torch.compile`` and activation checkpointing.
+    """Return the user's own module inside DDP, ``torch.compile`` and activation checkpointing.
 
     Raises:
         UnsupportedError: FSDP1, whose flat parameters have no names of their own.
@@ -83,10 +83,10 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def names_of(model: Models) -> Names:
-    """Walk the model once.
+    """Return the names of all parameters, buffers and extra state of the model.
 
     Raises:
-        StateError: a parameter or buffer without memory (meta device), of an unsupported layout or of elements that
+        StateError: a parameter or buffer without memory (meta device), with an unsupported layout or with elements that
             share memory; extra state that cannot be put back.
         UnsupportedError: see :func:`unwrap`.
     """
@@ -131,7 +131,7 @@ def _has_extra_state(module: nn.Module, path: str) -> bool:
 
 
 def _once(item: object, fqn: str, seen: dict[int, str], aliases: dict[str, str]) -> bool:
-    """True at the first sight; later ones are noted as other names of it."""
+    """Return True if ``item`` is seen for the first time; otherwise record ``fqn`` as an alias of its first name."""
     if id(item) in seen:
         aliases[fqn] = seen[id(item)]
         return False
@@ -156,7 +156,7 @@ def _first(tensor: torch.Tensor, fqn: str, seen: dict[int, str], aliases: dict[s
 
 
 def data_parallel(model: Models) -> list[DistributedDataParallel]:
-    """Every DDP wrapper in the model."""
+    """Return every DDP wrapper in the model."""
     return [
         module
         for _, top in modules_of(model)

@@ -1,4 +1,4 @@
-"""Putting values back into the objects that the user's own code holds: tensors, too."""
+"""Restoring values, torch tensors included, into the objects that the user's own code holds."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from holdfast.frameworks.torch.state.boxes import lies_as, overlaps
 
 
 def put_into(current: Any, value: Any) -> Any:
-    """As :func:`holdfast.frameworks.common.restore_in_place.put_into`."""
+    """Return the result of :func:`holdfast.frameworks.common.restore_in_place.put_into`, with torch tensors filled."""
     return restore_in_place.put_into(current, value, _fill)
 
 
 def _fill(current: Any, value: Any) -> bool:
-    """Two tensors of the same form."""
+    """Copy one tensor into another of the same dtype, shape, device and cut; return False if that is not possible."""
     if not (isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor)):
         return False
     if current.dtype is not value.dtype or not lies_as(value, current) or overlaps(current):

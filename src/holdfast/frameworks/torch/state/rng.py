@@ -1,9 +1,9 @@
-"""Random numbers as a function of (seed, rank, step): nothing to save, nothing to restore.
+"""Random numbers as a function of (seed, rank, step), so that no generator state is saved or restored.
 
 Every default generator (``random``, ``numpy.random``, torch on CPU and on each initialised device) is seeded at the
-start of each step, and before that where the loop gives the step to the script, so a step that runs again, in this
-process or in another, draws the same numbers. Samples are seeded from (seed, epoch, index), so that neither the number
-of loader workers nor the place of a resume matters.
+start of each step, and also before, when the loop gives the step to the script. A step that runs again, in this process
+or another, therefore draws the same numbers. Samples are seeded from (seed, epoch, index), so that they depend neither
+on the number of loader workers nor on the place of a resume.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Generator = torch.Generator | np.random.Generator | random.Random
 
 
 def mix(*words: int) -> int:
-    """One 63-bit seed from any integers (splitmix64 over each in turn); the order counts."""
+    """Return one 63-bit seed from any integers (splitmix64 over each in turn); the order counts."""
     state = 0x243F6A8885A308D3
     for word in words:
         state = (state ^ (word & _MASK)) & _MASK
@@ -43,15 +43,15 @@ def seed_all(value: int) -> None:
     random.seed(value)
     np.random.seed(value & 0xFFFFFFFF)
     torch.default_generator.manual_seed(value)
-    # torch.manual_seed looks at every device type on each call: 100 us against 1 us of the line above.
+    # torch.manual_seed checks every device type on each call: 100 us against 1 us of the line above.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(value)
 
 
 def reseed(seed: int, rank: int, step: int, *, between: bool = False) -> None:
-    """Seed all default generators for step ``step`` of ``rank``: what a session does at the start of each block.
+    """Seed all default generators for one step of ``rank``, as a session does at the start of each block.
 
-    With ``between`` for what is drawn before its block.
+    With ``between``, seed them for the code before the block.
     """
     seed_all(mix(_BETWEEN if between else _STEP, seed, rank, step))
 
@@ -59,7 +59,7 @@ def reseed(seed: int, rank: int, step: int, *, between: bool = False) -> None:
 def reseed_generators(
     generators: Iterable[tuple[str, Generator]], seed: int, rank: int, step: int, *, between: bool = False
 ) -> None:
-    """Seed the user's own generators, each by its name, for one step."""
+    """Seed the user's own generators for one step; the seed of each depends on its name too."""
     for name, generator in generators:
         value = mix(_BETWEEN if between else _STEP, seed, rank, step, *name.encode())
         if isinstance(generator, torch.Generator):
@@ -72,23 +72,23 @@ def reseed_generators(
 
 
 def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """Seed of one sample, the same on every rank and in every loader worker."""
+    """Return the seed of one sample, the same on every rank and in every loader worker."""
     return mix(_SAMPLE, seed, epoch, index)
 
 
 def order_seed(seed: int, epoch: int, rank: int) -> int:
-    """Seed of what a sampler draws in one epoch."""
+    """Return the seed of a sampler's draws in one epoch."""
     return mix(_ORDER, seed, epoch, rank)
 
 
 def fetch_seed(seed: int, epoch: int, batch: int, rank: int) -> int:
-    """Seed of what an unknown iterable draws in the main process for one batch."""
+    """Return the seed for one batch of an iterable of unknown type that draws in the main process."""
     return mix(_FETCH, seed, epoch, batch, rank)
 
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Leave the CPU's default generators as they were before."""
+    """Restore the CPU's default generators at the end of the block."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

@@ -1,8 +1,8 @@
-"""What forward changes, copied at the start of a step and put back after an abort.
+"""Copies, made at the start of a step, of what forward changes; an abort puts them back.
 
-Buffers (BatchNorm's running statistics), extra state of modules (FP8 scales), group values and scheduler state, the
-scaler's scale, and the user's own state: plain values, and small objects with ``state_dict``. Gradients are dropped,
-not restored: a step starts without any. Random generators need no copy (``rng.py``).
+Copied are buffers (BatchNorm's running statistics), extra state of modules (FP8 scales), group values, scheduler state,
+the scaler's scale, and the user's own state: plain values, and small objects with ``state_dict``. Gradients are
+dropped, not restored, because a step starts without gradients. Random generators need no copy (``rng.py``).
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ from holdfast.frameworks.torch.state.state import (
 from holdfast.frameworks.torch.state.untrained_weights import UntrainedWeights
 
 SMALL_NUMEL = 65536
-"""Larger buffers (masks, position tables) are copied again only when torch counted a change. Smaller ones always:
-batch norm writes its statistics without counting."""
+"""Largest buffer, in elements, that is copied at each step.
+
+Batch norm writes its small statistics without being counted by torch. Larger buffers (masks, position tables) are
+copied again only when torch counted a write.
+"""
 
 
 class Snapshot:
-    """The state at the start of the current step. ``undo`` holds what ``step.update(name)`` changed since."""
+    """Copies of the state at the start of the current step; ``undo`` holds those for ``step.update(name)``."""
 
     def __init__(self, state: TorchState) -> None:
         self._state = state
@@ -42,9 +45,9 @@ class Snapshot:
         self._modules: dict[str, Any] = {}  # extra state by its name
         self._scaler: dict[str, torch.Tensor | None] = {}
         self._extras: dict[str, Any] = {}
-        self._objects: dict[str, Any] = {}  # state of those in the user's state that have one
-        self._uncopied: set[int] = set()  # of them, by id: too large to be copied at each step
-        # A step, and what was before the script was given it.
+        self._objects: dict[str, Any] = {}  # state of the user's objects that have a ``state_dict``
+        self._uncopied: set[int] = set()  # ids of objects too large to be copied at each step
+        # A step, and the state from before the script was given that step.
         self._before: tuple[int, StateBefore] = (-1, NOTHING_BEFORE)
         self.undo = Undo()
         self.averages = UntrainedWeights(state, self.undo)
@@ -57,7 +60,7 @@ class Snapshot:
         self._modules = {fqn: clone(module.get_extra_state()) for fqn, module in state.names.extra.items()}
         self._plain = self._schedules()
         if state.scaler is not None:
-            # state_dict() would wait for the device; the tensors themselves are made at the scaler's first use.
+            # Not state_dict(), which would wait for the device. The tensors exist from the scaler's first use on.
             self._scaler = {
                 key: clone(getattr(state.scaler, key, None)) for key in private_api.SCALER_TENSORS
             }
@@ -75,7 +78,7 @@ class Snapshot:
         self._before = (step, StateBefore(self._group_values(), self._schedules(), extras))
 
     def before(self, step: int) -> StateBefore:
-        """What :meth:`take_before` copied for ``step``."""
+        """Return the copies that :meth:`take_before` made for ``step``, or none."""
         taken, before = self._before
         return before if taken == step else NOTHING_BEFORE
 
@@ -100,7 +103,11 @@ class Snapshot:
         }
 
     def _small_objects(self) -> dict[str, Any]:
-        """Of modules (averaged weights) and loaders each state would cost too much: they change after the update."""
+        """Return copies of the state of the user's small objects.
+
+        Modules (averaged weights) and loaders are left out: a copy at each step would cost too much, and they change
+        after the update.
+        """
         found: dict[str, Any] = {}
         for name, item in self._state.objects().items():
             if isinstance(item, torch.nn.Module) or hasattr(item, "__iter__"):
@@ -133,7 +140,7 @@ class Snapshot:
                 private_api.copy_many(copies, changed)
 
     def size(self) -> int:
-        """Number of elements of the modules' extra state: when it changes, the layout has changed."""
+        """Return the number of elements of the modules' extra state, which changes with its layout."""
         return _numel(self._modules)
 
     def restore(self) -> None:
@@ -167,7 +174,7 @@ class Snapshot:
             self._state.extras[name].load_state_dict(clone(saved))
 
     def drop_gradients(self) -> None:
-        """No parameter keeps a gradient."""
+        """Drop the gradients of all parameters."""
         for parameter in self._state.names.parameters.values():
             parameter.grad = None
         for optimizer in self._state.optimizers.values():
@@ -175,7 +182,7 @@ class Snapshot:
                 parameter.grad = None
 
     def copies(self) -> StepStartCopies:
-        """For :meth:`TorchState.collect`: the state at the start of the step."""
+        """Return the state at the start of the step, for :meth:`TorchState.collect`."""
         buffers = {fqn: saved for fqn, (_, _, saved) in self._buffers.items()}
         plain = {**self._plain, **self._modules}
         scaler = self._state.scaler
@@ -186,12 +193,12 @@ class Snapshot:
 
 
 def _numel(value: Any) -> int:
-    """Number of elements of all tensors and arrays in it."""
+    """Return the number of elements of all tensors and arrays in a tree of values."""
     return sum(math.prod(array.shape) for _, array in arrays_in(value, "state"))
 
 
 def _scaler_values(scaler: Any, saved: dict[str, torch.Tensor | None]) -> dict[str, Any]:
-    """The scaler's state dict with the scale and the counter of the start of the step."""
+    """Return the scaler's state dict with the scale and the counter of the start of the step."""
     values: dict[str, Any] = dict(scaler.state_dict())
     scale, tracker = saved["_scale"], saved["_growth_tracker"]
     if values and scale is not None and tracker is not None:

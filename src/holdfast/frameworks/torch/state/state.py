@@ -1,15 +1,15 @@
-"""The training state as named tensors and plain values: what is saved, and how it comes back.
+"""The training state as named tensors and plain values, for saving and loading.
 
-Theory. Everything that training changes is either a tensor, known by a name and by the boxes this rank holds of it, or
-a plain value. ``collect`` walks the state once and returns both; a *frozen* collection reads buffers, schedulers,
-scaler and tentatively updated weights from the copies made at the start of the step, so that it shows the last
-committed step although the main thread may still be inside an aborted one.
+Theory. Everything that training changes is either a tensor, known by a name and by the boxes that this rank holds of
+it, or a plain value. ``collect`` walks the state once and returns both. A *frozen* collection reads buffers,
+schedulers, scaler and tentatively updated weights from the copies made at the start of the step. It shows the last
+committed step even while the main thread is inside an aborted one.
 
-Names: parameters and buffers as the user's module spells them; ``optimizer.<name>.<parameter>.<key>``;
-``scheduler.<name>.<key>``; ``scaler.<key>``; ``state.<name>.<key>``. What a module's ``get_extra_state`` returns is
+Names: parameters and buffers as the user's module has them; ``optimizer.<name>.<parameter>.<key>``;
+``scheduler.<name>.<key>``; ``scaler.<key>``; ``state.<name>.<key>``. The result of a module's ``get_extra_state`` is
 called ``<module>._extra_state``, as torch calls it, and its tensors ``<module>._extra_state.<key>``. All buffers are
-saved, those that a module does not persist too: forward may have changed them, and a retry elsewhere must see what it
-saw here.
+saved, also those that a module does not persist: forward may have changed them, and a retry in another process must
+start from the same values.
 """
 
 from __future__ import annotations
@@ -73,19 +73,19 @@ GENERATORS = (torch.Generator, np.random.Generator, random.Random)
 
 
 class StepStartCopies(NamedTuple):
-    """The state at the start of a step, where it may have changed since (see ``snapshot.py``)."""
+    """Copies, made at the start of a step, of the state that the step may change (see ``snapshot.py``)."""
 
     buffers: Mapping[str, torch.Tensor]  # fqn -> copy
     groups: Mapping[str, list[dict[str, Any]]]  # optimizer -> group values
     plain: Mapping[
         str, Any
-    ]  # "scheduler.<name>" or "scaler" -> state dict; a module's extra state by its name
+    ]  # "scheduler.<name>" or "scaler" -> state dict; a module's name -> its extra state
     extras: Mapping[str, Any]  # the user's plain values by name, and the state of small objects
     undo: Undo
 
 
 class StateBefore(NamedTuple):
-    """What a script may have changed since it was given a step, or since a loop ended: copies of what was before."""
+    """The values, from before a step was given to the script or a loop ended, of what it may have changed since."""
 
     groups: Mapping[str, list[dict[str, Any]]]  # optimizer -> group values
     plain: Mapping[str, Any]  # "scheduler.<name>" -> state dict
@@ -96,7 +96,10 @@ NOTHING_BEFORE = StateBefore({}, {}, {})
 
 
 def arrays_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """All tensors and arrays in it, with their key paths; asked at each step, so it builds nothing else."""
+    """Yield all tensors and arrays in a tree of values, with their key paths.
+
+    It runs at each step, so it builds no other objects.
+    """
     if isinstance(value, torch.Tensor | np.ndarray):
         yield path, value
         return
@@ -112,7 +115,7 @@ def arrays_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
 
 
 class TorchCollected:
-    """Tensors by name and the plain values beside them. Implements the store's ``TensorSource``."""
+    """The training state at one moment: tensors by name, and plain values; implements the store's ``TensorSource``."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -123,7 +126,7 @@ class TorchCollected:
         self._copied_from: set[torch.device] = set()
 
     def add(self, value: Any, path: str) -> Plain:
-        """A leaf: take ``value`` when it is a tensor or an array."""
+        """Take ``value`` if it is a tensor or an array; return the value that stands for it, or None (a ``Leaf``)."""
         if isinstance(value, np.ndarray):
             return {"array": self.add(_from_array(value, path), path)}
         if not isinstance(value, torch.Tensor):
@@ -138,13 +141,13 @@ class TorchCollected:
         return path
 
     def parts(self, fqn: str) -> dict[Box, LocalPart]:
-        """The regions of one tensor that this rank holds."""
+        """Return the regions of one tensor that this rank holds, by box."""
         if fqn not in self._parts:
             self._parts[fqn] = {part.box: part for part in parts_of(self.tensors[fqn], fqn)}
         return self._parts[fqn]
 
     def view(self, fqn: str, box: Box) -> memoryview:
-        """C-contiguous bytes of one box; shares memory with the state where it can."""
+        """Return the C-contiguous bytes of one box; shares memory with the state if possible."""
         own = self.own(fqn, box)
         if own is not None:
             return own
@@ -152,7 +155,7 @@ class TorchCollected:
             return byte_view(self.region(fqn, box))
 
     def piece(self, fqn: str, box: Box, start: int, stop: int) -> memoryview:
-        """A part of :meth:`view` (``frameworks.common.adapter.GivesPieces``)."""
+        """Return bytes ``start`` to ``stop`` of :meth:`view` (``frameworks.common.adapter.GivesPieces``)."""
         own = self.own(fqn, box)
         if own is not None:
             return own[start:stop]
@@ -165,14 +168,14 @@ class TorchCollected:
         return data
 
     def own(self, fqn: str, box: Box) -> memoryview | None:
-        """The memory of one box, where that is its bytes; looked up once."""
+        """Return the memory of one box if that holds its bytes in C order, otherwise None; the answer is cached."""
         key = (fqn, box)
         if key not in self._own:
             self._own[key] = own_bytes(self.region(fqn, box))
         return self._own[key]
 
     def copy_to(self, fqn: str, box: Box, start: int, stop: int, goal: memoryview) -> None:
-        """Begin to copy a part of one box (the store's ``DeviceSource``)."""
+        """Begin to copy a part of one box to ``goal`` (the store's ``DeviceSource``)."""
         own = self.own(fqn, box)
         if own is None:
             region = self.region(fqn, box)
@@ -183,18 +186,18 @@ class TorchCollected:
             np.copyto(np.frombuffer(goal, np.uint8), np.frombuffer(own, np.uint8)[start:stop])
 
     def finish_copies(self) -> None:
-        """Wait for the devices."""
+        """Wait for the copies that :meth:`copy_to` began."""
         devices, self._copied_from = self._copied_from, set()
         for device in devices:
             with named_errors(f"copies from {device} did not end well"):
                 torch.get_device_module(device).current_stream(device).synchronize()
 
     def devices(self) -> set[torch.device]:
-        """The accelerators that the state lies on."""
+        """Return the accelerators that hold the state."""
         return devices_of(self.tensors.values())
 
     def region(self, fqn: str, box: Box) -> torch.Tensor:
-        """The memory of one box; shares storage with the state."""
+        """Return the tensor of one box; shares storage with the state."""
         part = self.parts(fqn).get(box)
         if part is None:
             raise InternalError(f"this rank does not hold {fqn}{box}")
@@ -202,7 +205,10 @@ class TorchCollected:
         return local if local.shape == box.sizes else local[part.where]
 
     def writes(self) -> tuple[int, ...]:
-        """torch's count of writes; of the user's own state a digest, as averages are often written past that count."""
+        """Return torch's count of writes to each tensor, or a digest for tensors of the user's own state.
+
+        Averages of weights are often written without being counted.
+        """
         counts: list[int] = []
         for fqn, tensor in self.tensors.items():
             if fqn.startswith("state.") or tensor.is_inference():
@@ -212,7 +218,7 @@ class TorchCollected:
         return tuple(counts)
 
     def layout(self, rank: int, world_size: int) -> RankLayout:
-        """What this rank holds."""
+        """Return the boxes that this rank holds."""
         known = self._layout
         if known is None or (known.rank, known.world) != (rank, world_size):
             known = self._layout = self._declare(rank, world_size)
@@ -230,7 +236,7 @@ class TorchCollected:
 
 
 def _from_array(value: Any, path: str) -> torch.Tensor:
-    """An array as a tensor, sharing its memory where it can."""
+    """Return an array as a tensor that shares its memory if possible."""
     if type(value) in (np.ndarray, np.memmap):
         try:
             return torch.from_numpy(np.require(value, requirements=["C", "W"]))
@@ -243,21 +249,21 @@ def _from_array(value: Any, path: str) -> torch.Tensor:
 
 
 class TorchState:
-    """Model, optimizers, schedulers, scaler and extra objects of one rank.
+    """The model, optimizers, schedulers, scaler and extra objects of one rank.
 
     Args:
         model: a module, or modules by name.
         optimizers: by name.
         schedulers: one, a list or a dict of objects with ``state_dict``/``load_state_dict``.
         scaler: a ``GradScaler`` or None.
-        extras: the user's own: objects with ``state_dict``/``load_state_dict``, plain values, or random generators
-            (those are seeded at each step and hold nothing to save).
+        extras: the user's own state: objects with ``state_dict``/``load_state_dict``, plain values, or random
+            generators (which are seeded at each step and have nothing to save).
 
     Attributes:
-        devices: the accelerators that the state lay on at first.
+        devices: the accelerators that held the state at first.
 
     Raises:
-        StateError: something that cannot be saved, by key path and type.
+        StateError: a value that cannot be saved; names its key path and type.
         UsageError: an argument of a wrong type.
     """
 
@@ -288,7 +294,7 @@ class TorchState:
         self.devices = self._check()
 
     def _check(self) -> set[torch.device]:
-        """What no checkpoint can hold is found now, and not by the first save. Returns where the state lies."""
+        """Refuse state that no checkpoint can hold, before the first save; return the devices of the state."""
         collected = self.collect()
         encode_values(collected.values)
         for meta in collected.layout(0, 1).tensors:
@@ -296,12 +302,12 @@ class TorchState:
         return collected.devices()
 
     def updated_parameters(self) -> Iterator[torch.Tensor]:
-        """Of all optimizers."""
+        """Yield the parameters of all optimizers."""
         for optimizer in self.optimizers.values():
             yield from parameters_of(optimizer.optimizer)
 
     def size(self) -> int:
-        """A number that changes when a tensor of an optimizer or of the user's state comes, goes or is reshaped."""
+        """Return a number that changes when a tensor of an optimizer or the user's state is added, lost or reshaped."""
         forms: list[object] = [optimizer.size() for optimizer in self.optimizers.values()]
         for name, item in self.extras.items():
             if not isinstance(item, (nn.Module, *GENERATORS)):  # a module has its tensors from the start
@@ -312,13 +318,13 @@ class TorchState:
     def collect(
         self, copies: StepStartCopies | None = None, before: StateBefore = NOTHING_BEFORE
     ) -> TorchCollected:
-        """The state now, or with ``copies`` as it was at the start of the step.
+        """Return the state now, or with ``copies`` the state at the start of the step.
 
         Args:
-            before: copies that come first.
+            before: copies that take precedence.
 
         Raises:
-            StateError: something that cannot be saved.
+            StateError: a value that cannot be saved.
         """
         out = TorchCollected()
         weights = {} if copies is None else copies.undo.weights()
@@ -364,7 +370,7 @@ class TorchState:
         return split(known[path] if path in known else item.state_dict(), path, out.add)
 
     def plain_extras(self) -> dict[str, Any]:
-        """What the user gave that is a value itself."""
+        """Return the entries of the user's state that are plain values."""
         return {
             name: item
             for name, item in self.extras.items()
@@ -372,7 +378,7 @@ class TorchState:
         }
 
     def objects(self) -> dict[str, Any]:
-        """What the user gave that has a ``state_dict``."""
+        """Return the entries of the user's state that have a ``state_dict``."""
         return {name: item for name, item in self.extras.items() if has_state(item)}
 
     def _extra(self, name: str, item: Any, known: Mapping[str, Any]) -> Any:
@@ -394,15 +400,15 @@ class TorchState:
         cast: bool = False,
         partial: bool = False,
     ) -> TorchRestore:
-        """Prepare to load a checkpoint with this ``catalogue`` and these ``values``.
+        """Return a load of a checkpoint with this ``catalogue`` and these ``values``: fill its buffers, then finish it.
 
         Args:
-            place: this rank, and the number of ranks.
+            place: rank of this process, and the number of ranks.
             cast: convert floating numbers of another dtype.
             partial: a module whose extra state the checkpoint lacks keeps its own.
 
         Raises:
-            CheckpointMismatch: the checkpoint was written by a training script of another shape.
+            CheckpointMismatch: the checkpoint was written by a training script of another structure.
         """
         finish = self.declared.compare(values.get("declared"), shown=place[0] == 0)
         restore = TorchRestore(self, catalogue, values, HandCut(catalogue, *place), cast, partial)
@@ -411,9 +417,9 @@ class TorchState:
 
 
 class TorchRestore:
-    """One load: memory to fill (``targets``), then ``finish`` puts everything into place.
+    """A load in progress: memory to fill (``targets``); then :meth:`finish` puts everything into place.
 
-    With conversions, ``check`` comes before what is filled in place.
+    If dtypes are converted, call :meth:`check` before the tensors that are filled in place are filled.
 
     Attributes:
         targets: name -> tensor; parameters and buffers are filled in place, the rest is new memory.
@@ -454,7 +460,7 @@ class TorchRestore:
         self._prepare_extras(values["state"])
 
     def then(self, what: Callable[[], None]) -> None:
-        """One thing more when all is in place."""
+        """Add ``what`` to the functions that :meth:`finish` calls at its end."""
         self._finish.append(what)
 
     def _same(self, kind: str, ours: Mapping[str, Any], saved: Mapping[str, Plain]) -> None:
@@ -465,7 +471,7 @@ class TorchRestore:
             )
 
     def _prepare_modules(self, saved: Mapping[str, Plain] | None, partial: bool) -> None:
-        """Extra state of modules; ``saved`` is None in checkpoints of before it was saved."""
+        """Prepare the load of the modules' extra state; ``saved`` is None in old checkpoints without it."""
         lacking = sorted(self._state.names.extra.keys() - (saved or {}).keys())
         if saved is None and lacking:
             log.warning(
@@ -502,7 +508,7 @@ class TorchRestore:
         )
 
     def _value(self, current: Any, saved: Plain, path: str) -> Any:
-        """What ``saved`` is, in new memory that lies as that of ``current`` where both have it."""
+        """Return ``saved`` with its tensors in new memory, each cut as the tensor of that name in ``current``."""
         known = TorchCollected()
         split(current, path, known.add)
         return join(saved, self._fetch(known.tensors))
@@ -521,7 +527,7 @@ class TorchRestore:
         return fetch
 
     def buffers(self) -> list[tuple[TensorMeta, memoryview]]:
-        """Every box to fill with its writable bytes; call :meth:`finish` afterwards."""
+        """Return every box to fill with its writable bytes; call :meth:`finish` afterwards."""
         out: list[tuple[TensorMeta, memoryview]] = []
         for fqn, tensor in self.targets.items():
             local = local_of(tensor)
@@ -537,7 +543,7 @@ class TorchRestore:
         return out
 
     def _stored_dtype(self, fqn: str, dtype: torch.dtype) -> torch.dtype:
-        """That of the checkpoint where it may be converted to ``dtype``, else ``dtype``."""
+        """Return the checkpoint's dtype if it can be converted to ``dtype``; otherwise ``dtype``."""
         entry = self._catalogue.by_fqn.get(fqn)
         if not self._cast or entry is None:
             return dtype
@@ -545,11 +551,14 @@ class TorchRestore:
         return stored if _is_number(stored) and _is_number(dtype) else dtype
 
     def converted(self) -> frozenset[str]:
-        """Names of the tensors that come in another dtype: none of them is filled before :meth:`finish`."""
+        """Return the names of the tensors that are stored in another dtype; :meth:`finish` fills them."""
         return frozenset(fqn for fqn, region, data in self._staged if data.dtype is not region.dtype)
 
     def check(self, untouched: Collection[str] = ()) -> None:
-        """The boxes of :meth:`converted`, but those of ``untouched``, are filled: look whether they fit.
+        """Check that the numbers in the filled boxes of :meth:`converted` fit their new dtype.
+
+        Args:
+            untouched: names of tensors that were not filled.
 
         Raises:
             CheckpointMismatch: a number is too large for the dtype that it is converted to.
@@ -562,29 +571,28 @@ class TorchRestore:
                 )
 
     def finish(self, untouched: Collection[str] = ()) -> None:
-        """All boxes but those of ``untouched`` are filled and verified: everything takes the new state."""
+        """Put the new state into place, after all boxes but those of ``untouched`` are filled and verified."""
         with torch.no_grad():
             for fqn, region, data in self._staged:
                 if fqn not in untouched:
                     region.copy_(data)
         for act in self._finish:
             act()
-        await_devices(devices_of(self.targets.values()))  # the script may train on another stream
+        await_devices(devices_of(self.targets.values()))  # because the script may train on another stream
 
 
 def _is_number(dtype: torch.dtype) -> bool:
-    """True for floating dtypes with a sign: the others cannot be told to hold what another one does."""
+    """Return True for signed floating dtypes; other dtypes cannot be converted."""
     return dtype.is_floating_point and dtype is not torch.float8_e8m0fnu
 
 
 def _overflows(data: torch.Tensor, dtype: torch.dtype) -> bool:
-    """True when ``data`` has a number that ``dtype`` cannot hold."""
+    """Return True if ``data`` has a number that ``dtype`` cannot hold."""
     limit = torch.finfo(dtype).max
     if torch.finfo(data.dtype).max <= limit:
         return False
     magnitude = (data if data.dtype.itemsize >= 4 else data.float()).abs()
-    if (
-        dtype.itemsize > 1
-    ):  # it has an infinity; torch turns that of others into the largest number of an 8-bit dtype
+    # A wider dtype has an infinity. For an 8-bit dtype torch turns an infinity into the largest number.
+    if dtype.itemsize > 1:
         magnitude = magnitude[magnitude.isfinite()]
     return bool((magnitude > limit).any())

@@ -1,8 +1,9 @@
-"""Digests of parts of the state: by xxh3 where the memory can be read, else by sums on the device.
+"""Digests of parts of the state: xxh3 of readable memory, and sums computed on the device for the rest.
 
-On a device all parts are laid end to end and read as 64-bit integers; their sum and their sum with odd weights, modulo
-2**64, are what is hashed. One changed bit always changes the first sum; integer arithmetic has no order. Sums of chunks
-add up, so a device needs room for four chunks beside the state, however large that is.
+On a device all parts are joined end to end and read as 64-bit integers. Their sum and their sum with odd weights,
+modulo 2**64, are hashed. One changed bit always changes the first sum, and integer sums do not depend on the order of
+additions. Sums of chunks add up, so a device needs memory for only four chunks beside the state, however large the
+state is.
 """
 
 from __future__ import annotations
@@ -18,24 +19,27 @@ from holdfast.store.layouts.layout import Box
 from holdfast.store.layouts.replica_digests import Extent
 
 _WORD_BYTES = 8
-CHUNK_WORDS = 2 * 1024 * 1024  # 16 MiB: enough for a device to be busy while the next kernel is launched
-PIECES_OF_CHUNK = 8  # of what is copied before it is laid together
+CHUNK_WORDS = 2 * 1024 * 1024  # 16 MiB: enough to keep a device busy while the next kernel is launched
+PIECES_OF_CHUNK = 8  # number of pieces in which a chunk is copied before they are joined
 
 
 class Regions(Protocol):
-    """What is used of a collected state."""
+    """The methods of a collected state that are used here."""
 
     def own(self, fqn: str, box: Box) -> memoryview | None:
-        """The memory of one box, where that is its bytes."""
+        """Return the memory of one box if that holds its bytes in C order; otherwise None."""
 
     def region(self, fqn: str, box: Box) -> torch.Tensor:
-        """The tensor of one box."""
+        """Return the tensor of one box."""
 
 
 def digest_of(state: Regions, parts: Sequence[Extent]) -> int:
-    """xxh3-64 of these parts, in order; equal bytes give equal digests on every rank with the same devices."""
+    """Return the xxh3-64 digest of these parts, in order.
+
+    Equal bytes give equal digests on every rank with the same devices.
+    """
     total = xxhash.xxh3_64()
-    far: dict[torch.device, list[Extent]] = {}  # in the order of the first part on each
+    far: dict[torch.device, list[Extent]] = {}  # in the order of the first part on each device
     for part in parts:
         memory = state.own(part.fqn, part.box)
         if memory is None:
@@ -48,7 +52,7 @@ def digest_of(state: Regions, parts: Sequence[Extent]) -> int:
 
 
 def _pieces(state: Regions, extents: Sequence[Extent]) -> Iterator[torch.Tensor]:
-    """Their bytes, on their device; what does not lie in C order is copied, never much at a time."""
+    """Yield the bytes of the extents, on their device; what is not in C order is copied, a small piece at a time."""
     piece_bytes = CHUNK_WORDS * _WORD_BYTES // PIECES_OF_CHUNK
     for fqn, box, start, stop in extents:
         region = state.region(fqn, box)
@@ -60,7 +64,11 @@ def _pieces(state: Regions, extents: Sequence[Extent]) -> Iterator[torch.Tensor]
 
 
 def sums(parts: Iterable[torch.Tensor]) -> bytes:
-    """Two sums modulo 2**64 over the bytes of ``parts`` (uint8, one dimension each, of one device), on their device."""
+    """Return two sums modulo 2**64 over the bytes of ``parts``, computed on their device.
+
+    Args:
+        parts: uint8 tensors of one dimension, all on one device.
+    """
     found = plain = weighted = 0
     with torch.no_grad():
         totals: torch.Tensor | None = None
@@ -75,16 +83,16 @@ def sums(parts: Iterable[torch.Tensor]) -> bytes:
 
 
 def _sums_of(chunk: torch.Tensor, found: int) -> torch.Tensor:
-    """Both sums of one chunk, behind ``found`` words."""
+    """Return both sums of one chunk, which begins after ``found`` words of the whole."""
     words = _words(chunk)
     odd = torch.arange(1, 2 * len(words), 2, dtype=torch.int64, device=words.device)
     alone = words.sum()
-    # A word's weight in the whole is its weight in the chunk and twice the words before the chunk.
+    # A word's weight in the whole is its weight in the chunk plus twice the number of words before the chunk.
     return torch.stack((alone, odd.mul_(words).sum() + alone * (2 * found)))
 
 
 def _chunks(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """The bytes of all parts end to end, in chunks of equal size but the last; small parts are laid together."""
+    """Yield the bytes of all parts end to end, in chunks of equal size except the last; small parts are joined."""
     chunk_bytes = CHUNK_WORDS * _WORD_BYTES
     held: list[torch.Tensor] = []
     room = chunk_bytes
@@ -102,14 +110,14 @@ def _chunks(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _joined(held: list[torch.Tensor]) -> torch.Tensor:
-    """One after the other; ``held`` is empty then, and its memory free for what follows."""
+    """Return the tensors joined, and empty ``held``, so that its memory is free for the next chunk."""
     joined = held[0] if len(held) == 1 else torch.cat(held)
     held.clear()
     return joined
 
 
 def _words(chunk: torch.Tensor) -> torch.Tensor:
-    """As 64-bit integers: in place where it lies on whole words, else a copy, filled up with zeros."""
+    """Return a chunk as 64-bit integers: in place if it is aligned to words, otherwise a copy, padded with zeros."""
     lacking = -len(chunk) % _WORD_BYTES
     if lacking:
         chunk = torch.nn.functional.pad(chunk, (0, lacking))

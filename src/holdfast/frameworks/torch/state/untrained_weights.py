@@ -1,15 +1,18 @@
-"""Weights that no optimizer trains and that a block may change before its vote: target networks, momentum encoders.
+"""Copies of weights that no optimizer trains and that a block may change before its vote.
 
-Theory. What an optimizer changes it changes after the vote, or tentatively with a copy. An average of weights is
-changed by the script itself, wherever it likes: in forward, or after a tentative update; a block that is tried again
-would take it one step too far, and a rehearsal, too. So it is copied at the start of a block, like a buffer. Frozen
-weights would cost too much: what is copied has the form of a weight that is trained, as an average has, or is small,
-and it is copied no more when it has stood still until the vote of several blocks. A change that comes later is seen by
-torch's own count of changes, or by its place, and is copied from the next block on.
+Examples are target networks and momentum encoders.
+
+Theory. An optimizer changes weights after the vote, or tentatively with a copy. An average of weights is changed by the
+script itself, at any place: in forward, or after a tentative update. A block that runs again would update the average
+once too often, and so would a rehearsal. So the average is copied at the start of a block, like a buffer. To copy
+frozen weights too would cost too much. A tensor is copied if it has the shape and dtype of a trained weight, as an
+average has, or is small. A tensor that did not change before the votes of several blocks is no longer copied. A later
+change is noticed by torch's count of writes, or by a change of its address, and the tensor is copied from the next
+block on.
 
 Invariants:
-1. Copies take at most twice the memory of the trained weights, and what is known to change.
-2. What changed before a vote and was not copied is told when a block is put back.
+1. Copies take at most twice the memory of the trained weights, and the memory of tensors known to change.
+2. A tensor that changed before a vote and was not copied is reported when a block is put back.
 """
 
 from __future__ import annotations
@@ -30,25 +33,25 @@ from holdfast.frameworks.torch.state.state import TorchState
 log = logging.getLogger("holdfast")
 
 STILL_BLOCKS = 8
-ALLOWED = 2  # copies of each trained weight
-SMALL_NUMEL = 4096  # whatever its form: an average's counter
+ALLOWED = 2  # copies for each trained weight
+SMALL_NUMEL = 4096  # of any shape: an average's counter
 
 
 class UntrainedWeights:
-    """Keeps copies of them in the ``undo`` of a snapshot."""
+    """Copies (in a snapshot's ``undo``) of untrained tensors that may change, and marks of the others."""
 
     def __init__(self, state: TorchState, undo: Undo) -> None:
         self._state = state
         self._undo = undo
-        self._moves: set[int] = set()  # by id: seen to change before a vote
-        self._stood: Counter[int] = Counter()  # by id: so many votes without a change
-        self._kept: list[torch.Tensor] = []  # copied for this block
-        # The others, as they were at its start.
+        self._moves: set[int] = set()  # by id: changed before a vote at least once
+        self._stood: Counter[int] = Counter()  # by id: number of votes without a change
+        self._kept: list[torch.Tensor] = []  # tensors copied for this block
+        # Address and write count of the other tensors at the start of the block.
         self._marks: list[tuple[str, torch.Tensor, tuple[int, int]]] = []
         self._told = False
 
     def take(self) -> None:
-        """A block begins."""
+        """Copy or mark each untrained tensor at the start of a block."""
         self._kept, self._marks = [], []
         trained = {id(p) for o in self._state.optimizers.values() for p in parameters_of(o.optimizer)}
         others = list(self._untrained(trained))
@@ -83,7 +86,7 @@ class UntrainedWeights:
                         yield f"{name}.{key}", tensor
 
     def settle(self) -> None:
-        """The vote comes: what has changed until now is copied in every block from here on."""
+        """Find, at the vote, the tensors that changed in the block; they are copied in every later block."""
         weights = self._undo.weights()
         for tensor in self._kept:
             key = id(tensor)
@@ -96,7 +99,7 @@ class UntrainedWeights:
         self._moves |= {id(tensor) for _, tensor, mark in self._marks if _mark(tensor) != mark}
 
     def tell(self) -> None:
-        """A block is put back: say what it changed and what was not copied."""
+        """Warn, when a block is put back, about tensors that changed and were not copied."""
         changed = [name for name, tensor, mark in self._marks if _mark(tensor) != mark]
         self._moves |= {id(tensor) for name, tensor, _ in self._marks if name in changed}
         if changed and not self._told:
@@ -109,7 +112,7 @@ class UntrainedWeights:
             )
 
     def modules(self) -> dict[str, Any]:
-        """State of the modules among the user's own, as it was at the start of the block."""
+        """Return the state of those of the user's modules that were copied, as it was at the start of the block."""
         weights = self._undo.weights()
         return {
             name: {

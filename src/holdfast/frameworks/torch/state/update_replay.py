@@ -1,14 +1,14 @@
-"""Updates of the optimizer that can be made again: what one is made from, whether that is all, and the making.
+"""Recording optimizer updates so that they can be repeated bit for bit.
 
-Theory. An optimizer that does not communicate computes new weights from what this rank holds: weights, its state, the
-local gradients and the settings of its groups. With the same bits of these the same code gives the same bits. So an
-update is taken down as its gradients and settings, when the optimizer is about to step, and made again by the same
-class on the same shards. That nothing else plays a part is tried, not believed: the update is made on a copy first
-(*foretold*), and at the next one the weights and the state must be those of the copy.
+Theory. An optimizer that does not communicate computes new weights from data of this rank alone: weights, its state,
+the local gradients and the settings of its groups. The same code gives the same bits from the same inputs. So an update
+is recorded as its gradients and settings, when the optimizer is about to step, and repeated by the same class on the
+same shards. That no other input matters is tested: the update is first made on a copy (*foretold*), and at the next
+update the weights and the state must equal those of the copy.
 
 Invariants:
 1. A copy shares no memory with what is trained, and the hooks of a session do not see its update.
-2. No collective starts while an update is foretold or made again.
+2. No collective starts while an update is foretold or repeated.
 """
 
 from __future__ import annotations
@@ -48,18 +48,20 @@ from holdfast.store.shared_memory.update_log import Gradient, Update
 
 _SEED = 0x5EED
 PIECES, PIECE_NUMEL = 4, 8192
-"""So many weights are looked at between two updates, and so many elements of each."""
+"""Number of weights that are compared between two updates, and number of elements compared in each."""
 
 
 class UpdateReplay:
-    """Of the one optimizer of a session (``frameworks.common.adapter.Updates``).
+    """The records of the optimizer's updates, and their repetition (``frameworks.common.adapter.Updates``).
+
+    The session has only this optimizer.
 
     Args:
         state: of the session.
-        owner: of the hooks that may see an optimizer's step.
+        owner: the object whose hooks may run at an optimizer's step.
 
     Attributes:
-        alone: an update is foretold or made again now: hooks are to leave it alone.
+        alone: True while an update is foretold or repeated; hooks ignore that step.
     """
 
     def __init__(self, state: TorchState, owner: object) -> None:
@@ -68,33 +70,34 @@ class UpdateReplay:
         self._owner = owner
         self._refused = ""
         self._comes = False  # the optimizer is about to step in this block
-        self._written: tuple[object, ...] | None = None  # counts of writes after the last update
-        self._pieces: list[tuple[torch.Tensor, int, torch.Tensor]] = []  # weight, where in it, what was there
+        self._written: tuple[object, ...] | None = None  # write counts after the last update
+        # Samples: weight, position in it, bytes found there.
+        self._pieces: list[tuple[torch.Tensor, int, torch.Tensor]] = []
         self._turn = 0
         self._foretold: dict[str, int] = {}
 
     # ------------------------------------------------------------------ from the adapter
 
     def begin(self) -> None:
-        """A block begins."""
+        """Record that a block begins; no optimizer is about to step yet."""
         self._comes = False
 
     def comes(self) -> None:
-        """The optimizer is about to step."""
+        """Record that the optimizer is about to step."""
         self._comes = True
 
     def made(self) -> None:
-        """The optimizer has stepped."""
+        """Record that the optimizer has stepped: the result is the start of the next update."""
         self.settle()
 
     def refuse(self, what: str) -> None:
-        """The script does what no log holds."""
+        """Stop the recording because the script does something that a log cannot hold."""
         self._refused = self._refused or what
 
     # ------------------------------------------------------------------ from the session
 
     def why_not(self) -> str:
-        """Why the updates of this script cannot be made again; empty: they can, as far as that is seen beforehand."""
+        """Return why the updates of this script cannot be repeated; empty if no reason is known beforehand."""
         optimizers = list(self._state.optimizers.values())
         if self._refused:
             return self._refused
@@ -110,7 +113,7 @@ class UpdateReplay:
         return ""
 
     def rebuilds(self, fqn: str) -> bool:
-        """A weight, or state of the optimizer."""
+        """Return True if a log of updates can rebuild the tensor: a weight or state of the optimizer."""
         state = self._state
         of_optimizer = any(fqn.startswith(f"{o.prefix}.") for o in state.optimizers.values())
         return fqn in state.names.parameters or (
@@ -118,31 +121,38 @@ class UpdateReplay:
         )
 
     def settle(self) -> None:
-        """What is there now is what the next update begins with."""
+        """Record write counts and sample bytes of the weights, as the start of the next update."""
         self._written = self._counts()
         self._turn += 1
         self._pieces = [(p, at, _piece(p, at).clone()) for p, at in self._choose()]
 
     def undisturbed(self) -> bool:
-        """By torch's counts of writes nothing but the optimizer has changed weights and its state, and some weights are
-        what they were. From any thread."""
+        """Return True if nothing but the optimizer has changed weights and its state since :meth:`settle`.
+
+        Torch's counts of writes are compared, and the bytes of a sample of the weights. From any thread.
+        """
         return self._written is None or (
             self._written == self._counts()
             and all(torch.equal(_piece(p, at), noted) for p, at, noted in self._pieces)
         )
 
     def _choose(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """Some weights and a place in each, others each time: ``parameter.data.clamp_()`` is not counted by torch."""
+        """Yield some weights and a position in each, different ones each time.
+
+        Bytes are compared because torch does not count a write such as ``parameter.data.clamp_()``.
+        """
         parameters = list(self._state.names.parameters.values())
         for number in range(min(PIECES, len(parameters))):
             parameter = parameters[(self._turn * PIECES + number) % len(parameters)]
             yield parameter, self._turn * PIECE_NUMEL % max(local_of(parameter).numel(), 1)
 
     def take(self, step: int) -> Update:
-        """The update of ``step`` that is about to be made. The bytes are those of the gradients, valid until then.
+        """Return the record of the update of ``step`` that is about to be made.
+
+        Its bytes are those of the gradients, valid until the update.
 
         Raises:
-            StateError: something in it cannot be taken down.
+            StateError: an input of the update cannot be recorded.
         """
         if reason := self.why_not():
             raise StateError(reason)
@@ -162,7 +172,7 @@ class UpdateReplay:
         return Update(step, encode_values(settings, "settings"), tuple(gradients))
 
     def foretell(self, update: Update) -> None:
-        """Make ``update`` on a copy.
+        """Make ``update`` on a copy of the weights and the state, and keep the digests of the result.
 
         Raises:
             StateError: that is not possible.
@@ -183,7 +193,7 @@ class UpdateReplay:
         self._foretold = _digests(double, named)
 
     def as_foretold(self) -> str:
-        """The first tensor that is not what was foretold; empty: all are."""
+        """Return the name of the first tensor that differs from the foretold result; empty if none does."""
         optimizer, foretold = self._optimizer(), self._foretold
         ours = set(parameters_of(optimizer))
         now = _digests(optimizer, {f: p for f, p in self._state.names.parameters.items() if p in ours})
@@ -191,7 +201,7 @@ class UpdateReplay:
         return next((name for name in {**foretold, **now} if foretold.get(name) != now.get(name)), "")
 
     def replay(self, updates: Sequence[Update]) -> None:
-        """Make these updates again, on the state of before the first one.
+        """Repeat these updates, starting from the state before the first one.
 
         Raises:
             CheckpointInvalid: they are not of this model, or cannot be made.
@@ -222,7 +232,7 @@ class UpdateReplay:
         return (*map(id, tensors), *private_api.write_counts(tensors), *others)
 
     def _make(self, optimizer: Optimizer, update: Update, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Raises: StateError."""
+        """Make the recorded update with ``optimizer``. Raises: StateError."""
         settings = decode_mapping(update.settings, f"settings of step {update.step}")
         if not settings["made"]:
             return
@@ -236,7 +246,7 @@ class UpdateReplay:
                 raise StateError(f"{gradient.name} is not in the model")
             parameters[gradient.name].grad = _filled(parameters[gradient.name], gradient)
         set_hyperparameters(optimizer, groups)
-        step: Any = type(optimizer).step  # a schedule counts the calls of the instance's
+        step: Any = type(optimizer).step  # not the instance's, whose calls a schedule counts
         with self._leave_alone(optimizer):
             try:
                 step(optimizer)
@@ -252,7 +262,8 @@ class UpdateReplay:
         fabric().seal_updates(True)
         try:
             with torch.random.fork_rng(devices):
-                # Not those of the update itself: one that uses random numbers is not what was foretold.
+                # The seed differs from the update's own: an update that uses random numbers then differs from the
+                # foretold one.
                 torch.default_generator.manual_seed(_SEED)
                 for device in devices:
                     with torch.cuda.device(device):
@@ -264,7 +275,7 @@ class UpdateReplay:
 
 
 def _gradient_of(fqn: str, parameter: torch.Tensor) -> Gradient:
-    """Raises: StateError: it does not lie as its weight."""
+    """Return the record of a parameter's gradient. Raises: StateError: it is not cut as its weight."""
     gradient = parameter.grad
     assert gradient is not None
     local, lies = private_api.local_tensor(gradient), private_api.local_tensor(parameter)
@@ -275,14 +286,14 @@ def _gradient_of(fqn: str, parameter: torch.Tensor) -> Gradient:
 
 
 def _cut_alike(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Seen at once, as at almost every step."""
+    """Return True if gradient and weight are evidently cut alike, as in almost every step; a quick check."""
     if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
         return not isinstance(gradient, DTensor) and not isinstance(parameter, DTensor)
     return gradient.device_mesh is parameter.device_mesh and gradient.placements == parameter.placements
 
 
 def _piece(parameter: torch.Tensor, at: int) -> torch.Tensor:
-    """The bits of some elements; a number that is none is equal to itself."""
+    """Return the bytes of some elements; compared as bytes, NaN equals itself."""
     return local_of(parameter).reshape(-1)[at : at + PIECE_NUMEL].view(torch.uint8)
 
 
@@ -291,7 +302,7 @@ def _copy_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _filled(parameter: torch.Tensor, gradient: Gradient) -> torch.Tensor:
-    """A gradient for ``parameter``. Raises: StateError: of another form."""
+    """Return a gradient tensor for ``parameter``. Raises: StateError: another dtype or shape."""
     made = torch.empty_like(parameter, requires_grad=False)
     local = local_of(made)
     dtype = TORCH_DTYPES.get(gradient.dtype)
@@ -309,7 +320,7 @@ def _filled(parameter: torch.Tensor, gradient: Gradient) -> torch.Tensor:
 
 
 def _digests(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Of every tensor that the optimizer changes, by name."""
+    """Return the digest of every tensor that the optimizer changes, by name."""
     found: dict[str, int] = {}
     for fqn, parameter in parameters.items():
         found[fqn] = _digest(parameter)

@@ -1,10 +1,11 @@
-"""A sample of the weights: has the script put others in their place?
+"""A sample of the weights that shows whether the script has put other weights in their place.
 
 Theory. Between two blocks a script may put other weights into the model for a while, most often their averages for an
-evaluation (``with ema.average_parameters(): ...``). Who is asked for the state meanwhile would give those. Nobody says
-so, and such code writes past torch's count of writes (``parameter.data.copy_``). So it is noted where some of the
-weights lie, and the bits of one element of each, whenever the script comes out of a block or is given a step: that
-takes microseconds, and a device is not waited for before somebody asks.
+evaluation (``with ema.average_parameters(): ...``). A request for the state at that time would return the wrong
+weights. The script does not announce the change, and such code writes without torch's count of writes
+(``parameter.data.copy_``). So the addresses of some weights are noted, with the bits of one element of each, whenever
+the script leaves a block or is given a step. That takes microseconds. The device is waited for only when the sample is
+compared.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ TENSORS_MAX = 16
 
 
 class _Noted(NamedTuple):
-    """Where the tensors lay, the memory of one element of each, and what was there."""
+    """The addresses of the sampled tensors, the memory of one element of each, and the bits found there."""
 
     places: list[int]
     elements: list[torch.Tensor]
@@ -28,7 +29,10 @@ class _Noted(NamedTuple):
 
 
 class WeightSample:
-    """Of these parameters: of those that are trained, on one device."""
+    """A sample of the given parameters that shows whether other weights are in their place.
+
+    Only trained parameters on one device are sampled.
+    """
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         held = [p for p in parameters if local_of(p).numel() and not (p.is_conj() or p.is_neg())]
@@ -39,17 +43,20 @@ class WeightSample:
         self._noted: _Noted | None = None
 
     def note(self) -> None:
-        """These are the weights."""
+        """Record the present weights as the right ones."""
         places, known = self._places(), self._noted
-        if not all(places):  # there are none, or a script has taken their memory away for a while
+        if not all(places):  # there is no weight, or the script has taken its memory away for a while
             self._noted = None
             return
         elements = known.elements if known is not None and known.places == places else self._elements()
         self._noted = _Noted(places, elements, _bits(elements))
 
     def is_there(self) -> bool:
-        """What was noted is there now, wherever that lies. From any thread; waits for the device."""
-        noted = self._noted  # one look: another thread may note meanwhile
+        """Return True if the weights equal the noted ones, even at other addresses.
+
+        From any thread; waits for the device.
+        """
+        noted = self._noted  # read once: another thread may note meanwhile
         if noted is None:
             return True
         places = self._places()
@@ -59,18 +66,18 @@ class WeightSample:
         return torch.equal(noted.bits.cpu(), now.cpu())
 
     def _places(self) -> list[int]:
-        """Where each lies; 0: nowhere."""
+        """Return the address of each tensor; 0 for one without memory."""
         held = (local_of(tensor) for tensor in self._tensors)
         return [local.data_ptr() if local.numel() else 0 for local in held] or [0]
 
     def _elements(self) -> list[torch.Tensor]:
-        """The bytes of the last element of each, in its memory."""
+        """Return the bytes of the last element of each tensor, in its memory."""
         held = (local_of(tensor) for tensor in self._tensors)
         return [local[(-1,) * local.ndim].reshape(1).view(torch.uint8) for local in held]
 
 
 def _bits(elements: Sequence[torch.Tensor]) -> torch.Tensor:
     with torch.no_grad():
-        if len({element.device for element in elements}) > 1:  # some were moved
+        if len({element.device for element in elements}) > 1:  # some tensors were moved
             elements = [element.cpu() for element in elements]
         return torch.cat(list(elements))

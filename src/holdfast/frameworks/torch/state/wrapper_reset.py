@@ -1,18 +1,20 @@
-"""After an aborted step: make the wrappers forget what they were in the middle of.
+"""The reset of wrappers after an aborted step.
 
-An exception (or a poisoned collective) in forward or backward leaves DDP's reducer waiting for gradients that will not
-come, FSDP2 with unsharded parameters and half-reduced gradients, GradScaler in the state "already unscaled", and a
-pipeline schedule with losses and activations of the aborted step, which it would go on with. A retry on top of that
-raises, or goes on with other weights and says nothing. :func:`heal`, :func:`heal_scaler` and :func:`heal_pipelines`
-put them back as they are between two steps. The attributes of torch that they need are in ``private_api.py``; the
-tests compare the weights after an abort bit for bit with those of an undisturbed run.
+An exception (or a poisoned collective) in forward or backward leaves wrappers in the middle of a step. DDP's reducer
+waits for gradients that will not come. FSDP2 has unsharded parameters and half-reduced gradients. GradScaler is in the
+state "already unscaled". A pipeline schedule holds losses and activations of the aborted step, with which it would
+continue. A retry on top of that raises an error, or silently trains with other weights. :func:`heal`,
+:func:`heal_scaler` and :func:`heal_pipelines` reset them to their state between two steps. The attributes of torch that
+they need are in ``private_api.py``. The tests compare the weights after an abort bit for bit with those of an
+undisturbed run.
 
 Rules for the caller:
-1. Every rank of a generation heals before its first forward in it, also one that had nothing to abort: a healed DDP
+1. Every rank of a generation heals before its first forward in it, also a rank that had nothing to abort: a healed DDP
    reducer rebuilds its buckets, and that is a collective.
-2. A rehearsal (loopback) that ended in order is healed in its reducer only when its buckets are set: it would forget
-   what it rehearsed. Then it is, as rule 1 says.
-3. A healed pipeline greets its neighbours anew in its next step, so all its ranks must be healed, newcomers too.
+2. After a rehearsal (loopback) that ended in order, the reducer is healed only once its buckets are set: it would
+   forget the rehearsal. Then it is healed, by rule 1.
+3. A healed pipeline exchanges its start messages with its neighbours again in its next step, so all its ranks must be
+   healed, newcomers included.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from holdfast.runtime.node.torch_build import TESTED
 
 
 def heal(model: nn.Module) -> None:
-    """Forget the aborted step: reducers of DDP, unshard and reduce state of FSDP2, all gradients.
+    """Reset a model after an aborted step: reducers of DDP, unshard and reduce state of FSDP2, all gradients.
 
     Args:
         model: the outermost module, wrapped or not; anything else in it is left alone.
@@ -59,18 +61,18 @@ def heal(model: nn.Module) -> None:
 
 
 def forget_pass(model: nn.Module) -> None:
-    """Reducers keep their buckets and count their passes from here on, as those of all ranks do that were healed."""
+    """Reset the reducers, which keep their buckets and count their passes from zero, as healed reducers do."""
     for ddp in data_parallel(model):
         private_api.reset_reducer(ddp)
 
 
 def heal_scaler(scaler: torch.amp.GradScaler) -> None:
-    """Forget that gradients of the aborted step were unscaled: else the retry steps with scaled ones."""
+    """Forget that gradients of the aborted step were unscaled: otherwise the retry steps with scaled ones."""
     private_api.forget_unscaled(scaler)
 
 
 def heal_pipelines() -> None:
-    """Forget the aborted step in every pipeline schedule of this process.
+    """Reset every pipeline schedule of this process after an aborted step.
 
     Raises:
         UnsupportedError: this torch keeps a schedule's state in another way than the one known here.
@@ -86,7 +88,10 @@ def heal_pipelines() -> None:
 
 
 def instances(module: str, kind: str) -> list[Any]:
-    """All living objects of a class that this process may have imported; for those that nobody names to us."""
+    """Return all living objects of a class, and of its subclasses, from a module that may be imported.
+
+    It finds objects that no caller passes to Holdfast, such as pipeline schedules.
+    """
     if module not in sys.modules:
         return []
     classes = {getattr(sys.modules[module], kind)}
@@ -97,12 +102,13 @@ def instances(module: str, kind: str) -> list[Any]:
 
 
 def rehearsals_needed(model: nn.Module) -> bool:
-    """True while a DDP module in ``model`` has yet to rebuild its buckets.
+    """Return True while a DDP module in ``model`` has yet to rebuild its buckets.
 
     DDP sets the layout of its buckets after the first backward passes (two, with ``static_graph`` three); the layout
-    decides the order of gloo's sums. A process that starts anew in a job that has trained already rehearses forward
-    and backward in loopback until this is False, else its sums differ from those of the undisturbed run. In a process
-    that has trained the step before, one pass (not with ``static_graph``) is known already: ``rebuild_buckets`` does.
+    decides the order of gloo's sums. A process that starts from the beginning in a job that has already trained
+    rehearses forward and backward in loopback until this is False. Without that its sums would differ from those of the
+    undisturbed run. A process that has trained the previous step knows one pass already (not with ``static_graph``):
+    for it ``rebuild_buckets`` is enough.
     """
     return any(
         not private_api.has_rebuilt_buckets(ddp) and _will_rebuild(ddp) for ddp in data_parallel(model)
@@ -110,9 +116,10 @@ def rehearsals_needed(model: nn.Module) -> bool:
 
 
 def dividing(model: nn.Module, world_size: int) -> list[nn.Parameter]:
-    """One parameter of each DDP module whose sums depend on whether its gradients lie in the buckets already.
+    """Return one parameter of each DDP module whose sums depend on whether its gradients are in the buckets already.
 
-    Then the reducer divides by the number of ranks, else it multiplies by its inverse: the same for powers of two only.
+    If they are, the reducer divides by the number of ranks; otherwise it multiplies by the inverse. The results are
+    equal for powers of two only.
     """
     if world_size & (world_size - 1) == 0:
         return []
@@ -121,9 +128,9 @@ def dividing(model: nn.Module, world_size: int) -> list[nn.Parameter]:
 
 
 def rebuild_buckets(model: nn.Module) -> None:
-    """After a pass, in loopback: set DDP's buckets now, where it would at the start of its next forward.
+    """Set DDP's buckets now, after a pass and in loopback, instead of at the start of its next forward.
 
-    That saves a pass, and a collective that may break: the reducer sends its bucket indices around, here to itself.
+    That saves a pass, and a collective that may break: the reducer broadcasts its bucket indices, here to itself.
     """
     for ddp in data_parallel(model):
         if not private_api.has_rebuilt_buckets(ddp):

@@ -1,10 +1,10 @@
-"""torch's ``ZeroRedundancyOptimizer``: each rank updates some of the parameters, then sends them to all others.
+"""The state of torch's ``ZeroRedundancyOptimizer``, in which each rank updates some parameters and sends them to all.
 
 Theory. Its ``step()`` communicates, so a death in it leaves some parameters updated and others not. Such an update is
-*tentative*: it is made before the vote, from a copy of the weights and of this rank's state, and undone when it breaks
-off, as one inside of ``step.update(name)``. The state of a parameter lies whole with the rank that updates it. That
-rank follows from the parameters and the number of ranks, so a process that begins without state knows which tensors of
-a checkpoint are its own, also where another number of ranks wrote it.
+*tentative*: it is made before the vote, after a copy of the weights and of this rank's state. It is undone if it breaks
+off, as an update inside of ``step.update(name)`` is. The state of a parameter lies whole on the rank that updates the
+parameter. That rank follows from the parameters and the number of ranks. A process that begins without state therefore
+knows which tensors of a checkpoint belong to it, even if another number of ranks wrote the checkpoint.
 
 Invariants:
 1. The optimizer's ``state`` is that of the local optimizer inside of it: one object.
@@ -31,13 +31,13 @@ log = logging.getLogger("holdfast")
 
 
 def state_of(name: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> OptimizerState:
-    """The state of one optimizer, whichever it is."""
+    """Return the state object for one optimizer: :class:`ZeroState` for torch's ``ZeroRedundancyOptimizer``."""
     kind = OptimizerState if local_part(optimizer) is None else ZeroState
     return kind(name, optimizer, parameters)
 
 
 def tentative(optimizers: Mapping[str, Optimizer], rank: int) -> frozenset[str]:
-    """Names of the optimizers whose update communicates, and is undone when it breaks off; rank 0 tells the cost."""
+    """Return the names of the optimizers whose update communicates and may be undone; warn of the cost on rank 0."""
     names = frozenset(name for name, optimizer in optimizers.items() if local_part(optimizer) is not None)
     for name in sorted(names) if rank == 0 else ():
         weights = sum(p.numel() * p.element_size() for p in parameters_of(optimizers[name]))
@@ -60,7 +60,10 @@ class ZeroState(OptimizerState):
 
     @property
     def optimizer(self) -> Optimizer:
-        """With the state of the local optimizer as its own; ``load_state_dict`` of either makes new ones."""
+        """The optimizer, whose ``state`` is set to that of its local optimizer.
+
+        ``load_state_dict`` of either replaces its state by a new object.
+        """
         outer = super().optimizer
         local = local_part(outer)
         if local is not None and outer.state is not local.state:
@@ -68,11 +71,15 @@ class ZeroState(OptimizerState):
         return outer
 
     def kind(self) -> str:
-        """Its name, with that of the local optimizer."""
+        """Return the name of the optimizer's class with that of its local optimizer."""
         return f"{super().kind()}({type(local_part(self.optimizer)).__name__})"
 
     def split(self, leaf: Leaf, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> Plain:
-        """As the base. Raises: StateError: a value that is no tensor, which the other ranks could not name."""
+        """Return plain values as the base class does.
+
+        Raises:
+            StateError: a value is no tensor, so the other ranks could not name it.
+        """
         for of_one in state.values():
             for key, value in of_one.items():
                 if not isinstance(value, torch.Tensor) or "." in key:
@@ -86,7 +93,10 @@ class ZeroState(OptimizerState):
     def prepare(
         self, saved: Plain, catalogue: Catalogue, targets: dict[str, torch.Tensor], cuts: HandCut
     ) -> Callable[[], None]:
-        """As the base, with the state of this rank's own parameters, whichever rank wrote ``saved``."""
+        """Prepare a load as the base class does, with the state of this rank's own parameters.
+
+        Any rank may have written ``saved``.
+        """
         local = local_part(self.optimizer)
         assert local is not None
         own = {self.name_of(p) for p in parameters_of(local)}

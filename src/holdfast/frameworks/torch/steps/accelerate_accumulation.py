@@ -1,9 +1,9 @@
-"""Accelerate's gradient accumulation in the block of a step.
+"""Accelerate's gradient accumulation inside the block of a step.
 
-Theory. ``with accelerator.accumulate(model)`` counts micro-batches, and synchronises gradients and lets the optimizer
-step at every N-th one. Its count goes on from one block to the next, so a block that runs again would begin in the
-middle of it. And at the end of an epoch it asks its own loader, from which the session does not draw. In a session a
-step is one block: the count begins with it, and the last of its batches is the one that is synchronised.
+Theory. ``with accelerator.accumulate(model)`` counts micro-batches. At every N-th one it synchronises gradients and
+lets the optimizer step. Its count continues from one block to the next, so a block that runs again would begin in the
+middle of a count. At the end of an epoch it asks its own loader, from which the session does not draw. In a session a
+step is one block, so the count starts with the block, and the last of the block's batches is synchronised.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ MODULE = "accelerate.accelerator"
 
 
 class Accumulating:
-    """Counts for all accelerators of this process, while it is open."""
+    """The count of micro-batches in the open block, used by all accelerators of this process."""
 
     def __init__(self) -> None:
         self._original: Any = None
-        self._counts: dict[int, int] = {}  # by accelerator, in the open block
+        self._counts: dict[int, int] = {}  # by accelerator id, in the open block
         self._batches: int | None = None
         self._open = False
 
     def expect(self, batches: int | None) -> None:
-        """The next block has so many batches; None: what it has is not known."""
+        """Set the number of batches of the next block; None if it is not known."""
         self._batches = batches
 
     def begin(self) -> None:
-        """A block begins."""
+        """Start the count of a block; the first time, put this count in the place of accelerate's."""
         self._counts, self._open = {}, True
         owner: Any = getattr(sys.modules.get(MODULE), "Accelerator", None)
         if self._original is None and hasattr(owner, "_do_sync"):
@@ -36,11 +36,11 @@ class Accumulating:
             owner._do_sync = lambda accelerator: self._count(accelerator)
 
     def end(self) -> None:
-        """Out of the block accelerate counts for itself."""
+        """Let accelerate count again outside of the block."""
         self._open = False
 
     def close(self) -> None:
-        """The session is over."""
+        """Restore accelerate's method at the end of the session."""
         if self._original is not None:
             sys.modules[MODULE].Accelerator._do_sync = self._original
             self._original = None

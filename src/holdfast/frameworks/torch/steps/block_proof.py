@@ -1,4 +1,4 @@
-"""What a block finds and what it computes, as digests; and the watch on one whose runs differ."""
+"""Digests of a block's inputs and results, and the search for the cause if its runs differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from holdfast.frameworks.torch.steps.impurity_witness import Witness
 
 
 def found_by(state: TorchState) -> dict[str, int]:
-    """Digests of what a block finds that a run without effect has put back: settings, schedules, the user's state."""
+    """Return digests of the state that a block starts from and that a run without effect has put back.
+
+    These are settings, schedules and the user's state.
+    """
     found: dict[str, int] = {}
     for name, optimizer in state.optimizers.items():
         for number, group in enumerate(optimizer.hyperparameters()):
@@ -34,14 +37,14 @@ def found_by(state: TorchState) -> dict[str, int]:
 
 
 def gradients_in(state: TorchState) -> Iterator[tuple[str, int]]:
-    """The digest of each gradient, by the name of its parameter. Waits for the device."""
+    """Yield the digest of each gradient with the name of its parameter. Waits for the device."""
     for name, parameter in state.names.parameters.items():
         if parameter.grad is not None:
             yield name, _digest(parameter.grad)
 
 
 def computed_in(state: TorchState) -> dict[str, int]:
-    """Digests of each gradient and each buffer. Empty: there is no gradient. Waits for the device."""
+    """Return digests of each gradient and each buffer; empty if there is no gradient. Waits for the device."""
     found = {f"the gradient of {name}": digest for name, digest in gradients_in(state)}
     if not found:
         return found
@@ -58,7 +61,7 @@ def _digest(tensor: torch.Tensor) -> int:
     local = local_of(tensor)
     if not local.numel():
         return 0
-    flat = flat_bytes(local)  # the same for any strides
+    flat = flat_bytes(local)  # in C order, so that strides do not matter
     if flat.device.type == "cpu":
         return xxhash.xxh3_64_intdigest(flat.numpy().data)
     return int.from_bytes(sums([flat]), "little")
@@ -77,7 +80,7 @@ def _digest_of(value: Any) -> int:
 
 
 def _put_back(state: TorchState) -> Iterator[torch.Tensor]:
-    """Tensors that a run without effect leaves as they were."""
+    """Yield the tensors that a run without effect leaves unchanged."""
     yield from state.names.parameters.values()
     yield from (live for slot in state.names.buffers if (live := slot.get()) is not None)
     for optimizer in state.optimizers.values():
@@ -92,7 +95,9 @@ def _put_back(state: TorchState) -> Iterator[torch.Tensor]:
 
 
 class Suspicion:
-    """Of a block whose runs differ: two more of them, with deterministic algorithms, and watched.
+    """The search for the cause when two runs of a block differ.
+
+    Two more runs are made with deterministic algorithms, while a witness records the block's tensors.
 
     Args:
         state: of the session.
@@ -101,15 +106,15 @@ class Suspicion:
     def __init__(self, state: TorchState) -> None:
         self._state = state
         self._witness: Witness | None = None
-        self._before: tuple[bool, bool] | None = None  # the script's own settings, while a run is under way
+        self._before: tuple[bool, bool] | None = None  # the script's own settings, during a run
 
     @property
     def cause(self) -> str:
-        """What the witness has found, or empty."""
+        """The cause that the witness has found, in words; empty if none."""
         return "" if self._witness is None else self._witness.cause
 
     def begin(self) -> None:
-        """A run begins."""
+        """Start to observe a run of the block, with deterministic algorithms."""
         if self._witness is None:
             generators = [generator for _, generator in self._state.generators]
             self._witness = Witness(generators, _put_back(self._state))
@@ -122,7 +127,7 @@ class Suspicion:
         self._witness.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """It is over, in whatever way."""
+        """End the observation of a run and restore the script's settings."""
         if self._before is not None and self._witness is not None:
             self._witness.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             torch.use_deterministic_algorithms(self._before[0], warn_only=self._before[1])

@@ -1,18 +1,17 @@
-"""A step in parts: a job that lost nodes goes on with fewer ranks and the same batch per step.
+"""A step in parts, so that a job that lost nodes continues with fewer ranks and the same batch per step.
 
 Theory. A rank that does the work of ``parts`` ranks runs the block of a step once per part, each time with the next
-batch. All blocks but the last one are left where they would vote, and put back like an aborted step; only their
-gradients are kept. What the optimizer gets in the last one must be the mean over all parts. So each ``backward`` of a
-part starts from 1 / parts instead of 1, and the first one of the last part adds what the parts before have left: from
-there on user code (unscaling, clipping, its own norm) sees the gradient of the whole batch. Wrappers that divide by the
-number of ranks and sum go on doing so, within each part; what is added is the same on all ranks that share a gradient,
-and stays what it is under a mean over them.
-
-The sum is the same as before up to the order of additions. Random numbers of a part are those of the rank whose work
-it is. Running statistics (BatchNorm) see the last part only.
+batch. All blocks except the last are left at the point where they would vote, and put back like an aborted step; only
+their gradients are kept. The optimizer must get the mean over all parts in the last block. So each ``backward`` of a
+part starts from 1 / parts instead of 1, and the first one of the last part adds the gradients of the parts before. From
+there on user code (unscaling, clipping, its own norm) sees the gradient of the whole batch. Wrappers that sum and
+divide by the number of ranks do so within each part. The added gradients are the same on all ranks that share a
+gradient, so a mean over these ranks does not change them.
+The sum is the same as before except for the order of additions. The random numbers of a part are those of the rank
+whose work it is. Running statistics (BatchNorm) see only the last part.
 
 Invariants:
-1. ``begin(part)`` with ``part > 0`` means that the part before has ended in order: its gradients count from then on.
+1. ``begin(part)`` with ``part > 0`` means that the previous part has ended in order: its gradients count from then on.
 2. A step whose parts were not added up is never voted for.
 """
 
@@ -28,7 +27,7 @@ from holdfast.errors import UnsupportedError
 
 
 class ElasticAccumulation:
-    """Adds up the gradients of one step.
+    """The summing of one step's gradients over its parts.
 
     Args:
         parameters: of the model, by name.
@@ -39,13 +38,13 @@ class ElasticAccumulation:
         self._parts = 1
         self._parameters = parameters
         self._sums: dict[str, Tensor] = {}
-        self._last: dict[str, Tensor] = {}  # of the part that is under way
+        self._last: dict[str, Tensor] = {}  # gradients of the current part
         self._added = False
         self._active = False
         self._original: Callable[..., None] | None = None
 
     def begin(self, part: int, parts: int) -> None:
-        """The block of one part begins."""
+        """Start the block of one part, and add the gradients of the previous part to the sum."""
         if self._original is None:
             self._original = torch.autograd.backward
             torch.autograd.backward = self._backward
@@ -60,14 +59,14 @@ class ElasticAccumulation:
         self._active = parts > 1
 
     def end(self) -> None:
-        """The block is left: what is differentiated from here on is nobody's part."""
+        """End the part: later backward passes belong to no part."""
         self._active = False
 
     def check(self) -> None:
-        """Before the vote.
+        """Check before the vote that the gradients of all parts were added.
 
         Raises:
-            UnsupportedError: the block computed its gradients in a way that cannot be taken in parts.
+            UnsupportedError: the block computed its gradients in a way that does not work in parts.
         """
         if self._active and self._sums and not self._added:
             raise UnsupportedError(
@@ -76,7 +75,7 @@ class ElasticAccumulation:
             )
 
     def close(self) -> None:
-        """Give ``torch.autograd.backward`` back."""
+        """Restore ``torch.autograd.backward``."""
         if self._original is not None:
             torch.autograd.backward = self._original
             self._original = None
@@ -88,7 +87,7 @@ class ElasticAccumulation:
             return
         self._original(tensors, self._roots(tensors, grad_tensors, kwargs), *args, **kwargs)
         if self.part + 1 < self._parts:
-            # Of several backwards of a part (accumulation) the newest has everything.
+            # Of several backward passes of a part (accumulation) the newest holds the whole gradient.
             self._last = {n: p.grad.clone() for n, p in self._parameters.items() if p.grad is not None}
         elif not self._added:
             self._added = True
@@ -102,7 +101,7 @@ class ElasticAccumulation:
             )
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         if not all(isinstance(root, Tensor) and root.numel() == 1 for root in roots):
-            return None  # torch says what is wrong with it
+            return None  # torch reports the error
         return [torch.full_like(root, 1.0 / self._parts) for root in roots]
 
     def _add(self) -> None:

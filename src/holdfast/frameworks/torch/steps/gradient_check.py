@@ -1,4 +1,4 @@
-"""Gradients as an optimizer is about to use them: are they finite, and what if not?"""
+"""The check for inf and nan in the gradients that an optimizer is about to use, and the skipping of such an update."""
 
 from __future__ import annotations
 
@@ -14,18 +14,21 @@ from holdfast.frameworks.torch.state.update_replay import UpdateReplay
 
 
 class TorchGradients:
-    """See :class:`holdfast.frameworks.common.adapter.SeesGradients`."""
+    """The gradients of the model (``frameworks.common.adapter.Gradients``)."""
 
     def __init__(self, state: TorchState, updates: UpdateReplay) -> None:
         self._state = state
         self._updates = updates
 
     def may_drop(self) -> None:
-        """A log of gradients would hold an update that was not made."""
+        """Refuse a log of gradients, which would hold an update that was not made."""
         self._updates.refuse("nonfinite='skip' may leave an update out")
 
     def nonfinite(self, optimizer: str) -> str:
-        """Of the named optimizer, or of all of them where no scaler judges them one by one."""
+        """Return the first weight whose gradient holds inf or nan, or an empty text.
+
+        If a scaler judges the optimizers one by one, only the named optimizer is checked, otherwise all.
+        """
         found = [g for _, g in self._of(optimizer) if g.numel()]
         with torch.no_grad():
             if _are_finite(found):
@@ -34,7 +37,7 @@ class TorchGradients:
             return next((name for name, g in named if not bool(torch.isfinite(g).all())), "")
 
     def weights_alone(self) -> int | None:
-        """The writes that torch has counted on all parameters; None: one of them has a gradient."""
+        """Return torch's count of writes to all parameters; None if one of them has a gradient."""
         parameters = self._state.names.parameters.values()
         if any(parameter.grad is not None for parameter in parameters):
             return None
@@ -45,7 +48,7 @@ class TorchGradients:
         )
 
     def drop(self) -> None:
-        """An optimizer passes by a parameter without a gradient."""
+        """Drop all gradients, so that the optimizers change nothing: they skip a parameter without a gradient."""
         for parameter in self._state.names.parameters.values():
             parameter.grad = None
 
@@ -60,10 +63,10 @@ class TorchGradients:
 
 
 def _are_finite(found: Sequence[torch.Tensor]) -> bool:
-    """Whether all numbers are, by one number for many: nan and inf come through each sum and each norm.
+    """Return True if all numbers are finite; False may be wrong.
 
-    False is not certain: a sum of finite numbers may be inf. A norm takes 15 times as long as a sum on a CPU; on a
-    device the sums would be one kernel each.
+    One reduction per tensor or device shows it: nan and inf pass through a sum and a norm. A sum of finite numbers may
+    be inf too. A norm takes 15 times as long as a sum on a CPU; on a device the sums would be one kernel each.
     """
     near = [g for g in found if g.device.type == "cpu"]
     far = [g for g in found if g.device.type != "cpu"]

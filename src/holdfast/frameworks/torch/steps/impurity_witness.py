@@ -1,9 +1,9 @@
-"""Where a block gets what it should not have: tensors of its run before, and random generators that are not put back.
+"""The search for impure inputs of a block: tensors of its previous run, and random generators that are not put back.
 
-Theory. A block that computes something else when it runs again uses what its run before has left in a variable. Two
-such runs are watched. Each tensor that the first one makes, and each one from outside that it writes, is noted with the
-line of the script; the second run is looked at for those. Parameters, buffers, optimizer state and the declared state
-are not among them: these were put back.
+Theory. If a block computes a different result when it runs again, it uses a value that its previous run has left in a
+variable. Two such runs are watched. In the first one, each tensor that the block makes, and each outside tensor that it
+writes, is noted with the line of the script. In the second one, each use of a noted tensor is reported. Parameters,
+buffers, optimizer state and the declared state are not noted, because they were put back.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ _Made = tuple["weakref.ref[torch.Tensor]", str]
 
 
 class Witness(TorchFunctionMode):
-    """Of one process.
+    """A recorder of the tensors that a block makes, writes and uses in its runs.
 
     Args:
         generators: those that are seeded for each step.
         known: tensors that are put back after a run without effect.
 
     Attributes:
-        cause: what was found, in words, or empty.
+        cause: the finding, in words, or empty.
     """
 
     def __init__(self, generators: Iterable[object], known: Iterable[torch.Tensor]) -> None:
@@ -40,11 +40,11 @@ class Witness(TorchFunctionMode):
         self.cause = ""
         self._generators = {id(generator) for generator in generators}
         self._known = {id(tensor) for tensor in known}
-        self._before: dict[int, _Made] = {}  # tensors of the run before, by id
+        self._before: dict[int, _Made] = {}  # tensors of the previous run, by id
         self._made: dict[int, _Made] = {}
 
     def turn(self) -> None:
-        """Another run of the block begins."""
+        """Begin to record another run of the block."""
         self._before, self._made = self._made, {}
 
     def __torch_function__(
@@ -54,7 +54,7 @@ class Witness(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Every call of torch in the block."""
+        """Record a call of torch in the block, and return its result."""
         given = kwargs or {}
         used = list(_tensors((*args, *given.values())))
         if not self.cause:
@@ -66,12 +66,13 @@ class Witness(TorchFunctionMode):
                 self._made[id(tensor)] = weakref.ref(tensor), f"{_line()} wrote"
         ids = {id(tensor) for tensor in used}
         for tensor in _tensors((result,)):
-            if id(tensor) not in ids and not self._knows(tensor):  # else written in place
+            # Skip a result that is also an argument: it was written in place.
+            if id(tensor) not in ids and not self._knows(tensor):
                 self._made[id(tensor)] = weakref.ref(tensor), f"{_line()} made"
         return result
 
     def _knows(self, tensor: torch.Tensor) -> bool:
-        """It was noted in this run, or is put back."""
+        """Return True if the tensor was noted in this run, or is put back."""
         noted = self._made.get(id(tensor))
         return id(tensor) in self._known or (noted is not None and noted[0]() is tensor)
 
@@ -96,7 +97,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _line() -> str:
-    """File and line of the script that calls torch now."""
+    """Return file and line of the script that calls torch now."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""Blocks of other copies of the model, run in this process: their batches, their random numbers, what comes out."""
+"""Blocks of other copies of the model, run in this process with their batches and random numbers, and their results."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from holdfast.runtime.node.shm_allreduce import VOTE_LENGTH_MAX
 
 
 class OtherRanksBlocks:
-    """Of one session (``frameworks.common.adapter.ForeignBlocks``).
+    """The means to run blocks of other copies of the model here (``frameworks.common.adapter.ForeignBlocks``).
 
     Args:
         fabric: sums over all ranks.
-        state: of the session; its gradients are what a block computes.
+        state: of the session; its gradients are the result of a block.
         seed: of the session.
-        copy: the one that this process trains.
+        copy: the copy that this process trains.
     """
 
     def __init__(self, fabric: CommState, state: TorchState, seed: int, copy: Copy) -> None:
@@ -35,7 +35,7 @@ class OtherRanksBlocks:
         self.copy, self.numbers = copy
 
     def feed(self, loader: Any, copy: int) -> TorchFeed | None:
-        """The batches that another copy draws from the same loader; None: that is not known."""
+        """Return the batches that another copy draws from the same loader; None if that is not known."""
         loader, device = unwrapped(loader)
         if not isinstance(loader, DataLoader) or type(make_source(loader, self._seed, copy)) is not MapSource:
             return None
@@ -56,12 +56,12 @@ class OtherRanksBlocks:
         return TorchFeed(source)
 
     def act_as(self, copy: int, step: int) -> None:
-        """The block that begins has the random numbers of another copy."""
+        """Seed the next block with the random numbers of another copy."""
         reseed(self._seed, copy, step)
         reseed_generators(self._state.generators, self._seed, copy, step)
 
     def gradients(self) -> int | None:
-        """64-bit digest of all gradients that are there; None: there are none."""
+        """Return the 64-bit digest of all present gradients; None if there are none."""
         total, any_there = xxhash.xxh3_64(), False
         for name, digest in gradients_in(self._state):
             any_there = True
@@ -69,7 +69,7 @@ class OtherRanksBlocks:
         return int(total.intdigest()) if any_there else None
 
     def sum(self, vector: Sequence[int]) -> list[int]:
-        """Over all ranks; as often as a vote has room. Raises: PeerLost."""
+        """Return the sum of ``vector`` over all ranks, in pieces of the length of a vote. Raises: PeerLost."""
         return list(self._summed(vector))
 
     def _summed(self, vector: Sequence[int]) -> Iterator[int]:

@@ -1,10 +1,10 @@
-"""Gradients that a block leaves behind, and to which the next one adds.
+"""The refusal of gradients that a block leaves over, and to which the next block would add.
 
-No checkpoint holds gradients, and an aborted step drops them: what is added up over several blocks would be lost by
-any fault and by every resume. They are looked for where it is sure: gradients that were there when the block began are
-still there, and not zero, when the first backward of the block reaches the output of their module. Clearing them before
-that (``zero_grad`` at the start, of each optimizer before its own backward) is fine, and so is leaving them to a module
-that this block does not train.
+No checkpoint holds gradients, and an aborted step drops them: a sum over several blocks would be lost in any fault and
+at every resume. They are searched for only where the finding is certain: gradients that were there when the block began
+are still there, and not zero, when the first backward of the block reaches the output of their module. It is fine to
+clear them before that (``zero_grad`` at the start, of each optimizer before its own backward), or to leave them in a
+module that this block does not train.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _ADVICE = (
 
 
 class Leftover:
-    """Of the block that is open.
+    """The search for gradients that were left by the block before and are still there in the open block.
 
     Args:
         modules: as the session was given them.
-        trained: what its optimizers update.
+        trained: returns the parameters that the session's optimizers update.
     """
 
     def __init__(self, modules: Sequence[nn.Module], trained: Callable[[], Iterable[torch.Tensor]]) -> None:
@@ -41,18 +41,18 @@ class Leftover:
         self._last = -1, True  # the newest committed step, and whether it made an update
 
     def begin(self) -> None:
-        """Note which gradients are there. They are not kept alive."""
+        """Record the present gradients, without keeping them alive."""
         self._left = [
             [(p, weakref.ref(gradient)) for p in parameters if (gradient := p.grad) is not None]
             for parameters in self._parameters
         ]
 
     def ended(self, step: int, *, updated: bool) -> None:
-        """Step ``step`` is committed."""
+        """Record that step ``step`` is committed, and whether it made an update."""
         self._last = step, updated
 
     def check(self, number: int) -> None:
-        """The first backward of this block reaches the output of a module. Raises: StepError."""
+        """Refuse left-over gradients when the first backward reaches the output of a module. Raises: StepError."""
         left, self._left[number] = self._left[number], []
         kept = [(p, p.grad) for p, gradient in left if p.grad is not None and p.grad is gradient()]
         if not kept:
@@ -67,7 +67,7 @@ class Leftover:
 
 
 def _any(gradients: Iterable[torch.Tensor]) -> bool:
-    """One of them is not zero; waits for each device once."""
+    """Return True if one of the gradients is not zero; waits for each device once."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     with torch.no_grad():
         for gradient in gradients:
