@@ -4,8 +4,8 @@ Theory. Ranks that hold an identical box hold copies of each other: they form a 
 the other, are one *stream* of bytes, equal on every member. A turn compares one slice of every stream, and ``turns``
 turns compare all of it. The slice of a turn follows from the catalogue alone, so all holders take digests of the same
 bytes without communication. One number (``plan``) shows whether two ranks have the same catalogue. A rank adds up the
-digests of its groups, each times the *factor* of the group. The factors of the members of a group add up to zero, so
-equal copies cancel out of the sum over all ranks.
+digests of its groups, each times its own *factor* in that group. The factors of the members of a group add up to zero,
+so equal copies cancel out of the sum over all ranks.
 
 Invariants:
 1. All holders of a box digest the same bytes of it in the same turn, whatever else each of them holds.
