@@ -35,9 +35,7 @@ STANDS: dict[RankState, str] = {
 
 
 class RankReport(NamedTuple):
-    """The state and step of one rank of the old generation: its answer to the fence, or its status page after its
-    death.
-    """
+    """The state and step of one rank of the old generation, from its answer to the fence or its status page."""
 
     rank: int
     state: RankState

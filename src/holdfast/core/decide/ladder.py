@@ -122,7 +122,7 @@ def _again(steps: int) -> str:
 
 
 class BeginFresh(Rung, frozen=True):
-    """The rung that starts from nothing because nothing is known, or nothing was done."""
+    """The rung that starts the training from nothing: without a session, or before the first committed step."""
 
     name = "begin"
     does = "all workers start from nothing: the script has no session, or no step was committed yet"

@@ -83,7 +83,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mark(self) -> tuple[str, int, int]:
-        """The part that the history keeps."""
+        """The part of the failure that the history of faults keeps."""
         return self.digest, self.step, self.occurrence
 
 

@@ -17,7 +17,7 @@ from holdfast.core.job.membership import Member
 
 
 class AllOf:
-    """The test of this module. One object may serve several questions, one after the other."""
+    """The test whether all members have done something. One object may serve several questions, one after the other."""
 
     def __init__(self) -> None:
         self._missing = 0  # index of the member that was missing the last time: only where to start

@@ -43,10 +43,10 @@ from holdfast.core.protocol.notices import (
 from holdfast.exit_codes import Exit
 
 TIMER = "depart"
-LOOK_S = 0.25  # while a move is under way, or a deadline is near
+LOOK_S = 0.25  # while a move is in progress, or a deadline is near
 REST_S = 5.0  # otherwise
 NEAR_S = 120.0
-LAST_S = 1.0  # before a deadline: the time in which no further wait is possible
+LAST_S = 1.0  # before a deadline: the time in which nothing else can be waited for
 MOVE_S, STEPS_TO_MOVE = 5.0, 3.0
 SAVE_S, SAVES_TO_SAVE = 15.0, 2.0
 WHOLE_JOB = NodeId("")
@@ -61,7 +61,7 @@ class StandingNotice(msgspec.Struct, kw_only=True):
 
 
 class Move(msgspec.Struct, kw_only=True):
-    """The departure in progress: its node and its progress."""
+    """The departure of one node, while it is in progress."""
 
     node_id: NodeId
     since_s: float
@@ -102,7 +102,7 @@ class Departures:
     # ---------------------------------------------------------------- events
 
     def asked(self, now: float, request: ExitRun) -> None:
-        """Handle a request that the whole job, or one node by its launcher, leaves."""
+        """Handle a request to end the whole job, or only the node whose launcher was asked."""
         job, node_id = self.job, NodeId(request.node_id)
         if not node_id or job.exit_source or self.ending.stopping is not None or not job.roster.members:
             self._leave_all(request.source, request.grace_s)
@@ -116,7 +116,7 @@ class Departures:
         self._note(now, node_id, standing)
 
     def noticed(self, now: float, notice: Notice) -> None:
-        """Handle a notice that a node or the whole job will end, or that a source withdraws its notice."""
+        """Handle a notice that a node or the whole job will end, or the withdrawal of a notice."""
         key = (notice.node_id, notice.source)
         if notice.withdrawn:
             if self._standing.pop(key, None) is not None:
@@ -146,7 +146,7 @@ class Departures:
         self._abandon()
 
     def joined(self, now: float, node_id: NodeId) -> None:
-        """Look again because a node has joined or come back: it may take ranks that move."""
+        """Decide again, because a node has joined or come back and may have room for ranks that move."""
         if node_id == self._departed:
             self._departed = None
         self.look(now)
@@ -277,9 +277,7 @@ class Departures:
         return (not voters or staying * 2 > len(voters)) and self._state_stays()
 
     def _state_stays(self) -> bool:
-        """Return True if the staying ranks hold the whole state, or other nodes keep the leaving ranks' states in
-        memory.
-        """
+        """Return True if the staying ranks hold the whole state, or nodes keep the states of the leaving ranks."""
         job = self.job
         leaving = {m.rank for m in job.roster.members if m.node_id in job.leaving}
         if not job.session or not leaving:
@@ -315,7 +313,7 @@ class Departures:
             self._swap(now, node_id, source)
 
     def _prepare(self, move: Move) -> None:
-        """Order the processes that will take the ranks of the node. Order again only when the places change."""
+        """Order the processes that will take the ranks of the node. Repeat this only when the places change."""
         job = self.job
         members = job.roster.on_node(move.node_id)
         places = job.places(members)

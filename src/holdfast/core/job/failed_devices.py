@@ -1,4 +1,4 @@
-"""Failed devices: device errors, told apart from errors of the script, and the slots that are left out for them.
+"""Failed devices: device errors as distinct from errors of the script, and the slots that are left out for them.
 
 Theory. The most common fault of a large job is one broken device on a living host: each process there raises the same
 error again. Type and text of an error show one of three causes: the script, certainly the device (ECC, a lost GPU), or
@@ -60,7 +60,7 @@ _TYPES = frozenset({"AcceleratorError", "CUDARuntimeError", "CudaError"})
 
 
 def certainty(kind: str, what: str) -> Certainty:
-    """Return how certain it is that an exception of this type and text comes from a device; empty: it does not."""
+    """Return how certain it is that an exception of this type and text comes from a device; empty: from elsewhere."""
     text = what.lower()
     if any(word in text for word in (*_OF_THE_SCRIPT, *_OF_A_PEER)):
         return ""

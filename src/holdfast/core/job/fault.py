@@ -42,7 +42,7 @@ OUTSIDE_SIGNALS = frozenset({1, 2, 9, 15})  # SIGHUP, SIGINT, SIGKILL, SIGTERM
 OUTSIDE_TIMES_MAX = 4
 PLACES = {"starting": "in its start", "left": "after its script had ended"}
 LEFT_FOR_RESTART = "left for a restart"
-"""Text for a member that left because of another member's fault. It says nothing about the cause."""
+"""Text for a member that left because of another member's fault, so that its exit does not show the cause."""
 
 
 class Fault(msgspec.Struct, kw_only=True):
@@ -63,7 +63,10 @@ class Fault(msgspec.Struct, kw_only=True):
 
     @staticmethod
     def of(member: Member, kind: FaultKind, what: str, now: float, failure: Failure | None = None) -> Fault:
-        """Return a fault of one member. Its time is that of the member's death or hang, if known; otherwise ``now``."""
+        """Return a new fault of one member.
+
+        Its time is that of the member's death or hang, if known; otherwise ``now``.
+        """
         exited = member.exited
         died_s = exited.died_ns / 1e9 if exited is not None and exited.died_ns else now
         died_s = member.hung_at_s or died_s
@@ -111,9 +114,9 @@ class Fault(msgspec.Struct, kw_only=True):
 def death_of(
     now: float, member: Member, exited: MemberExited, how: str, generation: Generation
 ) -> Failure | None:
-    """Return what distinguishes this death from others: its signal or exit code, and its place.
+    """Return the failure that identifies a death: its signal or exit code, and its place.
 
-    Returns: None when the death was ordered or nothing distinguishes it.
+    Returns: None when the death was ordered or its place is not known.
 
     Signals that are also sent from outside (SIGKILL, SIGTERM, ...) may hit one place twice by chance. So such a death
     may repeat more often before it counts as the script's, unless the kernel killed the process for lack of memory.
@@ -166,8 +169,9 @@ class Faults:
                 fault.phase = fault.phase or member.exited.detail
 
     def freed(self, freed_ns: int, now: float) -> None:
-        """Record that a survivor left its collective at ``freed_ns`` (CLOCK_MONOTONIC). A time in the future is
-        ignored.
+        """Record that a survivor left its collective at ``freed_ns`` (CLOCK_MONOTONIC).
+
+        A time in the future is ignored.
         """
         if freed_ns / 1e9 <= now:
             self._freed_ns = max(self._freed_ns, freed_ns)

@@ -43,7 +43,9 @@ class LastGaspSave:
         return tuple(r for r in decided.sources if r not in self._excluded)
 
     def begin(self, sources: tuple[int, ...], dead_locals: dict[str, bytes]) -> None:
-        """Order one attempt from ``sources``. ``dead_locals``: rank-local values of the dead, by rank (text)."""
+        """Order one attempt of the ranks ``sources``.
+
+        ``dead_locals``: rank-local values of the dead, by rank (text)."""
         job = self.job
         self._attempts += 1
         self.writing = set(sources)
@@ -62,8 +64,9 @@ class LastGaspSave:
         )
 
     def plan(self) -> None:
-        """Put the newest layouts into the order, now that every source has reported its layout: all plan with the same
-        ones.
+        """Put the newest layouts into the order.
+
+        Every source has published its layout by now, so all sources plan with the same layouts.
         """
         if self.order is not None:
             self.order = msgspec.structs.replace(self.order, layouts=self.job.roster.all_layouts())
@@ -91,7 +94,7 @@ class LastGaspSave:
         return "failed"
 
     def clear(self) -> None:
-        """Reset everything because the job has resumed."""
+        """Forget the attempts and failures, because the job has resumed."""
         self._excluded = set()
         self._attempts = self.failures = 0
         self.error = ""

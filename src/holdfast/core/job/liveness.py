@@ -51,8 +51,9 @@ class Liveness:
             watch.suspected_at = None
 
     def gone(self, node_id: NodeId, now: float) -> NodeEvent | None:
-        """Suspect a node whose connection closed. Return the event, or None if the node is unknown or suspected
-        already.
+        """Suspect a node whose connection closed.
+
+        Return the event, or None if the node is unknown or suspected already.
         """
         watch = self._watches.get(node_id)
         if watch is None or watch.suspected_at is not None:
@@ -65,9 +66,7 @@ class Liveness:
         self._watches.pop(node_id, None)
 
     def tick(self, now: float) -> list[NodeEvent]:
-        """Return the events that time has caused: nodes that are suspected for silence, and suspected nodes that are
-        lost.
-        """
+        """Suspect silent nodes and declare suspected ones lost when their time is over. Return the events."""
         events: list[NodeEvent] = []
         for node_id, watch in sorted(self._watches.items()):
             if watch.suspected_at is None:

@@ -152,7 +152,7 @@ def _verdict(past: ReplayedState, data: Data) -> Changes:
 
 
 def _decided(past: ReplayedState, data: Data) -> Changes:
-    """Return the changes by a decision, for a successor that finds it not carried out."""
+    """Return the changes by a decision that may not have been carried out."""
     if data["action"] in STOP_CODE:
         action, reason = cast(Action, data["action"]), str(data["reason"])
         evidence = tuple(_list(data, "evidence"))

@@ -30,7 +30,7 @@ class MadeOnce:
         self._kept = {(rank, name): value for rank, name, value in past.once}
 
     def asked(self, member: Member, event: OnceAsked) -> None:
-        """Answer a rank that asks for its value under a name. If it sent the first one, keep that."""
+        """Answer a rank that asks for its value under a name. Keep the value that it sends if there is none yet."""
         place = member.rank, event.name
         full = False
         if event.value and place not in self._kept:

@@ -214,9 +214,7 @@ class Roster:
         return self.all_layouts()
 
     def agreed(self, world_size: int) -> LayoutVersion:
-        """Return the version that all layouts have; NO_VERSION while the layout of a rank is missing or has another
-        version.
-        """
+        """Return the version that all layouts have; NO_VERSION while one is missing or has another version."""
         version, ranks = max(self._versions.items(), key=itemgetter(1), default=(NO_VERSION, 0))
         return version if ranks == world_size else NO_VERSION
 

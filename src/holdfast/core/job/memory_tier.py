@@ -32,8 +32,8 @@ def kept_by(
 ) -> dict[int, frozenset[int]]:
     """Return the steps of which each rank has a state.
 
-    A living rank lists its steps in the answer to the fence. For a dead rank its agent found them. Other nodes may have
-    more.
+    A living rank lists its steps in the answer to the fence. For a dead rank its agent found them. Other nodes may keep
+    further states.
     """
     return {
         m.rank: frozenset(
@@ -79,9 +79,7 @@ def replacement_step(
     elsewhere: Elsewhere,
     sealed_step: int,
 ) -> int:
-    """Return the step at which the lost ranks can be replaced from memory, the others living on; ``NONE`` if there is
-    none.
-    """
+    """Return the step at which lost ranks can be replaced from memory while the others live on; ``NONE``: no step."""
     if decided.step is None:
         return NONE
     kept = kept_by(members, answers, elsewhere)

@@ -220,7 +220,7 @@ class NodeTracker:
         self.member_exited(now, exited)
 
     def _adopt_if_closed(self, now: float) -> bool:
-        """Adopt the members once every node has joined and closed its list, or is lost. Return True then."""
+        """Adopt the living members when every node has joined and closed its list, or is lost. Return True then."""
         job = self.job
         if not self.adopting or self._returning or job.ended or not job.roster.nodes <= job.slots.keys():
             return False

@@ -60,8 +60,9 @@ def is_spare(member_id: int) -> bool:
 
 
 class SpareWaits(Message, frozen=True):
-    """Report that a spare waits to be called: at its first step (``ready``), or where its script needed its rank or a
-    device.
+    """Report that a spare waits to be called.
+
+    It waits at its first step (``ready``), or where its script needed its rank or a device.
     """
 
     member_id: MemberId
@@ -144,8 +145,8 @@ class Spares:
         """Build the missing spares. Nothing is built unless all workers of the node are there.
 
         Args:
-            generation: that of the workers.
-            ranks: those of the workers of this node.
+            generation: the generation of the workers.
+            ranks: the ranks of the workers of this node.
         """
         if self._given_up or len(ranks) != self.config.slots:
             return
@@ -178,8 +179,9 @@ class Spares:
         self._record("spare_building", member_id=int(member_id), rank=rank)
 
     def prepare(self, order: PrepareSeats) -> None:
-        """Build a spare for each rank that will move to this node, and report when all wait. Kill those of earlier
-        orders.
+        """Build a spare for each rank that will move to this node, and report when all of them wait.
+
+        Spares of an earlier order are killed if they are not needed any more.
         """
         if order.members:
             self.fit(order.world_size)
@@ -202,7 +204,10 @@ class Spares:
         self._out.append(Send(to="controller", message=said))
 
     def take(self, seat: Assignment) -> MemberId | None:
-        """Take out the spare that becomes the member of ``seat``, the most complete one. Return its id, or None."""
+        """Choose the most complete spare for ``seat``.
+
+        Remove it from the list and return its id; None: no spare fits.
+        """
         fit = [
             spare
             for spare in self.living.values()
@@ -224,7 +229,7 @@ class Spares:
         return best.member_id
 
     def heard(self, event: Message) -> None:
-        """Handle a message about or from a spare. Other messages of a spare are dropped."""
+        """Handle a message about a spare or from one. Messages of other kinds are dropped."""
         spare = self.living.get(getattr(event, "member_id", MemberId(0)))
         if spare is None:
             return

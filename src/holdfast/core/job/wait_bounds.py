@@ -120,9 +120,7 @@ class Bounds:
             self._begin(wait, Running(running.bound_s, set(), again=True))
 
     def halt(self, now: float, awaited: Sequence[Member]) -> None:
-        """Kill the stopped members that are waited for, unless most processes are stopped: then the whole job is
-        suspended.
-        """
+        """Kill the stopped members that are waited for, unless most processes are stopped (a suspended job)."""
         stopped = frozenset().union(*self._stopped.values())
         living = self.job.roster.living
         if not stopped or 2 * sum(m.member_id in stopped for m in living) > max(len(living), 2):

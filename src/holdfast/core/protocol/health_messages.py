@@ -26,7 +26,7 @@ class Stalled(Message, frozen=True):
 
 
 class Late(Message, frozen=True):
-    """Report that a process before its first step is too slow, while the other ranks train."""
+    """Report that a process that has not done a step yet is too slow, while the other ranks train."""
 
     member_id: MemberId
     node_id: NodeId
@@ -170,7 +170,7 @@ class CopyDigest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CopiesDiffer(Message, frozen=True):
-    """Report of a rank after a vote found that copies of the state of ``step`` differ: the digests of its copies."""
+    """Digests of one rank's copies, sent because a vote found that copies of the state of ``step`` differ."""
 
     member_id: MemberId
     generation: Generation
@@ -179,8 +179,9 @@ class CopiesDiffer(Message, frozen=True):
 
 
 class StateDigests(Message, frozen=True):
-    """Answer to a ``Settle`` that asks for digests: those of this rank's state of ``step``. It has published its
-    layout.
+    """Answer to a ``Settle`` that asks for it: digests of this rank's state of ``step``.
+
+    The rank publishes the layout of that state first.
     """
 
     member_id: MemberId

@@ -48,8 +48,9 @@ class WorkerHello(Message, frozen=True):
 
 
 class SessionOpened(Message, frozen=True):
-    """Report that a session has opened and is at ``step`` (resumed or fresh). ``root``: where it saves, absolute, or
-    empty.
+    """Report that a session has opened and is at ``step`` (resumed or fresh).
+
+    ``root``: where it saves, absolute, or empty.
     """
 
     member_id: MemberId
@@ -84,8 +85,9 @@ class FaultSeen(Message, frozen=True):
 
 
 class WorkerFailed(Message, frozen=True):
-    """Report that user code raised and the process is about to exit. ``digest`` identifies the exception: type, text,
-    place.
+    """Report that user code raised and the process is about to exit.
+
+    ``digest`` identifies the exception: type, text, place.
     """
 
     member_id: MemberId
@@ -115,8 +117,9 @@ class Settled(Message, frozen=True):
 
 
 class SaveReported(Message, frozen=True):
-    """Report that a part of a checkpoint is durable, or why not (``error``). ``sealed``: this rank found all boxes
-    saved.
+    """Report that a part of a checkpoint is durable, or why not (``error``).
+
+    ``sealed``: this rank found all boxes saved.
     """
 
     member_id: MemberId
@@ -191,7 +194,7 @@ class ExitAsked(Message, frozen=True):
 class OnceAsked(Message, frozen=True):
     """Request of the script for the value that its rank made under ``name`` (``holdfast.once``), or that value.
 
-    ``value`` is JSON; empty: it only asks. The message may be repeated.
+    ``value`` is JSON; empty: the rank only asks. The message may be repeated.
     """
 
     member_id: MemberId
@@ -200,8 +203,9 @@ class OnceAsked(Message, frozen=True):
 
 
 class OnceTold(Message, frozen=True):
-    """Answer to :class:`OnceAsked`: the value that is kept; empty: none yet. ``full``: there is no room for another
-    name.
+    """Answer to :class:`OnceAsked`: the value that is kept; empty: none yet.
+
+    ``full``: there is no room for another name.
     """
 
     member_id: MemberId
@@ -382,8 +386,9 @@ class MirrorFrom(Message, frozen=True):
 
 
 class Mirror(Message, frozen=True):
-    """One record of the controller's log for the logs of other nodes. It is sent before the messages that follow from
-    it.
+    """One record of the controller's log for the logs of other nodes.
+
+    It is sent before the messages that follow from it.
     """
 
     term: int
@@ -477,8 +482,9 @@ class KillMember(Message, frozen=True):
 
 
 class EndRun(Message, frozen=True):
-    """Order that ends the run: kill the remaining processes, report ``code``. ``node_only``: the run continues
-    elsewhere.
+    """Order that ends the run: kill the remaining processes, report ``code``.
+
+    ``node_only``: the run continues elsewhere.
     """
 
     code: int

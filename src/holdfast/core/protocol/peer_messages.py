@@ -102,8 +102,9 @@ class VoterSet(msgspec.Struct, frozen=True, order=True):
 
 
 class RequestVote(Message, frozen=True):
-    """Request of an agent that wants to lead in ``term``. A ``trial`` only asks for the likely answer and binds no
-    voter.
+    """Request of an agent that wants to lead in ``term``.
+
+    A ``trial`` only asks for the likely answer and binds no voter.
     """
 
     candidate: NodeId
@@ -179,7 +180,7 @@ class PeerHere(Message, frozen=True):
 
 
 class WitnessReply(Message, frozen=True):
-    """Answer of the witness: the holders of change ``number`` of the electorate. No voters: it cannot be reached."""
+    """Answer of the witness: the voters that it has recorded for change ``number``; empty: it cannot be reached."""
 
     number: int
     voters: tuple[NodeId, ...]

@@ -91,7 +91,7 @@ class PageFlag(IntFlag):
 
 
 class TrapAction(IntEnum):
-    """The effect of a trap on the worker that reaches the trap's phase and step."""
+    """The effect of a trap, which a drill sets, on the worker that reaches the trap's phase and step."""
 
     NONE = 0
     HOLD = 1  # stop there until an injector kills the process

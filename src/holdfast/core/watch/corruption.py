@@ -44,9 +44,11 @@ class Suspects(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def suspects(told: Mapping[int, tuple[CopyDigest, ...]], asked: Collection[int]) -> Suspects:
-    """Return the suspects after a comparison of the digests in ``told``, part by part.
+    """Compare the digests of the ranks part by part. Return the ranks with a wrong copy.
 
-    A majority is one of the holders that were ``asked``.
+    Args:
+        told: the digests by rank.
+        asked: the ranks that were asked. A majority is counted among them.
     """
     places: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
     for rank, copies in sorted(told.items()):

@@ -44,7 +44,7 @@ LEAVING = frozenset({"ready", "save", "finished"})
 
 
 class HangVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The verdict: the ranks, the confidence, the reason and the answer.
+    """The verdict on a hang: the answer, the ranks, the confidence and the reason.
 
     The answer is to kill ``ranks``, to let all ranks try again, or to wait because no rank is stuck.
     """
@@ -128,7 +128,7 @@ def _state(one: RankEvidence, what: str) -> str:
 
 
 def _by_leaving(evidence: Sequence[RankEvidence]) -> HangVerdict | None:
-    """Blame ranks that have left their loops while others are in a block of the same step or a later one."""
+    """Return a verdict against ranks that left their loops while others are in a block of that step or a later one."""
     inside = [e for e in evidence if not e.left and PLACE.get(e.phase, 0) >= 1]
     left = [e for e in evidence if e.left and e.phase in LEAVING and any(e.step <= i.step for i in inside)]
     if not left or 2 * len(left) > len(left) + len(inside):
@@ -138,7 +138,7 @@ def _by_leaving(evidence: Sequence[RankEvidence]) -> HangVerdict | None:
 
 
 def _by_skipping(seen: Sequence[RankEvidence]) -> HangVerdict | None:
-    """Blame ranks that passed a collective of their group without running it, while others wait in it."""
+    """Return a verdict against ranks that passed a collective of their group without running it."""
     for one in seen:
         stuck = next((c for c in one.collectives if c.under_way and c.number), None)
         if stuck is None or one.sequence > one.usual_sequence:
@@ -164,7 +164,7 @@ def _made(one: RankEvidence, group: str) -> int:
 
 
 def _by_collective(seen: Sequence[RankEvidence]) -> HangVerdict | None:
-    """Blame ranks of a group that run another collective than the others at the same number."""
+    """Return a verdict against ranks whose collective differs from that of the others at the same number."""
     made: dict[tuple[str, int], dict[int, str]] = {}
     stuck = {(c.group, c.number) for e in seen for c in e.collectives if c.under_way and c.number}
     for one in seen:
@@ -218,7 +218,7 @@ def _by_place(seen: Sequence[RankEvidence]) -> HangVerdict | None:
 
 
 def _by_device(seen: Sequence[RankEvidence]) -> HangVerdict | None:
-    """Blame a device that has not reached a collective in which other devices wait."""
+    """Return a verdict against a rank whose device has not reached a collective in which other devices wait."""
     groups: dict[str, dict[int, DeviceSeen]] = {}
     for one in seen:
         for each in one.devices:

@@ -52,12 +52,12 @@ class RecomputationVerdict(NamedTuple):
 
 
 def executor(owner: int, offset: int, copies: int) -> int:
-    """Return the copy that computes the batch of ``owner`` at ``offset``, of ``copies``."""
+    """Return the number of the copy that computes the batch of copy ``owner`` at ``offset``."""
     return (owner - offset) % copies
 
 
 def owner_of(copy: int, offset: int, copies: int) -> int:
-    """Return the copy whose batch ``copy`` computes at ``offset``."""
+    """Return the number of the copy whose batch ``copy`` computes at ``offset``."""
     return (copy + offset) % copies
 
 

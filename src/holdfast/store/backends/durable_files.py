@@ -263,8 +263,9 @@ class Directory(Closes):
     def temporary(
         self, name: str, owner: str, *, later: bool = False, replace: bool = True, mode: int = PRIVATE
     ) -> Iterator[int]:
-        """Yield the descriptor of a new temporary file. It becomes ``name``, durable, when the block ends without an
-        error.
+        """Yield the descriptor of a new temporary file.
+
+        It becomes ``name``, durable, when the block ends without an error.
 
         Args:
             name: of the file.
@@ -327,7 +328,7 @@ class Directory(Closes):
         os.rename(new.hidden, new.name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def _link(self, new: _New) -> bool:
-        """Link a file to its name. Return False if links are impossible and the name is free: then rename the file.
+        """Link a file to its name. Return False if links are impossible and the name is free, so that a rename is safe.
 
         Raises:
             FileExistsError: the name exists.

@@ -145,8 +145,9 @@ class Attempt(Closes, Protocol):
     def new_file(
         self, name: str, owner: str, *, size_bytes: int, direct: bool = False
     ) -> AbstractContextManager[Put]:
-        """Yield a function that writes a new file piece by piece. The file appears after the block, or in
-        :meth:`publish`.
+        """Yield a function that writes a new file piece by piece.
+
+        The file appears after the block, or in :meth:`publish`.
 
         Args:
             name, owner: as for :meth:`write`.

@@ -143,8 +143,9 @@ class Bucket:
 
     @contextlib.contextmanager
     def upload(self, key: str, size_bytes: int) -> Iterator[Put]:
-        """Yield a function that writes an object piece by piece, in order. It appears when the block ends without an
-        error.
+        """Yield a function that writes an object piece by piece, in order.
+
+        It appears when the block ends without an error.
 
         Raises:
             StoreWriteError: it cannot be written; nothing visible has changed.

@@ -123,8 +123,9 @@ class Root:
         return [name for key, name in keyed if run is None or key[4] == run]
 
     def list(self, *, deep: bool = False) -> list[Validity]:
-        """Return a judgement of every attempt, newest first. Attempts that this process may not read are listed as
-        denied.
+        """Return a judgement of every attempt, newest first.
+
+        Attempts that this process may not read are listed as denied.
 
         Raises:
             CheckpointInvalid, StoreUnreachable: the root cannot be read.
@@ -150,8 +151,7 @@ class Root:
             )
 
     def newest_valid(self, at: int | None = None, *, deep: bool = False, run: str | None = None) -> Choice:
-        """Return the newest valid checkpoint (of step ``at``), and the newer attempts with the reason of their
-        rejection.
+        """Return the newest valid checkpoint (of step ``at``), and the newer attempts that were rejected.
 
         A job that trains may seal a newer checkpoint during the look, and remove the one before it. Then the look is
         repeated.

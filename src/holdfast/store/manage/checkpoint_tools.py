@@ -158,8 +158,9 @@ def parent_of_new(target: Path) -> Path:
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """Yield a hidden directory in the same parent. It becomes ``target``, durably, when the block ends without an
-    error.
+    """Yield a hidden directory in the same parent.
+
+    It becomes ``target``, durably, when the block ends without an error.
 
     Raises:
         UsageError: see :func:`parent_of_new`.

@@ -380,7 +380,7 @@ def share_damage(directory: Attempt, manifest: RankManifest) -> list[str]:
 def bad_extents(file: SourceFile, stored: StoredBox, progress: Progress = _quiet) -> dict[int, str]:
     """Read and hash the extents of one stored box.
 
-    Return the line of text that names each bad extent, by its number.
+    The result has the line of text that names each bad extent, by the index of the extent.
     """
     found: dict[int, str] = {}
     buffer = memoryview(bytearray(min(stored.extent_size_bytes, stored.record.size_bytes)))

@@ -197,7 +197,9 @@ class Slots:
             self._last[_WHOLE] = self._last[_OWN]
 
     def room(self, step: int, size_bytes: int) -> memoryview:
-        """Return an emptied slot for ``step``: one with a later state, which is void, or the one with the older state.
+        """Return an emptied slot for ``step``.
+
+        States of later steps are dropped, because the job went back. Otherwise the slot with the older state is used.
 
         Raises:
             StateError: shared memory is full.
@@ -208,7 +210,7 @@ class Slots:
         return self._emptied(size_bytes)
 
     def keep_only(self, step: int) -> None:
-        """Drop the states of other steps: the job is at ``step``, so later states are void."""
+        """Drop the states of all steps except ``step``, at which the job is now."""
         for path in self._paths:
             if marked_step(path) not in (None, step):
                 drop(path)

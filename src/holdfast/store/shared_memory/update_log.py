@@ -127,7 +127,7 @@ class UpdateLog:
             self._map[_PROVEN] = _YES
 
     def truncate(self, step: int) -> None:
-        """Drop the entries of ``step`` and of later steps, which are void."""
+        """Drop the entries of ``step`` and of later steps, because the job went back before them."""
         form = _form_of(self._path)
         if form is None:
             return

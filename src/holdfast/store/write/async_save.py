@@ -99,8 +99,9 @@ class WriterProcess:
 
     @classmethod
     def start(cls, pool_fd: int) -> Self:
-        """Start a writer that reads the pool (the shared memory) of ``pool_fd``. Do not wait for its interpreter to
-        start.
+        """Start a writer that reads the pool (the shared memory) of ``pool_fd``.
+
+        Do not wait for its interpreter to start.
 
         Raises:
             StoreWriteError: the machine has no process, memory or descriptor left for it. Nothing of it remains.
