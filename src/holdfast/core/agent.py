@@ -153,7 +153,7 @@ class Worker(msgspec.Struct, kw_only=True):
 
 
 class Agent:
-    """The decisions for one node. The shell executes ``Send(to="shell")`` and reports the results.
+    """The state machine that decides for one node. The shell executes ``Send(to="shell")`` and reports the results.
 
     The shell reports an exit for every member that it is told to kill, also for one that has no process yet.
     """

@@ -82,7 +82,10 @@ PROTOCOL = (Settled, FaultSeen, StepReached, StateOffered, StateRefused, JoinAsk
 
 
 class Controller:
-    """The decisions for one job. The module describes the clock. ``uncovered`` is the planner of the store."""
+    """The state machine that decides for one job.
+
+    The module describes the clock. ``uncovered`` is the planner of the store.
+    """
 
     def __init__(self, config: Config, past: ReplayedState, uncovered: Uncovered) -> None:
         self.job = Job(config, past, uncovered)

@@ -116,7 +116,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     # Lost ranks can be replaced in place: their state follows from a log of updates in memory.
     replayed: bool = False
     failures: tuple[Failure, ...] = ()
-    room: str = ""  # more ranks can run than do
+    room: str = ""  # where more ranks can run than run now; empty: nowhere
     # The remaining nodes have room only for fewer ranks, and that is allowed; empty: no such case.
     fewer: str = ""
     lost_nodes: tuple[str, ...] = ()  # nodes of lost ranks that are lost too
@@ -135,7 +135,7 @@ class LadderVerdict(msgspec.Struct, frozen=True, kw_only=True):
     memory_step: int = -1  # the step of the states in memory that are used
     # That step is reached from a log of updates, and the living ranks stay at their step.
     replays: bool = False
-    rung: str = ""  # of the ladder; empty: the run stops
+    rung: str = ""  # name of the chosen rung; empty: the run stops
     counts: bool = True  # counts against the budget, because it answers a fault
     refused: tuple[str, ...] = ()  # why the rungs before it were refused
 

@@ -19,7 +19,7 @@ from holdfast.core.protocol.messages import OnceAsked, OnceTold
 
 NAME_LENGTH_MAX = 100
 VALUE_LENGTH_MAX = 1000
-NAMES_MAX = 100  # of one rank
+NAMES_MAX = 100  # names per rank
 
 
 class MadeOnce:

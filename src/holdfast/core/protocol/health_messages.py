@@ -17,7 +17,7 @@ class Stalled(Message, frozen=True):
     """Report that no worker of this node has made progress within its time limit (``stall_detector.py``)."""
 
     node_id: NodeId
-    generation: Generation  # of the pages
+    generation: Generation  # that of the status pages
     idle_s: float  # shortest time without progress among the workers
     bound_s: float  # longest of their time limits
     step_s: float  # median of the recent steps; 0: unknown
@@ -158,7 +158,7 @@ class StepTimes(Message, frozen=True):
     node_id: NodeId
     generation: Generation
     ranks: tuple[StepTime, ...]
-    step_s: float = 0.0  # the longest of their last steps
+    step_s: float = 0.0  # longest of the last steps of the workers
 
 
 class CopyDigest(msgspec.Struct, frozen=True, array_like=True):

@@ -242,7 +242,7 @@ class Fence(Message, frozen=True):
     """Order to leave the old generation: leave all collectives, stop at the step boundary, answer :class:`Settled`."""
 
     member_id: MemberId
-    generation: Generation  # the new one
+    generation: Generation  # the new generation
     reason: str
 
 
@@ -422,7 +422,7 @@ class MemberExited(Message, frozen=True):
 
     member_id: MemberId
     node_id: NodeId
-    generation: Generation  # of its page
+    generation: Generation  # that on its status page
     code: int | None  # exit code; None: the process was not a child of the agent
     signal: int | None
     state: RankState

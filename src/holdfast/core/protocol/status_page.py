@@ -43,8 +43,8 @@ class Word(IntEnum):
     COMMITTED = 9  # steps committed
     STEP_NS = 10  # duration of the last committed step
     FREED_NS = 11  # CLOCK_MONOTONIC when the process was out of its collectives after a fence
-    TRAP = 12  # drill only: action << 56 | phase << 48 | step; 0 = none (see status_page.py)
-    FLAGS = 13  # bits of Flag
+    TRAP = 12  # drill only: action << 56 | phase << 48 | step; 0 = none (see pack_trap)
+    FLAGS = 13  # bits of PageFlag
     REPEATED = 14  # blocks that ran again after an abort
     # Newest step whose share the writer process has: it is saved even if this process ends; 0: none.
     STAGED = 15

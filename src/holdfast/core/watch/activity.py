@@ -48,7 +48,7 @@ class Activity:
         self._node_id = node_id
         self._stopped_s = stopped_s
         self._marks: dict[MemberId, tuple[int, ...]] = {}
-        self._stopped: dict[MemberId, float] = {}  # since when
+        self._stopped: dict[MemberId, float] = {}  # start of the stop, in seconds
         self._moving: set[MemberId] = set()  # since the last report
         self._told: tuple[MemberId, ...] = ()  # last reported as stopped
         self._said_s = self._looked_s = -inf

@@ -41,7 +41,7 @@ from holdfast.core.watch.hang_attribution import PLACE, HangVerdict, blame, wher
 
 LINES_MAX = 64
 GATHER_S = 3.0  # an agent answers within this, or is left out
-PATIENCE_S = 2.0  # until the next look when nobody is to blame; doubles
+PATIENCE_S = 2.0  # until the next look when no rank is to blame; doubled each time
 QUIET = ("idle", "starting", "resuming")
 """Phases of a recovery in which workers train, or are about to."""
 

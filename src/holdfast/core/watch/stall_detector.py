@@ -41,7 +41,7 @@ WAITING = frozenset({Phase.ABORTED, Phase.IN_DOUBT, Phase.TORN, Phase.FINISHED, 
 """Phases in which a worker waits for the control plane or is done: it delays no other rank."""
 IN_STEP = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.VOTE, Phase.UPDATE, Phase.COMMIT})
 SAMPLES_MAX = 64
-SAMPLES_MIN = 3  # committed steps of a process before its bound is learned
+SAMPLES_MIN = 3  # committed steps of a process before its limit is learned
 # Times the floor until all have rebuilt their connections: thousands of ranks may have to meet.
 DUE_FLOORS = 80
 APART_MIN = 20  # changes of the page of a script without a session before its limit is learned

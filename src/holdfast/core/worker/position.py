@@ -67,15 +67,15 @@ class ScriptEvent(StrEnum):
     FRAMEWORK_DONE = "framework_done"
     HELD = "held"  # the block cannot begin: the script waits for the job
     BLOCK_BEGUN = "block_begun"
-    BLOCK_ENDED = "block_ended"  # and the step counts
-    BLOCK_LEFT = "block_left"  # by an abort or an exception
-    LOOP_LEFT = "loop_left"  # before its end
-    LOOP_OVER = "loop_over"
+    BLOCK_ENDED = "block_ended"  # the block ended, and the step counts
+    BLOCK_LEFT = "block_left"  # an abort or an exception ended the block
+    LOOP_LEFT = "loop_left"  # the script left the loop before its end
+    LOOP_OVER = "loop_over"  # the loop has come to its end
     TURN_ENDED = "turn_ended"  # the script is at the end of an epoch or phase, and the ranks vote on it
-    TURN_DONE = "turn_done"  # all ranks have done it
+    TURN_DONE = "turn_done"  # all ranks have done the epoch or phase
     SECTION_BEGUN = "section_begun"
     SECTION_ENDED = "section_ended"
-    SECTION_CUT = "section_cut"  # by an exception
+    SECTION_CUT = "section_cut"  # an exception ended the section
     STRAYED = "strayed"  # the script does not return to its loop
 
 

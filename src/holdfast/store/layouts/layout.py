@@ -405,10 +405,7 @@ def _with_holders(grid: Grid, held: HeldBoxes, places: Integers) -> list[tuple[B
 
 
 def _even_cuts(shape: Shape, box: Box) -> Cuts | None:
-    """Return the cell (part of a regular cut) that a box is.
-
-    Return None unless its parts are equal in every dimension.
-    """
+    """Return the cell of a box that is one part of a cut into equal parts; None for other boxes."""
     cuts: list[tuple[tuple[int, int], ...]] = []
     for length, offset, size in zip(shape, box.offsets, box.sizes, strict=True):
         if size <= 0 or length % size or offset % size or not 0 <= offset < length:

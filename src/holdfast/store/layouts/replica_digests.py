@@ -41,7 +41,7 @@ class ReplicaGroup(NamedTuple):
     """The boxes that exactly these ranks hold. ``extents`` are whole boxes, in the order of the stream."""
 
     holders: tuple[int, ...]
-    factor: int  # of this rank
+    factor: int  # the factor of this rank
     extents: tuple[Extent, ...]
     size_bytes: int
 

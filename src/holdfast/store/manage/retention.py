@@ -49,7 +49,7 @@ class KeepNewest(msgspec.Struct, frozen=True):
 
 
 class KeepEvery(msgspec.Struct, frozen=True):
-    """Keep, for each full multiple of ``steps``, the first checkpoint at or after it (for good)."""
+    """Keep for ever, for each full multiple of ``steps``, the first checkpoint at or after it."""
 
     steps: int
 

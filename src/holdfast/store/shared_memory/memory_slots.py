@@ -40,9 +40,9 @@ _WORDS = 6  # magic, step + 1, start and size of the description, its digest, di
 MARKER_SIZE_BYTES = 8 * _WORDS
 _OWN = slice(MARKER_SIZE_BYTES - 8, MARKER_SIZE_BYTES)  # the digest of these words
 _WHOLE = slice(_OWN.stop, _OWN.stop + 8)  # the same digest again when the state is whole
-_WORD_MAX = 2**63 - 1  # of a status page
+_WORD_MAX = 2**63 - 1  # largest word of a status page
 _DATA_AT = 4096
-DIGEST_MAX = 2**64 - 1  # takes the most room
+DIGEST_MAX = 2**64 - 1  # the digest whose encoding takes the most room
 ALIGNMENT = 64
 
 
@@ -275,7 +275,7 @@ class Incoming:
 
     @classmethod
     def begin(cls, directory: Path, rank: int, step: int, size_bytes: int) -> Self:
-        """Empty the slot with the older state for this one.
+        """Empty the slot with the older state, and return the new state to be written there.
 
         Raises:
             StateError: shared memory is full.

@@ -39,7 +39,7 @@ from holdfast.store.shared_memory.memory_slots import (
 
 _HEAD = 4096  # size of the part before the first entry
 _MAGIC = 0x31474F4C444C4F48  # "HOLDLOG1"
-_FORM = slice(0, 24)  # magic, entries, size of one
+_FORM = slice(0, 24)  # magic, number of entries, size of one
 _PROVEN = slice(24, 32)
 _YES = b"\x01" * 8
 _PAGE = 4096

@@ -37,7 +37,7 @@ from holdfast.store.write.writer import WrittenShare, write_share
 
 
 class Dropped(Exception):
-    """The rest of an order will not come."""
+    """Raised when the rest of an order will not come."""
 
 
 class WorkerLine:
