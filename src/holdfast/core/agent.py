@@ -155,7 +155,7 @@ class Worker(msgspec.Struct, kw_only=True):
 class Agent:
     """The state machine that decides for one node. The shell executes ``Send(to="shell")`` and reports the results.
 
-    The shell reports an exit for every member that it is told to kill, also for one that has no process yet.
+    The shell reports an exit for every member that it is ordered to kill, also for one that has no process yet.
     """
 
     def __init__(self, config: AgentConfig) -> None:
@@ -508,7 +508,7 @@ class Agent:
             self.spares.top_up(newest, [w.rank for w in here])
 
     def _known(self, member_id: MemberId) -> Worker:
-        """Return the worker. A process that a dead agent left is adopted."""
+        """Return the worker with this id. Add it if it is a process that a dead agent left."""
         worker = self.workers.get(member_id)
         if worker is None:
             worker = self.workers[member_id] = Worker(member_id=member_id, generation=NO_GENERATION, rank=-1)

@@ -337,7 +337,7 @@ def _refuse_partial(claim: LaunchClaim) -> None:
 def _surrounds(outer: LaunchClaim, inner: LaunchClaim) -> bool:
     """Return True if ``outer`` may have started the launcher of ``inner``, once per node or once.
 
-    Their numbers may differ.
+    If so, their numbers may differ.
     """
     if not outer.launcher.manager or inner.launcher.manager:
         return False
@@ -371,7 +371,9 @@ def _contradict(one: Fact, two: Fact) -> NoReturn:
 def _seated(
     env: Mapping[str, str], followed: LaunchClaim, claims: Sequence[LaunchClaim], started_on: int
 ) -> ProcessPlace:
-    """Return the place that agreeing ``claims`` give. ``started_on``: nodes on which a manager started the launcher."""
+    """Return the place of this process in its job, from claims that agree.
+
+    ``started_on``: number of nodes on which a process manager started the launcher."""
 
     def first(what: str) -> int | None:
         found = (claim.value(what) for claim in (followed, *claims))

@@ -1,7 +1,7 @@
 """One fault of the job, with the time at which its recovery reached each phase.
 
-Theory. All six times count from the moment of the fault, as well as it is known, so they grow from phase to phase. When
-a second fault interrupts the recovery, a fault keeps its own times of detection, fence, rest and decision. Its last two
+Theory. All six times count from the moment of the fault, as far as known, so they grow from phase to phase. When a
+second fault interrupts the recovery, a fault keeps its own times of detection, fence, rest and decision. Its last two
 times are set again, because what counts for the user is when the job was whole.
 """
 

@@ -60,7 +60,10 @@ class Word(IntEnum):
 
 
 class Phase(IntEnum):
-    """Phase of a worker. FORWARD, BACKWARD = COMPUTE; UPDATE, COMMIT = UPDATING; READY, SAVE = COMMITTED."""
+    """Phase of a worker. A state of the step protocol has one or several phases.
+
+    FORWARD, BACKWARD = COMPUTE; UPDATE, COMMIT = UPDATING; READY, SAVE = COMMITTED.
+    """
 
     STARTING = 0
     READY = 1

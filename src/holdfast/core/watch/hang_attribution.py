@@ -4,6 +4,7 @@ Theory. All ranks run the same program and meet in collectives, so the culprit i
 are tried in this order:
 
 - the process: it is stopped, or in an uninterruptible wait;
+- the loop: a rank has left its loop while others are in a block of the same step or a later one;
 - the collective: all ranks of one group must run the same ones in the same order;
 - the place: a rank has not reached the place where all others wait, or has passed it;
 - the device, where hosts queue collectives and do not wait for them;

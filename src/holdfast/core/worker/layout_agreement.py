@@ -58,7 +58,7 @@ class LayoutAgreement:
         self._under: Layout | None = None  # the layout published under ``version``
 
     def note(self, layout: Layout, generation: Generation) -> LayoutAnnouncement | None:
-        """Take ``layout`` as the present one of this rank.
+        """Record ``layout`` as the present layout of this rank.
 
         Return the message to publish, or None if nothing has changed.
         """

@@ -178,7 +178,7 @@ class StepMachine:
         return self._apply(E.BEGIN) == "compute"
 
     def enter_vote(self) -> bool:
-        """Enter the vote, which promises to apply the gradients. Return False when a fence has aborted the step."""
+        """Enter the vote: this rank promises to apply the gradients. Return False when a fence has aborted the step."""
         return self._apply(E.VOTE) == "voting"
 
     def vote_passed(self) -> RankState:

@@ -82,7 +82,10 @@ class Cached(Protocol):
 
 
 class Attempt(Closes, Protocol):
-    """The files of one attempt to save. ``owner`` distinguishes the writers of one name. ``close`` ends a hold."""
+    """The files of one attempt to save.
+
+    ``owner`` distinguishes the writers of one name. ``close`` ends the mark of ``hold``.
+    """
 
     @property
     def path(self) -> Place:
@@ -161,7 +164,7 @@ class Attempt(Closes, Protocol):
     def publish(self) -> None:
         """Make new files appear, in the order in which they were made.
 
-        A file that a loss of power leaves does not promise the others, but has its own content.
+        After a loss of power, an existing file does not prove that the others exist, but its content is complete.
 
         Raises:
             StoreWriteError: a file cannot be written.

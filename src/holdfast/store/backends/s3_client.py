@@ -194,7 +194,7 @@ class Bucket:
         return found
 
     def folders(self) -> list[str]:
-        """Return the first parts of all keys that have more than one.
+        """Return the names of the folders: the first part of each key that has several parts.
 
         Raises:
             StoreUnreachable: the server could not be reached, or refused.

@@ -81,7 +81,7 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Put the lease.
+        """Write the lease, and renew it in a thread.
 
         Raises:
             StoreWriteError: it cannot be written.

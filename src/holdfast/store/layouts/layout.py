@@ -109,7 +109,7 @@ class Declaration(msgspec.Struct, frozen=True):
     tensors: tuple[Row, ...]
 
     def box(self, row: Row) -> Box:
-        """Return the region of a row of the table on this rank."""
+        """Return the box that this rank holds of the tensor in a row of the table."""
         if row.place < 0:
             return self.boxes[-row.place - 1]
         return cut_box(row.shape, self.cells[row.place])
@@ -395,7 +395,7 @@ def _cuts_of(tensor: TensorMeta) -> Cuts | None:
 
 
 def _with_holders(grid: Grid, held: HeldBoxes, places: Integers) -> list[tuple[Box, tuple[int, ...]]]:
-    """Return boxes of a grid on a shape with their holders, sorted."""
+    """Return the boxes at the indices ``places`` with their holders, sorted."""
     holders = grid.holders
     who = (
         held.joined.get(place, holders[entry])
@@ -457,7 +457,7 @@ class _Join:
         return out
 
     def _grid(self, uses: frozenset[tuple[int, int]], shape: Shape | None) -> Grid:
-        """Return a grid of cells or, with a shape, of boxes, and their holders."""
+        """Return the grid for these places: cells or, if a shape is given, boxes, each with its holders."""
         if shape is None:
             cells: dict[Cuts, list[int]] = {}
             for number, place in uses:

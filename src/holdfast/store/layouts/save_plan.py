@@ -143,7 +143,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         return groups
 
     def _measure(self) -> Integers:
-        """Return the bytes of the stream of each group. Note the boxes without a living holder."""
+        """Return the size in bytes of the stream of each group. Note the boxes without a living holder."""
         sizes = np.zeros(len(self.groups), np.int64)
         for kind, tensors in self.kinds.items():
             held = self.catalogue.grids[kind[0]].on(kind[1])
@@ -246,7 +246,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
     def _stretch(
         self, ranks: tuple[int, ...], rank: int, stream: Sequence[tuple[str, Box, int]]
     ) -> Iterator[tuple[str, Box, Box]]:
-        """Return (tensor, box, part) of the stretch of ``rank``."""
+        """Yield (tensor, box, part) of the stretch of ``rank``."""
         if len(ranks) == 1:
             yield from ((fqn, box, box) for fqn, box, _ in stream)
             return
@@ -267,7 +267,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
 
 
 def _level(loads: Integers, size_bytes: int, copies: int) -> Integers:
-    """Return the bytes that each holder takes of ``copies`` times ``size_bytes``, up to one common load.
+    """Return how many bytes each holder takes of ``copies`` times ``size_bytes``, up to one common load.
 
     No holder takes a byte twice.
     """
@@ -309,7 +309,7 @@ def _axis(box: Box) -> int:
 
 
 def _steps(box: Box, size_bytes: int) -> tuple[int, int]:
-    """Return the bytes of a smallest piece, and the number of pieces of the box."""
+    """Return the size in bytes of the smallest piece of a box, and the number of its pieces."""
     per_row = size_bytes // (box.sizes[_axis(box)] if box.sizes else 1)
     step = -(-PART_SIZE_BYTES_MIN // per_row) * per_row
     return min(step, size_bytes), max(1, size_bytes // step)

@@ -174,7 +174,7 @@ def _lengths(
 
 
 def _rows(cut: Cut, division: Division) -> tuple[int, ...]:
-    """Return the length of each part of dimension 0, from those of all slices in the order of their parts."""
+    """Return the length of each part along dimension 0, from the lengths of all slices in the strategy file."""
     count = math.prod(division.parts)
     if cut.optimizer_parts or not cut.axes or len(cut.rows) != count:
         raise ValueError(f"the strategy gives {len(cut.rows)} lengths of uneven parts for {count} parts")

@@ -377,7 +377,7 @@ def _perform(work: Iterable[tuple[SourceFile, list[Read]]]) -> list[_Bad]:
 
 
 def _take_cached(file: SourceFile, batch: list[Read], scratch: memoryview, bad: list[_Bad]) -> list[Read]:
-    """Take the reads that the page cache has, from the first one on. Return the remaining reads."""
+    """Perform the reads whose bytes are in the page cache, from the first one on. Return the remaining reads."""
     end = batch[-1].start + batch[-1].size_bytes
     # The end is tested first: the disk should get one large request, not the rest of one.
     if not isinstance(file, Cached) or not file.read_cached(end - 1, memoryview(bytearray(1))):
@@ -392,7 +392,7 @@ def _take_cached(file: SourceFile, batch: list[Read], scratch: memoryview, bad: 
 
 
 def _take(file: SourceFile, batch: list[Read], scratch: memoryview, bad: list[_Bad]) -> None:
-    """Read a batch with one call."""
+    """Perform a batch of reads with one call."""
     start = batch[0].start
     buffers = [_buffer(read, read.start - start, scratch) for read in batch]
     try:

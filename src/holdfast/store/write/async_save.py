@@ -391,7 +391,7 @@ class _Placed(NamedTuple):
 
 
 def _placed(catalogue: Catalogue, plan: SavePlan, rank: int) -> _Placed:
-    """Place a share in the pool.
+    """Return the places of a share in the pool.
 
     The pool has the order of the files, and each file begins at a page: the disk can then read from the pool.
     """

@@ -149,7 +149,7 @@ class Pool(Closes):
         return 0 if self._map is None else len(self._map)
 
     def memory(self, size_bytes: int) -> memoryview:
-        """Return the shared memory, grown to at least ``size_bytes``. Earlier views are stale.
+        """Return the shared memory, grown to at least ``size_bytes``. Views that were returned before are stale.
 
         Raises:
             StoreWriteError: the machine does not have that much memory.
