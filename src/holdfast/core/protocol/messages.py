@@ -48,29 +48,22 @@ class WorkerHello(Message, frozen=True):
 
 
 class SessionOpened(Message, frozen=True):
-    """Report that a session has opened and is at ``step`` (resumed or fresh).
-
-    ``root``: where it saves, absolute, or empty.
-    """
+    """Report that a session has opened and is at ``step`` (resumed or fresh)."""
 
     member_id: MemberId
     generation: Generation
     step: int
-    root: str = ""
-    # Its collectives can be rebuilt in place: lost ranks may be replaced while it keeps its process.
-    live: bool = False
+    root: str = ""  # where the session saves, absolute, or empty
+    live: bool = False  # its collectives can be rebuilt: it keeps its process when lost ranks are replaced
 
 
 class LayoutPublished(Message, frozen=True):
-    """The boxes of this rank (``store.layouts.layout.RankLayout``), sent again when they change.
-
-    ``version`` names the vote after which all ranks publish. NO_VERSION: this rank publishes on its own.
-    """
+    """The boxes of this rank (``store.layouts.layout.RankLayout``), sent again when they change."""
 
     member_id: MemberId
     generation: Generation
     rank: int
-    version: LayoutVersion
+    version: LayoutVersion  # the vote after which all ranks publish; NO_VERSION: this rank on its own
     layout: Layout
     size_bytes: int = 0  # of the boxes that this rank holds; 0: not known
 
@@ -85,10 +78,7 @@ class FaultSeen(Message, frozen=True):
 
 
 class WorkerFailed(Message, frozen=True):
-    """Report that user code raised and the process is about to exit.
-
-    ``digest`` identifies the exception: type, text, place.
-    """
+    """Report that user code raised and the process is about to exit."""
 
     member_id: MemberId
     generation: Generation
@@ -96,7 +86,7 @@ class WorkerFailed(Message, frozen=True):
     kind: str
     what: str
     traceback: str
-    digest: str
+    digest: str  # identifies the exception: type, text, place
     user_error: bool = False  # a typed UserError/StoreError: retrying is pointless
     stays: bool = False  # its session keeps the process and its state until it is released
     between: bool = False  # raised between two steps: a restart does not run that code again at the same step
@@ -117,15 +107,12 @@ class Settled(Message, frozen=True):
 
 
 class SaveReported(Message, frozen=True):
-    """Report that a part of a checkpoint is durable, or why not (``error``).
-
-    ``sealed``: this rank found all boxes saved.
-    """
+    """Report that a part of a checkpoint is durable, or why not (``error``)."""
 
     member_id: MemberId
     generation: Generation
     save_id: SaveId
-    sealed: bool
+    sealed: bool  # this rank found all boxes saved
     size_bytes: int
     duration_s: float
     stall_s: float = 0.0
@@ -173,10 +160,7 @@ class Joined(Message, frozen=True):
 
 
 class StepReached(Message, frozen=True):
-    """Report of the first step that this rank committed in this generation.
-
-    The job has resumed when all have reported.
-    """
+    """Report of this rank's first committed step in a generation. When all have sent it, the job has resumed."""
 
     member_id: MemberId
     generation: Generation
@@ -192,26 +176,20 @@ class ExitAsked(Message, frozen=True):
 
 
 class OnceAsked(Message, frozen=True):
-    """Request of the script for the value that its rank made under ``name`` (``holdfast.once``), or that value.
-
-    ``value`` is JSON; empty: the rank only asks. The message may be repeated.
-    """
+    """Request of the script for the value that its rank made under ``name`` (``holdfast.once``), or that value."""
 
     member_id: MemberId
     name: str
-    value: str = ""
+    value: str = ""  # JSON; empty: the rank only asks. The message may be repeated.
 
 
 class OnceTold(Message, frozen=True):
-    """Answer to :class:`OnceAsked`: the value that is kept; empty: none yet.
-
-    ``full``: there is no room for another name.
-    """
+    """Answer to :class:`OnceAsked`: the value that is kept; empty: none yet."""
 
     member_id: MemberId
     name: str
     value: str
-    full: bool = False
+    full: bool = False  # there is no room for another name
 
 
 class ExitAgreed(Message, frozen=True):
@@ -223,10 +201,7 @@ class ExitAgreed(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """Report that the session of this rank is done (``until`` reached or exit agreed).
-
-    It waits for :class:`Release`.
-    """
+    """Report that the session of this rank is done (all steps, or an agreed exit). It waits for Release."""
 
     member_id: MemberId
     generation: Generation
@@ -253,8 +228,7 @@ class SaveShare(msgspec.Struct, frozen=True):
     root: str
     sources: tuple[int, ...]
     layouts: Layouts  # of all ranks, the dead included
-    # Rank (text) -> JSON of the rank-local values of dead ranks, from their status pages.
-    dead_locals: dict[str, bytes]
+    dead_locals: dict[str, bytes]  # rank (text) -> JSON of the rank-local values on the pages of the dead
 
 
 class Settle(Message, frozen=True):
@@ -282,10 +256,8 @@ class Receive(Message, frozen=True):
     version: LayoutVersion  # the version of all these layouts; NO_VERSION: they have no common one
     local: bytes = b""  # rank-local values of the lost rank, from its status page
     kept: bool = False  # take the state that the lost rank left in memory, not that of the sources
-    # Boxes without a living holder: compute them from a state and a log of updates in memory.
-    replays: bool = False
-    # Epochs and phases that the job has done: a state in memory with another number is refused.
-    turns: int = 0
+    replays: bool = False  # boxes without a living holder: compute them from a state and log in memory
+    turns: int = 0  # epochs and phases that the job has done: a state with another number is refused
 
 
 class ResumeInPlace(Message, frozen=True):
@@ -386,10 +358,7 @@ class MirrorFrom(Message, frozen=True):
 
 
 class Mirror(Message, frozen=True):
-    """One record of the controller's log for the logs of other nodes.
-
-    It is sent before the messages that follow from it.
-    """
+    """One record of the controller's log for other nodes' logs, sent before the messages that follow from it."""
 
     term: int
     number: int
@@ -465,47 +434,36 @@ class StartMembers(Message, frozen=True):
 
 
 class KillMember(Message, frozen=True):
-    """Order to kill a worker and its process group with SIGKILL. With ``grace_s`` > 0, SIGTERM comes first.
-
-    Attributes:
-        silent: it has not answered in time. The agent sends ``Evidence`` about it before the kill.
-        given_up: it was killed long ago and still exists (an uninterruptible wait). None of its code runs again, so its
-            status page is reported as its end.
-    """
+    """Order to kill a worker and its process group with SIGKILL. With ``grace_s`` > 0, SIGTERM comes first."""
 
     member_id: MemberId
     node_id: NodeId
     reason: str
     grace_s: float = 0.0
-    silent: bool = False
+    silent: bool = False  # it has not answered in time: the agent sends ``Evidence`` about it before the kill
+    # It was killed long ago and still exists (an uninterruptible wait). None of its code runs again, so its status page
+    # is reported as its end.
     given_up: bool = False
 
 
 class EndRun(Message, frozen=True):
-    """Order that ends the run: kill the remaining processes, report ``code``.
-
-    ``node_only``: the run continues elsewhere.
-    """
+    """Order that ends the run: kill the remaining processes, report ``code``."""
 
     code: int
     reason: str
-    node_only: bool = False
+    node_only: bool = False  # the run continues on other nodes
 
 
 # ---------------------------------------------------------------- command line -> agent
 
 
 class ExitRun(Message, frozen=True):
-    """Request of ``holdfast exit``: agree on a step, save, leave. After ``grace_s`` the run ends in any case.
-
-    Attributes:
-        cancel: withdraw an earlier request.
-        node_id: ask only this one of several nodes, because its launcher was signalled or has ended; empty: the job.
-    """
+    """Request of ``holdfast exit``: agree on a step, save, leave. After ``grace_s`` the run ends in any case."""
 
     grace_s: float
     source: str
-    cancel: bool = False
+    cancel: bool = False  # withdraw an earlier request
+    # Ask only this one of several nodes, because its launcher was signalled or has ended; empty: the whole job.
     node_id: str = ""
 
 
