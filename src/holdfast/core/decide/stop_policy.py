@@ -190,7 +190,7 @@ def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Lad
 
 
 def _at_the_next_step(failure: Failure, history: Sequence[Answered]) -> list[int]:
-    """Return the steps of an exception between two steps that recurred at the first chance after the last recovery.
+    """Return the steps of an exception in code between two steps, if it recurred at once after the last recovery.
 
     After a restart, code between two steps does not run again at the same step. A bug in it recurs one step later.
     """

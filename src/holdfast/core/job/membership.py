@@ -85,7 +85,7 @@ class Member(msgspec.Struct, kw_only=True):
 
 
 class PublishedLayout(NamedTuple):
-    """The newest layout of one rank, and where it came from."""
+    """The newest layout of one rank, and whether the rank itself sent it to this controller."""
 
     version: LayoutVersion
     layout: Layout

@@ -355,7 +355,7 @@ class Directory(Closes):
 
 
 def make_root(path: Path) -> None:
-    """Make a root if it is missing, private. ``OSError`` passes.
+    """Make a private root (mode 0700) if it is missing. ``OSError`` is not converted.
 
     Directories above it may serve other purposes, too: they follow the umask, as from ``mkdir -p -m 0700``.
     """
@@ -368,7 +368,7 @@ def new_owner(what: str) -> str:
 
 
 def sync_directory(path: Path) -> None:
-    """Sync a directory by path (fsync). ``OSError`` passes."""
+    """Sync a directory by path (fsync). ``OSError`` is not converted."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

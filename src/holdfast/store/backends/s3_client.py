@@ -271,7 +271,7 @@ def _configuration() -> tuple[tuple[str, str], ...]:
 
 
 def _retry_s(text: str) -> float:
-    """Return the value of the variable in seconds.
+    """Return the retry time in seconds from the text of its environment variable.
 
     Raises:
         UsageError: it is no number, or out of range.

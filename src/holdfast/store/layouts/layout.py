@@ -537,7 +537,7 @@ def check_tensor(tensor: TensorEntry | TensorMeta) -> None:
 
 
 def _check_place(tensor: TensorEntry, grid: Grid) -> None:
-    """Check a grid against the shape of one of its tensors."""
+    """Raise an error if a grid does not fit the shape of one of its tensors."""
     whole = Box.whole(tensor.shape)
     if grid.cells and len(grid.cells[0].cuts) != len(tensor.shape):
         raise StateError(f"tensor {tensor.fqn!r}: its cells have not {len(tensor.shape)} dimensions")

@@ -90,7 +90,7 @@ class _Bad(msgspec.Struct):
 class Opened:
     """A checkpoint that is protected from removal, and its decoded JSON files.
 
-    It may replace a path to avoid a second read.
+    The functions of this module accept it in place of a path, which avoids a second read.
     """
 
     directory: Attempt

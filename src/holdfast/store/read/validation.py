@@ -148,7 +148,7 @@ def inspect(
 
 
 def judge(directory: Attempt, index: Index, more: Sequence[str] = ()) -> Validity:
-    """Return the judgement of a checkpoint whose index could be read: valid.
+    """Return the judgement that a checkpoint is valid, which is certain once its index could be read.
 
     ``more`` is further damage, which copies can replace.
     """
