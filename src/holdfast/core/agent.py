@@ -333,7 +333,7 @@ class Agent:
         return Ack(ok=True, detail=what if self.connected else f"{what}, as soon as a controller is back")
 
     def _leaving(self, now: float, event: DrainNode | Notice | NoticeOver | PrepareSeats) -> None:
-        """Handle a message about leaving nodes: forward notices now and to each later controller, prepare seats."""
+        """Handle a message about leaving nodes. Notices are forwarded now and to each later controller."""
         if isinstance(event, PrepareSeats):
             self.spares.prepare(event)
             return

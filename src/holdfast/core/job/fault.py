@@ -163,7 +163,7 @@ class Faults:
             fault.passes(phase, now)
 
     def exited(self, member: Member) -> None:
-        """Complete the faults of a member that has ended: its status page shows where it was."""
+        """Fill in the missing phase of a member's faults, which its status page shows after its end."""
         for fault in self._of.get(member.member_id, ()):
             if member.exited is not None:
                 fault.phase = fault.phase or member.exited.detail

@@ -265,7 +265,7 @@ def _ranks(found: Sequence[RankEvidence]) -> tuple[int, ...]:
 
 
 def _others(count: int, does: str = "", do: str = "") -> str:
-    """Return a text for the other ranks, with a verb."""
+    """Return a text such as ``3 others wait``, for the other ranks and what they do."""
     return f"the other {does}".rstrip() if count == 1 else f"{count} others {do}".rstrip()
 
 

@@ -292,7 +292,7 @@ def _endpoint(said: Mapping[str, str]) -> str:
     """Return the URL of the server; empty if none is named.
 
     Raises:
-        UsageError: it is no such URL (the client library panics over some).
+        UsageError: the environment names no valid URL (the client library panics over some of them).
     """
     name = next((each for each in _ENDPOINTS if said.get(each)), "")
     if not name:

@@ -386,7 +386,9 @@ class _Placed(NamedTuple):
     size_bytes: int
 
     def is_for(self, catalogue: Catalogue, plan: SavePlan, rank: int) -> bool:
-        """Return True for the same objects. A comparison of two plans would take as long as placing one."""
+        """Return True if this share was placed for the same catalogue, plan and rank.
+
+        Objects are compared by identity: comparing two plans would take as long as placing one."""
         return self.catalogue is catalogue and self.plan is plan and self.rank == rank
 
 
