@@ -1,19 +1,20 @@
-"""One node: its workers, its lines to controller, launcher and command line.
+"""The agent of one node: its workers, and its connections to controller, launcher and command line.
 
-Theory. The agent decides nothing about the job. It starts, signals and reaps the workers of its node, passes
-messages through, and remembers. Its memory is what makes everyone else replaceable: the last word of each
-kind of each worker of the newest generation, the layouts of all ranks, and what could not be delivered. A new
-controller gets all of it after the hello, and then a beat that closes the list. When the controller is gone the
-agent orders a new one; when the launcher is gone it asks for a graceful exit, because nobody watches the run any
-more.
+Theory. The agent decides nothing about the job. It starts, signals and reaps the workers of its node, forwards
+messages, and remembers. Its memory makes every other process replaceable: the last message of each kind of each worker
+of the newest generation, the layouts of all ranks, and the messages that could not be delivered. A new controller gets
+all of it after the hello, and then a heartbeat that closes the list. When the controller is lost, the agent orders a
+new one. When the launcher is lost, the agent asks for a graceful exit, because no person watches the run any more.
+
+The shell is the code that drives this state machine: it starts and signals processes.
 
 Invariants:
 1. A member is started at most once, and never after its kill or its exit.
-2. What a worker said last of each kind reaches every controller; requests and faults are kept until one has
+2. A worker's last message of each kind reaches every controller. Requests and faults are kept until a controller has
    them.
-3. After EndRun the agent ends when its last worker is gone, never before.
-4. Whoever is asked to leave leaves: at once where nothing has begun, else within the deadline of the request, with or
-   without a controller, and however many controllers die over it. Whoever is stopped stops.
+3. After EndRun the agent ends when its last worker has ended, never before.
+4. A process that is asked to leave leaves: at once if the job has not begun here, otherwise within the deadline of the
+   request, with or without a controller, and however many controllers die meanwhile. A stop is always carried out.
 """
 
 from __future__ import annotations
@@ -108,13 +109,17 @@ REMEMBERED = (
     Finished,
     MemberExited,
 )
-"""Kinds of which the last word of each member is repeated to a new controller, in this order."""
+"""Kinds of messages. The last one of each kind and member is repeated to a new controller, in this order."""
 REPEATED = (
     *(kind for kind in REMEMBERED if kind not in (WorkerHello, WorkerFailed, MemberExited)),
     *(JoinAsked, Joined),
 )
-"""Kinds of which a worker itself says its last word again, after its hello to the next agent: the one before may have
-died with it. Not those that answer a standing order, which a hello has repeated."""
+"""Kinds of messages. A worker sends its last one of each kind again after its hello to the next agent.
+
+That message may have been lost with the previous agent.
+
+Answers to an order in force are left out: after the hello that order is repeated.
+"""
 LEAVE_TIMER = "leave"
 UPWARD = (
     *REMEMBERED,
@@ -130,7 +135,7 @@ UPWARD = (
         HoldReached,
     ),
 )
-"""What a worker says; everything else that names a member is said to it."""
+"""Messages from a worker. Every other message that names a member is sent to that worker."""
 
 
 class Worker(msgspec.Struct, kw_only=True):
@@ -138,19 +143,19 @@ class Worker(msgspec.Struct, kw_only=True):
 
     member_id: MemberId
     generation: Generation
-    rank: int  # -1: adopted from a dead agent, has not said hello yet
+    rank: int  # -1: left by a dead agent, has not sent a hello yet
     pid: int = 0
     alive: bool = True
     doomed: bool = False  # its death was ordered
     state: RankState = "starting"
     step: int = 0
-    words: dict[str, Message] = {}  # last word of each remembered kind
+    words: dict[str, Message] = {}  # last message of each remembered kind
 
 
 class Agent:
-    """Decides for one node. The shell executes ``Send(to="shell")`` and reports what came of it.
+    """The state machine that decides for one node. The shell executes ``Send(to="shell")`` and reports the results.
 
-    Every member that it is told to kill exits, also one that is no process yet and never will be.
+    The shell reports an exit for every member that it is ordered to kill, also for one that has no process yet.
     """
 
     def __init__(self, config: AgentConfig) -> None:
@@ -163,11 +168,11 @@ class Agent:
         self.ended = False
         self._started: set[MemberId] = set()
         self._restarts = 0
-        self._request: ExitRun | None = None  # what was asked last; told to every controller
-        self._due_s = 0.0  # when its deadline has passed
+        self._request: ExitRun | None = None  # the last request; it is sent to every controller
+        self._due_s = 0.0  # deadline of the request
         self._stop: StopRun | None = None
         self._notices = Notices()
-        self._begun = False  # the others, or a controller, rely on this agent
+        self._begun = False  # other agents, or a controller, rely on this agent
         self._here_s = 0.0
         self._pending: deque[Message] = deque()
         self._catalogue: Catalogued | None = None
@@ -176,12 +181,12 @@ class Agent:
         self.spares = Spares(config, self._out)
 
     def start(self, now: float) -> list[Command]:
-        """The first commands, before any event."""
+        """Return the first commands, before any event."""
         self._out.append(SetTimer(name="beat", delay_s=self.config.beat_s))
         return self._take()
 
     def handle(self, now: float, event: Message) -> list[Command]:
-        """Answer one event."""
+        """Handle one event and return the commands that follow from it."""
         if is_spare(getattr(event, "member_id", 0)):
             self.spares.heard(event)
             return self._take()
@@ -231,7 +236,7 @@ class Agent:
                 if self.connected:
                     self._tell(event)
             case Stalled() | Late() | ProgressResumed() | Active() | Evidence() | StepTimes():
-                if self.connected:  # said again while it lasts
+                if self.connected:  # it is repeated while it lasts
                     self._tell(event)
             case Catalogued():
                 if event.member_id == EVERYBODY:
@@ -255,7 +260,7 @@ class Agent:
         assert len(self._pending) <= self.config.pending_max, "more is kept than allowed"
 
     def snapshot(self) -> dict[str, object]:
-        """Plain data, for reports and the simulator."""
+        """Return the state as plain data, for reports and the simulator."""
         return {
             "node": str(self.node_id),
             "living": sorted(w.member_id for w in self.workers.values() if w.alive),
@@ -285,7 +290,8 @@ class Agent:
                 if word is not None:
                     self._tell(word)
         if self._catalogue is not None:
-            self._tell(self._catalogue)  # the layouts of ranks whose node is lost with the controller
+            # Includes ranks of a node that may be lost together with the controller.
+            self._tell(self._catalogue)
         if self._held is not None:
             self._tell(self._held)
         while self._pending:
@@ -297,7 +303,7 @@ class Agent:
 
     def _controller_gone(self, now: float) -> None:
         if self.connected and now - self._here_s >= self.config.steady_s:
-            # It worked: one that breaks over what it is told first breaks at once, every time.
+            # It worked. A controller that fails on the messages it gets first fails at once, every time.
             self._restarts = 0
         self.connected = False
         if self.ending is not None or self.ended:
@@ -327,7 +333,7 @@ class Agent:
         return Ack(ok=True, detail=what if self.connected else f"{what}, as soon as a controller is back")
 
     def _leaving(self, now: float, event: DrainNode | Notice | NoticeOver | PrepareSeats) -> None:
-        """A node will leave: pass notices on, now and to every controller that comes, and build what they ask for."""
+        """Handle a message about leaving nodes. Notices are forwarded now and to each later controller."""
         if isinstance(event, PrepareSeats):
             self.spares.prepare(event)
             return
@@ -343,7 +349,7 @@ class Agent:
             self._tell(event)
 
     def _ask_exit(self, now: float, request: ExitRun) -> None:
-        """Pass a request on, now and to every controller that comes: one that dies may not have heard it."""
+        """Forward an exit request now and to each later controller: one that dies may not have received it."""
         if self.ending is not None:
             return
         self._request, self._due_s = request, now + request.grace_s
@@ -355,7 +361,7 @@ class Agent:
             self._keep_deadline(now)
 
     def _ask_stop(self, request: StopRun) -> None:
-        """Pass it on. A stop does not wait for a controller."""
+        """Forward a stop. Without a controller, stop at once."""
         self._stop = request
         if self.connected and self.ending is None:
             self._tell(request)
@@ -366,7 +372,7 @@ class Agent:
         self._end(EndRun(code=int(Exit.INTERRUPTED), reason=request.reason))
 
     def _keep_deadline(self, now: float) -> None:
-        """There is no controller that could save: who was asked to leave keeps the deadline all the same."""
+        """Arm the deadline of the request in force: without a controller, no other process enforces it."""
         if self._request is None:
             return
         if self._request.cancel:
@@ -375,7 +381,10 @@ class Agent:
             self._out.append(SetTimer(name=LEAVE_TIMER, delay_s=max(0.0, self._due_s - now)))
 
     def _tell_request(self) -> None:
-        """Once more, with what is left of its time; the deadline is the controller's from here on."""
+        """Repeat the request to the controller, with its remaining time.
+
+        From here on the controller keeps the deadline.
+        """
         if self._request is not None:
             left_s = max(0.0, self._due_s - self._here_s)
             self._tell(msgspec.structs.replace(self._request, grace_s=left_s))
@@ -383,7 +392,7 @@ class Agent:
 
     @property
     def _is_idle(self) -> bool:
-        """Nothing of the job has reached this node yet."""
+        """True if nothing of the job has reached this node yet."""
         return not self._begun and not self._started
 
     def _leave(self, why: str) -> None:
@@ -404,7 +413,7 @@ class Agent:
     # ---------------------------------------------------------------- workers
 
     def _pass_on(self, event: Message) -> None:
-        """A message of a worker goes up, one of the controller goes down to the worker that it names."""
+        """Forward a message: from a worker to the controller, from the controller to the worker that it names."""
         member_id = getattr(event, "member_id", None)
         if member_id is None:
             return
@@ -422,14 +431,17 @@ class Agent:
             self._keep(event)
 
     def _spread(self, catalogued: Catalogued) -> None:
-        """To every worker of the node; a controller says it once per node."""
+        """Send the catalogue to every worker of the node. A controller sends it once per node."""
         self._catalogue = catalogued
         for living in [w.member_id for w in self.workers.values() if w.alive]:
             own = msgspec.structs.replace(catalogued, member_id=living)
             self._out.append(Send(to=f"member:{living}", message=own))
 
     def _recall(self, catalogued: Catalogued) -> None:
-        """A worker repeats what it heard through an agent before this one: ranks that died with that one cannot."""
+        """Keep the catalogue that a worker got through an earlier agent.
+
+        The ranks that were lost with that agent cannot publish their layouts again.
+        """
         known = self._catalogue
         if known is None or known.version < catalogued.version:
             self._catalogue = catalogued
@@ -459,7 +471,7 @@ class Agent:
         self.spares.fit(order.world_size)
         if order.generation > self.generation:
             self.generation = order.generation
-            if not order.join:  # else what the lost ranks said still counts until the job has resumed
+            if not order.join:  # otherwise the last messages of lost ranks count until the job has resumed
                 self.workers = {m: w for m, w in self.workers.items() if w.alive}
         fresh = tuple(a for a in order.members if a.member_id not in self._started)
         for seat in fresh:
@@ -470,7 +482,7 @@ class Agent:
         self._let_start(order, fresh)
 
     def _let_start(self, order: StartMembers, fresh: tuple[Assignment, ...]) -> None:
-        """A spare takes the seat of a newcomer where there is one; the others start from scratch."""
+        """Give the seats of newcomers to spares while there are any. Start the other members as usual."""
         rest = []
         for seat in fresh:
             spare = self.spares.take(seat) if order.join else None
@@ -489,14 +501,14 @@ class Agent:
             self._kill_now(worker, f"a spare that did not answer within {self.config.called_s:g} s", 0.0)
 
     def _build_spares(self) -> None:
-        """All workers of this node train: time to build what will replace the next one that is lost."""
+        """Build spares, now that workers of this node train."""
         here = [w for w in self.workers.values() if w.alive and StepReached.__name__ in w.words]
         if self.config.spares and self.ending is None and here:
             newest = max(w.generation for w in here)
             self.spares.top_up(newest, [w.rank for w in here])
 
     def _known(self, member_id: MemberId) -> Worker:
-        """The worker; a process that a dead agent left is adopted."""
+        """Return the worker with this id. Add it if it is a process that a dead agent left."""
         worker = self.workers.get(member_id)
         if worker is None:
             worker = self.workers[member_id] = Worker(member_id=member_id, generation=NO_GENERATION, rank=-1)

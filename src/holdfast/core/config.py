@@ -1,4 +1,4 @@
-"""Bounds and limits of the control plane, in one place; seconds unless the name says otherwise."""
+"""Time limits and other limits of the control plane, in seconds unless the name says otherwise."""
 
 from __future__ import annotations
 
@@ -11,44 +11,44 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     run_id: str
     world_size: int
     nnodes: int = 1
-    # Fewest nodes to go on with when some are lost and no spare waits; 0: never with fewer.
+    # Fewest nodes to continue with when some are lost and no spare node waits; 0: never with fewer.
     nodes_min: int = 0
-    # Agents that elect the controller; a node is lost only while a majority is heard.
+    # Agents that elect the controller. A node counts as lost only while a majority of them is connected.
     voters: tuple[str, ...] = ()
-    # No majority can be reached: seal what is committed, and end; the place of this agent, from 1.
+    # Above 0: no majority can be reached, so seal what is committed, and end. The value is the place of this agent.
     alone: int = 0
-    term: int = 1  # counts controllers of this run; more than 1: a successor, re-derives what is going on
-    library: bool = False  # the workers were started by someone else: never start any
+    term: int = 1  # counts controllers of this run; above 1: a successor, which derives the state of the job
+    library: bool = False  # another launcher started the workers: never start any
 
-    max_restarts: int = 16  # faults answered within the window below
+    max_restarts: int = 16  # faults handled within the window below
     restart_window_s: float = 3600.0
-    verify: bool = False  # copies of the state are compared before it is saved or given away
+    verify: bool = False  # compare copies of the state before it is saved or given away
     on_fault: str = "auto"  # see ``ladder.Ladder.parse``
     replacements_max: int = 2  # newcomers lost before they joined, until all workers are restarted
-    retries_per_step_max: int = 2  # retries in place of one step before its workers are restarted
+    retries_per_step_max: int = 2  # retries of one step in place, until its workers are restarted
     save_attempts_max: int = 3  # last-gasp attempts of one recovery
 
     beat_s: float = 1.0  # heartbeat of an agent
-    lost_s: float = 3.0  # an agent is suspected after this silence
-    adoption_s: float = 10.0  # and given up when no successor has joined after this much more
-    rejoin_s: float = 2.0  # a controller that takes over hears from every node within this, or loses it
+    lost_s: float = 3.0  # an agent is suspected after this time without a heartbeat
+    adoption_s: float = 10.0  # a suspected agent is lost when no successor has joined within this
+    rejoin_s: float = 2.0  # a new controller counts a node as lost that has not reported within this
     startup_s: float = 120.0  # agents and workers have to report within this
-    fault_grace_s: float = 0.3  # a collective broke: wait this long for a death that explains it
+    fault_grace_s: float = 0.3  # after a broken collective: time to wait for a death that explains it
     quiesce_s: float = 5.0  # leave collectives within this, or be killed
     offer_s: float = 15.0  # a survivor serves its state to newcomers within this, or is killed
-    starting_quiesce_s: float = 1.0  # the same for a worker that has no session yet
-    depart_s: float = (
-        5.0  # a node that is asked to leave departs alone when the others were not asked within this
-    )
-    hold_s: float = 10.0  # ranks that move wait so long for all to stop at the end of a step
+    starting_quiesce_s: float = 1.0  # the same as ``quiesce_s``, for a worker that has no session yet
+    # A node that is asked to leave departs alone when the others were not asked within this.
+    depart_s: float = 5.0
+    hold_s: float = 10.0  # a move of ranks waits this long for all ranks to stop at the end of a step
     failing_s: float = 2.0  # a worker that reported its exception exits within this, or is killed
     gasp_s: float = 60.0  # a source writes its share of a last-gasp checkpoint within this, or is killed
-    leave_s: float = 5.0  # a worker told to leave exits within this, or is killed
+    leave_s: float = 5.0  # a worker ordered to leave exits within this, or is killed
     kill_s: float = 30.0  # a killed process that still exists after this is given up
     term_grace_s: float = 10.0  # SIGTERM before SIGKILL, for scripts without a session
     grace_s: float = 300.0  # deadline of a graceful exit that a worker asked for
-    patience_s: float = 1800.0  # a job in which nobody is to blame for standing still is fenced after this
-    replace_slower_than: float = 0.0  # a rank whose steps take so many times as long as the others'; 0: never
+    patience_s: float = 1800.0  # a stalled job in which no rank is to blame is fenced after this
+    # A rank is replaced when its steps take this many times as long as the others'; 0: never.
+    replace_slower_than: float = 0.0
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,19 +58,19 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True):
     slots: int
     pid: int = 0
     beat_s: float = 1.0
-    host: str = ""  # where other nodes reach this one; empty: there are none
-    port: int = 0  # a free port there
+    host: str = ""  # address for other nodes; empty: there are none
+    port: int = 0  # a free port at ``host``
     grace_s: float = 300.0  # deadline of the graceful exit that a lost launcher causes
     pending_max: int = 10_000  # messages kept while there is no controller
-    restarts_max: int = 16  # controllers started again in a row, when none was heard for ``steady_s``
+    restarts_max: int = 16  # consecutive restarts of the controller, none of which stayed up for ``steady_s``
     steady_s: float = 1.0
     spares: int = 0  # processes built beforehand
-    world_size: int = 0  # that they are built for, until the job says another
-    spare_delay_s: float = 1.0  # until a spare that died is built again, doubled by each failure in a row
+    world_size: int = 0  # number of ranks that spares are built for, until the job reports another
+    spare_delay_s: float = 1.0  # until a spare that died is built again, doubled by each consecutive failure
     called_s: float = 1.0  # a spare that is called answers within this, or is killed
-    spare_failures_max: int = 3  # builds that failed in a row, until no more are tried
+    spare_failures_max: int = 3  # consecutive builds that failed, until no more are tried
 
     @property
     def node_of_several(self) -> str:
-        """The name of this node, empty when there is no other."""
+        """The name of this node; empty when it is the only one."""
         return self.node_id if self.host else ""

@@ -1,17 +1,17 @@
-"""The controller: routes each event to the small machine that answers it.
+"""The controller: it routes each event to the part that handles it.
 
-Theory. All decisions about the job are made in one place, by pure code: ``handle(now, event)`` changes state
-and returns commands; the driver journals the records among them, then executes the rest. ``recovery`` answers
-faults, ``ending`` exits and the end, ``liveness`` silence, ``policy`` chooses rungs, ``membership`` knows who
-is who. A controller of a later term re-derives all that from the agents' reports and the log (``history``).
+Theory. All decisions about the job are made in one place, by pure code: ``handle(now, event)`` changes state and
+returns commands. The driver (the process around it) first journals the log records among the commands, then executes
+the rest. The parts are in ``core/job`` and ``core/watch``: ``recovery`` handles faults, ``ending`` exits and the end of
+the run, ``liveness`` silent nodes, ``fleet`` nodes and processes, ``hangs`` stalls. A controller of a later term
+derives the state of the job from the agents' reports and the log (``log_replay.py``).
 
-``now`` is in seconds of CLOCK_MONOTONIC of this machine: ``died_ns`` and ``freed_ns`` are compared with it.
+``now`` is in seconds of CLOCK_MONOTONIC of this host: ``died_ns`` and ``freed_ns`` are compared with it.
 
 Invariants:
-1. A worker's message counts only when its sender is seated, and a protocol message only in the newest
-   generation.
-2. A successor that finds every member alive in the newest issued generation disturbs nobody.
-3. Every event is answered in bounded time: whoever is waited for has a timer that removes it.
+1. A worker's message counts only when its sender is seated, and a protocol message only in the newest generation.
+2. A new controller that finds every member alive in the newest issued generation leaves all of them undisturbed.
+3. Every event is handled in bounded time: each process that is waited for has a timer that removes it.
 """
 
 from __future__ import annotations
@@ -78,11 +78,14 @@ from holdfast.core.watch.hang_detection import Hangs
 from holdfast.core.watch.stragglers import Stragglers
 
 PROTOCOL = (Settled, FaultSeen, StepReached, StateOffered, StateRefused, JoinAsked, Joined, HoldReached)
-"""What counts in the newest generation only."""
+"""Messages that count only in the newest generation."""
 
 
 class Controller:
-    """Decides for one job. See the module for the clock; ``uncovered`` is the planner of the store."""
+    """The state machine that decides for one job.
+
+    The module describes the clock. ``uncovered`` is the planner of the store.
+    """
 
     def __init__(self, config: Config, past: ReplayedState, uncovered: Uncovered) -> None:
         self.job = Job(config, past, uncovered)
@@ -96,7 +99,7 @@ class Controller:
         self.once = MadeOnce(self.job, past)
 
     def start(self, now: float) -> list[Command]:
-        """The first commands, before any event."""
+        """Return the first commands, before any event."""
         job = self.job
         job.record(
             "run_started", run=job.config.run_id, world_size=job.config.world_size, term=job.config.term
@@ -106,7 +109,7 @@ class Controller:
         return job.take()
 
     def handle(self, now: float, event: Message) -> list[Command]:
-        """Answer one event."""
+        """Handle one event and return the commands that follow from it."""
         match event:
             case AgentHello():
                 self.hangs.rejoined(event.node_id)
@@ -166,7 +169,7 @@ class Controller:
         self.job.roster.check()
 
     def snapshot(self) -> dict[str, object]:
-        """Plain data, for reports and the simulator."""
+        """Return the state as plain data, for reports and the simulator."""
         job = self.job
         return {
             "phase": self.recovery.phase,
@@ -191,7 +194,7 @@ class Controller:
             case WorkerFailed():
                 self._worker_failed(now, member, event)
             case ExitAsked():
-                if not self.job.exit_source:  # it has a deadline, which may be shorter
+                if not self.job.exit_source:  # a request in force has a deadline, which may be shorter
                     self.ending.request(event.source, self.job.config.grace_s)
             case ExitAgreed():
                 self.ending.agreed(event.step)
@@ -213,7 +216,7 @@ class Controller:
                 return
 
     def _begun(self, now: float, member: Member) -> None:
-        """The first step of a process: how long did it take to come there?"""
+        """Record the first step of a process, and how long the process took to reach it."""
         if not member.begun and member.started_s:
             self.job.begun_s = max(self.job.begun_s, now - member.started_s)
         member.begun = True
@@ -251,7 +254,7 @@ class Controller:
         member.state, member.step = "ready", event.step
         self.ending.remind(member)
         self.recovery.opened(now)
-        # Until now an end with code 0 was that of a script without a session.
+        # Until now the job had no session, and an exit with code 0 was no fault.
         for other in job.roster.dead if first else ():
             if (
                 other.opened_step is None
@@ -273,7 +276,7 @@ class Controller:
         again = event.version == known
         nodes = {member.node_id} if again else job.roster.nodes
         for node_id in sorted(nodes, key=node_order):
-            job.send_node(node_id, catalogued)  # once per node: it is as large as the job
+            job.send_node(node_id, catalogued)  # once per node, because the message grows with the job
 
     def _worker_failed(self, now: float, member: Member, event: WorkerFailed) -> None:
         job = self.job

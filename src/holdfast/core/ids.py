@@ -1,14 +1,14 @@
-"""Identities.
+"""Identifiers of processes, generations and saves.
 
-Theory. Three kinds of number must never be mixed: a *member id* names one process life and is never reused; a *rank* is
-a position inside one generation; a *generation* is one membership of the job. They are separate types here, and only
+Theory. Three kinds of number must never be mixed. A *member id* names one process life and is never reused. A *rank* is
+a position inside one generation. A *generation* is one membership of the job. They are separate types here, and only
 ``core/job/membership.py`` relates them.
 
 Invariants:
-1. Generations are totally ordered by (term, n); a message of a lower generation than the receiver's is refused.
+1. Generations are totally ordered by (term, n). A receiver refuses a message of a generation lower than its own.
 2. A save id is a pure function of (run, generation, step, attempt): every rank computes the same one.
-3. All ranks of a generation count its votes alike, so a version means the same to all of them.
-4. The step of a save id is one that the name of its directory can say: an attempt that nobody lists is never made.
+3. All ranks of a generation count its votes alike, so a layout version means the same to all of them.
+4. The step of a save id fits into the name of its directory, so every attempt can be listed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MemberId = NewType("MemberId", int)
 NodeId = NewType("NodeId", str)
 
 EVERYBODY = MemberId(0)
-"""In a message to an agent: every worker of its node."""
+"""Recipient of a message to an agent that is meant for every worker of its node."""
 
 STEP_DIGITS_MAX = 15
 STEP_MAX = 10**STEP_DIGITS_MAX - 1
@@ -31,12 +31,12 @@ RUN_ID_PATTERN = rf"[A-Za-z0-9][A-Za-z0-9_-]{{0,{RUN_ID_LENGTH_MAX - 1}}}"
 
 
 def is_run_id(name: str) -> bool:
-    """``name`` may be that of a run, or of a job: a part of paths, and of the names of checkpoints."""
+    """Return True if ``name`` can name a run or a job: it becomes a part of paths and of checkpoint names."""
     return re.fullmatch(RUN_ID_PATTERN, name) is not None
 
 
 class Generation(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """One membership of the job: ``n`` counts memberships, ``term`` counts controllers."""
+    """The number of one membership of the job: ``n`` counts memberships, ``term`` counts controllers."""
 
     term: int
     n: int
@@ -46,30 +46,34 @@ class Generation(msgspec.Struct, frozen=True, order=True, array_like=True):
 
     @staticmethod
     def parse(text: str) -> Generation:
-        """Inverse of ``str``. Raises: ValueError."""
+        """Return the generation that ``str`` wrote.
+
+        Raises:
+            ValueError: the text is not ``term.n``.
+        """
         term, n = text.split(".")
         return Generation(int(term), int(n))
 
     def next(self) -> Generation:
-        """The generation that follows in the same term."""
+        """Return the next generation of the same term."""
         return Generation(self.term, self.n + 1)
 
     def pack(self) -> int:
-        """As one 64-bit integer, for the status page."""
+        """Return the generation as one 64-bit integer, for the status page."""
         return (self.term << 32) | self.n
 
     @staticmethod
     def unpack(word: int) -> Generation:
-        """Inverse of :meth:`pack`."""
+        """Return the generation that :meth:`pack` packed."""
         return Generation(word >> 32, word & 0xFFFFFFFF)
 
 
 MEMORY = "memory@"
-"""In place of a save's directory: start from what each rank has in memory."""
+"""Prefix of a name that stands in place of a save's directory: start from the states in memory."""
 
 
 def memory_name(step: int) -> str:
-    """The states of ``step`` in memory, where a save is named to resume from."""
+    """Return the name that orders a start from the states of ``step`` in memory, in place of a save's directory."""
     return f"{MEMORY}{step}"
 
 
@@ -77,7 +81,7 @@ NO_GENERATION = Generation(0, 0)
 
 
 class LayoutVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """Names what all ranks told after the ``vote``-th vote of ``generation``; 0: what they told at their start."""
+    """The name of the layouts that all ranks published after a vote of ``generation``; vote 0: at their start."""
 
     generation: Generation
     vote: int
@@ -87,14 +91,18 @@ class LayoutVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 NO_VERSION = LayoutVersion(NO_GENERATION, 0)
-"""Of what a rank told on its own."""
+"""The version of a layout that a rank published on its own."""
 
 
 class SaveId(msgspec.Struct, frozen=True, order=True):
-    """Identity of one attempt to save one step.
+    """The identity of one attempt to save one step.
 
-    ``step`` is the number of updates done before it; ``kind`` is ``periodic``, ``request``, ``exit``, ``final`` or
-    ``last-gasp``.
+    Attributes:
+        run: id of the run.
+        generation: the generation that saves.
+        step: number of updates done before the save.
+        attempt: number of the attempt.
+        kind: ``periodic``, ``request``, ``exit``, ``final`` or ``last-gasp``.
     """
 
     run: str
@@ -111,5 +119,5 @@ class SaveId(msgspec.Struct, frozen=True, order=True):
         return f"{self.run}.g{self.generation}.a{self.attempt}"
 
     def directory(self) -> str:
-        """Directory name below the checkpoint root, e.g. ``step-00001200.<save id>``."""
+        """Return the directory name below the checkpoint root, e.g. ``step-00001200.<save id>``."""
         return f"step-{self.step:08d}.{self}"

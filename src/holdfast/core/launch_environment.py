@@ -1,9 +1,9 @@
-"""The place of a process in its job, read from the variables of whatever has started it.
+"""The place of a process in its job, read from the environment variables of its launcher.
 
 Theory. Each launcher is a row of ``LAUNCHERS``: the names of its variables. A row whose variables are set is a claim.
-All claims of one process must agree, because a process that follows one of two contradicting claims trains another job
-than the one that the user has started. Two kinds of claims may differ: that of a process manager (mpirun, srun) which
-has started one launcher per node, and that of one which has started a single task. A process without a claim is alone.
+All claims of one process must agree: a process that followed the wrong one of two would train another job than the user
+has started. Two kinds of claims may differ: that of a process manager (mpirun, srun) that started one launcher per
+node, and that of a manager that started a single task. A process without a claim is alone.
 
 Slurm sets its variables for batch scripts and interactive shells as well: only a step of several tasks is a claim.
 """
@@ -23,19 +23,19 @@ TF_RANKS = ("chief", "master", "worker")
 """Task types of ``TF_CONFIG`` that train, in the order of their ranks."""
 REMEDY = "start the script with `holdfast run --nproc-per-node N`"
 SLURM_SPECIAL_STEPS = 0xFFFF_FFF0
-"""Steps from this number on are batch scripts and interactive shells."""
+"""Slurm's first step number for batch scripts and interactive shells."""
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
 
 class ProcessPlace(NamedTuple):
-    """The place of one process.
+    """The place of one process in its job.
 
     Attributes:
         rank, world_size: of the job.
-        local_rank, local_world_size: on this node; the size is 0 where nothing says it.
+        local_rank, local_world_size: on this node; the size is 0 if no variable gives it.
         node: number of this node; -1: not known.
         master: address of the node of rank 0; empty: not known.
-        said: the variables that were followed, with their values, for messages.
+        said: the variables that were used, with their values, for messages.
     """
 
     rank: int = 0
@@ -48,12 +48,12 @@ class ProcessPlace(NamedTuple):
 
     @property
     def one_node(self) -> bool:
-        """All ranks of the job are on this node."""
+        """True if all ranks of the job are on this node."""
         return self.local_world_size == self.world_size
 
 
 class Fact(NamedTuple):
-    """What one variable says."""
+    """One variable and its value."""
 
     name: str
     value: int
@@ -101,11 +101,12 @@ FRAMEWORK = LauncherVariables("framework", "rank of its group", "size of its gro
 
 
 class LaunchClaim(NamedTuple):
-    """What one launcher says.
+    """The values that one launcher has set.
 
     Attributes:
+        launcher: its variables.
         facts: by the name of the field of :class:`LauncherVariables`.
-        inside: its mark shows that it runs inside of any process manager.
+        inside: a variable shows that this launcher runs inside of any process manager.
     """
 
     launcher: LauncherVariables
@@ -113,18 +114,18 @@ class LaunchClaim(NamedTuple):
     inside: bool = False
 
     def value(self, what: str) -> int | None:
-        """One number, None where the launcher does not say it."""
+        """Return one number, or None if the launcher does not set it."""
         fact = self.facts.get(what)
         return None if fact is None else fact.value
 
     @property
     def full(self) -> bool:
-        """It says rank and size."""
+        """True if rank and size are set."""
         return "rank" in self.facts and "size" in self.facts
 
     @property
     def nodes(self) -> int:
-        """Nodes of the job; 0: not known."""
+        """Number of nodes of the job; 0: not known."""
         size, local = self.value("size") or 0, self.value("local_size") or 0
         return self.value("nodes") or (size // local if local else 0)
 
@@ -135,15 +136,16 @@ def seat_of(
     known: tuple[int, int] | None = None,
     hosts: Sequence[Sequence[int]] = (),
 ) -> ProcessPlace:
-    """The place of the process with the environment ``env``.
+    """Return the place of the process with the environment ``env``.
 
     Args:
-        known: rank and size of the framework's own group, where it has one already.
+        env: the environment variables.
+        known: rank and size of the framework's own group, if it has one already.
         hosts: ranks by host, of the rank table that the environment names; empty: not read.
 
     Raises:
-        UsageError: no number, a rank without a size or the reverse, a rank outside of the size, or a contradiction; the
-            message names the variables and their values.
+        UsageError: a value is no number, a rank has no size or the reverse, a rank is outside of the size, or two
+            launchers contradict each other. The message names the variables and their values.
 
     Example:
         ``seat_of({"RANK_ID": "5", "RANK_SIZE": "8"}).rank == 5``
@@ -166,11 +168,11 @@ def seat_of(
 
 
 def is_told_of_others(env: Mapping[str, str]) -> bool:
-    """Whether some variable says that this process is one of several; never raises."""
+    """Return True if a variable shows that this process is one of several. Never raise."""
     try:
         return seat_of(env).world_size > 1
     except UsageError:
-        return True  # something is set: the session says what is wrong with it
+        return True  # a variable is wrong: the session reports that
 
 
 # ---------------------------------------------------------------- claims
@@ -199,7 +201,7 @@ def _claims(
         claim = LaunchClaim(launcher, _facts(env, launcher))
         several = several or (claim.value("size") or 0) > 1
         yield claim
-    if not several:  # else Slurm has started the daemons of mpirun
+    if not several:  # otherwise Slurm has started the daemons of mpirun
         yield _slurm(env)
 
 
@@ -213,7 +215,10 @@ def _fact(env: Mapping[str, str], name: str) -> Fact:
 
 
 def _facts(env: Mapping[str, str], launcher: LauncherVariables) -> dict[str, Fact]:
-    """Local numbers and nodes alone are no claim: many programs set them for themselves."""
+    """Return the facts of one launcher.
+
+    Without rank or size there are none: many programs set local numbers for themselves.
+    """
     names = {k: name for k, name in launcher._asdict().items() if k not in ("name", "manager") and name}
     if not any(env.get(names[key]) for key in ("rank", "size")):
         return {}
@@ -221,7 +226,10 @@ def _facts(env: Mapping[str, str], launcher: LauncherVariables) -> dict[str, Fac
 
 
 def _slurm(env: Mapping[str, str]) -> LaunchClaim:
-    """A step. A batch script is a task 0 without a step, an interactive shell is one in a special step."""
+    """Return the claim of Slurm if this process belongs to a step.
+
+    A batch script is a task 0 without a step. An interactive shell is a task in a special step.
+    """
     if not env.get(SLURM.rank):
         return LaunchClaim(SLURM)
     facts = _facts(env, SLURM)
@@ -239,7 +247,7 @@ def _slurm(env: Mapping[str, str]) -> LaunchClaim:
 
 
 def _tensorflow(text: str) -> LaunchClaim:
-    """TensorFlow's cluster: the chief, then the workers."""
+    """Return the claim of TensorFlow's cluster: the chief is rank 0, then the workers follow."""
     launcher = LauncherVariables(TF_CONFIG, "task of TF_CONFIG", "cluster of TF_CONFIG")
     if not text.strip():
         return LaunchClaim(launcher)
@@ -270,7 +278,7 @@ def _tensorflow(text: str) -> LaunchClaim:
 
 
 def _with_table(claim: LaunchClaim, hosts: Sequence[Sequence[int]]) -> LaunchClaim:
-    """``RANK_ID`` and the table: it gives the size, and who else is on this host."""
+    """Add the facts of the rank table to the claim of ``RANK_ID``: the size, and the ranks on this host."""
     if not hosts:
         return claim
     facts = dict(claim.facts)
@@ -294,7 +302,11 @@ def _with_table(claim: LaunchClaim, hosts: Sequence[Sequence[int]]) -> LaunchCla
 
 
 def _check(claim: LaunchClaim) -> None:
-    """What one launcher says must be possible. Raises: UsageError."""
+    """Check that the numbers of one launcher are possible.
+
+    Raises:
+        UsageError: they are not.
+    """
     for low, high in (("rank", "size"), ("local_rank", "local_size")):
         if low in claim.facts and high in claim.facts:
             one, of = claim.facts[low], claim.facts[high]
@@ -323,7 +335,10 @@ def _refuse_partial(claim: LaunchClaim) -> None:
 
 
 def _surrounds(outer: LaunchClaim, inner: LaunchClaim) -> bool:
-    """``outer`` may have started the launcher of ``inner``, once per node or once: then their numbers differ."""
+    """Return True if ``outer`` may have started the launcher of ``inner``, once per node or once.
+
+    If so, their numbers may differ.
+    """
     if not outer.launcher.manager or inner.launcher.manager:
         return False
     outer_size, size = outer.value("size"), inner.value("size") or 1
@@ -335,7 +350,11 @@ def _surrounds(outer: LaunchClaim, inner: LaunchClaim) -> bool:
 
 
 def _compare(followed: LaunchClaim, other: LaunchClaim) -> None:
-    """Raises: UsageError: they do not say the same."""
+    """Check that two claims agree.
+
+    Raises:
+        UsageError: they do not.
+    """
     for what in ("size", "rank"):
         one, two = followed.facts[what], other.facts.get(what)
         if two is not None and one.value != two.value:
@@ -352,7 +371,9 @@ def _contradict(one: Fact, two: Fact) -> NoReturn:
 def _seated(
     env: Mapping[str, str], followed: LaunchClaim, claims: Sequence[LaunchClaim], started_on: int
 ) -> ProcessPlace:
-    """The place that agreeing ``claims`` give; ``started_on``: nodes on which a manager has started the launcher."""
+    """Return the place of this process in its job, from claims that agree.
+
+    ``started_on``: number of nodes on which a process manager started the launcher."""
 
     def first(what: str) -> int | None:
         found = (claim.value(what) for claim in (followed, *claims))
@@ -363,7 +384,7 @@ def _seated(
     if local_size is None and nodes and size.value % nodes == 0:
         local_size = size.value // nodes
     if local_size is None and (local_rank is None or local_rank == rank.value):
-        local_size = size.value  # nothing says that there is another node
+        local_size = size.value  # no variable shows another node
     if local_rank is None:
         local_rank = rank.value % local_size if local_size else 0
     node = first("node")

@@ -1,6 +1,10 @@
-"""Checkpoints: written by each rank alone, verified whole before they are loaded.
+"""Checkpoints: each rank writes its part alone, and a load verifies the whole before it uses it.
 
-Rooms: ``layouts`` (which rank holds which box of which tensor, and who writes it), ``format`` (the files),
-``backends`` (directories, S3), ``write`` and ``read``, ``manage`` (roots, retention, repair, tools),
-``shared_memory`` (the memory tier's files), ``mindspore`` (files of MindSpore, read without it).
+- ``layouts``: which rank has which part of which tensor, and which rank writes it.
+- ``format``: the files.
+- ``backends``: directories, S3.
+- ``write``, ``read``: saves and loads.
+- ``manage``: checkpoint roots, retention, repair, tools.
+- ``shared_memory``: the files of the memory tier.
+- ``mindspore``: files of MindSpore, read without it.
 """

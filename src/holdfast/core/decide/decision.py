@@ -1,14 +1,14 @@
-"""The decision rule: where does the job stand, given where each rank of the old generation stands?
+"""The decision rule: the step of the job, given the state and step of each rank of the old generation.
 
-Theory. An update is applied only after every rank has voted for it. So if anybody shows UPDATING(s) or later,
-every rank has complete gradients for s, and those in doubt can follow; if nobody does, nobody has changed a
-parameter, and all can discard s. The maximum over what the reports prove is therefore the one step at which
-all survivors can meet.
+Theory. An update is applied only after every rank has voted for it. So if any rank shows UPDATING(s) or later, every
+rank has complete gradients for s, and the ranks in doubt can follow. If no rank does, no rank has changed a parameter,
+and all can discard s. The one step that all survivors can reach is therefore the maximum over the steps that the
+reports prove.
 
 Invariants:
-1. The decided step is never below a step that a report proves to be committed, nor above one that somebody
-   entered UPDATING for.
-2. Only living ranks that stand at the decided step, or can be brought there, are sources.
+1. The decided step is never below a step that a report proves to be committed, nor above one that some rank entered
+   UPDATING for.
+2. Only living ranks that are at the decided step, or can be brought there, are sources.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ STANDS: dict[RankState, str] = {
 
 
 class RankReport(NamedTuple):
-    """Where one rank of the old generation stands: its answer to the fence, or what its page shows after its
-    death."""
+    """The state and step of one rank of the old generation, from its answer to the fence or its status page."""
 
     rank: int
     state: RankState
@@ -49,35 +48,38 @@ class RankReport(NamedTuple):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """Where the job stands. ``step`` is None when no rank has a session."""
+    """The step of the job. ``step`` is None when no rank has a session."""
 
     step: int | None
     direction: Literal["forward", "back", "none"]
     in_doubt: int
     sources: tuple[int, ...]
-    sound: bool  # every living rank stands there or can be brought there
+    sound: bool  # every living rank is at the step or can be brought there
     evidence: tuple[str, ...]
 
 
 def stands_in(ranks: tuple[int, ...], rank: int) -> bool:
-    """True when ``rank`` is one of ``ranks``, which are sorted: a job may have many."""
+    """Return True when ``rank`` is one of ``ranks``, which are sorted. Binary search, because a job may have many."""
     place = bisect_left(ranks, rank)
     return place < len(ranks) and ranks[place] == rank
 
 
 def committed_floor(report: RankReport) -> int | None:
-    """The number of updates that ``report`` proves to be done, or to be owed; None when it proves nothing."""
+    """Return the number of updates that ``report`` proves to be done or decided; None when it proves nothing."""
     if report.state == "starting":
         return None
     return report.step + (1 if report.state in ("updating", "torn") else 0)
 
 
 def decide(reports: Sequence[RankReport], sealed_step: int = -1) -> Decision:
-    """The decision rule.
+    """Decide the step of the job.
 
     Args:
         reports: one per rank of the old generation, dead ones from their pages; ranks without a page are left out.
         sealed_step: newest step of which the generation of these ranks has sealed a checkpoint, -1 for none.
+
+    Returns:
+        The step, the ranks that can serve its state, and the evidence.
     """
     floors = [floor for floor in map(committed_floor, reports) if floor is not None]
     in_doubt = [r for r in reports if r.alive and r.state == "in_doubt"]

@@ -1,14 +1,14 @@
-"""The ladder as data: rungs that each say what they would do in a situation, or why they cannot.
+"""The ladder: the ordered list of answers to a fault. Each answer is a rung.
 
-Theory. A rung knows nothing of the others: ``consider`` is a pure function that answers with a verdict, or with one
-line why not. The ladder is an order of rungs, and for each cause of a fault the first one that is tried. The first rung
-that answers with a verdict is taken; what the ones before it said goes into the log with it. The last resorts are
-always there, whatever was configured: a job is never left without an answer.
+Theory. A rung knows nothing of the others. ``consider`` is a pure function that returns a verdict, or one line that
+says why not. The ladder is an order of rungs, and for some causes of a fault the first rung to try. The first rung that
+returns a verdict is taken. The refusals of the rungs before it are logged with it. The last resorts are always
+included, whatever was configured: a job is never left without an answer.
 
 Invariants:
-1. Rungs are tried in order, each at most once; the refusals of those before the chosen one are told.
+1. Rungs are tried in order, each at most once. The refusals before the chosen rung are reported.
 2. Several faults at once start at the highest of their first rungs.
-3. Every ladder holds all last resorts: those that were not named end it, in their order.
+3. Every ladder has all last resorts: those that were not named are at its end, in their order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from holdfast.text import plural
 
 
 class Case(msgspec.Struct, frozen=True):
-    """What a rung is asked about."""
+    """The input of a rung: the situation, the history of the run and its settings."""
 
     situation: Situation
     history: tuple[Answered, ...]
@@ -33,12 +33,12 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def step(self) -> int:
-        """Where the job stands."""
+        """The step of the job."""
         return self.situation.step or 0
 
     @property
     def savable(self) -> bool:
-        """A last-gasp checkpoint of this step can be complete."""
+        """True if a last-gasp checkpoint of this step can be complete."""
         return self.situation.session and bool(self.step) and not self.situation.uncovered
 
     @property
@@ -48,12 +48,12 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def not_in_place(self) -> tuple[str, ...]:
-        """Why the living cannot simply go on, as evidence."""
+        """One line of evidence that says why the living ranks cannot continue in place; empty if they can."""
         reason = self.situation.unreplaceable
         return (f"not in place: {reason}",) if reason else ()
 
     def unsavable(self) -> str:
-        """Why no last-gasp can be complete."""
+        """Return why a last-gasp checkpoint cannot be complete."""
         if not self.situation.session or not self.step:
             return "nothing was committed yet"
         return self.situation.uncovered
@@ -66,18 +66,18 @@ class Rung(msgspec.Struct, frozen=True):
     does: ClassVar[str]  # its line in docs/ladder.md
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """What this rung would do, or why it cannot."""
+        """Return what this rung would do, or one line that says why it cannot."""
         raise NotImplementedError
 
 
 class Grow(Rung, frozen=True):
-    """Nodes came back."""
+    """The rung that restarts with more ranks because nodes came back."""
 
     name = "grow"
     does = "all workers start again with more ranks, from a checkpoint written now, when nodes came back"
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Needs room and a complete last-gasp."""
+        """Return a verdict if there is room and a last-gasp checkpoint can be complete."""
         if not case.situation.room:
             return "there is no room for more ranks"
         if not case.savable:
@@ -93,13 +93,13 @@ class Grow(Rung, frozen=True):
 
 
 class Retry(Rung, frozen=True):
-    """Everybody lives."""
+    """The rung that runs the step again in place because all ranks live."""
 
     name = "retry"
     does = "the same step again in the same processes, with fresh connections"
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Needs all ranks, alive and sound, and a step that was not retried too often."""
+        """Return a verdict if all ranks are alive and sound and the step was not retried too often."""
         situation = case.situation
         if not situation.session:
             return "the script has no session"
@@ -122,13 +122,13 @@ def _again(steps: int) -> str:
 
 
 class BeginFresh(Rung, frozen=True):
-    """Nothing is known, or nothing was done."""
+    """The rung that starts the training from nothing: without a session, or before the first committed step."""
 
     name = "begin"
     does = "all workers start from nothing: the script has no session, or no step was committed yet"
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Only when nothing committed is given up."""
+        """Return a verdict if no committed step is lost by it."""
         if not case.situation.session:
             reason = "the script has no session: all workers start again"
         elif not case.step:
@@ -139,7 +139,7 @@ class BeginFresh(Rung, frozen=True):
 
 
 class ReplaceWorker(Rung, frozen=True):
-    """The usual answer to a death."""
+    """The rung that replaces lost ranks on their own nodes: the usual answer to a death."""
 
     name = "replace"
     does = (
@@ -148,20 +148,20 @@ class ReplaceWorker(Rung, frozen=True):
     )
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Needs a living holder of every box, and the nodes of the lost ranks."""
+        """Return a verdict if every box has a living holder and the nodes of the lost ranks are there."""
         if case.situation.lost_nodes:
             return f"{', '.join(case.situation.lost_nodes)} is gone"
         return _replaced(case)
 
 
 class ReplaceNode(Rung, frozen=True):
-    """The same for a lost host."""
+    """The rung that replaces the ranks of a lost node on other nodes."""
 
     name = "node"
     does = "the same on another node with free slots, for ranks whose node is lost"
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Needs free slots elsewhere."""
+        """Return a verdict if other nodes have free slots."""
         if not case.situation.lost_nodes:
             return "no node of a lost rank is gone"
         return _replaced(case)
@@ -185,7 +185,7 @@ def _replaced(case: Case) -> LadderVerdict | str:
 
 
 class ReplaceFromMemory(Rung, frozen=True):
-    """Boxes with one holder."""
+    """The rung that replaces lost ranks from states in memory, for boxes with only one holder."""
 
     name = "memory"
     does = (
@@ -194,7 +194,7 @@ class ReplaceFromMemory(Rung, frozen=True):
     )
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Needs states in memory (``--memory-every``)."""
+        """Return a verdict if the memory tier has the states (``--memory-every``)."""
         back, step = case.situation.memory_here, case.step
         if case.situation.all_alive:
             return "no rank is lost"
@@ -224,7 +224,7 @@ class ReplaceFromMemory(Rung, frozen=True):
 
 
 class Shrink(Rung, frozen=True):
-    """Fewer nodes."""
+    """The rung that continues on fewer nodes."""
 
     name = "shrink"
     does = (
@@ -233,7 +233,7 @@ class Shrink(Rung, frozen=True):
     )
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Needs --shrink-to, too few nodes for all ranks, and a complete last-gasp."""
+        """Return a verdict if --shrink-to allows it, nodes are missing, and a last-gasp checkpoint can be complete."""
         if not case.situation.fewer:
             return "the nodes that are left have room for all ranks, or shrinking is not allowed"
         if not case.savable:
@@ -242,13 +242,13 @@ class Shrink(Rung, frozen=True):
 
 
 class RestartAll(Rung, frozen=True):
-    """Everybody again, nothing lost."""
+    """The rung that restarts all ranks from a checkpoint of this step, so that no step is lost."""
 
     name = "restart"
     does = "the living write one checkpoint of this step, all workers start again from it"
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Needs a complete last-gasp."""
+        """Return a verdict if a last-gasp checkpoint can be complete."""
         return _saved(case, "") if case.savable else case.unsavable()
 
 
@@ -262,13 +262,13 @@ def _saved(case: Case, first: str) -> LadderVerdict:
 
 
 class Requeue(Rung, frozen=True):
-    """Let the scheduler start it again. Never taken unless it is asked for."""
+    """The rung that lets the scheduler start the job again. It is taken only when it is configured."""
 
     name = "requeue"
     does = "the living write one checkpoint of this step, the run ends with 75 for the scheduler; never by itself"
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Needs a complete last-gasp, or a checkpoint."""
+        """Return a verdict if a last-gasp checkpoint can be complete, or a checkpoint exists."""
         if not case.savable and not case.situation.checkpoint_known:
             return f"{case.unsavable()}, and no checkpoint was saved"
         what = f"step {case.step} is saved" if case.savable else f"no last-gasp: {case.unsavable()}"
@@ -281,13 +281,13 @@ class Requeue(Rung, frozen=True):
 
 
 class RestartFromMemory(Rung, frozen=True):
-    """What the tier kept, when holders are gone."""
+    """The rung that restarts all ranks from the memory tier, when the holders of a part of the state are lost."""
 
     name = "memory-restart"
     does = "all workers start again from states of one step in shared memory"
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Needs a state of one step in memory of every rank."""
+        """Return a verdict if every rank has a state of the same step in memory."""
         situation = case.situation
         if situation.memory_step < 0:
             return "not every rank has a state of one step in memory"
@@ -301,7 +301,7 @@ class RestartFromMemory(Rung, frozen=True):
 
 
 class Disk(Rung, frozen=True):
-    """The newest sealed checkpoint."""
+    """The rung that restarts all ranks from the newest sealed checkpoint."""
 
     name = "disk"
     does = (
@@ -309,7 +309,7 @@ class Disk(Rung, frozen=True):
     )
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Needs a sealed checkpoint, or one that is being written."""
+        """Return a verdict if a sealed checkpoint exists, or one is being written."""
         if not case.situation.checkpoint_known:
             return "no checkpoint was saved"
         return LadderVerdict(
@@ -320,13 +320,13 @@ class Disk(Rung, frozen=True):
 
 
 class RecomputeFromStart(Rung, frozen=True):
-    """Nothing is left, or nothing can be trusted, and nothing was saved: as a person would start the command again."""
+    """The rung that starts the training again because the state is lost or not trusted, and none was saved."""
 
     name = "recompute"
     does = "all workers compute again from the start: no state is left, or its copies differ, and nothing was saved"
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Only when the state of the living is not whole, or not trusted."""
+        """Return a verdict if no state can be saved now and no checkpoint exists."""
         situation = case.situation
         if case.savable or situation.checkpoint_known:
             return f"step {case.step} is not lost, or another one was saved"
@@ -355,27 +355,35 @@ RUNGS: tuple[Rung, ...] = (
 BY_NAME = {rung.name: rung for rung in RUNGS}
 AUTO = tuple(rung.name for rung in RUNGS if rung.name != "requeue")
 LAST_RESORTS = ("restart", "memory-restart", "disk", "recompute")
-"""They follow whatever was configured."""
+"""Rungs that end every ladder, whatever was configured."""
 
 SPELLINGS = {"auto": "", "process": "", "pod": "restart", "job": "requeue"}
-"""Words that others use: the lowest unit that is started again. Empty: the whole ladder."""
+"""Words for the smallest unit that is started again, as other programs name them. Empty: the whole ladder."""
 
 CAUSES = ("crash", "device", "hang", "node", "network", "corruption", "other")
-"""What ``cause:rung`` may name: see ``survey.CAUSE_OF``."""
+"""Causes that ``cause:rung`` may name, see ``survey.CAUSE_OF``."""
 
 
 class Ladder(msgspec.Struct, frozen=True):
-    """``order`` of rung names; ``first`` by cause: the rung at which the ladder begins then."""
+    """The configured ladder.
+
+    Attributes:
+        order: names of the rungs, in the order of trial.
+        first: cause and name of the rung at which the ladder starts for that cause.
+    """
 
     order: tuple[str, ...] = AUTO
     first: tuple[tuple[str, str], ...] = ()
 
     @staticmethod
     def parse(spec: str) -> Ladder:
-        """Read ``--on-fault``: a word, a list of rungs in the order in which they are tried, ``cause:rung``, or all.
+        """Return the ladder of a value of ``--on-fault``.
+
+        The value is a comma-separated list. Its parts are rungs in the order of trial, words of ``SPELLINGS``, or
+        ``cause:rung`` (the rung at which the ladder starts for that cause).
 
         Raises:
-            UsageError: a word that is no rung and no cause.
+            UsageError: a word is neither a rung nor a cause.
         """
         named: list[str] = []
         first: list[tuple[str, str]] = []
@@ -390,12 +398,12 @@ class Ladder(msgspec.Struct, frozen=True):
                 first.append((cause, rung))
             elif rung:
                 named.append(rung)
-        if named == ["restart"]:  # what everybody survived is a retry all the same
+        if named == ["restart"]:  # a fault that all ranks survived is still retried first
             named = ["retry", "restart"]
         return Ladder(_completed(named) if named else AUTO, tuple(first))
 
     def rungs(self, causes: Sequence[str]) -> tuple[Rung, ...]:
-        """What is tried for a fault of these causes, in order."""
+        """Return the rungs to try for a fault of these causes, in order."""
         order, first = self.order, dict(self.first)
         starts = [first[cause] for cause in causes if first.get(cause)]
         if starts:
@@ -406,12 +414,12 @@ class Ladder(msgspec.Struct, frozen=True):
         return tuple(BY_NAME[name] for name in order)
 
     def tries(self, *names: str) -> bool:
-        """One of these rungs may be taken."""
+        """Return True if the ladder includes one of these rungs."""
         return any(name in self.order for name in names)
 
 
 def _completed(named: Sequence[str]) -> tuple[str, ...]:
-    """With the rungs that are always there: growing first, a fresh begin where nothing can be lost, last resorts."""
+    """Return the rungs with those that every ladder has: growing, a start from nothing, the last resorts."""
     rest = [name for name in named if name not in ("grow", "begin")]
     place = rest.index("retry") + 1 if "retry" in rest else 0
     return tuple(dict.fromkeys(("grow", *rest[:place], "begin", *rest[place:], *LAST_RESORTS)))
@@ -422,16 +430,19 @@ def _words() -> str:
 
 
 def judge(now: float, situation: Situation, history: Sequence[Answered], config: Config) -> LadderVerdict:
-    """Pick the rung. ``now`` in seconds, on the clock of ``Answered.at_s``."""
+    """Choose the rung. ``now`` is in seconds on the clock of ``Answered.at_s``.
+
+    Returns:
+        The verdict, with the refusals of the rungs before it.
+    """
     case = Case(situation, tuple(history), config)
-    if situation.left:  # a newcomer would train alone: the others do not begin another step
+    if situation.left:  # a newcomer would train alone: the others begin no further step
         reason = f"the ranks have agreed to leave at step {case.step}, and it is saved"
         return LadderVerdict(action="requeue", reason=reason, evidence=case.failures)
     stop = stop_for(now, situation, history, config)
     answers = not (situation.again or situation.planned) and (situation.causes or not situation.room)
-    if (
-        stop is not None and answers
-    ):  # a node that comes or leaves is no fault, another attempt to save no other one
+    # A node that joins or leaves is no fault, and another attempt to save is no second fault.
+    if stop is not None and answers:
         progress = case.savable and case.step > situation.base_step
         return msgspec.structs.replace(stop, save=progress)
     refused: list[str] = []

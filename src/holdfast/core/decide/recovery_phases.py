@@ -1,4 +1,4 @@
-"""The phases of a recovery: which event leads from which to which."""
+"""The phases of a recovery and the events that lead from one to the next."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ PHASES: dict[tuple[Phase, str], Phase] = {
     ("starting", "opened"): "resuming",
     ("resuming", "reached"): "idle",
 }
-"""(phase, event) -> phase; what is not here cannot happen."""
+"""(phase, event) -> next phase. A pair that is missing cannot happen."""
 
 
 NO_PAGE = "no page"
-"""``MemberExited.detail`` when nothing is known about where the process was."""
+"""Value of ``MemberExited.detail`` when the place of the process in its script is not known."""

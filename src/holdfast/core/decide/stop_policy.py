@@ -1,15 +1,14 @@
-"""What is known about a fault, what was decided, and when a run has to stop whatever could answer it.
+"""The facts and the history of faults, and the rule that ends a run whatever rung could answer its fault.
 
-Theory. A decision is a pure function of the situation after quiescence, the history of this run and the budget: the
-stops here come first, then the rungs of ``core/decide/ladder.py``. It never remembers anything, and names its
-evidence, so that a report can be checked by hand.
+Theory. A decision is a pure function of the situation after quiescence, the history of this run and the budget. The
+stops of this module come first, then the rungs (possible answers) of ``core/decide/ladder.py``. The decision keeps no
+memory, and names its evidence, so that a report can be checked by hand.
 
 Invariants:
 1. A stop verdict comes only from evidence in the situation or the history, never from a guess.
-2. Committed work is never thrown away silently: when steps are lost, the reason names why no last-gasp was
+2. Committed work is never thrown away silently: when steps are lost, the reason names why no last-gasp checkpoint was
    possible.
-3. Fresh weights only when nothing was committed yet, or when the script has no session (then nothing is
-   known).
+3. Fresh weights only when nothing was committed yet, or when the script has no session (then nothing is known).
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ STOP_CODE: dict[str, Exit] = {
 DETERMINISTIC_KINDS = frozenset(
     {"SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError", "NameError"}
 )
-"""Exceptions that happen again at the next start: before any session they end the run at once."""
+"""Exceptions that recur at the next start. Before any session they end the run at once."""
 
 
 SAME_IN_A_ROW = 3
 STEPS_APART = 2
 
 HANG = "Hang"
-"""``Failure.kind`` of a process that was killed because its own code did not go on."""
+"""``Failure.kind`` of a process that was killed because its own code made no progress."""
 
 
 CORRUPTION = "CopiesDiffer"
@@ -61,34 +60,35 @@ CORRUPTION = "CopiesDiffer"
 
 
 DEATH = "Death"
-"""``Failure.kind`` of a process that ended without a word: a signal, or an exit code."""
+"""``Failure.kind`` of a process that ended without a report: by a signal, or with an exit code."""
 
 
 _WHAT = {DEATH: "death", HANG: "hang", CORRUPTION: "difference between copies of the state"}
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """An exception of user code, or a hang in it, that caused a fault (not one that a lost peer caused)."""
+    """The exception, hang or death of one rank that caused a fault. Consequences of a lost peer are not failures."""
 
     rank: int
     step: int
     kind: str
     what: str
     digest: str
-    occurrence: int = 0  # the generation that failed, packed: a successor hears of it again
+    occurrence: int = 0  # packed generation that failed: a new controller may receive the failure again
     user_error: bool = False
-    between: bool = False  # of two steps
-    by_device: bool = False  # of a device, for certain, or there is another one to try: no bug of the script
-    times_max: int = 2  # the run ends when it happens for so many times at the same step
+    between: bool = False  # raised between two steps
+    # Certainly caused by a device, or another device can be tried: no bug of the script.
+    by_device: bool = False
+    times_max: int = 2  # the run ends when it has happened this many times at the same step
 
     @property
     def mark(self) -> tuple[str, int, int]:
-        """What the history keeps of it."""
+        """The part of the failure that the history of faults keeps."""
         return self.digest, self.step, self.occurrence
 
 
 class Answered(msgspec.Struct, frozen=True, kw_only=True):
-    """One fault that was answered by a restart or a retry."""
+    """One fault that was handled by a restart or a retry."""
 
     at_s: float
     action: str
@@ -97,55 +97,58 @@ class Answered(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known once the old generation has come to rest."""
+    """The facts after quiescence of the old generation, from which an answer to the fault is chosen."""
 
-    step: int | None  # where the job stands; None: no session has reported any
-    base_step: int  # where this generation started
+    step: int | None  # step of the job; None: no session has reported any
+    base_step: int  # step at which this generation started
     session: bool  # a session has been opened in this run
     all_alive: bool  # every member lives
-    all_sound: bool  # and stands at ``step`` or can be brought there, none finished before the others
-    unreplaceable: str  # why the lost ranks cannot be replaced beside the living; empty: they can
-    uncovered: str  # why a last-gasp cannot be complete; empty: it can
-    checkpoint_known: bool  # a sealed checkpoint exists to this run's knowledge, or one is being written
+    all_sound: bool  # and is at ``step`` or can be brought there, none finished before the others
+    # Why lost ranks cannot be replaced while the others keep their processes; empty: they can.
+    unreplaceable: str
+    uncovered: str  # why a last-gasp checkpoint cannot be complete; empty: it can
+    checkpoint_known: bool  # this run knows of a sealed checkpoint, or one is being written
     left: bool = False  # all ranks have agreed to leave at ``step``, and it is saved
-    unequal: str = ""  # why no state of the living is trusted; empty: it is
-    memory_here: int = -1  # lost ranks can be replaced, beside the living, from states in memory of this step
-    memory_step: int = -1  # all ranks can start again from states in memory of this step
-    replayed: bool = (
-        False  # lost ranks can be replaced beside the living, by updates made again from a log in memory
-    )
+    unequal: str = ""  # why no state of the living is trusted; empty: it is trusted
+    # Step of the states in memory from which lost ranks can be replaced in place; -1: none.
+    memory_here: int = -1
+    memory_step: int = -1  # step of the states in memory from which all ranks can start again; -1: none
+    # Lost ranks can be replaced in place: their state follows from a log of updates in memory.
+    replayed: bool = False
     failures: tuple[Failure, ...] = ()
-    room: str = ""  # more ranks can run than do
-    fewer: str = ""  # the nodes that are left have room for fewer ranks only, and that is allowed
-    lost_nodes: tuple[str, ...] = ()  # nodes of lost ranks that are gone
+    room: str = ""  # where more ranks can run than run now; empty: nowhere
+    # The remaining nodes have room only for fewer ranks, and that is allowed; empty: no such case.
+    fewer: str = ""
+    lost_nodes: tuple[str, ...] = ()  # nodes of lost ranks that are lost too
     causes: tuple[str, ...] = ()  # of the faults of this recovery, see ``ladder.CAUSES``
-    planned: bool = False  # no fault: ranks move
-    again: bool = False  # all of them were answered already: that save has failed
+    planned: bool = False  # no fault: ranks are moved
+    again: bool = False  # all faults were answered before, but the save of that answer has failed
 
 
 class LadderVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The rung and its reason. ``save``: write a last-gasp checkpoint first."""
+    """The chosen rung and its reason. ``save``: write a last-gasp checkpoint first."""
 
     action: Action
     reason: str
     evidence: tuple[str, ...] = ()
     save: bool = False
     memory_step: int = -1  # the step of the states in memory that are used
-    replays: bool = False  # that step is reached by updates made again, and the living stay
-    rung: str = ""  # of the ladder; empty: the run stops
-    counts: bool = True  # against the budget: it answers a fault
-    refused: tuple[str, ...] = ()  # why the rungs before it were not taken
+    # That step is reached from a log of updates, and the living ranks stay at their step.
+    replays: bool = False
+    rung: str = ""  # name of the chosen rung; empty: the run stops
+    counts: bool = True  # counts against the budget, because it answers a fault
+    refused: tuple[str, ...] = ()  # why the rungs before it were refused
 
     @property
     def stops(self) -> bool:
-        """True when the run ends with this."""
+        """True if this verdict ends the run."""
         return self.action in STOP_CODE
 
 
 def stop_for(
     now: float, situation: Situation, history: Sequence[Answered], config: Config
 ) -> LadderVerdict | None:
-    """Why the run ends with this fault, whatever rung could answer it; None: it goes on."""
+    """Return the verdict that ends the run, whatever rung could answer the fault; None: the run continues."""
     return _stop_for_failures(situation, history) or _stop_for_budget(now, history, config)
 
 
@@ -187,9 +190,9 @@ def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Lad
 
 
 def _at_the_next_step(failure: Failure, history: Sequence[Answered]) -> list[int]:
-    """Steps of an exception that was answered where the job stood last, and that is back at the first chance it had.
+    """Return the steps of an exception in code between two steps, if it recurred at once after the last recovery.
 
-    A restart does not run code between two steps again at the same step: what was wrong there comes back after one.
+    After a restart, code between two steps does not run again at the same step. A bug in it recurs one step later.
     """
     if not failure.between or not history or failure.step > history[-1].step + 1:
         return []
@@ -203,14 +206,14 @@ def _at_the_next_step(failure: Failure, history: Sequence[Answered]) -> list[int
 
 
 def _again_and_again(failure: Failure, history: Sequence[Answered]) -> list[int]:
-    """Steps of an exception that came in every one of the last recoveries, a step or two apart."""
+    """Return the steps of an exception that came in each of the last recoveries, a step or two apart."""
     steps, told = [failure.step], {failure.occurrence}
     for answered in reversed(history):
         found = [
             (step, occurrence) for digest, step, occurrence in answered.failures if digest == failure.digest
         ]
         if found and told.issuperset(occurrence for _, occurrence in found):
-            continue  # the same one: a successor has heard of it again
+            continue  # the same failure, which a new controller received again
         if not found or len(steps) == SAME_IN_A_ROW:
             break
         told.update(occurrence for _, occurrence in found)

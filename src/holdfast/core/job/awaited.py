@@ -1,8 +1,9 @@
-"""Of which members a recovery waits for what, phase by phase; ``wait_bounds.py`` says for how long.
+"""The members that a recovery waits for in each phase. ``wait_bounds.py`` has the time limits.
 
 Invariants:
-1. Whoever waits for others is not late: a newcomer while the state is not offered, a source while it is compared.
-2. A stopped process is not waited for where the phase needs what it has yet to do.
+1. A member that waits for others is not late. Examples: a newcomer while no state is offered, a source while its state
+   is compared.
+2. A stopped process is not waited for if the phase needs something that the process has yet to do.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from holdfast.core.protocol.health_messages import Active
 from holdfast.core.protocol.messages import Settled
 
 ALL_NEEDED: tuple[Phase, ...] = ("retrying", "replacing")
-"""In these every living member has something to do: a source serves its state until all have joined."""
+"""Phases in which every living member has work: a source serves its state until all have joined."""
 
 
 class AwaitedAnswer(Protocol):
-    """What is asked of a recovery."""
+    """The interface of a recovery, as far as this module needs it."""
 
     phase: Phase
     bounds: Bounds
@@ -34,24 +35,27 @@ class AwaitedAnswer(Protocol):
     unvouched: set[int]
 
     def is_there(self, member: Member) -> bool:
-        """It stands at the step of the decision, or can go back to it."""
+        """Return True if the member is at the step of the decision, or can go back to it."""
 
 
 class Awaited:
-    """Part of :class:`~holdfast.core.job.recovery.Recovery`; ``job`` is shared with it."""
+    """The part of :class:`~holdfast.core.job.recovery.Recovery` that knows which members it waits for.
+
+    ``job`` is shared with the recovery.
+    """
 
     def __init__(self, job: Job, recovery: AwaitedAnswer) -> None:
         self.job = job
         self.recovery = recovery
 
     def tick(self, wait: str) -> None:
-        """A bound is over."""
+        """Handle the end of the time limit ``wait``."""
         awaited = [m for m in self.job.roster.living if self.is_awaited(wait, m)]
         held_up = {m.member_id for m in awaited if self._is_held_up(wait, m)}
         self.recovery.bounds.over(wait, awaited, held_up)
 
     def active(self, now: float, event: Active) -> None:
-        """What an agent sees of the processes of its node."""
+        """Handle a report of an agent on the activity of its processes. Kill the stopped ones that are waited for."""
         recovery = self.recovery
         recovery.bounds.heard(event)
         waits = WAITS.get(recovery.phase, ())
@@ -62,7 +66,7 @@ class Awaited:
             )
 
     def is_awaited(self, wait: str, member: Member) -> bool:
-        """The phase waits for this member, in the bound of this name."""
+        """Return True if the current phase waits for this member under the time limit ``wait``."""
         recovery = self.recovery
         if wait not in WAITS.get(recovery.phase, ()):
             return False
@@ -82,7 +86,7 @@ class Awaited:
         return True
 
     def _is_held_up(self, wait: str, member: Member) -> bool:
-        """It cannot do what is waited for before others have done their part, or before it has done another one."""
+        """Return True if the member cannot act yet because it waits for others or for another task of its own."""
         recovery = self.recovery
         if wait == "join" and member.joining:
             return member.asked and not (recovery.is_vouched and recovery.replacement.is_offered)

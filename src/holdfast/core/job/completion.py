@@ -1,11 +1,11 @@
-"""Have all of them done it? Asked after each event of a job that may have thousands of ranks.
+"""A fast test whether all members have done something, run after each event of a job of thousands of ranks.
 
-Theory. Answers come in about the order in which orders went out, so a look that begins with the first rank each time
-costs the square of their number. This one begins with who was missing the last time.
+Theory. Answers arrive in about the order in which orders were sent. A test that starts at the first rank each time
+costs the square of the number of ranks. This test starts at the member that was missing the last time.
 
 Invariants:
 1. The answer is that of ``all``, whatever was asked before.
-2. While nobody takes back what he has done, all looks together pass over each member twice at most.
+2. While no member takes back what it has done, all tests together pass over each member at most twice.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from holdfast.core.job.membership import Member
 
 
 class AllOf:
-    """See the module. One may serve several questions, one after the other."""
+    """The test whether all members have done something. One object may serve several questions, one after the other."""
 
     def __init__(self) -> None:
-        self._missing = 0  # place of who was missing the last time: where to begin, no more
+        self._missing = 0  # index of the member that was missing the last time: only where to start
 
     def all(self, members: Sequence[Member], is_there: Callable[[Member], object]) -> bool:
-        """``is_there`` holds for every one of ``members``."""
+        """Return True if ``is_there`` holds for every one of ``members``."""
         begin = self._missing if self._missing < len(members) else 0
         for place in chain(range(begin, len(members)), range(begin)):
             if not is_there(members[place]):

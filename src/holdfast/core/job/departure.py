@@ -1,19 +1,19 @@
-"""Nodes that will leave while other nodes of the job stay: notices, and launchers that were asked or are lost.
+"""Nodes that will leave while other nodes of the job stay: by a notice, or because their launcher was asked or is lost.
 
-Theory. What is to be done about a node is asked of ``core/job/leaving.py`` when that may have changed. A move has three
-parts. The processes that will take the ranks are built on their new nodes while the old ones train. Then all ranks
-agree by a vote to stop at the end of a step. There the old processes are killed and the usual recovery puts the new
-ones into their seats: every rank is at one committed step, so nothing is done again. When the job has resumed the node
-is given up, without the wait for its silence.
+Theory. ``core/job/leaving.py`` decides what is done about a node, each time the facts may have changed. A move of ranks
+has three parts. First, new processes for the ranks are built on other nodes while the old ones train. Second, all ranks
+agree by a vote to stop at the end of a step. Third, the old processes are killed there, and the usual recovery puts the
+new ones into their seats. Every rank is at one committed step, so no step is repeated. When the job has resumed, the
+node is given up without waiting for its silence.
 
-A scheduler that ends a job of several nodes signals all launchers at nearly the same time; one that takes a single node
-away signals one. Only what the others do tells the two apart, so a first request of a launcher waits ``depart_s`` for
-those of the others, and training continues meanwhile.
+A scheduler that ends a job of several nodes signals all launchers at nearly the same time. A scheduler that takes away
+one node signals one launcher. Only the other launchers show which of the two it is. So the first request waits
+``depart_s`` for further ones, while training continues.
 
 Invariants:
-1. A notice ends in the departure of its node, or in the graceful exit of the whole job, unless it is taken back.
-2. A node departs only while the others hold the job and its state, and are a majority.
-3. One node after the other: each loses its vote before the next.
+1. A notice ends in the departure of its node, or in the graceful exit of the whole job, unless it is withdrawn.
+2. A node departs only while the others are a majority and hold the job and its state.
+3. Nodes depart one after the other: each loses its vote before the next.
 4. A notice that only waits changes nothing: ranks are placed as without it.
 """
 
@@ -43,38 +43,39 @@ from holdfast.core.protocol.notices import (
 from holdfast.exit_codes import Exit
 
 TIMER = "depart"
-LOOK_S = 0.25  # while something is under way, or a deadline is near
-REST_S = 5.0  # else
+LOOK_S = 0.25  # while a move is in progress, or a deadline is near
+REST_S = 5.0  # otherwise
 NEAR_S = 120.0
-LAST_S = 1.0  # before a deadline, when nothing else can be waited for
+LAST_S = 1.0  # before a deadline: the time in which nothing else can be waited for
 MOVE_S, STEPS_TO_MOVE = 5.0, 3.0
 SAVE_S, SAVES_TO_SAVE = 15.0, 2.0
 WHOLE_JOB = NodeId("")
 
 
 class StandingNotice(msgspec.Struct, kw_only=True):
-    """One notice."""
+    """One notice that is not withdrawn."""
 
     source: str
     due_s: float  # on the controller's clock; infinite: no deadline
-    at_once: bool  # of a launcher
+    at_once: bool  # from a launcher
 
 
 class Move(msgspec.Struct, kw_only=True):
-    """The node that leaves now, and how far that is."""
+    """The departure of one node, while it is in progress."""
 
     node_id: NodeId
     since_s: float
     orders: tuple[PrepareSeats, ...] = ()
-    ready: dict[NodeId, tuple[int, ...]] = {}  # ranks that have a process built, by its node
+    ready: dict[NodeId, tuple[int, ...]] = {}  # ranks with a prepared process, by the node of that process
     failed: str = ""
-    asked_in: Generation = NO_GENERATION  # all were asked to stop at the end of a step
-    hold_until_s: float = 0.0  # and are waited for
+    # The generation in which all ranks were asked to stop at the end of a step.
+    asked_in: Generation = NO_GENERATION
+    hold_until_s: float = 0.0  # the time until which they are waited for
     holds: bool = False
 
     @property
     def is_prepared(self) -> bool:
-        """Every rank has a process that was built for it."""
+        """True if every rank has a process that was built for it."""
         return all(
             {seat.rank for seat in order.members} <= set(self.ready.get(order.node_id, ()))
             for order in self.orders
@@ -82,7 +83,10 @@ class Move(msgspec.Struct, kw_only=True):
 
 
 class Departures:
-    """Sub-machine of the controller. ``job`` is shared with it; ``now`` is on its clock."""
+    """The part of the controller that handles leaving nodes.
+
+    ``job`` is shared with the controller. ``now`` is in seconds on its clock.
+    """
 
     def __init__(self, job: Job, fleet: NodeTracker, recovery: Recovery, ending: Shutdown) -> None:
         self.job = job
@@ -92,13 +96,13 @@ class Departures:
         self._standing: dict[tuple[NodeId, str], StandingNotice] = {}
         self._window_s = 0.0  # no launcher's node departs before this
         self._move: Move | None = None
-        self._departed: NodeId | None = None  # the electorate may not have followed yet
-        self._save_s = 0.0  # the longest save so far
+        self._departed: NodeId | None = None  # the voters may still include it
+        self._save_s = 0.0  # of the longest save so far
 
     # ---------------------------------------------------------------- events
 
     def asked(self, now: float, request: ExitRun) -> None:
-        """The whole job, or one node of it by its launcher, is to leave."""
+        """Handle a request to end the whole job, or only the node whose launcher was asked."""
         job, node_id = self.job, NodeId(request.node_id)
         if not node_id or job.exit_source or self.ending.stopping is not None or not job.roster.members:
             self._leave_all(request.source, request.grace_s)
@@ -112,7 +116,7 @@ class Departures:
         self._note(now, node_id, standing)
 
     def noticed(self, now: float, notice: Notice) -> None:
-        """A node, or the whole job, will end, or one of its sources says that it will not."""
+        """Handle a notice that a node or the whole job will end, or the withdrawal of a notice."""
         key = (notice.node_id, notice.source)
         if notice.withdrawn:
             if self._standing.pop(key, None) is not None:
@@ -135,20 +139,20 @@ class Departures:
         self.look(now)
 
     def cancel(self) -> None:
-        """The launchers take their requests back."""
+        """Withdraw the requests of all launchers."""
         for (node_id, source), standing in list(self._standing.items()):
             if standing.at_once:
                 del self._standing[node_id, source]
         self._abandon()
 
     def joined(self, now: float, node_id: NodeId) -> None:
-        """A node has come, or come back: a spare for ranks that move."""
+        """Decide again, because a node has joined or come back and may have room for ranks that move."""
         if node_id == self._departed:
             self._departed = None
         self.look(now)
 
     def seats_prepared(self, now: float, event: SeatsPrepared) -> None:
-        """An agent has built processes for a move, or could not."""
+        """Record that an agent has built processes for a move, or why it could not."""
         move = self._move
         if move is None or event.node_id not in {order.node_id for order in move.orders}:
             return
@@ -166,18 +170,18 @@ class Departures:
         self.look(now)
 
     def holding(self, now: float, event: HoldReached) -> None:
-        """All ranks stop at one step."""
+        """Record that all ranks have stopped at one step."""
         if self._move is not None and self._move.asked_in == event.generation:
             self._move.holds = True
             self.job.record("holding", node=str(self._move.node_id), step=event.step)
             self.look(now)
 
     def saved(self, duration_s: float) -> None:
-        """A share of a checkpoint took so long."""
+        """Note how long a share of a checkpoint took, in seconds."""
         self._save_s = max(self._save_s, duration_s)
 
     def tick(self, now: float, name: str) -> bool:
-        """Its timer; False when ``name`` is another one."""
+        """Handle the timer of this class. Return False when ``name`` is another timer."""
         if name == TIMER:
             self.look(now)
         return name == TIMER
@@ -185,7 +189,7 @@ class Departures:
     # ---------------------------------------------------------------- what to do
 
     def look(self, now: float) -> None:
-        """Ask for each node with a notice what is to be done, and do it for the first one that does not wait."""
+        """Decide for each node with a notice what to do. Act on the first one that does not have to wait."""
         job = self.job
         if not self._standing and self._move is None:
             return
@@ -212,7 +216,11 @@ class Departures:
             job.timer(TIMER, LOOK_S if self._move is not None or due_s - now < NEAR_S else REST_S)
 
     def _in_order(self) -> list[NodeId]:
-        """The node that moves already, then those without ranks, then by deadline. The whole job comes last."""
+        """Return the nodes with a notice in the order of treatment.
+
+        The node that moves already is first, then those without ranks, then the others by deadline. The whole job comes
+        last.
+        """
         due: dict[NodeId, float] = {}
         for (node_id, _), standing in self._standing.items():
             due[node_id] = min(due.get(node_id, math.inf), standing.due_s)
@@ -248,7 +256,7 @@ class Departures:
 
     def _is_prepared(self, now: float, node_id: NodeId) -> bool:
         if not self._is_smooth:
-            return True  # all start again, or from scratch: nothing can be built for that
+            return True  # all ranks start again, or from the beginning: nothing can be built for that
         move = self._move
         if move is None or move.node_id != node_id:
             return False
@@ -256,12 +264,12 @@ class Departures:
 
     @property
     def _is_smooth(self) -> bool:
-        """Ranks can be replaced beside the others."""
+        """True if ranks can be replaced while the others keep their processes."""
         job = self.job
         return job.session and not self.recovery.replacement.barred(job.roster.living)
 
     def _others_stand(self) -> bool:
-        """The nodes that stay are a majority, and the state is there without those that leave."""
+        """Return True if the nodes that stay are a majority, and have the whole state."""
         job, voters = self.job, self.fleet.voters
         if job.config.library:
             return False
@@ -269,7 +277,7 @@ class Departures:
         return (not voters or staying * 2 > len(voters)) and self._state_stays()
 
     def _state_stays(self) -> bool:
-        """The ranks that stay hold the whole state, or other nodes have the states of those that leave in memory."""
+        """Return True if the staying ranks hold the whole state, or nodes keep the states of the leaving ranks."""
         job = self.job
         leaving = {m.rank for m in job.roster.members if m.node_id in job.leaving}
         if not job.session or not leaving:
@@ -305,7 +313,7 @@ class Departures:
             self._swap(now, node_id, source)
 
     def _prepare(self, move: Move) -> None:
-        """Have the processes built that will take the ranks of the node; once, and again for another place."""
+        """Order the processes that will take the ranks of the node. Repeat this only when the places change."""
         job = self.job
         members = job.roster.on_node(move.node_id)
         places = job.places(members)
@@ -329,7 +337,10 @@ class Departures:
                 job.send_node(order.node_id, order)
 
     def _held(self, now: float, move: Move, plight: Plight) -> bool:
-        """All stop at the end of a step, or the time for that is over."""
+        """Ask all ranks to stop at the end of a step.
+
+        Return True when they have stopped or the time for that is over.
+        """
         job = self.job
         if move.asked_in != job.generation:
             move.asked_in, move.holds = job.generation, False
@@ -340,7 +351,7 @@ class Departures:
         return move.holds or now >= move.hold_until_s
 
     def _swap(self, now: float, node_id: NodeId, source: str) -> None:
-        """The ranks of the node end here; the recovery puts others into their seats."""
+        """Kill the ranks of the node. The recovery puts the prepared processes into their seats."""
         job = self.job
         what = f"moves, {node_id} leaves the job ({source})"
         faults = []
@@ -363,7 +374,7 @@ class Departures:
         job.send_node(node_id, EndRun(code=int(Exit.REQUEUE), reason=reason, node_only=True))
 
     def _abandon(self) -> None:
-        """No rank moves, or not yet."""
+        """Cancel the move in progress, and the processes that were ordered for it."""
         job, move = self.job, self._move
         job.leaving, self._move = set(), None
         if not self._standing:

@@ -1,11 +1,11 @@
 """Processes that ended with code 0 while others still compute.
 
 Theory. Without a session an end with code 0 is no fault: the ranks of a script may end one after the other. It becomes
-one when another rank loses a peer, or stands in a collective: the process that has ended is the peer that is missed.
-Its death is the fault then, and comes before the one of the rank that has found it.
+a fault when another rank loses a peer or hangs in a collective, because the ended process is the missing peer. Its exit
+is then reported as the fault, before that of the rank that found it.
 
 Invariants:
-1. A process that ended with code 0 is a fault once at most, and only as the cause of another rank's.
+1. An exit with code 0 is reported as a fault at most once, and only as the cause of another rank's fault.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ LEFT = "left with code 0 while others computed"
 
 
 def missed(now: float, job: Job, faults: Faults, fault: Fault) -> list[Fault]:
-    """The deaths that explain ``fault``, if it is the first and one that a lost peer causes; ``now`` as in the
-    controller."""
+    """Return the exits that explain ``fault``, if it is the first fault and a lost peer can cause it.
+
+    ``now`` is in seconds on the clock of the controller.
+    """
     if faults.all:
         return []
     lost_peer = fault.failure is not None and fault.failure.kind in CONSEQUENCES
@@ -27,7 +29,7 @@ def missed(now: float, job: Job, faults: Faults, fault: Fault) -> list[Fault]:
 
 
 def leavers(now: float, job: Job, faults: Faults) -> list[Fault]:
-    """Processes that ended with code 0 and were not taken for a fault, as faults."""
+    """Return a fault for each process that ended with code 0 and has no fault yet."""
     found = []
     for member in job.roster.dead:
         exited = member.exited

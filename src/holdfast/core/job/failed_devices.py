@@ -1,14 +1,15 @@
-"""Which devices have failed: errors of a device told from those of the script, and slots that are left out.
+"""Failed devices: device errors as distinct from errors of the script, and the slots that are left out for them.
 
-Theory. The commonest fault of a large job is one device on a host that lives: whatever process sits there raises the
-same error again. By type and text an error is of the script, of the device for certain (ECC, a lost GPU), or of either
-(an illegal access may be a kernel's bug or bad memory). A device is a slot: a node and a local rank. Which it was is
-told by moving: what follows the rank to another slot is the script's, what stays is the device's.
+Theory. The most common fault of a large job is one broken device on a living host: each process there raises the same
+error again. Type and text of an error show one of three causes: the script, certainly the device (ECC, a lost GPU), or
+either (an illegal access may come from a kernel's bug or from bad memory). A device is identified by its slot: a node
+and a local rank. A move of the rank decides the third case. An error that follows the rank to another slot is the
+script's. An error that stays with the slot is the device's.
 
 Invariants:
-1. An error that is of the device for certain never ends the run as a bug of the script.
-2. An error that may be either, at one step on several slots, is the script's, and counts against none of them.
-3. A slot with ``FAILURES_MAX`` failures is left out; for an uncertain error only while there is another one to try.
+1. An error that is certainly the device's never ends the run as a bug of the script.
+2. An uncertain error that occurs at one step on several slots is the script's, and counts against no slot.
+3. A slot with ``FAILURES_MAX`` failures is left out; for uncertain errors only while another slot can be tried.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _TYPES = frozenset({"AcceleratorError", "CUDARuntimeError", "CudaError"})
 
 
 def certainty(kind: str, what: str) -> Certainty:
-    """How sure it is that an exception of this type and text comes from a device; empty: it does not."""
+    """Return how certain it is that an exception of this type and text comes from a device; empty: from elsewhere."""
     text = what.lower()
     if any(word in text for word in (*_OF_THE_SCRIPT, *_OF_A_PEER)):
         return ""
@@ -69,47 +70,47 @@ def certainty(kind: str, what: str) -> Certainty:
 
 
 class DeviceFailure(msgspec.Struct, frozen=True, kw_only=True):
-    """One error of a device, where it was seen."""
+    """One error of a device, with its slot and step."""
 
     node_id: NodeId
     local_rank: int
     step: int
     digest: str
     certain: bool
-    occurrence: int = 0  # the generation, packed: a successor hears of it again
+    occurrence: int = 0  # the packed generation: a new controller may receive the error again
 
     @property
     def slot(self) -> tuple[NodeId, int]:
-        """The device."""
+        """The slot that stands for the device: node and local rank."""
         return self.node_id, self.local_rank
 
 
 class FailedDevices:
-    """All failures of devices of a run.
+    """All device failures of a run.
 
     Args:
-        failures: what an earlier controller has noted.
+        failures: those that an earlier controller has recorded.
     """
 
     def __init__(self, failures: Iterable[DeviceFailure] = ()) -> None:
         self._failures: list[DeviceFailure] = list(dict.fromkeys(failures))
 
     def note(self, failure: DeviceFailure) -> bool:
-        """One more; False when it is known."""
+        """Add a failure. Return False when it is known already."""
         if failure in self._failures:
             return False
         self._failures.append(failure)
         return True
 
     def is_of_script(self, failure: DeviceFailure) -> bool:
-        """It may be the script, and was seen on another slot as well, at the same step."""
+        """Return True if an uncertain failure also occurred on another slot at that step: it is the script's."""
         return not failure.certain and any(
             other.slot != failure.slot and (other.digest, other.step) == (failure.digest, failure.step)
             for other in self._failures
         )
 
     def count(self, node_id: NodeId, local_rank: int, *, certain: bool = False) -> int:
-        """Failures of one slot; ``certain``: without those that may be the script's."""
+        """Return the number of failures of one slot. With ``certain``, uncertain ones are left out."""
         return sum(
             failure.slot == (node_id, local_rank)
             and (failure.certain if certain else not self.is_of_script(failure))
@@ -117,9 +118,12 @@ class FailedDevices:
         )
 
     def usable(self, node_id: NodeId, slots: int) -> list[int]:
-        """Local ranks of a node that may be seated: devices that are not broken for certain."""
+        """Return the local ranks of a node that may be seated: their devices are not certainly broken."""
         return [n for n in range(slots) if self.count(node_id, n, certain=True) < FAILURES_MAX]
 
     def trusted(self, node_id: NodeId, slots: int) -> list[int]:
-        """Those of them on which nothing has failed too often: what is taken first."""
+        """Return the usable local ranks with fewer than ``FAILURES_MAX`` failures of any kind.
+
+        They are seated first.
+        """
         return [n for n in self.usable(node_id, slots) if self.count(node_id, n) < FAILURES_MAX]

@@ -1,9 +1,8 @@
-"""One disturbance of the job and when it passed which phase.
+"""One fault of the job, with the time at which its recovery reached each phase.
 
-Theory. All six times are measured from the same moment, when the fault happened as far as anyone can tell, so
-they grow from phase to phase. A fault that is overtaken by a second one keeps the times of its own detection,
-fence, rest and decision, and takes the last value of what follows: what counts for the user is when the job was
-whole again.
+Theory. All six times count from the moment of the fault, as far as known, so they grow from phase to phase. When a
+second fault interrupts the recovery, a fault keeps its own times of detection, fence, rest and decision. Its last two
+times are set again, because what counts for the user is when the job was whole.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Seen = Literal["detected", "fenced", "quiesced", "planned", "restored", "resumed
 SEEN: tuple[Seen, ...] = get_args(Seen)
 """The phases of a recovery that users see, in their order."""
 UNTIL_WHOLE: tuple[Seen, ...] = ("restored", "resumed")
-"""Those whose last time counts, where another fault comes before the job goes on."""
+"""The phases whose last time counts when another fault comes before the job has resumed."""
 FaultKind = Literal[
     "signal",
     "exit",
@@ -38,33 +37,36 @@ FaultKind = Literal[
     "leave",
 ]
 START_S = 60.0
-"""Deaths of a process younger than this happen in its start."""
+"""Age in seconds below which the death of a process counts as a death in its start."""
 OUTSIDE_SIGNALS = frozenset({1, 2, 9, 15})  # SIGHUP, SIGINT, SIGKILL, SIGTERM
 OUTSIDE_TIMES_MAX = 4
 PLACES = {"starting": "in its start", "left": "after its script had ended"}
 LEFT_FOR_RESTART = "left for a restart"
-"""What is said of a member that follows a fault: it has nothing of its own to tell."""
+"""Text for a member that left because of another member's fault, so that its exit does not show the cause."""
 
 
 class Fault(msgspec.Struct, kw_only=True):
-    """One disturbance; times in seconds on the controller's clock."""
+    """One fault. Times are in seconds on the controller's clock."""
 
     rank: int
     member_id: int
     kind: FaultKind
     what: str
     step: int
-    at_s: float  # when it happened, as far as anyone can tell
-    phase: str = ""  # where the worker was
+    at_s: float  # when it happened, as well as that is known
+    phase: str = ""  # phase of the worker at that time
     failure: Failure | None = None
-    follows: bool = False  # the member left because the generation was fenced: it is never the reason
+    follows: bool = False  # the member left because the generation was fenced: it is never the cause
     passed: dict[Seen, float] = {}
     steps_lost: int = 0
     freed_s: float = 0.0  # until the last survivor was out of its collective; 0: unknown
 
     @staticmethod
     def of(member: Member, kind: FaultKind, what: str, now: float, failure: Failure | None = None) -> Fault:
-        """A fault of one member, dated by its death if it is dead."""
+        """Return a new fault of one member.
+
+        Its time is that of the member's death or hang, if known; otherwise ``now``.
+        """
         exited = member.exited
         died_s = exited.died_ns / 1e9 if exited is not None and exited.died_ns else now
         died_s = member.hung_at_s or died_s
@@ -81,14 +83,14 @@ class Fault(msgspec.Struct, kw_only=True):
         )
 
     def passes(self, phase: Seen, now: float) -> None:
-        """The job has reached ``phase`` of this fault's recovery."""
+        """Record that the recovery of this fault has reached ``phase``."""
         if phase in UNTIL_WHOLE:
             self.passed[phase] = now
         else:
             self.passed.setdefault(phase, now)
 
     def identity(self) -> dict[str, Field]:
-        """The fields that name the fault in the event log."""
+        """Return the fields that name the fault in the event log."""
         return {
             "rank": self.rank,
             "member_id": self.member_id,
@@ -98,8 +100,7 @@ class Fault(msgspec.Struct, kw_only=True):
         }
 
     def summary(self) -> dict[str, Field]:
-        """The fields of its ``recovered`` record: identity, losses and seconds until each phase, never
-        shrinking."""
+        """Return the fields of its ``recovered`` record: identity, losses, seconds until each phase (ascending)."""
         fields = self.identity()
         fields["steps_lost"] = self.steps_lost
         fields["freed_s"] = round(self.freed_s, 6)
@@ -113,15 +114,18 @@ class Fault(msgspec.Struct, kw_only=True):
 def death_of(
     now: float, member: Member, exited: MemberExited, how: str, generation: Generation
 ) -> Failure | None:
-    """What tells this death from others: its signal or code, and where it was. None: it was ordered, or nothing does.
+    """Return the failure that identifies a death: its signal or exit code, and its place.
 
-    A signal that comes from outside as well, without want of memory, may be chance twice at the same place.
+    Returns: None when the death was ordered or its place is not known.
+
+    Signals that are also sent from outside (SIGKILL, SIGTERM, ...) may hit one place twice by chance. So such a death
+    may repeat more often before it counts as the script's, unless the kernel killed the process for lack of memory.
     """
     place = exited.detail
     if member.kill_reason or exited.code == Exit.RESTART or place in ("", NO_PAGE):
         return None
     if exited.state == "starting" and (not member.started_s or now - member.started_s > START_S):
-        return None  # of a script without a session: it may be anywhere
+        return None  # without a session it may be anywhere in its script
     outside = exited.signal in OUTSIDE_SIGNALS and not exited.oom_kills
     what = f"signal {exited.signal}" if exited.signal else f"code {exited.code}"
     return Failure(
@@ -136,7 +140,7 @@ def death_of(
 
 
 class Faults:
-    """Those of one recovery. All ranks may raise at once, so nothing looks at all of them for the sake of one."""
+    """The faults of one recovery. All ranks may raise at once, so no event costs a pass over all faults."""
 
     def __init__(self) -> None:
         self.all: list[Fault] = []  # oldest first
@@ -144,38 +148,41 @@ class Faults:
         self._freed_ns = 0
 
     def add(self, fault: Fault, now: float) -> None:
-        """One more is told."""
+        """Add a fault that was just detected."""
         self.all.append(fault)
         self._of.setdefault(fault.member_id, []).append(fault)
         fault.passes("detected", now)
 
     def blames(self, member: Member) -> bool:
-        """One of them is of this member."""
+        """Return True if one of the faults is of this member."""
         return member.member_id in self._of
 
     def passes(self, phase: Seen, now: float) -> None:
-        """The job has reached ``phase`` of the recovery."""
+        """Record that the recovery has reached ``phase``."""
         for fault in self.all:
             fault.passes(phase, now)
 
     def exited(self, member: Member) -> None:
-        """A member is gone: its page says where it was."""
+        """Fill in the missing phase of a member's faults, which its status page shows after its end."""
         for fault in self._of.get(member.member_id, ()):
             if member.exited is not None:
                 fault.phase = fault.phase or member.exited.detail
 
     def freed(self, freed_ns: int, now: float) -> None:
-        """A survivor was out of its collective at ``freed_ns`` (CLOCK_MONOTONIC); what is yet to come is nonsense."""
+        """Record that a survivor left its collective at ``freed_ns`` (CLOCK_MONOTONIC).
+
+        A time in the future is ignored.
+        """
         if freed_ns / 1e9 <= now:
             self._freed_ns = max(self._freed_ns, freed_ns)
 
     def cost(self, steps: int) -> None:
-        """So many steps are lost."""
+        """Set the number of lost steps of all faults."""
         for fault in self.all:
             fault.steps_lost = steps
 
     def end(self) -> list[dict[str, Field]]:
-        """The job is whole again: what is to be told of each, and no fault is left."""
+        """Return the fields of the ``recovered`` record of each fault and forget the faults: the job is whole again."""
         found, freed_s = self.all, self._freed_ns / 1e9
         for fault in found:
             fault.freed_s = max(0.0, freed_s - fault.at_s)

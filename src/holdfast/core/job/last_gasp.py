@@ -1,8 +1,8 @@
-"""The last-gasp checkpoint of one recovery: who writes it, what came of it, and who is not asked again.
+"""The last-gasp checkpoint of one recovery: its writers, its result, and the ranks that are not asked again.
 
-Theory. Every source writes its share of one plan, and whoever finds all shares on disk seals. A source that could
-not write is left out of the next attempt; what it holds alone is then uncovered, and the ladder goes on without a
-save.
+Theory. Every source (a survivor that holds part of the state) writes its share of one plan. The source that finds all
+shares on disk seals the checkpoint. A source that could not write is left out of the next attempt. Boxes that only this
+source holds are then missing, and the recovery continues without a save.
 
 Invariants:
 1. Attempts are numbered within a recovery, so no directory is written twice.
@@ -24,11 +24,14 @@ Outcome = Literal["other", "writing", "sealed", "failed"]
 
 
 class LastGaspSave:
-    """Part of :class:`~holdfast.core.job.recovery.Recovery`; ``job`` is shared with it."""
+    """The part of :class:`~holdfast.core.job.recovery.Recovery` that orders the checkpoint.
+
+    ``job`` is shared with it.
+    """
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.order: SaveShare | None = None  # the attempt under way
+        self.order: SaveShare | None = None  # the attempt in progress
         self.writing: set[int] = set()  # sources that have not reported
         self.error = ""  # of the last attempt that failed
         self.failures = 0
@@ -36,11 +39,13 @@ class LastGaspSave:
         self._excluded: set[int] = set()
 
     def sources(self, decided: Decision) -> tuple[int, ...]:
-        """Ranks that can write the decided state."""
+        """Return the ranks that can write the decided state."""
         return tuple(r for r in decided.sources if r not in self._excluded)
 
     def begin(self, sources: tuple[int, ...], dead_locals: dict[str, bytes]) -> None:
-        """Order one attempt from ``sources``, with the rank-local values of the dead by rank (text)."""
+        """Order one attempt of the ranks ``sources``.
+
+        ``dead_locals``: rank-local values of the dead, by rank (text)."""
         job = self.job
         self._attempts += 1
         self.writing = set(sources)
@@ -59,12 +64,18 @@ class LastGaspSave:
         )
 
     def plan(self) -> None:
-        """Every source has told what it holds now: all plan with the same layouts."""
+        """Put the newest layouts into the order.
+
+        Every source has published its layout by now, so all sources plan with the same layouts.
+        """
         if self.order is not None:
             self.order = msgspec.structs.replace(self.order, layouts=self.job.roster.all_layouts())
 
     def reported(self, rank: int, report: SaveReported) -> Outcome:
-        """A source has written its share, or could not; ``other``: not of this attempt."""
+        """Handle a source's report that it has written its share, or could not.
+
+        Returns: the outcome of the attempt; ``other`` for a report of another attempt.
+        """
         if self.order is None or report.save_id != self.order.save_id:
             return "other"
         if report.error:
@@ -83,7 +94,7 @@ class LastGaspSave:
         return "failed"
 
     def clear(self) -> None:
-        """The job has resumed."""
+        """Forget the attempts and failures, because the job has resumed."""
         self._excluded = set()
         self._attempts = self.failures = 0
         self.error = ""

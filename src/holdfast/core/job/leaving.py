@@ -1,13 +1,13 @@
-"""What is done about a node that will leave: move its ranks, continue with fewer, save and end, or wait.
+"""The choice about a node that will leave: move its ranks, continue with fewer, save and end, or wait.
 
-Theory. The answer is a pure function of what is known at the moment, asked again whenever that may have changed. The
-later an irreversible answer is given the better: a notice may be withdrawn, and a spare may come. So a move that has a
-place is prepared at once, beside the training, and everything that costs the job something waits for the last moment
-at which it still fits before the deadline.
+Theory. The choice is a pure function of the present facts, computed again whenever they may have changed. An
+irreversible choice is made as late as possible, because a notice may be withdrawn and a spare node may come. So a
+possible move is prepared at once, during training. Everything that costs the job something waits for the last moment at
+which it still fits before the deadline.
 
 Invariants:
-1. Nothing that costs work or ranks is done before it has to be, but for a request that says ``at_once``.
-2. The job is saved and ended only where the nodes that stay cannot hold it, or its state, and a deadline is near.
+1. Nothing that costs work or ranks is done before it has to be, except for a request with ``at_once``.
+2. The job is saved and ended only if the remaining nodes cannot hold it or its state, and a deadline is near.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ Choice = Literal["wait", "prepare", "move", "shrink", "leave", "save"]
 
 
 class Plight(msgspec.Struct, frozen=True, kw_only=True):
-    """A node with a notice, and the job around it; times in seconds.
+    """The facts about a node with a notice and about the job. Times are in seconds.
 
     Attributes:
-        left_s: until the deadline; None: there is none.
-        move_s, save_s: what a change of seats, and a save of the whole job, take at most.
-        at_once: the launcher of the node was asked: a job that cannot do without the node does not wait.
-        stands: those that stay are a majority, and hold the whole state.
-        fits: they have room for all ranks.
-        fits_fewer: they have room for fewer ranks, and that is allowed.
-        holds_ranks: the node has some.
-        prepared: the processes that will take them are built, or cannot be.
+        left_s: time until the deadline; None: there is none.
+        move_s, save_s: longest time for a change of seats, and for a save of the whole job.
+        at_once: the launcher of the node was asked to end. A job that cannot continue without the node does not wait.
+        stands: the remaining nodes are a majority, and hold the whole state.
+        fits: the remaining nodes have room for all ranks.
+        fits_fewer: the remaining nodes have room for fewer ranks, and that is allowed.
+        holds_ranks: the node has ranks.
+        prepared: the processes that will take the ranks are built, or cannot be built.
     """
 
     left_s: float | None
@@ -45,7 +45,7 @@ class Plight(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def choose(plight: Plight) -> Choice:
-    """The table of docs/design/0036-leaving.md."""
+    """Return the choice for these facts, by the table of docs/design/0036-leaving.md."""
     left_s = plight.left_s
     late = left_s is not None and left_s <= plight.move_s
     if plight.stands and not plight.holds_ranks:

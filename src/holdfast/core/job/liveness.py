@@ -1,12 +1,12 @@
-"""Who is silent: fast heartbeats in, rare events out.
+"""Detection of silent nodes: frequent heartbeats in, rare events out.
 
-Theory. Heartbeats are the only frequent messages of the control plane. They end here; what comes out is rare
-(a node is suspected, back, or lost), so that everything behind this file may be slow, journaled and replayed.
-A closed connection is suspicion at once. Suspicion costs nothing: a successor agent that joins within the
-adoption bound finds its workers undisturbed. Only a *lost* node is a fault.
+Theory. Heartbeats are the only frequent messages of the control plane, and they end here. The events that come out (a
+node is suspected or lost) are rare, so the code that handles them may be slow, journaled and replayed. A closed
+connection makes a node suspected at once. Suspicion costs nothing: a successor agent that joins within the adoption
+bound finds its workers undisturbed. Only a *lost* node is a fault.
 
 Invariants:
-1. A node is suspected at most once before it is back or lost; lost is final until it says hello again.
+1. A node is suspected at most once before it is back or lost. Lost is final until the node sends a hello again.
 2. Nothing here reads a clock: ``now`` is an argument, in seconds.
 """
 
@@ -19,7 +19,7 @@ from holdfast.core.ids import NodeId
 
 
 class NodeEvent(NamedTuple):
-    """What changed about a node."""
+    """A change of the state of a node."""
 
     node_id: NodeId
     kind: Literal["suspected", "lost"]
@@ -33,25 +33,28 @@ class _NodeWatch:
 
 
 class Liveness:
-    """Heartbeats of the agents."""
+    """The heartbeats of the agents, and the nodes that are suspected."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._watches: dict[NodeId, _NodeWatch] = {}
 
     def hello(self, node_id: NodeId, now: float) -> None:
-        """A node joined or rejoined."""
+        """Record that a node joined or rejoined."""
         self._watches[node_id] = _NodeWatch(now)
 
     def beat(self, node_id: NodeId, now: float) -> None:
-        """A heartbeat; it lifts a suspicion by silence."""
+        """Record a heartbeat. It also ends a suspicion."""
         watch = self._watches.get(node_id)
         if watch is not None:
             watch.heard_at = now
             watch.suspected_at = None
 
     def gone(self, node_id: NodeId, now: float) -> NodeEvent | None:
-        """The connection closed."""
+        """Suspect a node whose connection closed.
+
+        Return the event, or None if the node is unknown or suspected already.
+        """
         watch = self._watches.get(node_id)
         if watch is None or watch.suspected_at is not None:
             return None
@@ -59,11 +62,11 @@ class Liveness:
         return NodeEvent(node_id, "suspected", "its connection closed")
 
     def leave(self, node_id: NodeId) -> None:
-        """It is given up, though it beats; it counts from its next hello."""
+        """Forget a node that is given up although it sends heartbeats. It counts again from its next hello."""
         self._watches.pop(node_id, None)
 
     def tick(self, now: float) -> list[NodeEvent]:
-        """What time alone has changed."""
+        """Suspect silent nodes and declare suspected ones lost when their time is over. Return the events."""
         events: list[NodeEvent] = []
         for node_id, watch in sorted(self._watches.items()):
             if watch.suspected_at is None:
@@ -80,10 +83,13 @@ class Liveness:
 
     @property
     def present(self) -> tuple[NodeId, ...]:
-        """Every node that has said hello and is not lost; one that is only suspected may be back in a moment."""
+        """All nodes that have sent a hello and are not lost.
+
+        A suspected node is included: it may be back in a moment.
+        """
         return tuple(sorted(self._watches))
 
     def is_up(self, node_id: NodeId) -> bool:
-        """True for a node that is known and not suspected."""
+        """Return True for a node that is known and not suspected."""
         watch = self._watches.get(node_id)
         return watch is not None and watch.suspected_at is None

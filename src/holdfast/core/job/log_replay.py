@@ -1,8 +1,8 @@
-"""What a restarted controller has to know of the past, read back from the records of the event log.
+"""The state that a new controller needs from earlier ones, read from the records of the event log.
 
-Theory. A new controller re-derives what is going on from the agents' reports; what no agent knows, it reads
-from the log that was written before each command went out: the newest generation and member id ever issued,
-who was seated, how many faults the budget has seen, and where the job was decided to stand.
+Theory. A new controller learns the present from the agents' reports. What no agent knows is in the log, which is
+written before each command is sent: the newest generation and member id ever issued, the seated members, the number of
+faults, the decided step.
 
 Invariants:
 1. ``ReplayedState.read`` of no records is the past of a new run.
@@ -25,7 +25,7 @@ SNAPSHOT = "snapshot"
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """A member of the newest generation that was started."""
+    """The seat of one member in the newest generation that was started."""
 
     member_id: MemberId
     rank: int
@@ -34,51 +34,52 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class ReplayedState(msgspec.Struct, frozen=True, kw_only=True):
-    """Facts of earlier controllers of this run."""
+    """The facts about earlier controllers of this run that their log records hold."""
 
     generation: Generation = NO_GENERATION  # the newest that was issued, by a start or a fence
-    seated: Generation = NO_GENERATION  # the one that ``seats`` belong to
+    seated: Generation = NO_GENERATION  # the generation that ``seats`` belong to
     seats: tuple[Placement, ...] = ()
-    newcomers: tuple[
-        Placement, ...
-    ] = ()  # in the seats of the dead since that start, not resumed; oldest first
+    # In the seats of members that died since that start, not resumed yet; oldest first.
+    newcomers: tuple[Placement, ...] = ()
     last_member: int = 0
     attempts: int = 0
-    step: int = 0  # where the job was last decided to stand
+    step: int = 0  # the step last decided for the job
     base_step: int = 0
     sealed_step: int = -1  # newest sealed checkpoint, -1: none
-    sealed_last: tuple[Generation, int] = (
-        NO_GENERATION,
-        -1,
-    )  # the newest generation that sealed one, and its newest
+    # The newest generation that sealed a checkpoint, and the newest step it sealed.
+    sealed_last: tuple[Generation, int] = (NO_GENERATION, -1)
     session: bool = False  # a session was opened in this run
-    in_place: bool = False  # the newest start was of processes that lived on, and newcomers beside them
+    in_place: bool = False  # the newest start kept living processes and added newcomers
     opened: bool = False  # all sessions of the seated members were opened
     root: str = ""  # where the sessions save
     exit_source: str = ""
     agreed_step: int | None = None
     released: bool = False
-    unequal: str = ""  # copies of the state differed, and no session of newer workers has opened
+    unequal: str = ""  # why copies of the state are unequal, until a session of newer workers opens
     answered: tuple[Answered, ...] = ()
     device_failures: tuple[DeviceFailure, ...] = ()
-    ends: LadderVerdict | None = None  # it was decided that the run ends
-    once: tuple[tuple[int, str, str], ...] = ()  # rank, name and value (JSON) of what scripts have made once
+    ends: LadderVerdict | None = None  # set once it was decided that the run ends
+    once: tuple[tuple[int, str, str], ...] = ()  # rank, name and value (JSON), see ``made_once``
 
     @staticmethod
     def read(records: Iterable[LogRecord]) -> ReplayedState:
-        """Fold the records of a run, oldest first."""
+        """Return the state after all records of a run, oldest first."""
         past = ReplayedState()
         for record in records:
             past = past.after(record)
         return past
 
     def after(self, record: LogRecord) -> ReplayedState:
-        """With one record more."""
+        """Return the state after one more record."""
         fold = _FOLDS.get(record.kind)
         return self if fold is None else msgspec.structs.replace(self, **fold(self, record.data))
 
     def snapshot(self, now: float) -> LogRecord:
-        """All of it as one record, with which a reader may begin. ``now`` is on the clock of ``Answered.at_s``."""
+        """Return the whole state as one record, from which a reader may start.
+
+        Args:
+            now: seconds on the clock of ``Answered.at_s``.
+        """
         return LogRecord(kind=SNAPSHOT, data={"past": msgspec.json.encode(self).decode(), "at_s": now})
 
 
@@ -151,7 +152,7 @@ def _verdict(past: ReplayedState, data: Data) -> Changes:
 
 
 def _decided(past: ReplayedState, data: Data) -> Changes:
-    """What holds for a successor that finds it not carried out."""
+    """Return the changes by a decision that may not have been carried out."""
     if data["action"] in STOP_CODE:
         action, reason = cast(Action, data["action"]), str(data["reason"])
         evidence = tuple(_list(data, "evidence"))
@@ -160,7 +161,7 @@ def _decided(past: ReplayedState, data: Data) -> Changes:
                 action=action, reason=reason, evidence=evidence, save=past.step > past.base_step
             )
         }
-    if data["action"] == "replace_from_memory":  # all go back to it, where it is older
+    if data["action"] == "replace_from_memory":  # all ranks go back to that step if it is older
         step = _int(data, "memory_step")
         return {"step": step, "base_step": min(past.base_step, step)}
     return {}
@@ -197,7 +198,7 @@ def _sealed(past: ReplayedState, data: Data) -> Changes:
 
 
 def _snapshot(past: ReplayedState, data: Data) -> Changes:
-    """Times are those of the clock on which it was written at ``at_s``, and is read at ``read_s``."""
+    """Return the whole state of a snapshot. Its times are shifted from the writer's clock to the reader's."""
     whole = msgspec.json.decode(str(data["past"]), type=ReplayedState)
     at_s, read_s = data["at_s"], data.get("read_s", data["at_s"])
     assert isinstance(at_s, int | float) and isinstance(read_s, int | float), data

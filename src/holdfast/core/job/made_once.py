@@ -1,13 +1,13 @@
-"""What a script makes once for each rank and run (``holdfast.once``): names of directories, identifiers, times of day.
+"""Values that a script makes once per rank and run (``holdfast.once``): directory names, identifiers, times of day.
 
-Theory. A replacement runs the script from its top and would answer such questions in its own way. So the first answer
-of a rank is written to the event log, and every later process of that rank is told it. The log is on all nodes and
-outlives controllers; nothing else has to be kept.
+Theory. A replacement runs the script from its top and would make other values. So the first value of a rank is written
+to the event log, and every later process of that rank receives it. The log is on all nodes and outlives controllers.
+Nothing else has to be kept.
 
 Invariants:
-1. The first value that was told under a name of a rank is its value to the end of the run.
-2. A value is in the log before a process hears of it.
-3. A process may ask and tell as often as it likes: the answer is the same.
+1. The first value that a rank sends under a name is its value to the end of the run.
+2. A value is in the log before it is sent to a process.
+3. A process may ask and send as often as it likes: the answer is the same.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from holdfast.core.protocol.messages import OnceAsked, OnceTold
 
 NAME_LENGTH_MAX = 100
 VALUE_LENGTH_MAX = 1000
-NAMES_MAX = 100  # of one rank
+NAMES_MAX = 100  # names per rank
 
 
 class MadeOnce:
-    """The values of all ranks."""
+    """The values of all ranks, by rank and name."""
 
     def __init__(self, job: Job, past: ReplayedState) -> None:
         self._job = job
         self._kept = {(rank, name): value for rank, name, value in past.once}
 
     def asked(self, member: Member, event: OnceAsked) -> None:
-        """A rank asks for its value under a name, or tells the one that it has made."""
+        """Answer a rank that asks for its value under a name. Keep the value that it sends if there is none yet."""
         place = member.rank, event.name
         full = False
         if event.value and place not in self._kept:

@@ -1,8 +1,8 @@
-"""Who belongs to the job: members, their seats, and which messages are too old to count.
+"""The members of the job, their seats, and the test for messages that are too old.
 
-Theory. A *member* is one process life and keeps its rank for life; a *roster* is the set of members that one
-generation seats. The roster outlives its members: what a dead one left on its status page still counts in the
-next decision. Ranks and member ids are related here and nowhere else.
+Theory. A *member* is one process life and keeps its rank for life. A *roster* is the set of members that one generation
+seats. The roster outlives its members: the status page of a dead member still counts in the next decision. Ranks and
+member ids are related here and nowhere else.
 
 Invariants:
 1. A roster seats each rank at most once, and a member id is never seated twice.
@@ -44,7 +44,7 @@ from holdfast.errors import InternalError
 
 
 def is_stale(message_generation: Generation, current: Generation) -> bool:
-    """True when a message of ``message_generation`` must be refused by someone who is in ``current``."""
+    """Return True when a receiver in generation ``current`` must refuse a message of ``message_generation``."""
     return message_generation < current
 
 
@@ -57,39 +57,39 @@ class Member(msgspec.Struct, kw_only=True):
     node_id: NodeId
     pid: int = 0
     alive: bool = True
-    started: bool = False  # its agent says that the process exists
-    started_s: float = 0.0  # since then, on the controller's clock
+    started: bool = False  # its agent has reported that the process exists
+    started_s: float = 0.0  # time of that report on the controller's clock
     said_hello: bool = False
-    opened_step: int | None = None  # its session stands or stood there at start
+    opened_step: int | None = None  # step at which its session started
     reached: bool = False  # has committed a step in the current generation
     begun: bool = False  # has done its first step, or is about to
-    live: bool = False  # its session can go on beside newcomers
-    joining: bool = False  # a newcomer that does not hold its state yet: no member of the generation so far
-    asked: bool = False  # a newcomer waits for its state
+    live: bool = False  # its session can continue beside newcomers
+    joining: bool = False  # a newcomer without its state: not yet a member of the generation
+    asked: bool = False  # a newcomer that waits for its state
     finished: Finished | None = None
     failed: WorkerFailed | None = None  # its user code raised: the process is about to exit
-    may_end: bool = False  # it was told that nobody needs what it holds
+    may_end: bool = False  # it was released: no process needs its state
     exited: MemberExited | None = None
-    kill_reason: str = ""  # we ordered its death
-    given_up: bool = False  # it was killed and is still there: its agent is asked for what its page says
-    hung_at_s: float = 0.0  # because it hangs, since then
-    hung_in: str = ""  # where, when its own code is the reason
-    is_excused: bool = False  # its death was ordered because of somebody else's fault
+    kill_reason: str = ""  # why the controller ordered its death; empty: it did not
+    given_up: bool = False  # it survived SIGKILL: its agent is asked for its status page
+    hung_at_s: float = 0.0  # time since which it hangs, if that is why it was killed
+    hung_in: str = ""  # place of the hang, when its own code is the cause
+    is_excused: bool = False  # its death was ordered because of another member's fault
     state: RankState = "starting"
     step: int = 0
 
     @property
     def stays(self) -> bool:
-        """Its user code raised, but the process keeps the state until it is told to go."""
+        """True if its user code raised, but the process keeps the state until it is released."""
         return self.failed is not None and self.failed.stays and not self.may_end
 
 
 class PublishedLayout(NamedTuple):
-    """The newest layout of one rank."""
+    """The newest layout of one rank, and whether the rank itself sent it to this controller."""
 
     version: LayoutVersion
     layout: Layout
-    by_itself: bool  # the rank has told it to this controller
+    by_itself: bool  # the rank has sent it to this controller
 
 
 class Roster:
@@ -99,16 +99,16 @@ class Roster:
         self.generation = NO_GENERATION
         self._members: dict[MemberId, Member] = {}
         self._ranks: dict[int, MemberId] = {}
-        self._sorted: list[Member] | None = None  # by rank, made at need
+        self._sorted: list[Member] | None = None  # by rank, computed on demand
         self._living: list[Member] | None = None
         self._homes: dict[NodeId, list[Member]] | None = None  # the living by node
         self._dead: list[Member] | None = None
         self.layouts: dict[int, PublishedLayout] = {}
-        self._tables: dict[bytes, bytes] = {}  # one object for equal ones
-        self._versions: Counter[LayoutVersion] = Counter()  # of the layouts
+        self._tables: dict[bytes, bytes] = {}  # one object for equal tables
+        self._versions: Counter[LayoutVersion] = Counter()  # number of layouts of each version
         self.catalogued = NO_VERSION  # the newest version whose catalogue was sent
-        self._layouts: Layouts | None = None  # of all, made at need: each newcomer is told it
-        self._recalled = NO_VERSION  # the last one that was recalled
+        self._layouts: Layouts | None = None  # of all ranks, computed on demand: each newcomer receives it
+        self._recalled = NO_VERSION  # the last version that was recalled
 
     def seat(self, generation: Generation, members: Iterable[Member]) -> None:
         """Replace all members."""
@@ -131,8 +131,8 @@ class Roster:
         self._sorted = self._living = self._homes = self._dead = None
 
     def bury(self, member: Member, exited: MemberExited) -> None:
-        """Its process is gone."""
-        homes = self._by_node()  # made of the living, this one included
+        """Record that the process of a member has ended."""
+        homes = self._by_node()  # made from the living, this member included
         place = bisect_left(self.living, member.rank, key=lambda m: m.rank)
         self._living = [*self.living[:place], *self.living[place + 1 :]]
         homes[member.node_id] = [m for m in homes[member.node_id] if m is not member]
@@ -145,7 +145,7 @@ class Roster:
         """Give the seat of a dead member to its replacement.
 
         Raises:
-            InternalError: the one who has it lives.
+            InternalError: the member that has the seat lives.
         """
         before = self.at(member.rank)
         assert before is not None
@@ -155,42 +155,42 @@ class Roster:
         self.add(member)
 
     def get(self, member_id: MemberId) -> Member | None:
-        """The member, or None when it does not belong to this roster."""
+        """Return the member, or None when it does not belong to this roster."""
         return self._members.get(member_id)
 
     def at(self, rank: int) -> Member | None:
-        """Who has the seat of ``rank``, dead or alive."""
+        """Return the member in the seat of ``rank``, dead or alive, or None."""
         member_id = self._ranks.get(rank)
         return None if member_id is None else self._members[member_id]
 
     @property
     def members(self) -> list[Member]:
-        """All members by rank. Every event asks, so the list is kept; it is not for changing."""
+        """All members by rank. Every event asks, so the list is kept: do not change it."""
         if self._sorted is None:
             self._sorted = sorted(self._members.values(), key=lambda m: m.rank)
         return self._sorted
 
     @property
     def living(self) -> list[Member]:
-        """Members whose process exists, by rank; not for changing."""
+        """Members whose process exists, by rank. Do not change the list."""
         if self._living is None:
             self._living = [m for m in self.members if m.alive]
         return self._living
 
     @property
     def dead(self) -> list[Member]:
-        """Members whose process is gone, by rank; not for changing."""
+        """Members whose process has ended, by rank. Do not change the list."""
         if self._dead is None:
             self._dead = [m for m in self.members if not m.alive]
         return self._dead
 
     def on_node(self, node_id: NodeId) -> list[Member]:
-        """Living members of one node, by rank; not for changing."""
+        """Return the living members of one node, by rank. Do not change the list."""
         return self._by_node().get(node_id, [])
 
     @property
     def nodes(self) -> KeysView[NodeId]:
-        """Where members live; every node's messages ask."""
+        """The nodes on which members live."""
         return self._by_node().keys()
 
     def _by_node(self) -> dict[NodeId, list[Member]]:
@@ -201,9 +201,9 @@ class Roster:
         return self._homes
 
     def publish(self, layout: LayoutPublished, world_size: int) -> Layouts | None:
-        """Keep a layout; all layouts when it completes a version.
+        """Keep a layout. Return all layouts if it completes a version; otherwise None.
 
-        Also when its rank says the same again: what it was told may have died with its agent.
+        They are returned too when the rank sends the same layout again: the answer may have been lost with its agent.
         """
         before = self.layouts.get(layout.rank)
         again = before is not None and before.by_itself and before.version == layout.version
@@ -214,18 +214,18 @@ class Roster:
         return self.all_layouts()
 
     def agreed(self, world_size: int) -> LayoutVersion:
-        """The version that all layouts are of; NO_VERSION while a rank has told another one, or none."""
+        """Return the version that all layouts have; NO_VERSION while one is missing or has another version."""
         version, ranks = max(self._versions.items(), key=itemgetter(1), default=(NO_VERSION, 0))
         return version if ranks == world_size else NO_VERSION
 
     def recall(self, catalogued: Catalogued) -> None:
-        """What an earlier controller told everybody: layouts of ranks that can no longer say theirs."""
-        if catalogued.version != self._recalled:  # every agent has it, and it is as large as the job
+        """Take over layouts that an earlier controller sent, for the ranks that have not sent theirs to this one."""
+        if catalogued.version != self._recalled:  # every agent sends it, and it is as large as the job
             self._recalled = catalogued.version
             for rank, layout in catalogued.layouts.by_rank().items():
                 if rank not in self.layouts:
                     self._keep(rank, catalogued.version, layout, by_itself=False)
-        if catalogued.member_id == EVERYBODY:  # else one worker has it
+        if catalogued.member_id == EVERYBODY:  # otherwise only one worker has it
             self.catalogued = max(self.catalogued, catalogued.version)
 
     def _keep(self, rank: int, version: LayoutVersion, layout: Layout, *, by_itself: bool) -> None:
@@ -233,7 +233,7 @@ class Roster:
         before = self.layouts.get(rank)
         if before is not None:
             self._versions[before.version] -= 1
-            self._versions += Counter()  # without those of nobody
+            self._versions += Counter()  # drop the versions that no layout has
         self._versions[version] += 1
         told = PublishedLayout(version, Layout(layout.own, table), by_itself)
         if before is None or before.layout != told.layout:
@@ -241,13 +241,13 @@ class Roster:
         self.layouts[rank] = told
 
     def all_layouts(self) -> Layouts:
-        """The newest layout of each rank; not for changing."""
+        """Return the newest layout of each rank. Do not change it."""
         if self._layouts is None:
             self._layouts = Layouts.of({rank: told.layout for rank, told in sorted(self.layouts.items())})
         return self._layouts
 
     def forget_layouts(self) -> None:
-        """The job has another number of ranks: what was said of the one before is of no use."""
+        """Forget all layouts: the job has another number of ranks, for which they are of no use."""
         self.layouts, self._tables, self._versions = {}, {}, Counter()
         self._layouts, self._recalled = None, NO_VERSION
 
@@ -262,7 +262,7 @@ class Roster:
 
 
 def node_order(node_id: NodeId) -> tuple[int, str]:
-    """Nodes in the order of their numbers: node2 before node10."""
+    """Return the sort key that orders nodes by number: node2 before node10."""
     return len(node_id), node_id
 
 
@@ -272,13 +272,17 @@ def assign(
     first_member: int,
     before: Mapping[int, NodeId] | None = None,
 ) -> dict[NodeId, tuple[Assignment, ...]]:
-    """Seat ``world_size`` ranks on nodes of the given numbers of slots, filling node after node.
+    """Seat ``world_size`` ranks on nodes with the given numbers of slots, filling node after node.
 
     Args:
-        before: where ranks were: who can stay stays, so a spare node takes the place of a lost one.
+        slots: nodes and their numbers of slots.
+        world_size: the number of ranks.
+        first_member: the member id of rank 0; the others follow.
+        before: the node that each rank had. A rank stays there if it can, so a spare node takes the place of a lost
+            one.
 
     Returns:
-        Assignments per node; empty when the slots do not suffice.
+        Assignments per node; empty when there are not enough slots.
     """
     if sum(count for _, count in slots) < world_size:
         return {}

@@ -1,16 +1,16 @@
-"""What the memory tier can give back, given which states each rank has there.
+"""The steps that the memory tier can restore, given the states that each rank has in it.
 
-Theory. Every rank keeps its newest states in shared memory, of the same steps as all others. A lost rank that kept
-the decided step is replaced as if a peer had held its boxes. Otherwise all ranks go back to the newest step of which
-every one of them has a state, and the steps after it are done again: they are the same bit for bit, so no result is
-lost, only time.
+Theory. Every rank keeps its newest states in shared memory. All ranks keep the states of the same steps. A lost rank
+that kept the decided step is replaced as if a peer had held its boxes. Otherwise all ranks go back to the newest step
+of which every rank has a state, and run the later steps again. The repeated steps give the same bits, so only time is
+lost.
 
-Beside its states a rank may have left a log of the updates since. Then its boxes can be made again at each step that
-the log reaches, and everything else comes from the living, who stay where they are.
+A rank may also have left a log of the updates since its newest state. Then its boxes can be computed for each step that
+the log reaches. The rest comes from the living ranks, which stay at their step.
 
 Invariants:
 1. A state of step s stands for its rank at step s and nothing else: steps are never mixed.
-2. Nobody goes back below a step that is sealed on disk: that checkpoint would cost less.
+2. No rank goes back below a step that is sealed on disk: that checkpoint would cost less.
 """
 
 from __future__ import annotations
@@ -24,14 +24,17 @@ from holdfast.core.protocol.messages import Settled
 NONE = -1
 
 Elsewhere = Mapping[int, frozenset[int]]
-"""Steps by rank of states that other nodes have."""
+"""States that other nodes keep: the steps by rank."""
 
 
 def kept_by(
     members: Sequence[Member], answers: Mapping[int, Settled], elsewhere: Elsewhere
 ) -> dict[int, frozenset[int]]:
-    """Steps that each rank has a state of: as it answered to the fence, as its agent found it after its death, or as
-    another node has it."""
+    """Return the steps of which each rank has a state.
+
+    A living rank lists its steps in the answer to the fence. For a dead rank its agent found them. Other nodes may keep
+    further states.
+    """
     return {
         m.rank: frozenset(
             answers[m.rank].kept
@@ -48,7 +51,10 @@ def kept_by(
 def replayed(
     decided: Decision, members: Sequence[Member], answers: Mapping[int, Settled], elsewhere: Elsewhere
 ) -> bool:
-    """Each lost rank has left the decided step, or a log of updates that leads to it; some only the latter."""
+    """Return True if the lost ranks can be replaced at the decided step only with logs of updates.
+
+    Each of them has left a state of that step or a log that leads to it, and at least one has only the log.
+    """
     if decided.step is None or not decided.sources:
         return False
     kept = kept_by(members, answers, elsewhere)
@@ -61,7 +67,7 @@ def replayed(
 
 
 def newest_complete(kept: Mapping[int, Collection[int]], limit: int) -> int:
-    """The newest step, at most ``limit``, of which every rank has a state; ``NONE`` when there is none."""
+    """Return the newest step, at most ``limit``, of which every rank has a state; ``NONE`` when there is none."""
     common = frozenset.intersection(*map(frozenset, kept.values())) if kept else frozenset()
     return max((step for step in common if step <= limit), default=NONE)
 
@@ -73,7 +79,7 @@ def replacement_step(
     elsewhere: Elsewhere,
     sealed_step: int,
 ) -> int:
-    """The step at which the lost ranks can be replaced from memory, beside the living; ``NONE``: they cannot."""
+    """Return the step at which lost ranks can be replaced from memory while the others live on; ``NONE``: no step."""
     if decided.step is None:
         return NONE
     kept = kept_by(members, answers, elsewhere)

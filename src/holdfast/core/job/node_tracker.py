@@ -1,14 +1,14 @@
-"""Nodes and processes: who runs where, who came back, who is gone.
+"""Nodes and processes of the job: which ran where, which came back and which are lost.
 
-Theory. An agent tells the truth about the processes of its node: when it joins it lists those that live, then
-repeats what it knows (exits, layouts, last words of each worker), then beats. So the first beat after a hello
-closes the list: whoever is neither in it nor was reported dead is gone without a page. A controller of a
-later term seats the members of the log, waits for these lists, and then either disturbs nobody or starts a
-recovery.
+Theory. An agent is trusted about the processes of its node. When an agent joins, its hello lists the living processes.
+Next it repeats what it knows of each worker (exits, layouts, last messages). Then its heartbeats begin. So the first
+heartbeat after a hello closes the list. A member that is not in the list and was not reported dead is lost, and has
+left no status page. A controller of a later term seats the members of the event log and waits for these lists
+("adopting"). Then it either leaves all workers undisturbed or starts a recovery.
 
 Invariants:
 1. A member is declared dead once: by its agent, by absence from a closed list, with its node, or unkillable.
-2. A process that is not seated is ordered to leave, whatever it says.
+2. A process that is not seated is ordered to leave, whatever it reports.
 3. An agent that returns within the adoption bound with all its members causes no fault.
 """
 
@@ -38,21 +38,22 @@ from holdfast.exit_codes import Exit
 
 
 class NodeTracker:
-    """Sub-machine of the controller. ``job`` is shared with it."""
+    """The part of the controller that tracks agents and processes. ``job`` is shared with the controller."""
 
     def __init__(self, job: Job, recovery: Recovery, ending: Shutdown, past: ReplayedState) -> None:
         self.job = job
         self.recovery = recovery
         self.ending = ending
         self._past = past
-        self._returning: dict[NodeId, frozenset[MemberId]] = {}  # said hello, its list is not closed yet
+        # Nodes that have sent a hello and whose list is not closed yet.
+        self._returning: dict[NodeId, frozenset[MemberId]] = {}
         self.adopting = bool(past.seats) and (job.config.term > 1 or job.config.alone)
         self.voters = tuple(NodeId(v) for v in job.config.voters)
-        self._rolled: tuple[NodeId, ...] = ()  # the nodes that the agents were last told of
+        self._rolled: tuple[NodeId, ...] = ()  # the list of nodes last sent to the agents
         self._may_roll = False
 
     def start(self) -> None:
-        """Arm the timers; seat who was seated when an earlier controller wrote its last line."""
+        """Arm the timers. Seat the members that had a seat when an earlier controller wrote its last record."""
         job = self.job
         job.timer("beat", job.config.beat_s)
         job.timer("startup", job.config.startup_s)
@@ -60,16 +61,16 @@ class NodeTracker:
         if job.config.alone:
             job.exit_source = "the loss of the majority of the agents"
         if self.adopting:
-            # With one voter, the survivor of two hosts that a witness chose, members may still sit on several nodes.
+            # With one voter (the survivor of two hosts that a witness chose) members may still be on several nodes.
             if self.voters or job.config.alone or len({s.node_id for s in self._past.seats}) > 1:
                 job.timer("rejoin", job.config.rejoin_s)
-            # The dead of the log whose seats were given away are no members; what they left is evidence.
+            # The dead of the log whose seats were given away are no members. What they left is evidence.
             newest = {s.rank: s for s in (*self._past.seats, *self._past.newcomers)}
             joining = {s.member_id for s in self._past.newcomers}
             members = [
                 Member(member_id=s.member_id, rank=s.rank, local_rank=s.local_rank, node_id=s.node_id,
                        joining=s.member_id in joining,
-                       said_hello=self._past.opened and s.member_id not in joining)  # to the one before
+                       said_hello=self._past.opened and s.member_id not in joining)  # to the previous one
                 for s in newest.values()
             ]  # fmt: skip
             job.roster.seat(self._past.seated, members)
@@ -83,14 +84,14 @@ class NodeTracker:
     # ---------------------------------------------------------------- agents
 
     def agent_hello(self, now: float, event: AgentHello) -> None:
-        """A node joins, or rejoins with what it holds."""
+        """Handle the hello of an agent that joins or rejoins, with the list of its members."""
         job = self.job
         job.slots[event.node_id] = event.slots
         if event.host:
             job.hosts[event.node_id] = (event.host, event.port)
         job.liveness.hello(event.node_id, now)
         job.record("agent_joined", node=str(event.node_id), pid=event.pid, slots=event.slots)
-        self._rolled = ()  # this one may be the successor of an agent that knew
+        self._rolled = ()  # this agent may be the successor of the one that got the list
         self._roll()
         seen = {m.member_id: m for m in event.members}
         for member in job.roster.on_node(event.node_id):
@@ -99,7 +100,7 @@ class NodeTracker:
                 member.started, member.pid = True, here.pid
                 if here.state != "starting":
                     member.said_hello, member.state, member.step = True, here.state, here.step
-                if member.kill_reason:  # the order may have gone with the agent before this one
+                if member.kill_reason:  # the order may have been lost with the previous agent
                     job.kill(member, member.kill_reason, 0.0 if job.session else job.config.term_grace_s)
         for member_id in sorted(seen):
             if job.roster.get(member_id) is None and not job.config.library:
@@ -114,14 +115,15 @@ class NodeTracker:
         elif not job.config.library and set(self.voters) <= set(job.slots):
             self._launch(now)
         else:
-            # The nodes in their order, if they are all about to come.
+            # Wait for the other nodes, so that ranks are placed in the order of the nodes' numbers.
             job.timer("assemble", job.config.rejoin_s)
         self._launch_waiting(now)
 
     def _roll(self) -> None:
-        """Tell the agents who is there: the electorate follows, one change at a time.
+        """Send the agents the list of present nodes. The electorate (the voters) follows it, one change at a time.
 
-        Not before every voter has come, or had the time to: the first list would cost living ones their vote.
+        Nothing is sent until every voter has joined or its time to do so is over: an early list would cost living
+        voters their vote.
         """
         job, present = self.job, self.job.liveness.present
         self._may_roll = self._may_roll or set(self.voters) <= set(present)
@@ -131,26 +133,27 @@ class NodeTracker:
                 job.send_node(node_id, Rolled(up=present))
 
     def _launch(self, now: float) -> None:
-        """Start the ranks for the first time, if the nodes suffice."""
+        """Start the ranks for the first time, if there are enough nodes."""
         job = self.job
         idle = not job.roster.members and self.ending.stopping is None
         if idle and not job.config.library and len(job.slots) >= job.config.nnodes:
             self.recovery.launch(now)
 
     def _launch_waiting(self, now: float) -> None:
-        """Start the ranks that wait for nodes. One that was only silent for a while does not say hello again."""
+        """Start the ranks that wait for nodes. A node that was only silent for a while sends no second hello."""
         if self.recovery.phase == "waiting" and self.job.fits:
             self.recovery.launch(now)
 
     def agent_beat(self, now: float, node_id: NodeId) -> None:
-        """A heartbeat. The first one after a hello closes that node's list of members."""
+        """Handle a heartbeat. The first one after a hello closes that node's list of members."""
         self.job.liveness.beat(node_id, now)
         self._launch_waiting(now)
         seen = self._returning.pop(node_id, None)
         if seen is None:
             return
         gone = [m for m in self.job.roster.on_node(node_id) if m.member_id not in seen]
-        # An order to start may have gone with the agent before this one; who was to die meanwhile is not there, either.
+        # An order to start may have been lost with the previous agent. A member that was to be killed is not
+        # missed.
         unstarted = [m for m in gone if not (m.started or m.kill_reason or self.adopting)]
         self.job.start_again(unstarted)
         for member in gone:
@@ -163,13 +166,16 @@ class NodeTracker:
             self.ending.remind(member)
 
     def agent_gone(self, now: float, node_id: NodeId) -> None:
-        """The connection of an agent closed; it, or its successor, may come back."""
+        """Suspect a node whose agent closed its connection. The agent or its successor may come back."""
         event = self.job.liveness.gone(node_id, now)
         if event is not None:
             self.job.record("node_suspected", node=str(node_id), reason=event.reason)
 
     def node_lost(self, now: float, node_id: NodeId, reason: str) -> None:
-        """A node is lost, if a majority of the agents is still heard; else this controller has no say any more."""
+        """Treat the node as lost if a majority of the agents is still connected.
+
+        Without a majority this controller decides nothing more.
+        """
         job = self.job
         job.slots.pop(node_id, None)
         self._returning.pop(node_id, None)
@@ -182,12 +188,13 @@ class NodeTracker:
         self._roll()
         for member in job.roster.members:
             if member.node_id == node_id and member.exited is not None:
-                member.exited = msgspec.structs.replace(member.exited, kept=())  # that memory is gone too
+                # The copies in the memory of that node are lost with it.
+                member.exited = msgspec.structs.replace(member.exited, kept=())
         for member in job.roster.on_node(node_id):
             self._lose(now, member, f"went with its node: {reason}")
 
     def _rejoin(self, now: float) -> None:
-        """Whoever has not come to this controller of a later term by now is lost."""
+        """Declare the nodes lost that have not joined this controller of a later term in time."""
         job = self.job
         if not self.adopting:
             return
@@ -213,7 +220,7 @@ class NodeTracker:
         self.member_exited(now, exited)
 
     def _adopt_if_closed(self, now: float) -> bool:
-        """The nodes that are not lost have all come, and told whom they hold."""
+        """Adopt the living members when every node has joined and closed its list, or is lost. Return True then."""
         job = self.job
         if not self.adopting or self._returning or job.ended or not job.roster.nodes <= job.slots.keys():
             return False
@@ -221,12 +228,13 @@ class NodeTracker:
         return True
 
     def _adopt(self, now: float) -> None:
-        """All lists are closed: go on as if nothing had happened, if nothing has."""
+        """Continue undisturbed if no member was lost while the controller was replaced; otherwise start a recovery."""
         job, roster = self.job, self.job.roster
         self.adopting = False
         dead = [m for m in roster.members if not m.alive]
         fenced = job.generation > roster.generation
-        fencing = self.recovery.phase == "fencing"  # for what was told before all lists were closed
+        # For a fault that was reported before all lists were closed.
+        fencing = self.recovery.phase == "fencing"
         job.record(
             "adopted", members=[m.rank for m in roster.living], dead=[m.rank for m in dead], fenced=fenced
         )
@@ -240,23 +248,23 @@ class NodeTracker:
             job.released = True
             self.ending.exited()
         elif faults:
-            self.recovery.fault(now, *faults)  # at once: with nobody alive the first one starts all again
+            self.recovery.fault(now, *faults)  # together: with no member alive the first fault restarts all
         elif fenced and not fencing:
             what = "the controller was replaced during a recovery"
             self.recovery.member_fault(now, roster.members[0], "controller", what)
         elif dead:
             self.ending.exited()
         if fencing or not (faults or fenced):
-            for member in roster.living:  # those who came last have heard nothing yet
+            for member in roster.living:  # those that came last have received nothing yet
                 self.recovery.remind(member)
                 self.ending.remind(member)
         if not job.ended:
-            self.recovery.progress(now)  # a fault that was told meanwhile waited for these lists
+            self.recovery.progress(now)  # a fault that was reported meanwhile waited for these lists
 
     # ---------------------------------------------------------------- processes
 
     def worker_hello(self, now: float, event: WorkerHello) -> None:
-        """A worker's client is connected, for the first time or again."""
+        """Handle the hello of a worker whose client is connected, for the first time or again."""
         job = self.job
         member = job.roster.get(event.member_id)
         if member is None and job.config.library:
@@ -280,7 +288,7 @@ class NodeTracker:
             self.recovery.progress(now)
 
     def _join_library(self, event: WorkerHello) -> Member | None:
-        """In library mode the workers come by themselves and bring their ids; their ranks lie in blocks by node."""
+        """Seat a worker that another launcher started (library mode). It brings its id. Ranks lie in blocks by node."""
         job = self.job
         per_node = job.config.world_size // job.config.nnodes
         node_id = (
@@ -301,7 +309,7 @@ class NodeTracker:
         return member
 
     def member_started(self, now: float, event: MemberStarted) -> None:
-        """A worker process exists."""
+        """Record that a worker process exists."""
         member = self.job.roster.get(event.member_id)
         if member is not None and not member.started:
             member.started, member.started_s, member.pid = True, now, event.pid
@@ -309,7 +317,7 @@ class NodeTracker:
             self.recovery.progress(now)
 
     def member_exited(self, now: float, event: MemberExited) -> None:
-        """A worker process is gone."""
+        """Handle the end of a worker process: start a recovery if the exit was not expected."""
         job = self.job
         member = job.roster.get(event.member_id)
         if member is None:
@@ -342,7 +350,7 @@ class NodeTracker:
             self.recovery.exited(now, member)
 
     def _follows(self, event: MemberExited) -> bool:
-        """It left because of a fault that is known, and that is being recovered from: it is none of its own."""
+        """Return True if the member left because of a fault that a recovery is already handling."""
         known = self.recovery.phase == "fencing" and bool(self.recovery.faults.all)
         return known and event.code == Exit.RESTART
 
@@ -378,7 +386,7 @@ class NodeTracker:
     # ---------------------------------------------------------------- time
 
     def tick(self, now: float, name: str) -> bool:
-        """One of this machine's timers; False when the name is not one of them."""
+        """Handle one of the timers of this class. Return False when the name belongs to another class."""
         kind, _, number = name.partition(":")
         if kind == "beat":
             self._beat(now)
@@ -402,8 +410,8 @@ class NodeTracker:
         return True
 
     def _give_up(self, now: float, member: Member) -> None:
-        """It was killed, and is still there. Its page lies in memory, and never changes again: its agent reads it."""
-        if member.given_up:  # its agent does not answer either
+        """Give up a member that survives SIGKILL. Its agent is asked for the status page, which never changes again."""
+        if member.given_up:  # its agent does not answer, either
             self._lose(now, member, "does not die; it is given up")
             return
         member.given_up = True
@@ -424,7 +432,7 @@ class NodeTracker:
         self.recovery.grow(now)
 
     def _startup(self, now: float) -> None:
-        """Whoever has not reported by now is named, and removed."""
+        """Remove the members that have not reported in the start-up time, or end the run if no agent has."""
         job = self.job
         bound = f"within {job.config.startup_s:g} s"
         if not job.roster.members or self.recovery.phase == "waiting":

@@ -1,16 +1,16 @@
-"""How a run ends: asked to (graceful exit), told to (stop), or because all its ranks are done.
+"""The end of a run: by a graceful exit, by an immediate stop, or because all its ranks are done.
 
-Theory. A graceful exit is a flag that travels in the vote, so the request only has to reach one rank; the
-controller tells all of them, keeps the request across recoveries, and owns the deadline. The agent through which it
-came says it again to the next controller: this one may die before it has heard of it. A session that is done waits
-for its Release: as long as one rank still works, every other one may be needed to recover it. What the script
-does after the Release, a final evaluation or an export, is run again by all ranks when one of them fails in it: their
-sessions begin at the last step and have nothing left to do.
+Theory. A graceful exit is a flag in the vote, so the request has to reach only one rank. The controller still sends it
+to all, keeps it across recoveries, and enforces the deadline. The agent that passed the request on repeats it to the
+next controller, because this controller may die before it has read the request. A session that is done waits for its
+Release: while one rank still works, any other may be needed to recover it. After the Release the script may run a final
+evaluation or an export. If one rank fails in that, all ranks run that code again: their sessions start at the last step
+and have no steps left.
 
 Invariants:
 1. Release is sent only when every rank of the generation has finished.
 2. A run that was asked to exit ends with REQUEUE only when a checkpoint of its last step is sealed.
-3. A process that dies after the Release is a fault where a checkpoint of the end is sealed: all start again from it.
+3. A process that dies after the Release is a fault if a checkpoint of the end is sealed: all restart from it.
 4. Once ``stopping`` is set, every death is expected.
 """
 
@@ -28,7 +28,7 @@ EXPECTED_CODES = frozenset({0, int(Exit.REQUEUE), int(Exit.UNSAVED)})
 
 
 class Shutdown:
-    """Sub-machine of the controller. ``job`` is shared with it."""
+    """The part of the controller that ends the run. ``job`` is shared with the controller."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -36,16 +36,16 @@ class Shutdown:
         self._rollcall = AllOf()
 
     def start(self) -> None:
-        """A request that an earlier controller took has its deadline from this one, too.
+        """Start the deadline of a request that an earlier controller took.
 
-        Counted anew: how much of it was left died with that controller. The agent that passed the request on knows,
-        and tells it again.
+        The deadline starts in full, because the time that was left is lost with that controller. The agent that passed
+        the request on knows that time and repeats the request with it.
         """
         if self.job.exit_source:
             self.job.timer("exit", self.job.config.grace_s)
 
     def request(self, source: str, grace_s: float) -> None:
-        """Exit gracefully within ``grace_s`` seconds. Asking again changes nothing but the deadline."""
+        """Exit gracefully within ``grace_s`` seconds. A repeated request changes only the deadline."""
         job = self.job
         if self.stopping is not None or job.released:
             return
@@ -60,7 +60,7 @@ class Shutdown:
             self.remind(member)
 
     def cancel(self, source: str) -> None:
-        """Take the request back, unless the ranks have agreed already."""
+        """Withdraw the request, unless the ranks have agreed already."""
         job = self.job
         done = bool(job.exit_source) and job.agreed_step is None and self.stopping is None
         job.record("exit_cancelled", source=source, done=done)
@@ -78,33 +78,33 @@ class Shutdown:
             job.send(member, order)
 
     def agreed(self, step: int) -> None:
-        """A vote carried the request: all ranks save ``step`` and leave."""
-        if self.job.agreed_step != step:  # a fault may have come between, and the ranks agree again
+        """Record that a vote carried the request: all ranks save ``step`` and leave."""
+        if self.job.agreed_step != step:  # a fault may have come in between, and the ranks agree again
             self.job.agreed_step = step
             self.job.record("exit_agreed", step=step)
-        if not self.job.exit_source:  # what the rank said that was asked died with a controller
+        if not self.job.exit_source:  # the request was lost with a controller: its source is not known
             self.job.exit_source = "vote"
             self.job.timer("exit", self.job.config.grace_s)
 
     def stop(self, reason: str) -> None:
-        """End at once."""
+        """End the run at once."""
         self._stop(Exit.INTERRUPTED, reason, 0.0)
 
     def deadline(self) -> None:
-        """The graceful exit took too long."""
+        """End the run because the graceful exit took too long."""
         if self._is_saved():
             self._stop(Exit.REQUEUE, "the checkpoint is saved, but not every process left in time", 0.0)
         else:
             self._stop(Exit.UNSAVED, f"{self._asked()}: the deadline has passed", 0.0)
 
     def finished(self, member: Member, message: Finished) -> None:
-        """The session of one rank is done."""
+        """Record that the session of one rank is done."""
         member.finished = message
         if message.sealed:
             self.job.sealed_step = max(self.job.sealed_step, message.step)
 
     def release(self) -> None:
-        """Let everyone return, if all have finished."""
+        """Send the Release to all ranks if all have finished."""
         job, members = self.job, self.job.roster.members
         if job.released or len(members) < job.world_size:
             return
@@ -118,7 +118,7 @@ class Shutdown:
             self.remind(member)
 
     def remind(self, member: Member) -> None:
-        """Repeat the standing order to a member that reconnected or just opened its session."""
+        """Repeat the order that is in force to a member that reconnected or just opened its session."""
         job, who = self.job, member.member_id
         if job.released or member.may_end:
             job.send(member, Release(member_id=who, generation=job.generation))
@@ -126,15 +126,15 @@ class Shutdown:
             job.send(member, ExitOrder(member_id=who, generation=job.generation, source=job.exit_source))
 
     def is_expected(self, member: Member, exited: MemberExited) -> bool:
-        """True when this exit is no fault."""
-        job, over = self.job, exited.detail == Phase.LEFT.name.lower()  # its script had come to its end
+        """Return True when this exit is no fault."""
+        job, over = self.job, exited.detail == Phase.LEFT.name.lower()  # its script had ended
         if self.stopping is not None or (job.released and (over or not job.repeats)):
             return True
         done = member.finished is not None or not self.job.session
         return done and exited.code == 0 and exited.signal is None
 
     def exited(self) -> None:
-        """A process is gone that was expected to go: is the run over?"""
+        """End the run if an expected exit was the last one."""
         job = self.job
         if job.roster.living:
             return
@@ -177,5 +177,5 @@ class Shutdown:
         if job.roster.members or job.is_assembled:
             self.exited()
         else:
-            # Nodes that are about to come would never hear that it is over.
+            # Nodes that have yet to join would never learn that the run is over.
             job.timer("together", job.config.rejoin_s)

@@ -1,18 +1,21 @@
-"""Spares: processes of one node that were built beforehand, and become a rank when one is lost.
+"""Spares: processes of one node that were built beforehand and become a rank when one is lost.
 
-Theory. A spare is a way to start a newcomer, known to the agent of its node alone: to the controller the process that
-is called is an ordinary newcomer that starts very fast. Until then it belongs to no generation. It carries a member id
-below zero, which nobody else has and which no message to the controller ever names.
+Theory. A spare makes the start of a newcomer fast. Only the agent of its node knows it. To the controller a called
+spare is an ordinary newcomer that starts very fast. Before the call a spare belongs to no generation. Its member id is
+below zero: no other process has it, and no message to the controller names it.
 
-A script may ask for its rank before it opens its session. With fewer spares than workers a spare must fit every rank,
-so it waits where its script first asks (``held``); one that does not ask is built up to its first step (``ready``).
-With as many spares as workers each one is built as one rank, and is ready whatever its script asks. The memory of a
-device is that of the rank that trains on it: any spare is held before its first use of one.
+A script may ask for its rank before it opens its session. With fewer spares than workers a spare must fit every rank.
+So it waits where its script first asks for the rank (``held``). If the script does not ask, the spare is built up to
+its first step (``ready``). With as many spares as workers each spare is built as one rank, and becomes ready whatever
+its script asks. The memory of a device belongs to the rank that trains on it, so any spare is held before its first use
+of a device.
+
+The shell in this module is the code of the agent process that starts and signals processes.
 
 Invariants:
-1. A spare is nobody: nothing that it says leaves the node, it is in no roster, votes in no step and serves no state.
+1. A spare is no member: none of its messages leaves the node, it is in no roster, votes in no step and serves no state.
 2. A spare is called once, for one seat.
-3. Spares are built only while every worker of the node trains: never beside a recovery.
+3. Spares are built only while every worker of the node trains, never during a recovery.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ SpareState = Literal["building", "held", "ready"]
 
 
 def is_spare(member_id: int) -> bool:
-    """True for the id of a spare that was not called."""
+    """Return True for the id of a spare that was not called."""
     return member_id < 0
 
 
@@ -57,16 +60,20 @@ def is_spare(member_id: int) -> bool:
 
 
 class SpareWaits(Message, frozen=True):
-    """A spare waits to be called: ``ready`` at its first step, else where its script needed its rank or a device."""
+    """Report that a spare waits to be called.
+
+    It waits at its first step (``ready``), or where its script needed its rank or a device.
+    """
 
     member_id: MemberId
     ready: bool
 
 
 class Called(Message, frozen=True):
-    """To a spare: you are this member from now on. ``env`` replaces its stand-in's, ``log`` is where it writes.
+    """Order to a spare to become this member.
 
-    ``ending``: processes of this node that were lost, and still have memory or devices.
+    ``env`` replaces its placeholder environment. ``log`` is the log file. ``ending`` holds the ids of lost processes of
+    this node that still have memory or devices.
     """
 
     member_id: MemberId
@@ -80,7 +87,7 @@ class Called(Message, frozen=True):
 
 
 class BuildSpare(Message, frozen=True):
-    """The shell starts a spare; ``rank`` is ANY_RANK when it must fit every one."""
+    """Command to the shell to start a spare. ``rank`` is ANY_RANK when the spare must fit every rank."""
 
     member_id: MemberId
     generation: Generation
@@ -90,7 +97,10 @@ class BuildSpare(Message, frozen=True):
 
 
 class CallSpare(Message, frozen=True):
-    """The shell lets a spare be the one member of ``order``; if it cannot, it starts that member as usual."""
+    """Command to the shell to turn a spare into the only member in ``order``.
+
+    If that fails, the shell starts the member as usual.
+    """
 
     spare: MemberId
     order: StartMembers
@@ -100,7 +110,7 @@ class CallSpare(Message, frozen=True):
 
 
 class Spare(msgspec.Struct, kw_only=True):
-    """One spare."""
+    """The state of one spare."""
 
     member_id: MemberId
     rank: int
@@ -112,7 +122,7 @@ class Spare(msgspec.Struct, kw_only=True):
 
 
 class Spares:
-    """Part of :class:`~holdfast.core.agent.Agent`; appends to its commands."""
+    """The spares of one node, part of :class:`~holdfast.core.agent.Agent`; appends to the agent's commands."""
 
     def __init__(self, config: AgentConfig, out: list[Command]) -> None:
         self.config = config
@@ -120,19 +130,24 @@ class Spares:
         self.world_size = config.world_size
         self._out = out
         self._made = 0
-        self._failures = 0  # in a row
+        self._failures = 0  # consecutive builds that failed
         self._given_up = False
-        self._fixed = config.spares >= config.slots  # one for every rank of the node
+        self._fixed = config.spares >= config.slots  # one spare for every rank of the node
 
     def fit(self, world_size: int) -> None:
-        """The job has this many ranks from now on: spares that were built for another number are of no use."""
+        """Set the number of ranks of the job. Kill the spares that were built for another number."""
         self.world_size = world_size
         for spare in [s for s in self.living.values() if s.world_size != world_size]:
             del self.living[spare.member_id]
             self._kill(spare, f"was built for {plural(spare.world_size, 'rank')}")
 
     def top_up(self, generation: Generation, ranks: Sequence[int]) -> None:
-        """Build what is missing. ``ranks``: of the workers of this node; nothing is built unless all are there."""
+        """Build the missing spares. Nothing is built unless all workers of the node are there.
+
+        Args:
+            generation: the generation of the workers.
+            ranks: the ranks of the workers of this node.
+        """
         if self._given_up or len(ranks) != self.config.slots:
             return
         wanted = min(self.config.spares, self.config.slots) if self._fixed else self.config.spares
@@ -164,7 +179,10 @@ class Spares:
         self._record("spare_building", member_id=int(member_id), rank=rank)
 
     def prepare(self, order: PrepareSeats) -> None:
-        """Build one for each rank that will move here, and tell when they wait; those of an earlier order end."""
+        """Build a spare for each rank that will move to this node, and report when all of them wait.
+
+        Spares of an earlier order are killed if they are not needed any more.
+        """
         if order.members:
             self.fit(order.world_size)
         wanted = {(seat.rank, seat.local_rank) for seat in order.members}
@@ -186,7 +204,10 @@ class Spares:
         self._out.append(Send(to="controller", message=said))
 
     def take(self, seat: Assignment) -> MemberId | None:
-        """The spare that becomes the member of ``seat``, the one that is built furthest; None: there is none."""
+        """Choose the most complete spare for ``seat``.
+
+        Remove it from the list and return its id; None: no spare fits.
+        """
         fit = [
             spare
             for spare in self.living.values()
@@ -208,7 +229,7 @@ class Spares:
         return best.member_id
 
     def heard(self, event: Message) -> None:
-        """Something about a spare, or from it; what else it says is nobody's business."""
+        """Handle a message about a spare or from one. Messages of other kinds are dropped."""
         spare = self.living.get(getattr(event, "member_id", MemberId(0)))
         if spare is None:
             return

@@ -1,14 +1,17 @@
-"""For how long a recovery waits for a process that makes no progress.
+"""Time limits of a recovery for a process that makes no progress.
 
 Theory. Each phase waits for members: for an answer to a fence, for digests, an offer of state, a join, a share of a
-save. What that takes grows with the state, which may be hundreds of gigabytes, and a wait that ends too early kills the
-only holder of it. So the first bound contains the time in which a slow node moves the state of one rank, and a member
-that has made progress meanwhile (it said something, or its agent saw bytes move: ``Active``) is given another bound.
-Only one that has made none within a whole bound is killed; a stopped process makes none, and is not waited for.
+save. The time for that grows with the state, which may be hundreds of gigabytes. A wait that ends too early kills the
+only holder of a part of it. So the first time limit includes the time in which a slow node moves the state of one rank.
+A member that has made progress in it gets another one. Progress is a message of the member, or bytes that its agent saw
+move (``Active``). Only a member without progress in a whole time limit is killed. A stopped process makes no progress
+and is not waited for.
 
-Invariants: 1. A member that has made progress since its bound began is not killed for time. 2. While a phase waits for
-a member that is not about to be killed, its bound runs. 3. Stopped processes are killed as those of a job that trains
-(``core/watch/hang_attribution.py``): never more than half of them.
+Invariants:
+1. A member that has made progress since its time limit began is not killed for time.
+2. While a phase waits for a member that is not about to be killed, its time limit runs.
+3. Stopped processes are killed by the rule for a training job (``core/watch/hang_attribution.py``): never more than
+   half of them.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from holdfast.core.job.membership import Member
 from holdfast.core.protocol.health_messages import Active
 
 RATE_BYTES_PER_S = 25_000_000
-"""What one rank of a slow node moves to a shared file system when all its ranks do."""
+"""Rate at which one rank of a slow node writes to a shared file system while all its ranks do."""
 
 WAITS: dict[Phase, tuple[str, ...]] = {
     "fencing": ("quiesce",),
@@ -33,8 +36,9 @@ WAITS: dict[Phase, tuple[str, ...]] = {
     "saving": ("vouch", "gasp"),
     "leaving": ("leave",),
 }
-"""What each phase waits for. The others have a timer of their own (``grace``, ``startup``), or the workers train, and
-``core/watch/hang_detection.py`` judges them."""
+"""The time limits of each phase. The other phases have a timer of their own (``grace``, ``startup``), or the workers
+train, and ``core/watch/hang_detection.py`` judges them.
+"""
 
 FAILS_TO: dict[str, str] = {
     "quiesce": "settle",
@@ -48,15 +52,15 @@ FAILS_TO: dict[str, str] = {
 
 
 class Running(msgspec.Struct):
-    """A bound, and the members that have made progress since it began."""
+    """A time limit that runs, and the members that have made progress since it began."""
 
     bound_s: float
     moved: set[MemberId]
-    again: bool = False  # it follows another one, for the sake of those that had made progress
+    again: bool = False  # it follows another one, because members had made progress
 
 
 class Bounds:
-    """Part of :class:`~holdfast.core.job.recovery.Recovery`; ``job`` is shared with it."""
+    """The part of :class:`~holdfast.core.job.recovery.Recovery` that runs time limits. ``job`` is shared with it."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -64,7 +68,13 @@ class Bounds:
         self._stopped: dict[NodeId, frozenset[MemberId]] = {}
 
     def begin(self, wait: str, bound_s: float, *, reads: bool = False) -> None:
-        """Wait for ``bound_s`` seconds; ``reads``: and for as long as the state of one rank takes to be moved."""
+        """Start the time limit ``wait`` of ``bound_s`` seconds.
+
+        Args:
+            wait: its name, one of ``WAITS``.
+            bound_s: its length without the time to move state.
+            reads: add the time in which the state of one rank is moved.
+        """
         if reads:
             bound_s += self.job.state_size_bytes / RATE_BYTES_PER_S
         self._begin(wait, Running(bound_s, set()))
@@ -74,28 +84,29 @@ class Bounds:
         self.job.timer(wait, running.bound_s)
 
     def end(self, *waits: str) -> None:
-        """Nobody is waited for."""
+        """End these time limits: no member is waited for."""
         for wait in waits:
             self._running.pop(wait, None)
             self.job.cancel(wait)
 
     def moved(self, member_id: MemberId) -> None:
-        """This member has made progress."""
+        """Record that this member has made progress."""
         for running in self._running.values():
             running.moved.add(member_id)
 
     def heard(self, event: Active) -> None:
-        """An agent has seen progress, and stopped processes."""
+        """Record the progress and the stopped processes that an agent has seen."""
         for member_id in event.moving:
             self.moved(member_id)
         self._stopped[event.node_id] = frozenset(event.stopped)
 
     def over(self, wait: str, awaited: Sequence[Member], held_up: Collection[MemberId]) -> None:
-        """A bound is over: kill those that made no progress in it, and wait on for the others.
+        """End a time limit: kill the members without progress in it, and start it again for the others.
 
         Args:
-            awaited: what the phase waits for, in this bound.
-            held_up: those of them that wait for others themselves.
+            wait: its name.
+            awaited: the members that the phase waits for under this time limit.
+            held_up: those of them that wait for others.
         """
         running = self._running.pop(wait, None)
         waited = [m for m in awaited if not m.kill_reason]
@@ -109,7 +120,7 @@ class Bounds:
             self._begin(wait, Running(running.bound_s, set(), again=True))
 
     def halt(self, now: float, awaited: Sequence[Member]) -> None:
-        """Kill those that are waited for and stopped, unless most processes are: then the whole job is suspended."""
+        """Kill the stopped members that are waited for, unless most processes are stopped (a suspended job)."""
         stopped = frozenset().union(*self._stopped.values())
         living = self.job.roster.living
         if not stopped or 2 * sum(m.member_id in stopped for m in living) > max(len(living), 2):

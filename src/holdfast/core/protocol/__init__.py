@@ -1,5 +1,9 @@
-"""Messages and shared words of the processes of a run.
+"""Messages of the processes of a run, and the layout of the status page.
 
-``messages`` (agent, controller, worker), ``peer_messages`` (between agents, elections), ``health_messages``
-(evidence and paces), ``layout_messages``, and the bits of the ``status_page``.
+- ``messages``: between agent, controller and worker.
+- ``peer_messages``: between agents, and in elections.
+- ``health_messages``: evidence and step times.
+- ``layout_messages``: the layouts of all ranks.
+- ``notices``: nodes that will leave.
+- ``status_page``: the words and bits of the page.
 """

@@ -1,6 +1,6 @@
-"""Messages about what is seen of workers and of their state: stillness, evidence, pace, copies that differ.
+"""Messages about the health of workers and of their state: stalls, evidence, step times, copies that differ.
 
-Part of the vocabulary of ``core/protocol/messages.py``, under the same rules.
+They belong to the vocabulary of ``core/protocol/messages.py`` and follow its rules.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from holdfast.core.protocol.messages import Message
 
 
 class Stalled(Message, frozen=True):
-    """Every worker of this node has made no progress for longer than its bound (``stall_detector.py``)."""
+    """Report that no worker of this node has made progress within its time limit (``stall_detector.py``)."""
 
     node_id: NodeId
-    generation: Generation  # of the pages
-    idle_s: float  # the shortest of their stillnesses: it was within its bound so long ago
-    bound_s: float  # the longest of their bounds
+    generation: Generation  # that of the status pages
+    idle_s: float  # shortest time without progress among the workers
+    bound_s: float  # longest of their time limits
     step_s: float  # median of the recent steps; 0: unknown
     waiting: bool = False  # one of them is in a collective
-    stopped: bool = False  # the process of one of them is, or one that it waits for
+    stopped: bool = False  # one of the processes is stopped, or a process that it waits for
 
 
 class Late(Message, frozen=True):
-    """A process that has not done a step yet is too slow for one that starts beside others that train."""
+    """Report that a process that has not done a step yet is too slow, while the other ranks train."""
 
     member_id: MemberId
     node_id: NodeId
@@ -35,10 +35,11 @@ class Late(Message, frozen=True):
 
 
 class Active(Message, frozen=True):
-    """What workers of this node do in a recovery, or before their first step (``core/watch/activity.py``).
+    """Report of an agent on its workers in a recovery or before their first step (``core/watch/activity.py``).
 
-    ``moving``: have made progress since this was said last: bytes given, taken, compared or written, or a start that
-    has come further. ``stopped``: all processes that are stopped now, whatever was said before.
+    Attributes:
+        moving: the workers that made progress since the last report: bytes of state moved, or the start advanced.
+        stopped: all processes that are stopped now, whether reported before or not.
     """
 
     node_id: NodeId
@@ -47,25 +48,28 @@ class Active(Message, frozen=True):
 
 
 class ProgressResumed(Message, frozen=True):
-    """A worker of a stalled node moves again."""
+    """Report that a worker of a stalled node makes progress again."""
 
     node_id: NodeId
     generation: Generation
 
 
 LAST_LOOK = 0
-"""Number of evidence that nobody has asked for: about a worker that is about to be killed for its silence."""
+"""Number of evidence that was not asked for: about a worker that is about to be killed because it did not answer."""
 
 
 class CollectEvidence(Message, frozen=True):
-    """Collect evidence about every worker of the node, and answer :class:`Evidence` with this ``number``."""
+    """Order to collect evidence about every worker of the node.
+
+    The answer is :class:`Evidence` with this ``number``.
+    """
 
     node_id: NodeId
     number: int
 
 
 class CollectiveSeen(msgspec.Struct, frozen=True, array_like=True):
-    """One of the last collectives of a rank; ``number`` counts those of its group, point-to-point has none (0)."""
+    """One of the last collectives of a rank. ``number`` counts those of its group; it is 0 for point-to-point."""
 
     group: str
     number: int
@@ -75,14 +79,14 @@ class CollectiveSeen(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DeviceSeen(msgspec.Struct, frozen=True, array_like=True):
-    """Collectives of one group on the devices of a rank, by their numbers in the group.
+    """The progress of the devices of a rank in the collectives of one group, as numbers in that group.
 
     Attributes:
         group: its name.
-        given: the newest one that the host has given to the device.
+        given: the newest collective that the host has launched on the device.
         begun: the newest one that is known to have begun there; without timing that is ``ended``.
-        ended: all up to this one are over.
-        what: the oldest one that is not over, or the newest.
+        ended: all up to this one have ended.
+        what: the oldest one that has not ended; if there is none, the newest.
     """
 
     group: str
@@ -93,20 +97,23 @@ class DeviceSeen(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Records(msgspec.Struct, frozen=True):
-    """What the flight recorders of a worker's framework hold: a summary of its devices, and all of it."""
+    """The contents of the flight recorders of a worker's framework: a summary per device, and the full records."""
 
     devices: tuple[DeviceSeen, ...] = ()
     recorders: dict[str, msgspec.Raw] = {}  # JSON by the name of the recorder
 
 
 class ShowRecords(Message, frozen=True):
-    """Write :class:`Records` beside the status page; an answer is the file."""
+    """Order to write :class:`Records` to a file beside the status page. The file is the answer."""
 
     member_id: MemberId
 
 
 class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker in a stall, from its status page, /proc and its stacks. ``process`` is the letter of its state."""
+    """The evidence about one worker in a stall, from its status page, /proc and its stacks.
+
+    Attributes: see the comments. ``process`` is the state letter of /proc.
+    """
 
     member_id: MemberId
     rank: int
@@ -115,22 +122,22 @@ class RankEvidence(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float
     bound_s: float
     sequence: int = 0  # collectives started in this step
-    usual_sequence: int = 0  # the same at the vote of the last committed step
+    usual_sequence: int = 0  # usual value of ``sequence``: that at the vote of the last committed step
     process: str = ""  # R runs, S sleeps, D cannot be interrupted, T is stopped
-    cpu: float = 0.0  # share of a core that its main thread used while it was looked at
+    cpu: float = 0.0  # share of a core that its main thread used during the inspection
     wchan: str = ""  # what it waits for in the kernel
-    where: str = ""  # innermost Python frame of the main thread; empty: it did not answer
+    where: str = ""  # innermost Python frame of the main thread; empty: no stack was obtained
     section: str = ""
     collectives: tuple[CollectiveSeen, ...] = ()  # the last ones, oldest first
-    devices: tuple[DeviceSeen, ...] = ()  # where they are in the collectives of each group
+    devices: tuple[DeviceSeen, ...] = ()  # the devices' progress in the collectives of each group
     stacks: str = ""  # file with all stacks, below the run directory
     records: str = ""  # file with the records of the framework, below the run directory
-    child: int = 0  # a process that it has started, and that is stopped; 0: none
+    child: int = 0  # id of a stopped process that the worker has started; 0: none
     left: bool = False  # its script has left its loops
 
 
 class Evidence(Message, frozen=True):
-    """Answer to :class:`CollectEvidence`: all living workers of a node, or, with ``LAST_LOOK``, a last look at one."""
+    """Answer to :class:`CollectEvidence`: all living workers of a node. With ``LAST_LOOK`` it is about one worker."""
 
     node_id: NodeId
     number: int
@@ -138,7 +145,7 @@ class Evidence(Message, frozen=True):
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """One worker's median seconds per step without waiting for peers, over ``samples`` steps."""
+    """The median seconds per step of one worker, without its waits for peers, over ``samples`` steps."""
 
     rank: int
     samples: int
@@ -146,16 +153,16 @@ class StepTime(msgspec.Struct, frozen=True):
 
 
 class StepTimes(Message, frozen=True):
-    """How fast the workers of a node are, now and then."""
+    """Report of an agent, sent from time to time, on the step times of its workers."""
 
     node_id: NodeId
     generation: Generation
     ranks: tuple[StepTime, ...]
-    step_s: float = 0.0  # the longest of their last steps
+    step_s: float = 0.0  # longest of the last steps of the workers
 
 
 class CopyDigest(msgspec.Struct, frozen=True, array_like=True):
-    """Digest of a part of the state that ``holders`` have in common; ``what`` names it, the same on all of them."""
+    """The digest of a part of the state that all ``holders`` have. ``what`` names the part, equally on all of them."""
 
     holders: str  # ranks, as ``ranks_text`` writes them: there may be thousands
     what: str
@@ -163,7 +170,7 @@ class CopyDigest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CopiesDiffer(Message, frozen=True):
-    """A vote said that copies of the state of ``step`` differ: the digests of this rank's."""
+    """Digests of one rank's copies, sent because a vote found that copies of the state of ``step`` differ."""
 
     member_id: MemberId
     generation: Generation
@@ -172,16 +179,19 @@ class CopiesDiffer(Message, frozen=True):
 
 
 class StateDigests(Message, frozen=True):
-    """Answer to a ``Settle`` that asks for it: digests of this rank's state of ``step``, whose layout it has told."""
+    """Answer to a ``Settle`` that asks for it: digests of this rank's state of ``step``.
+
+    The rank publishes the layout of that state first.
+    """
 
     member_id: MemberId
     generation: Generation
     step: int
-    copies: tuple[CopyDigest, ...]  # of all that other ranks hold too; empty: cannot be compared
+    copies: tuple[CopyDigest, ...]  # of all parts that other ranks have too; empty: cannot be compared
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Ascending ``ranks``, short where their distance is always the same: ``0-4088/8``, else ``0,3,4``."""
+    """Return ascending ``ranks`` as text: short when their distance is constant (``0-4088/8``), else ``0,3,4``."""
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     if len(ranks) > 2 and list(ranks) == list(range(ranks[0], ranks[-1] + 1, step)):
         return f"{ranks[0]}-{ranks[-1]}/{step}"
@@ -189,7 +199,11 @@ def ranks_text(ranks: Sequence[int]) -> str:
 
 
 def ranks_of(text: str) -> Sequence[int]:
-    """Inverse of :func:`ranks_text`. Raises: ValueError."""
+    """Return the ranks of a text of :func:`ranks_text`.
+
+    Raises:
+        ValueError: the text is not of that form.
+    """
     first, dash, rest = text.partition("-")
     if not dash:
         return [int(rank) for rank in text.split(",")]

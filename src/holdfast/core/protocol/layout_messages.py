@@ -1,13 +1,13 @@
 """The layouts of all ranks in one message.
 
-Theory. A layout is two pieces: what is the rank's own (which cells of the grids it holds) and the table of its tensors.
-Ranks with the same tensors have the same table, byte for byte, and it is by far the longer one: 85 KB for 2000 tensors,
-350 MB if each of 4096 ranks' were told. So each different table is kept and sent once, and is one object wherever it
-is. The core reads neither piece.
+Theory. A layout has two parts: the rank's own part (its cells of the grids, where a grid is a regular sharding) and the
+table of its tensors. Ranks with the same tensors have the same table, byte for byte. The table is by far the larger
+part: 85 KB for 2000 tensors, 350 MB if sent for each of 4096 ranks. So each different table is kept and sent once. The
+core reads neither part.
 
 Invariants:
-1. What comes out for a rank is, byte for byte, what went in.
-2. Every rank's index has a table: checked where a message is taken apart.
+1. The layout that comes out for a rank is, byte for byte, the one that was put in.
+2. The index of every rank has a table. This is checked when a message is decoded.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from holdfast.errors import ProtocolError
 
 
 class Layout(NamedTuple):
-    """What one rank says that it holds, encoded (``store.layouts.layout.RankLayout.encode``)."""
+    """The encoded layout of one rank (``store.layouts.layout.RankLayout.encode``)."""
 
     own: bytes
     table: bytes
 
 
 class Layouts(msgspec.Struct, frozen=True):
-    """``ranks``: by rank (text), its own piece and the index of its table."""
+    """The layouts of many ranks. ``ranks``: by rank (text), its own part and the index of its table."""
 
     tables: tuple[bytes, ...]
     ranks: dict[str, tuple[bytes, int]]
 
     @staticmethod
     def of(layouts: Mapping[int, Layout]) -> Layouts:
-        """From layouts by rank."""
+        """Return the message for layouts by rank."""
         places: dict[bytes, int] = {}
         ranks = {
             str(rank): (layout.own, places.setdefault(layout.table, len(places)))
@@ -44,10 +44,10 @@ class Layouts(msgspec.Struct, frozen=True):
         return Layouts(tuple(places), ranks)
 
     def by_rank(self) -> dict[int, Layout]:
-        """Inverse of :meth:`of`.
+        """Return the layouts by rank.
 
         Raises:
-            ProtocolError: a rank that is no number, or a table that is not there.
+            ProtocolError: a rank is not a number, or a table is missing.
         """
         if not all(0 <= index < len(self.tables) for _, index in self.ranks.values()):
             raise ProtocolError("layouts name a table that is not among them")

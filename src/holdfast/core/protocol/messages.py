@@ -1,11 +1,12 @@
-"""The messages of the control plane: the wire format and the machines' vocabulary (with ``health_messages.py``).
+"""The messages of the control plane: events, commands and wire format (see also ``health_messages.py``).
 
-Theory. Workers talk to the agent of their node; the agent forwards to the controller what carries a ``member_id`` and
-routes back what names one. Tensors never pass here. All structs are tagged msgspec structs, encoded as msgpack on the
-wire and as JSON in the event log; unknown fields are ignored, wrong types are refused with their path.
+Theory. Workers exchange messages with the agent of their node. The agent forwards messages that carry a ``member_id``
+to the controller, and routes the controller's messages to the worker that they name. Tensors never pass here. All
+structs are tagged msgspec structs, encoded as msgpack on the wire and as JSON in the event log. Unknown fields are
+ignored. Wrong types are refused with their path.
 
 Invariants:
-1. Every message about a generation carries it; one function (``membership.is_stale``) refuses older ones.
+1. Every message about a generation carries it. One function (``membership.is_stale``) refuses older ones.
 2. A command is idempotent by (generation, content): it may be delivered twice.
 """
 
@@ -25,18 +26,18 @@ TEXT_SIZE_MAX = 64 * 1024
 RankState = Literal[
     "starting", "ready", "compute", "voting", "updating", "aborted", "in_doubt", "torn", "finished"
 ]
-"""State of the step protocol of one rank; with a step number it is, for instance, READY(s) = COMMITTED(s)."""
+"""State of one rank in the step protocol. A step number completes it, for instance READY(s) = COMMITTED(s)."""
 
 
 class Message(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Base of all messages; the tag is the class name."""
+    """Base of all messages. The tag is the class name."""
 
 
 # ---------------------------------------------------------------- worker -> agent -> controller
 
 
 class WorkerHello(Message, frozen=True):
-    """First message of a worker, and again after it reconnected to a successor agent."""
+    """First message of a worker, sent again after it has reconnected to a successor agent."""
 
     member_id: MemberId
     generation: Generation
@@ -47,31 +48,28 @@ class WorkerHello(Message, frozen=True):
 
 
 class SessionOpened(Message, frozen=True):
-    """A session exists and stands at ``step`` (resumed or fresh). ``root`` is where it saves, absolute, or empty."""
+    """Report that a session has opened and is at ``step`` (resumed or fresh)."""
 
     member_id: MemberId
     generation: Generation
     step: int
-    root: str = ""
-    live: bool = False  # its collectives can be rebuilt in place: lost ranks may be replaced beside it
+    root: str = ""  # where the session saves, absolute, or empty
+    live: bool = False  # its collectives can be rebuilt: it keeps its process when lost ranks are replaced
 
 
 class LayoutPublished(Message, frozen=True):
-    """What boxes this rank holds (``store.layouts.layout.RankLayout``); sent again when it changes.
-
-    ``version`` names the vote after which all ranks tell theirs; NO_VERSION: this rank tells its own by itself.
-    """
+    """The boxes of this rank (``store.layouts.layout.RankLayout``), sent again when they change."""
 
     member_id: MemberId
     generation: Generation
     rank: int
-    version: LayoutVersion
+    version: LayoutVersion  # the vote after which all ranks publish; NO_VERSION: this rank on its own
     layout: Layout
     size_bytes: int = 0  # of the boxes that this rank holds; 0: not known
 
 
 class FaultSeen(Message, frozen=True):
-    """A collective broke here and nobody has told this rank of a fault yet."""
+    """Report that a collective of this rank broke before the rank received a fence."""
 
     member_id: MemberId
     generation: Generation
@@ -80,7 +78,7 @@ class FaultSeen(Message, frozen=True):
 
 
 class WorkerFailed(Message, frozen=True):
-    """User code raised: the process is about to exit. ``digest`` identifies type, text and place of the exception."""
+    """Report that user code raised and the process is about to exit."""
 
     member_id: MemberId
     generation: Generation
@@ -88,42 +86,42 @@ class WorkerFailed(Message, frozen=True):
     kind: str
     what: str
     traceback: str
-    digest: str
+    digest: str  # identifies the exception: type, text, place
     user_error: bool = False  # a typed UserError/StoreError: retrying is pointless
-    stays: bool = False  # its session keeps the process, and the state in it, until it is told to go
-    between: bool = False  # two steps: no restart runs that code again at the same step
+    stays: bool = False  # its session keeps the process and its state until it is released
+    between: bool = False  # raised between two steps: a restart does not run that code again at the same step
 
 
 class Settled(Message, frozen=True):
-    """Answer to :class:`Fence`: this rank will not change its state without a :class:`Settle`."""
+    """Answer to :class:`Fence`: this rank will not change its state before it receives a :class:`Settle`."""
 
     member_id: MemberId
-    generation: Generation  # the new one, of the Fence
+    generation: Generation  # the new generation, of the Fence
     state: RankState  # ready, aborted, in_doubt, torn or finished (starting: no session yet)
     step: int
     freed_ns: int = 0  # CLOCK_MONOTONIC when the process was out of its collectives
     away: bool = False  # its main thread is in a section between steps, or has left the loop by an exception
-    kept: tuple[int, ...] = ()  # steps whose states of this rank are in memory, for the memory tier
+    kept: tuple[int, ...] = ()  # steps whose states the memory tier has in memory for this rank
     rewind: int = -1  # it can go back in place to a kept state of this step or later; -1: it cannot
-    turns: int = 0  # of epochs and phases, that the whole job has done as far as this rank knows
+    turns: int = 0  # epochs and phases that the whole job has done, as far as this rank knows
 
 
 class SaveReported(Message, frozen=True):
-    """A part of a checkpoint is durable, or failed (``error``). ``sealed``: this rank saw every box covered."""
+    """Report that a part of a checkpoint is durable, or why not (``error``)."""
 
     member_id: MemberId
     generation: Generation
     save_id: SaveId
-    sealed: bool
+    sealed: bool  # this rank found all boxes saved
     size_bytes: int
     duration_s: float
     stall_s: float = 0.0
     error: str = ""
-    delayed_steps: int = 0  # it was due so many steps earlier, when the save before was still being written
+    delayed_steps: int = 0  # number of steps by which the previous save, still in progress, delayed this one
 
 
 class StateOffered(Message, frozen=True):
-    """This survivor stands at ``step`` and serves its state to newcomers at ``host:port``."""
+    """Report that this survivor is at ``step`` and serves its state to newcomers at ``host:port``."""
 
     member_id: MemberId
     generation: Generation
@@ -133,9 +131,10 @@ class StateOffered(Message, frozen=True):
 
 
 class StateRefused(Message, frozen=True):
-    """The state of ``step`` that this rank has in memory does not fit its digest, and was dropped: decide again.
+    """Report that the state of ``step`` in memory cannot be used: it does not fit its digest and was dropped.
 
-    ``alone``: it is sound, but no newcomer can get it beside the others: all have to start again.
+    The controller decides again. ``alone``: the state is sound, but no newcomer can receive it while the others keep
+    their processes, so all ranks have to start again.
     """
 
     member_id: MemberId
@@ -146,14 +145,14 @@ class StateRefused(Message, frozen=True):
 
 
 class JoinAsked(Message, frozen=True):
-    """A newcomer has built its model without peers and asks for its state."""
+    """Report that a newcomer has built its model without peers and asks for its state."""
 
     member_id: MemberId
     generation: Generation
 
 
 class Joined(Message, frozen=True):
-    """A newcomer holds the state of ``step``, verified and rehearsed: the job may resume."""
+    """Report that a newcomer has the state of ``step``, verified and rehearsed. The job may resume."""
 
     member_id: MemberId
     generation: Generation
@@ -161,7 +160,7 @@ class Joined(Message, frozen=True):
 
 
 class StepReached(Message, frozen=True):
-    """First committed step of this rank in this generation (``resumed`` when all have reported)."""
+    """Report of this rank's first committed step in a generation. When all have sent it, the job has resumed."""
 
     member_id: MemberId
     generation: Generation
@@ -169,7 +168,7 @@ class StepReached(Message, frozen=True):
 
 
 class ExitAsked(Message, frozen=True):
-    """A worker was asked to exit gracefully (signal, file); ``source`` says by what."""
+    """Report that a worker was asked to exit gracefully. ``source``: the signal or file."""
 
     member_id: MemberId
     generation: Generation
@@ -177,27 +176,24 @@ class ExitAsked(Message, frozen=True):
 
 
 class OnceAsked(Message, frozen=True):
-    """The script asks for what its rank has made under ``name`` (``holdfast.once``), or tells what it has made.
-
-    ``value`` is JSON; empty: it only asks. It may be said again.
-    """
+    """Request of the script for the value that its rank made under ``name`` (``holdfast.once``), or that value."""
 
     member_id: MemberId
     name: str
-    value: str = ""
+    value: str = ""  # JSON; empty: the rank only asks. The message may be repeated.
 
 
 class OnceTold(Message, frozen=True):
-    """Answer to :class:`OnceAsked`: what is kept; empty: nothing yet. ``full``: no room for another name."""
+    """Answer to :class:`OnceAsked`: the value that is kept; empty: none yet."""
 
     member_id: MemberId
     name: str
     value: str
-    full: bool = False
+    full: bool = False  # there is no room for another name
 
 
 class ExitAgreed(Message, frozen=True):
-    """The vote of ``step`` carried the exit request: all ranks save ``step`` and leave."""
+    """Report that the vote of ``step`` carried the exit request: all ranks save ``step`` and leave."""
 
     member_id: MemberId
     generation: Generation
@@ -205,7 +201,7 @@ class ExitAgreed(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """The session of this rank is done (``until`` reached or exit agreed) and waits for :class:`Release`."""
+    """Report that the session of this rank is done (all steps, or an agreed exit). It waits for Release."""
 
     member_id: MemberId
     generation: Generation
@@ -218,63 +214,63 @@ class Finished(Message, frozen=True):
 
 
 class Fence(Message, frozen=True):
-    """Leave the old generation: get out of collectives, stop at the step boundary, answer :class:`Settled`."""
+    """Order to leave the old generation: leave all collectives, stop at the step boundary, answer :class:`Settled`."""
 
     member_id: MemberId
-    generation: Generation  # the new one
+    generation: Generation  # the new generation
     reason: str
 
 
 class SaveShare(msgspec.Struct, frozen=True):
-    """Write one copy of each box, planned over ``sources`` (ranks of the old generation that live and are sound)."""
+    """Order to write one copy of each box, divided among ``sources`` (sound living ranks of the old generation)."""
 
     save_id: SaveId
     root: str
     sources: tuple[int, ...]
     layouts: Layouts  # of all ranks, the dead included
-    dead_locals: dict[str, bytes]  # rank (text) -> JSON of rank-local values of the dead, from their pages
+    dead_locals: dict[str, bytes]  # rank (text) -> JSON of the rank-local values on the pages of the dead
 
 
 class Settle(Message, frozen=True):
-    """The decision: the job stands at ``step``. In-doubt ranks of an earlier step apply their update first."""
+    """The decision: the job continues at ``step``. A rank in doubt about the step before applies its update first."""
 
     member_id: MemberId
     generation: Generation
     step: int
     save: SaveShare | None = None
     then: Literal["restart", "retry", "replace", "stop"] = "restart"
-    rewind: int = -1  # all go back to the state of this step that each has in memory; -1: they stay
-    vouch: bool = False  # tell layout and digests (``StateDigests``) before the state goes anywhere
-    replays: bool = False  # as in ``Receive``: give the state only where the updates have made it
-    turns: int = 0  # of epochs and phases, that the whole job has done
+    rewind: int = -1  # all ranks go back to the state of this step that each has in memory; -1: they stay
+    vouch: bool = False  # publish layout and digests (``StateDigests``) before the state is given or saved
+    replays: bool = False  # as in ``Receive``: give only the parts of the state that are needed for that
+    turns: int = 0  # epochs and phases that the whole job has done
 
 
 class Receive(Message, frozen=True):
-    """To a newcomer: take the state of ``step`` from these ranks; ``layouts`` say who holds what."""
+    """Order to a newcomer: take the state of ``step`` from these ranks. ``layouts`` name the holders of each box."""
 
     member_id: MemberId
     generation: Generation
     step: int
     sources: dict[str, tuple[str, int]]  # rank (text) -> host, port
     layouts: Layouts
-    version: LayoutVersion  # that all of these layouts were told under; NO_VERSION: there is none
-    local: bytes = b""  # rank-local values of the one it replaces, from its page
-    kept: bool = False  # take the state that the one before it left in memory, not the one of the sources
-    replays: bool = False  # make what no source holds again, from a state and a log of updates in memory
-    turns: int = 0  # of epochs and phases, that the job has done: another number in memory is refused
+    version: LayoutVersion  # the version of all these layouts; NO_VERSION: they have no common one
+    local: bytes = b""  # rank-local values of the lost rank, from its status page
+    kept: bool = False  # take the state that the lost rank left in memory, not that of the sources
+    replays: bool = False  # boxes without a living holder: compute them from a state and log in memory
+    turns: int = 0  # epochs and phases that the job has done: a state with another number is refused
 
 
 class ResumeInPlace(Message, frozen=True):
-    """Go on in place: rebuild the groups in the new generation and run the step again."""
+    """Order to continue in place: rebuild the groups in the new generation and run the step again."""
 
     member_id: MemberId
     generation: Generation
     step: int
-    kv_node: str = ""  # as in StartMembers; agents read it on the way
+    kv_node: str = ""  # as in StartMembers; agents read it when they forward the message
 
 
 class Leave(Message, frozen=True):
-    """Exit now with ``code``."""
+    """Order to exit now with ``code``."""
 
     member_id: MemberId
     generation: Generation
@@ -283,14 +279,14 @@ class Leave(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Every rank has finished: the session may return."""
+    """Message that every rank has finished: the session may return."""
 
     member_id: MemberId
     generation: Generation
 
 
 class ExitOrder(Message, frozen=True):
-    """Raise (or with ``cancel`` take back) the exit flag in the next vote."""
+    """Order to set the exit flag in the next vote. With ``cancel``: clear it."""
 
     member_id: MemberId
     generation: Generation
@@ -299,7 +295,7 @@ class ExitOrder(Message, frozen=True):
 
 
 class Catalogued(Message, frozen=True):
-    """All ranks published a layout under ``version``: here they are."""
+    """The layouts of all ranks, published under ``version``."""
 
     member_id: MemberId
     generation: Generation
@@ -311,7 +307,7 @@ class Catalogued(Message, frozen=True):
 
 
 class MemberSeen(msgspec.Struct, frozen=True):
-    """A worker that an agent holds when it (re)joins."""
+    """One worker that an agent has when it joins or rejoins."""
 
     member_id: MemberId
     generation: Generation
@@ -322,39 +318,39 @@ class MemberSeen(msgspec.Struct, frozen=True):
 
 
 class AgentHello(Message, frozen=True):
-    """An agent joins (or rejoins after it or the controller was replaced) with what it holds."""
+    """First message of an agent, with its workers. It is sent again after the agent or the controller was replaced."""
 
     node_id: NodeId
     slots: int
     pid: int
     members: tuple[MemberSeen, ...] = ()
-    host: str = ""  # where processes of other nodes reach this one; empty: there are none
-    port: int = 0  # a port that was free there, for MASTER_PORT
+    host: str = ""  # address of this node for processes of other nodes; empty: there are none
+    port: int = 0  # a free port of this node, for MASTER_PORT
     clock_ns: int = 0  # CLOCK_MONOTONIC of the node when this was sent
 
 
 class HeldStates(Message, frozen=True):
-    """States of ranks of other nodes that this node has in memory: steps by rank (text)."""
+    """The states of other nodes' ranks that this node has in memory: steps by rank (text)."""
 
     node_id: NodeId
     ranks: dict[str, tuple[int, ...]]
 
 
 class AgentBeat(Message, frozen=True):
-    """Heartbeat of an agent."""
+    """The heartbeat of an agent."""
 
     node_id: NodeId
     clock_ns: int = 0
 
 
 class ControllerBeat(Message, frozen=True):
-    """Heartbeat of the controller, to every agent."""
+    """The heartbeat of the controller, to every agent."""
 
     term: int
 
 
 class MirrorFrom(Message, frozen=True):
-    """An agent with an event log of its own has the controller's lines up to this one."""
+    """Report of an agent with its own event log: it has the controller's records up to ``number``."""
 
     node_id: NodeId
     term: int
@@ -362,7 +358,7 @@ class MirrorFrom(Message, frozen=True):
 
 
 class Mirror(Message, frozen=True):
-    """One line of the controller's log, for the logs of other nodes, sent before what acts on it."""
+    """One record of the controller's log for other nodes' logs, sent before the messages that follow from it."""
 
     term: int
     number: int
@@ -371,19 +367,19 @@ class Mirror(Message, frozen=True):
 
 
 class Rolled(Message, frozen=True):
-    """The nodes that the controller has not lost, for the election of its agent."""
+    """The nodes that the controller has not lost, for the elections of the agents."""
 
     up: tuple[NodeId, ...]
 
 
 class VotersAre(Message, frozen=True):
-    """The electorate has changed: the loss of a node counts only while a majority of these is heard."""
+    """Report of a changed electorate: a node counts as lost only while a majority of these voters is connected."""
 
     voters: tuple[NodeId, ...]
 
 
 class MemberStarted(Message, frozen=True):
-    """A worker process exists."""
+    """Report that a worker process exists."""
 
     member_id: MemberId
     node_id: NodeId
@@ -391,31 +387,29 @@ class MemberStarted(Message, frozen=True):
 
 
 class MemberExited(Message, frozen=True):
-    """A worker process is gone. State, step and local values are read from its status page."""
+    """Report that a worker process has ended. State, step and local values are read from its status page."""
 
     member_id: MemberId
     node_id: NodeId
-    generation: Generation  # of its page
-    code: int | None  # exit code; None when it was not our child
+    generation: Generation  # that on its status page
+    code: int | None  # exit code; None: the process was not a child of the agent
     signal: int | None
     state: RankState
     step: int
     detail: str = ""  # phase name on the page, e.g. "backward"
     locals: dict[int, bytes] = {}  # step -> rank-local values (JSON), of the newest steps
-    died_ns: int = 0  # CLOCK_MONOTONIC when the agent saw it
-    staged_step: int = 0  # newest step whose share its writer process had taken over; 0: none
-    kept: tuple[int, ...] = ()  # steps whose states of its rank are in memory
-    replays: tuple[
-        int, ...
-    ] = ()  # steps whose states can be made again from one of them and a log of updates
-    log_size_bytes: int = 0  # of its log: what follows is a successor's; 0: not known
-    oom_kills: int = (
-        0  # so many processes of its node's control group were killed for want of memory meanwhile
-    )
+    died_ns: int = 0  # CLOCK_MONOTONIC when the agent detected it
+    staged_step: int = 0  # newest step whose share its writer process has taken over; 0: none
+    kept: tuple[int, ...] = ()  # steps whose states its rank has in memory
+    # Steps whose states can be computed from a state in memory and a log of updates.
+    replays: tuple[int, ...] = ()
+    log_size_bytes: int = 0  # size of its log at its end (later bytes are a successor's); 0: not known
+    # Processes of its node's control group that the kernel killed for lack of memory in the lifetime of the member.
+    oom_kills: int = 0
 
 
 class Assignment(msgspec.Struct, frozen=True):
-    """One process life to start."""
+    """One member to start, with its seat."""
 
     member_id: MemberId
     rank: int
@@ -423,7 +417,7 @@ class Assignment(msgspec.Struct, frozen=True):
 
 
 class StartMembers(Message, frozen=True):
-    """Start these workers as generation ``generation``. ``resume`` names the save to load first, if one is known."""
+    """Order to start these workers in ``generation``. ``resume`` names the save to load first, if one is known."""
 
     node_id: NodeId
     generation: Generation
@@ -432,63 +426,61 @@ class StartMembers(Message, frozen=True):
     members: tuple[Assignment, ...]
     resume: str = ""  # directory name below the root
     restart_count: int = 0
-    kv_node: str = ""  # whose agent owns the key space of the generation; empty: each its own
-    master_host: str = ""  # the node of rank 0, for MASTER_ADDR; empty: the agent's own settings
+    kv_node: str = ""  # node whose agent has the key space of the generation; empty: each its own
+    master_host: str = ""  # the node of rank 0, for MASTER_ADDR; empty: the agent's own setting
     master_port: int = 0
-    join: bool = False  # they replace lost ranks of a job whose other ranks live on
+    join: bool = False  # they replace lost ranks of a job whose other ranks keep their processes
     places: tuple[tuple[NodeId, str], ...] = ()  # nodes by rank, and addresses; empty: one node
 
 
 class KillMember(Message, frozen=True):
-    """SIGKILL a worker (and its process group); with ``grace_s`` > 0 SIGTERM first. ``silent``: it has not answered in
-    time; where it stands is told before, by ``Evidence``. ``given_up``: it was killed long ago and does not die (an
-    uninterruptible wait): no code of it ever runs again, so what its page says is told as its end."""
+    """Order to kill a worker and its process group with SIGKILL. With ``grace_s`` > 0, SIGTERM comes first."""
 
     member_id: MemberId
     node_id: NodeId
     reason: str
     grace_s: float = 0.0
-    silent: bool = False
+    silent: bool = False  # it has not answered in time: the agent sends ``Evidence`` about it before the kill
+    # It was killed long ago and still exists (an uninterruptible wait). None of its code runs again, so its status page
+    # is reported as its end.
     given_up: bool = False
 
 
 class EndRun(Message, frozen=True):
-    """The run is over, or goes on without this node: kill what is left, report ``code``."""
+    """Order that ends the run: kill the remaining processes, report ``code``."""
 
     code: int
     reason: str
-    node_only: bool = False
+    node_only: bool = False  # the run continues on other nodes
 
 
 # ---------------------------------------------------------------- command line -> agent
 
 
 class ExitRun(Message, frozen=True):
-    """``holdfast exit``: agree on a step, save, leave; ``cancel`` takes it back; after ``grace_s`` it ends anyway.
-
-    ``node_id``: this node of several alone is asked, by a signal to its launcher or the end of it; empty: the job.
-    """
+    """Request of ``holdfast exit``: agree on a step, save, leave. After ``grace_s`` the run ends in any case."""
 
     grace_s: float
     source: str
-    cancel: bool = False
+    cancel: bool = False  # withdraw an earlier request
+    # Ask only this one of several nodes, because its launcher was signalled or has ended; empty: the whole job.
     node_id: str = ""
 
 
 class ExitCancelled(Message, frozen=True):
-    """To every agent: no request to leave stands any more, none is to be told to the next controller."""
+    """Message to every agent: no request to leave is in force, and none is to be repeated to the next controller."""
 
     source: str
 
 
 class StopRun(Message, frozen=True):
-    """Second Ctrl-C: end at once."""
+    """Request to end at once (second Ctrl-C)."""
 
     reason: str
 
 
 class Ack(Message, frozen=True):
-    """Answer to a command line request."""
+    """Answer to a request of the command line."""
 
     ok: bool
     detail: str = ""
@@ -523,39 +515,43 @@ class KvReply(Message, frozen=True):
 
 
 class Tick(Message, frozen=True):
-    """A timer set by :class:`SetTimer` fired."""
+    """Event: a timer set by :class:`SetTimer` fired."""
 
     name: str
 
 
 class AgentGone(Message, frozen=True):
-    """The connection of an agent closed."""
+    """Event: the connection of an agent closed."""
 
     node_id: NodeId
 
 
 class ControllerGone(Message, frozen=True):
-    """The connection to the controller closed (event for an agent)."""
+    """Event for an agent: the connection to the controller closed."""
 
 
 class ControllerHere(Message, frozen=True):
-    """The connection to the (first or restarted) controller is up (event for an agent): it says hello."""
+    """Event for an agent: the connection to the first or a restarted controller is up. The agent sends its hello."""
 
 
 class LauncherGone(Message, frozen=True):
-    """The launcher died (event for an agent)."""
+    """Event for an agent: the launcher died."""
 
 
 # ---------------------------------------------------------------- commands that only a driver executes
 
 
 class Command(Message, frozen=True):
-    """Base of effects that are not messages to another process."""
+    """Base of commands that are not messages to another process."""
 
 
 class Send(Command, frozen=True):
-    """Send ``message`` to ``to``: ``agent:<node>``, ``member:<id>``, ``controller``, ``launcher``, or ``shell``: the
-    own process carries it out (an agent starts the workers of a StartMembers, signals the one of a KillMember).
+    """Command to send ``message``.
+
+    Attributes:
+        to: ``agent:<node>``, ``member:<id>``, ``controller``, ``launcher`` or ``shell``. The shell is the code that
+            drives this state machine in its own process. In an agent it starts the workers of a StartMembers and
+            signals that of a KillMember.
     """
 
     to: str
@@ -563,35 +559,35 @@ class Send(Command, frozen=True):
 
 
 class SetTimer(Command, frozen=True):
-    """Post :class:`Tick` after ``delay_s``; setting a name again replaces it."""
+    """Command to post :class:`Tick` after ``delay_s``. Setting a name again replaces its timer."""
 
     name: str
     delay_s: float
 
 
 class CancelTimer(Command, frozen=True):
-    """Forget a timer."""
+    """Command to drop a timer."""
 
     name: str
 
 
 Field = str | int | float | bool | list[int] | list[str] | None
-"""What a field of a record may hold."""
+"""Type of a field of a log record."""
 
 
 class LogRecord(Command, frozen=True):
-    """One line of the event log. ``kind`` is documented in ``docs/events.md``."""
+    """Command to write one record of the event log. ``kind`` is documented in ``docs/events.md``."""
 
     kind: str
     data: dict[str, Field]
 
 
 class RestartController(Command, frozen=True):
-    """Agent: the controller is gone, start the one of the next term."""
+    """Command of an agent: the controller has ended, start that of the next term."""
 
 
 class Finish(Command, frozen=True):
-    """The run is over: journal it, tell the agents, end the controller."""
+    """Command to end the run: journal it, send it to the agents, end the controller."""
 
     code: int
     reason: str

@@ -1,7 +1,7 @@
-"""What agents say to each other, and what an election hears and orders.
+"""Messages between agents, and the events and commands of an election.
 
-Theory. Agents of one job meet on a line of their own, beside the one to the controller: they agree on who leads, and
-they serve each other's workers when a process group is built. These messages never reach a worker.
+Theory. Agents of one job have connections of their own, separate from that to the controller. Over these they elect a
+leader, and serve each other's workers when a process group is built. These messages never reach a worker.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from holdfast.core.protocol.messages import Command, KvReply, KvRequest, Message
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """Where one agent can be reached by the others. ``home`` names its run directory: a successor keeps it."""
+    """The address of one agent for the others. ``home`` identifies its run directory, which a successor agent keeps."""
 
     node_id: NodeId
     home: str
     host: str
     port: int
-    memory_port: int = 0  # where it takes and gives states that ranks keep in memory
+    memory_port: int = 0  # port on which it receives and gives states that ranks keep in memory
 
 
 VERSION_LENGTH_MAX = 64
@@ -32,12 +32,16 @@ Versions = Annotated[dict[VersionText, VersionText], msgspec.Meta(max_length=16)
 
 
 class PeerHello(Message, frozen=True):
-    """First message on a line between agents: who I am, what I was started with, and whom I know.
+    """First message on a connection between agents: sender, its settings, and the agents it knows.
 
     Attributes:
-        slots: workers of each node, or one number where all have as many.
-        holdfast: my version; an agent with another one does not belong to the job.
-        versions: of what else should be the same everywhere.
+        peer: the sender.
+        job: name of the job.
+        nodes: number of nodes.
+        slots: workers of each node, or one number if all have as many.
+        known: the agents that the sender knows.
+        holdfast: version of the sender. An agent with another one does not belong to the job.
+        versions: versions of other software that should be the same everywhere.
     """
 
     peer: Peer
@@ -50,21 +54,23 @@ class PeerHello(Message, frozen=True):
 
 
 class PeerList(Message, frozen=True):
-    """Everyone I know, and the name of the job; told again when it grows."""
+    """All agents that the sender knows, and the name of the job. It is sent again when the list grows."""
 
     job: str
     known: tuple[Peer, ...]
 
 
 class PeerRefused(Message, frozen=True):
-    """You do not belong here: another node number, number of workers, or version."""
+    """Refusal of an agent that does not fit the job: another node number, number of workers, or version."""
 
     reason: str
 
 
 class KvForward(Message, frozen=True):
-    """A key-value request of a worker, for the agent that owns the key space of its generation; ``attempt``: which
-    start of all workers it belongs to."""
+    """A key-value request of a worker, for the agent that has the key space of its generation.
+
+    ``attempt``: number of the start of all workers that the request belongs to.
+    """
 
     member_id: MemberId
     request: KvRequest
@@ -82,7 +88,7 @@ class KvBack(Message, frozen=True):
 
 
 class VoterSet(msgspec.Struct, frozen=True, order=True):
-    """Who elects the controller. Totally ordered by (term that issued it, number of the change)."""
+    """The agents that elect the controller. Sets are totally ordered by (term that issued it, number of the change)."""
 
     term: int
     number: int
@@ -91,12 +97,15 @@ class VoterSet(msgspec.Struct, frozen=True, order=True):
 
     @property
     def quorum(self) -> int:
-        """Votes that elect."""
+        """The number of votes that elect."""
         return len(self.voters) // 2 + 1
 
 
 class RequestVote(Message, frozen=True):
-    """An agent wants to lead in ``term``. A ``trial`` asks only whether it would be elected: it binds nobody."""
+    """Request of an agent that wants to lead in ``term``.
+
+    A ``trial`` only asks for the likely answer and binds no voter.
+    """
 
     candidate: NodeId
     term: int
@@ -105,7 +114,7 @@ class RequestVote(Message, frozen=True):
 
 
 class VoteReply(Message, frozen=True):
-    """Answer to :class:`RequestVote`. Granted: ``term`` is the asked one; refused: the voter's own."""
+    """Answer to :class:`RequestVote`. If granted, ``term`` is the requested one; if refused, the voter's own."""
 
     voter: NodeId
     term: int
@@ -114,7 +123,7 @@ class VoteReply(Message, frozen=True):
 
 
 class Lead(Message, frozen=True):
-    """Who leads, and where its controller listens."""
+    """The leader and the address of its controller."""
 
     leader: NodeId
     term: int
@@ -123,7 +132,7 @@ class Lead(Message, frozen=True):
 
 
 class ConfigChange(Message, frozen=True):
-    """The leader of ``term`` changes the electorate; ``committed`` once enough voters keep it."""
+    """Message of the leader of ``term`` that changes the electorate. ``committed``: enough voters keep the change."""
 
     leader: NodeId
     term: int
@@ -132,7 +141,7 @@ class ConfigChange(Message, frozen=True):
 
 
 class ConfigChangeAck(Message, frozen=True):
-    """A voter keeps this electorate."""
+    """Report of a voter that it keeps this electorate."""
 
     voter: NodeId
     electorate: VoterSet
@@ -142,22 +151,22 @@ class ConfigChangeAck(Message, frozen=True):
 
 
 class JobFormed(Message, frozen=True):
-    """The agents have met: from now on they leave together (event for an agent)."""
+    """Event for an agent: the agents of the job have met. From now on they leave together."""
 
 
 class Founded(Message, frozen=True):
-    """The first agents have met (event for an election): they are the voters."""
+    """Event for an election: the first agents have met. They are the voters."""
 
     voters: tuple[NodeId, ...]
     witness: bool
 
 
 class LeaderLost(Message, frozen=True):
-    """The line to the controller is gone, or silent (event for an election)."""
+    """Event for an election: the connection to the controller closed or is silent."""
 
 
 class ControllerUp(Message, frozen=True):
-    """The controller of ``term`` listens on this node (event for an election)."""
+    """Event for an election: the controller of ``term`` listens on this node."""
 
     term: int
     host: str
@@ -165,13 +174,13 @@ class ControllerUp(Message, frozen=True):
 
 
 class PeerHere(Message, frozen=True):
-    """A line to another agent is up (event for an election)."""
+    """Event for an election: a connection to another agent is up."""
 
     node_id: NodeId
 
 
 class WitnessReply(Message, frozen=True):
-    """Who holds change ``number`` of the electorate at the witness; nobody: it cannot be reached."""
+    """Answer of the witness: the voters that it has recorded for change ``number``; empty: it cannot be reached."""
 
     number: int
     voters: tuple[NodeId, ...]
@@ -181,7 +190,7 @@ class WitnessReply(Message, frozen=True):
 
 
 class PersistHardState(Command, frozen=True):
-    """Election: this is on the disk before the next command is carried out."""
+    """Command of an election: write this to disk before the next command is executed."""
 
     term: int
     voted_for: str
@@ -190,32 +199,32 @@ class PersistHardState(Command, frozen=True):
 
 
 class StartController(Command, frozen=True):
-    """Election won: start the controller of ``term``."""
+    """Command after a won election: start the controller of ``term``."""
 
     term: int
 
 
 class Follow(Command, frozen=True):
-    """Connect to the controller of ``lead``."""
+    """Command to connect to the controller of ``lead``."""
 
     lead: Lead
 
 
 class StepDown(Command, frozen=True):
-    """Not the leader any more: end the controller of this agent."""
+    """Command to end the controller of this agent: it is no longer the leader."""
 
     reason: str
 
 
 class Claim(Command, frozen=True):
-    """Ask the witness for change ``number`` of the electorate; its answer is :class:`WitnessReply`."""
+    """Command to ask the witness for change ``number`` of the electorate. The answer is :class:`WitnessReply`."""
 
     number: int
     voters: tuple[NodeId, ...]
 
 
 class GiveUp(Command, frozen=True):
-    """No majority can be reached: seal what the whole generation has committed, and leave."""
+    """Command to seal the newest step that all ranks have committed, and leave: no majority can be reached."""
 
     reason: str
 
@@ -232,4 +241,4 @@ PeerMessage = (
     | ConfigChange
     | ConfigChangeAck
 )
-"""All that travels between agents."""
+"""All messages that travel between agents."""

@@ -1,8 +1,8 @@
-"""Layout of the shared-memory status page (pure: names and bit packing; ``runtime/node/status_page.py`` maps it).
+"""Layout of the shared-memory status page: names and bit packing. ``runtime/node/status_page.py`` maps the page.
 
-Theory. Each worker owns one page, a file in shared memory that outlives the process. The worker writes single aligned
-64-bit words (one store each, so a reader never sees half a word); agent, status command and fault injector read them.
-Step and phase share one word, so that they can never be read from two different moments.
+Theory. Each worker has one page, a file in shared memory that outlives the process. The worker writes single aligned
+64-bit words (one store each, so a reader never sees half a word). Agent, status command and fault injector read them.
+Step and phase share one word, so that a reader always gets both from the same moment.
 
 Invariants:
 1. ``STATE`` shows UPDATE(s) before the first parameter of step s changes, and READY(s+1) only after the block ended.
@@ -22,15 +22,14 @@ LOCK_SIZE_BYTES = 64
 LOCAL_SLOTS = 2
 LOCAL_SLOT_BYTES = 128 * 1024
 FLIGHT_SLOTS = 64  # the last collectives of the process
-FLIGHT_SLOT_BYTES = (
-    128  # number in its group, begun, ended (CLOCK_MONOTONIC; 0: not yet, below 0: broken), count, text
-)
+# number in its group, begun, ended (CLOCK_MONOTONIC; 0: not yet, below 0: broken), count, text
+FLIGHT_SLOT_BYTES = 128
 FLIGHT_AT = PAGE_SIZE_BYTES + LOCAL_SLOTS * LOCAL_SLOT_BYTES
 FILE_SIZE_BYTES = FLIGHT_AT + FLIGHT_SLOTS * FLIGHT_SLOT_BYTES
 
 
 class Word(IntEnum):
-    """Index of each 64-bit word."""
+    """Index of each 64-bit word of the page."""
 
     MAGIC = 0
     VERSION = 1
@@ -44,23 +43,27 @@ class Word(IntEnum):
     COMMITTED = 9  # steps committed
     STEP_NS = 10  # duration of the last committed step
     FREED_NS = 11  # CLOCK_MONOTONIC when the process was out of its collectives after a fence
-    TRAP = 12  # drill only: action << 56 | phase << 48 | step; 0 = none (see status_page.py)
-    FLAGS = 13  # bits of Flag
+    TRAP = 12  # drill only: action << 56 | phase << 48 | step; 0 = none (see pack_trap)
+    FLAGS = 13  # bits of PageFlag
     REPEATED = 14  # blocks that ran again after an abort
-    STAGED = 15  # newest step whose share lies with the writer process: it is saved even if this process ends; 0: none
-    WORK = 16  # bytes given, taken, compared or written in a recovery; only that it changes means something
-    FENCED = 17  # generation of the fence that holds this process; 0: none does
-    DUE = 18  # 1: told to go on in place, the main thread has not come to it
+    # Newest step whose share the writer process has: it is saved even if this process ends; 0: none.
+    STAGED = 15
+    WORK = 16  # bytes of state moved in a recovery; only a change of the value means something
+    FENCED = 17  # generation of the fence that holds this process; 0: none
+    DUE = 18  # 1: ordered to continue in place, the main thread has not done it yet
     SEQUENCE = 24  # collectives started since the block of this step began
-    USUAL_SEQUENCE = 25  # the same at the vote of the last committed step
-    BUSY_NS = 26  # the last committed step from its begin to its vote, without waiting for peers
-    ARRIVED = 27  # digest of the state, kept in memory, that another node has too; 0: none
+    USUAL_SEQUENCE = 25  # usual value of SEQUENCE: that at the vote of the last committed step
+    BUSY_NS = 26  # duration of the last committed step from its begin to its vote, without waits for peers
+    ARRIVED = 27  # digest of the newest state in memory that another node has too; 0: none
     DONE = 28  # steps committed by this process
     SECTION = 32  # name of the announced section: SECTION_SIZE_BYTES of UTF-8 from here, padded with zeros
 
 
 class Phase(IntEnum):
-    """Where a worker is: FORWARD, BACKWARD = COMPUTE; UPDATE, COMMIT = UPDATING; READY, SAVE = COMMITTED."""
+    """Phase of a worker. A state of the step protocol has one or several phases.
+
+    FORWARD, BACKWARD = COMPUTE; UPDATE, COMMIT = UPDATING; READY, SAVE = COMMITTED.
+    """
 
     STARTING = 0
     READY = 1
@@ -77,8 +80,8 @@ class Phase(IntEnum):
     LEFT = 12
     LOADING = 20  # drawing a batch
     SECTION = 21  # in a section that the script announced
-    SPARE = 22  # waits to be called
-    AFTER = 23  # its session is over, and so is the training of all ranks; the script has more to do
+    SPARE = 22  # the process is a spare that waits to be called
+    AFTER = 23  # its session and the training of all ranks are over; the script still runs
 
 
 class PageFlag(IntFlag):
@@ -86,19 +89,19 @@ class PageFlag(IntFlag):
 
     STACKS = 1  # STACKS_SIGNAL makes this process write its stacks
     COMPILING = 2
-    MEETS = 4  # waits between two steps for a word of all ranks
-    LEFT = 8  # its script has left its loops: the session comes to its end
+    MEETS = 4  # waits between two steps for an agreement of all ranks
+    LEFT = 8  # its script has left its loops: the session is about to end
 
 
 class TrapAction(IntEnum):
-    """What a trapped worker does when it reaches the trap's phase and step."""
+    """The effect of a trap, which a drill sets, on the worker that reaches the trap's phase and step."""
 
     NONE = 0
     HOLD = 1  # stop there until an injector kills the process
     RAISE = 2  # raise an ordinary exception in the main thread
     EXIT = 3  # os._exit(1)
     LOOP = 4  # spin in Python for ever
-    GIL = 5  # block in C for ever, the GIL held
+    GIL = 5  # block in C for ever and hold the GIL
     DEADLOCK = 6  # start a collective that no other rank starts
     WAIT = 7  # block for ever in an ordinary wait (a stuck loader)
     FLIP = 8  # flip one bit of a weight
@@ -106,20 +109,20 @@ class TrapAction(IntEnum):
 
 
 def pack_state(step: int, phase: Phase) -> int:
-    """Step and phase as one word."""
+    """Return step and phase as one word."""
     return (step << 8) | int(phase)
 
 
 def unpack_state(word: int) -> tuple[int, Phase]:
-    """Inverse of :func:`pack_state`."""
+    """Return the step and phase that :func:`pack_state` packed."""
     return word >> 8, Phase(word & 0xFF)
 
 
 def pack_trap(action: TrapAction, phase: Phase, step: int) -> int:
-    """A trap as one word; the action and the phase must fit 7 and 8 bits, the step 48."""
+    """Return a trap as one word. The action must fit 7 bits, the phase 8 and the step 48."""
     return (int(action) << 56) | (int(phase) << 48) | step
 
 
 def unpack_trap(word: int) -> tuple[TrapAction, Phase, int]:
-    """Inverse of :func:`pack_trap`."""
+    """Return the trap that :func:`pack_trap` packed."""
     return TrapAction(word >> 56), Phase((word >> 48) & 0xFF), word & 0xFFFFFFFFFFFF

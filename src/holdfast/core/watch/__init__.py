@@ -1,3 +1,9 @@
-"""What is noticed beside the death of a process: ``stall_detector`` and ``hang_detection`` (no progress),
-``hang_attribution`` (which rank is to blame), ``stragglers``, ``corruption`` (copies that differ), ``recomputation``
-(gradients that another rank computes differently)."""
+"""Detection of faults other than the death of a process.
+
+- ``stall_detector`` and ``hang_detection``: no progress.
+- ``hang_attribution``: the rank that causes a hang.
+- ``activity``: progress during a recovery.
+- ``stragglers``: slow ranks.
+- ``corruption``: copies of the state that differ.
+- ``recomputation``: gradients that another rank computes differently.
+"""

@@ -1,15 +1,16 @@
-"""What an agent tells of processes that a recovery may wait for: which of them move, and which are stopped.
+"""The progress of processes that a recovery may wait for, as an agent reports it: which make progress, which are
+stopped.
 
-Theory. In a recovery, and before its first step, a worker does things that take as long as its state is large: it
-gives, takes, compares and writes bytes, which it counts on its page (``Word.WORK``). The controller kills only those
-that do nothing (``core/job/wait_bounds.py``), so it is told of movement, not of amounts. Of workers that train it is
-told nothing: ``core/watch/stall_detector.py`` judges them. A process that is stopped is told of wherever it is:
-whether it matters depends on what it is waited for.
+Theory. In a recovery, and before its first step, a worker does work that grows with its state: it gives, takes,
+compares and writes bytes, and counts them on its status page (``Word.WORK``). The controller kills only workers without
+progress (``core/job/wait_bounds.py``), so the agent reports that there is progress, not how much. It reports no
+progress of workers that train: ``core/watch/stall_detector.py`` judges them. It reports stopped processes in every
+phase, because only the controller knows whether it waits for them.
 
 Invariants:
-1. Movement is said at most once in ``SAY_S``, however much of it there is, and not at all when there is none.
-2. A stopped process is told of when it has been stopped at each look for a while, and for as long as it is; that it
-   runs again is told once.
+1. Progress is reported at most once in ``SAY_S``, however much there is, and not at all when there is none.
+2. A stopped process is reported when each look for a while has found it stopped, and as long as it is. That it runs
+   again is reported once.
 3. Nothing here reads a clock: ``now`` is an argument, in seconds.
 """
 
@@ -27,36 +28,37 @@ LOOK_S = 0.5
 
 
 class WorkerSeen(NamedTuple):
-    """One look at one living worker."""
+    """The result of one look at one living worker."""
 
     member_id: MemberId
-    mark: tuple[int, ...]  # differs from the last one when the worker has moved
+    mark: tuple[int, ...]  # differs from the last one when the worker has made progress
     recovers: bool  # it was fenced and does not train yet, or has not done a step
-    stopped: bool  # its process is
+    stopped: bool  # its process is stopped
 
 
 class Activity:
-    """The workers of one node. ``look`` at them regularly.
+    """The progress of the workers of one node. Call ``look`` regularly.
 
     Args:
-        stopped_s: for so long a process is stopped until that is told: a debugger that looks stops it for a moment.
+        node_id: the node.
+        stopped_s: time for which a process is stopped before that is reported. A debugger stops it for a moment.
     """
 
     def __init__(self, node_id: NodeId, stopped_s: float) -> None:
         self._node_id = node_id
         self._stopped_s = stopped_s
         self._marks: dict[MemberId, tuple[int, ...]] = {}
-        self._stopped: dict[MemberId, float] = {}  # since when
-        self._moving: set[MemberId] = set()  # since it was said last
-        self._told: tuple[MemberId, ...] = ()  # as stopped
+        self._stopped: dict[MemberId, float] = {}  # start of the stop, in seconds
+        self._moving: set[MemberId] = set()  # since the last report
+        self._told: tuple[MemberId, ...] = ()  # last reported as stopped
         self._said_s = self._looked_s = -inf
 
     def is_due(self, now: float) -> bool:
-        """It is time for the next look."""
+        """Return True if it is time for the next look."""
         return now - self._looked_s >= LOOK_S
 
     def look(self, now: float, seen: Sequence[WorkerSeen]) -> Active | None:
-        """Take one look at all living workers; returns what is to be told."""
+        """Take one look at all living workers. Return the report to send, or None."""
         self._looked_s = now
         known, self._marks = self._marks, {one.member_id: one.mark for one in seen}
         self._moving |= {o.member_id for o in seen if o.recovers and known.get(o.member_id, o.mark) != o.mark}

@@ -1,14 +1,15 @@
-"""Copies of the state that differ: the digests of all holders first, then a name where there is a majority.
+"""Copies of the state that differ: the digests of all holders are collected, and a majority names the wrong copy.
 
-Theory. A vote says that copies differ, not whose. So every rank tells the digests of what it holds, cut the same way
-everywhere. Of three or more holders the one that differs from a majority is wrong; of two, either may be. Who is wrong
-matters for the report and for the kill only: what a wrong weight did to the gradients has reached all ranks alike, so
-nothing that lives is trusted any more. The job goes back to a state that was compared, and computes again.
+Theory. A vote shows that copies differ, not which one is wrong. So every rank sends the digests of its state, divided
+into the same parts everywhere. Of three or more holders, the one that differs from a majority is wrong. Of two, either
+may be wrong. Which rank is wrong matters only for the report and the kill: the gradients of a wrong weight have reached
+all ranks alike, so no living state is trusted any more. The job goes back to a state whose copies were compared, and
+computes again.
 
 Invariants:
-1. From the first report on, no state of the living or in memory is used, until new workers all stand at one that
-   was compared.
-2. A rank is killed for it only when a majority of the holders of one place agrees against it.
+1. From the first report on, no state of the living or in memory is used, until all ranks are new workers that start
+   from a compared state.
+2. A rank is killed for a wrong copy only when a majority of the holders of one part disagrees with it.
 """
 
 from __future__ import annotations
@@ -32,15 +33,23 @@ PLACES_MAX = 16
 
 
 class Suspects(msgspec.Struct, frozen=True, kw_only=True):
-    """Who holds a wrong copy. ``certain``: a majority of the holders says so; else any of ``ranks`` may."""
+    """The ranks with a wrong copy.
+
+    ``certain``: a majority of the holders shows it; otherwise any of ``ranks`` may be wrong.
+    """
 
     ranks: tuple[int, ...]
     certain: bool
-    places: tuple[str, ...]  # what differs, one line each
+    places: tuple[str, ...]  # the parts that differ, one line each
 
 
 def suspects(told: Mapping[int, tuple[CopyDigest, ...]], asked: Collection[int]) -> Suspects:
-    """Compare what the ranks told, place by place; a majority is one of those holders that were ``asked``."""
+    """Compare the digests of the ranks part by part. Return the ranks with a wrong copy.
+
+    Args:
+        told: the digests by rank.
+        asked: the ranks that were asked. A majority is counted among them.
+    """
     places: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
     for rank, copies in sorted(told.items()):
         for copy in copies:
@@ -69,7 +78,7 @@ def suspects(told: Mapping[int, tuple[CopyDigest, ...]], asked: Collection[int])
 
 
 class Corruption:
-    """Sub-machine of the controller. ``job`` is shared with it."""
+    """The part of the controller that handles copies that differ. ``job`` is shared with the controller."""
 
     def __init__(self, job: Job, recovery: Recovery) -> None:
         self.job = job
@@ -80,7 +89,7 @@ class Corruption:
         self._rollcall = AllOf()
 
     def differ(self, now: float, member: Member, event: CopiesDiffer) -> None:
-        """A rank tells its digests, because a vote said that copies differ."""
+        """Handle the digests of a rank, which it sends because a vote found copies that differ."""
         job = self.job
         if event.generation != job.roster.generation:
             return
@@ -93,7 +102,7 @@ class Corruption:
             self._judge(now)
 
     def vouched(self, now: float, member: Member, event: StateDigests) -> None:
-        """A source tells the digests of the state that it is about to save or to give."""
+        """Handle the digests of a state that a source is about to save or to give."""
         recovery = self.recovery
         if event.generation != self.job.generation or not recovery.told(event, member.rank):
             return
@@ -104,16 +113,17 @@ class Corruption:
             return
         self._distrust(event.step, found.ranks[0])
         if self.job.ends is not None and self.job.ends.action == "stop_bad_input" and not found.certain:
-            # The script's own mistake is named already. Copies that differ follow from it: only the save is refused.
+            # The script's own mistake is reported already, and the unequal copies follow from it. Only the save is
+            # refused.
             self.recovery.fence(now, f"nothing is saved: {self.job.unequal}")
             return
         self._accuse(now, found, event.step)
 
     def tick(self, now: float, name: str) -> bool:
-        """This machine's timer; False when the name is another one."""
+        """Handle the timer of this class. Return False when the name is another timer."""
         if name != "copies":
             return False
-        if self._generation == self.job.roster.generation:  # else it is about workers that are gone
+        if self._generation == self.job.roster.generation:  # otherwise it is about workers that have ended
             self._judge(now)
         return True
 

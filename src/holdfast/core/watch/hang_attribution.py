@@ -1,16 +1,21 @@
-"""Who is to blame when everyone stands still: a pure function of the evidence, with its confidence and reason.
+"""The culprit of a hang: a pure function of the evidence, which also returns its confidence and its reason.
 
-Theory. All ranks run the same program and meet in collectives, so the one to blame is the one that differs. The
-strongest difference is the process itself (stopped, in an uninterruptible wait); then the place: a rank that has not
-come to where all others wait, or has gone past it; then its device, where the hosts queue collectives and do not wait
-for them; then what it does there (it computes while all others sleep). What comes before the place is the collective:
-of one group, all ranks must make the same ones in the same order.
-Where nobody differs nobody is killed: when all compute, the job is slow and not stuck; when all wait, they are freed
-by a fence and try again.
+Theory. All ranks run the same program and meet in collectives, so the culprit is the rank that differs. The differences
+are tried in this order:
+
+- the process: it is stopped, or in an uninterruptible wait;
+- the loop: a rank has left its loop while others are in a block of the same step or a later one;
+- the collective: all ranks of one group must run the same ones in the same order;
+- the place: a rank has not reached the place where all others wait, or has passed it;
+- the device, where hosts queue collectives and do not wait for them;
+- the work: a rank computes while all others sleep.
+
+If no rank differs, none is killed. When all compute, the job is slow and not stuck. When all wait, a fence frees them
+and they try again.
 
 Invariants:
-1. Nobody is named without a reason that can be checked by hand against the evidence.
-2. Several ranks at one place are not killed together unless each is guilty by itself; a majority never is.
+1. No rank is named without a reason that can be checked by hand against the evidence.
+2. Several ranks at one place are not killed together unless each is guilty on its own; a majority never is.
 """
 
 from __future__ import annotations
@@ -26,31 +31,34 @@ from holdfast.core.protocol.health_messages import DeviceSeen, RankEvidence
 Confidence = Literal["certain", "likely", "unclear"]
 Answer = Literal["kill", "retry", "wait"]
 
-BUSY = 0.5  # share of a core in the sampling time from which a process computes
-CROWDED = 0.2  # the same for one that is running when it is looked at: its machine may be crowded
+BUSY = 0.5  # share of a core during the sampling time from which on a process computes
+CROWDED = 0.2  # the same for a process that is running at the look: its host may be overloaded
 PLACE: dict[str, float] = {
     "resuming": 0.5, "save": 0, "ready": 0, "section": 0, "loading": 0,
     "forward": 1, "backward": 2, "vote": 3, "update": 4, "commit": 5,
 }  # fmt: skip
-"""Position within a step; what may come between two steps in any order counts as one place."""
+"""Order of the phases within a step. Phases that may come between two steps in any order have the same number."""
 OUT = frozenset({"aborted", "in_doubt", "torn", "finished", "left"})
 STOPPED = frozenset("Tt")
 LEAVING = frozenset({"ready", "save", "finished"})
-"""Phases of a rank whose session comes to its end."""
+"""Phases of a rank whose session is about to end."""
 
 
 class HangVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """Who, how sure, why, and what to do: kill ``ranks``, let all try again, or wait because nobody is stuck."""
+    """The verdict on a hang: the answer, the ranks, the confidence and the reason.
+
+    The answer is to kill ``ranks``, to let all ranks try again, or to wait because no rank is stuck.
+    """
 
     answer: Answer
     ranks: tuple[int, ...] = ()
     confidence: Confidence = "unclear"
     reason: str
-    by_process: bool = False  # the state of the process says it, whatever code it runs
+    by_process: bool = False  # the state of the process is the reason, whatever code it runs
 
 
 def blame(evidence: Sequence[RankEvidence]) -> HangVerdict:
-    """Name the culprit among the ranks of a job that stands still."""
+    """Return the verdict on the ranks of a stalled job."""
     seen = [e for e in evidence if e.phase not in OUT]
     if not seen:
         return HangVerdict(answer="wait", reason="every rank waits for the control plane")
@@ -80,7 +88,7 @@ def blame(evidence: Sequence[RankEvidence]) -> HangVerdict:
 
 
 def where(one: RankEvidence) -> str:
-    """As ``backward of step 20, collective 3``."""
+    """Return the place of a rank as text, for example ``backward of step 20, collective 3``."""
     if one.phase == "starting" and one.sequence:
         return f"collective {one.sequence} of a script without a session"
     if one.phase == "starting":
@@ -121,7 +129,7 @@ def _state(one: RankEvidence, what: str) -> str:
 
 
 def _by_leaving(evidence: Sequence[RankEvidence]) -> HangVerdict | None:
-    """Ranks that have left their loops while others are in a block of the step where they stand, or of a later one."""
+    """Return a verdict against ranks that left their loops while others are in a block of that step or a later one."""
     inside = [e for e in evidence if not e.left and PLACE.get(e.phase, 0) >= 1]
     left = [e for e in evidence if e.left and e.phase in LEAVING and any(e.step <= i.step for i in inside)]
     if not left or 2 * len(left) > len(left) + len(inside):
@@ -131,7 +139,7 @@ def _by_leaving(evidence: Sequence[RankEvidence]) -> HangVerdict | None:
 
 
 def _by_skipping(seen: Sequence[RankEvidence]) -> HangVerdict | None:
-    """Ranks that are past the place where others wait in a usual collective of their group, and have not made it."""
+    """Return a verdict against ranks that passed a collective of their group without running it."""
     for one in seen:
         stuck = next((c for c in one.collectives if c.under_way and c.number), None)
         if stuck is None or one.sequence > one.usual_sequence:
@@ -152,12 +160,12 @@ def _place(one: RankEvidence) -> tuple[int, float]:
 
 
 def _made(one: RankEvidence, group: str) -> int:
-    """The newest collective of ``group`` that it has begun; 0: none is known."""
+    """Return the number of the newest collective of ``group`` that this rank has begun; 0: none is known."""
     return max((c.number for c in one.collectives if c.group == group), default=0)
 
 
 def _by_collective(seen: Sequence[RankEvidence]) -> HangVerdict | None:
-    """Ranks of one group that make another collective where the others make the next one."""
+    """Return a verdict against ranks whose collective differs from that of the others at the same number."""
     made: dict[tuple[str, int], dict[int, str]] = {}
     stuck = {(c.group, c.number) for e in seen for c in e.collectives if c.under_way and c.number}
     for one in seen:
@@ -206,12 +214,12 @@ def _by_place(seen: Sequence[RankEvidence]) -> HangVerdict | None:
         return HangVerdict(
             answer="kill", ranks=_ranks(busy), confidence="likely", reason=f"{reason}, and it computes"
         )
-    # One of them holds up the others of its own group, and nothing tells which: a fence frees those that only wait.
+    # One of them delays the others of its own group, and nothing shows which. A fence frees those that only wait.
     return HangVerdict(answer="retry", reason=f"one of ranks {', '.join(map(str, _ranks(odd)))}: {reason}")
 
 
 def _by_device(seen: Sequence[RankEvidence]) -> HangVerdict | None:
-    """A device that has not got to a collective that other devices wait in."""
+    """Return a verdict against a rank whose device has not reached a collective in which other devices wait."""
     groups: dict[str, dict[int, DeviceSeen]] = {}
     for one in seen:
         for each in one.devices:
@@ -230,7 +238,7 @@ def _by_device(seen: Sequence[RankEvidence]) -> HangVerdict | None:
                 late.setdefault(rank, f"its device has not been given {name}, in which others wait")
             elif begun and device.begun < oldest:
                 late.setdefault(rank, f"its device has not begun {name}, in which others wait")
-    odd = sorted(late.keys() - inside)  # a device that waits in another collective holds up nothing
+    odd = sorted(late.keys() - inside)  # a device that waits in another collective delays no other
     if len(odd) == 1 and 2 <= len(seen):
         return HangVerdict(answer="kill", ranks=tuple(odd), confidence="likely", reason=late[odd[0]])
     if odd:
@@ -257,7 +265,7 @@ def _ranks(found: Sequence[RankEvidence]) -> tuple[int, ...]:
 
 
 def _others(count: int, does: str = "", do: str = "") -> str:
-    """The rest of the ranks, and what they do."""
+    """Return a text such as ``3 others wait``, for the other ranks and what they do."""
     return f"the other {does}".rstrip() if count == 1 else f"{count} others {do}".rstrip()
 
 

@@ -1,20 +1,20 @@
-"""A job that stands still: evidence first, then a name, then the fault.
+"""A job without progress: evidence is collected, a rank is named, and a fault is reported.
 
-Theory. Agents say when all workers of their node are stalled, and when one moves again. Only when every node with a
-living worker says so does the job stand still: then evidence is gathered from all, the culprit is named by a pure
-function, and what follows is an ordinary fault. Killing comes last: a worker that moves while the evidence is gathered
-takes everything back. Slow ranks are another matter (``core/watch/stragglers.py``).
+Theory. An agent reports when all workers of its node are stalled, and when one moves again. The job is stalled only
+when every node with a living worker has reported so. Then evidence is collected from all nodes, a pure function names
+the culprit, and an ordinary fault follows. The kill comes last: a worker that moves while evidence is collected cancels
+everything. Slow ranks are handled in ``core/watch/stragglers.py``.
 
-While newcomers start, the others wait for the control plane: each newcomer is judged alone until it asks for its state;
-from then on it may be waiting for others, and only a stopped process is evidence.
+While newcomers start, the other ranks wait for the control plane. Each newcomer is judged alone until it asks for its
+state. After that it may be waiting for others, and only a stopped process is evidence.
 
-Whoever has not answered within a time of the recovery is killed by that (``Job.time_out``); its agent takes a last
-look at it first, which is written down here as for every other hang.
+A process that exceeds a time limit of a recovery is killed for that (``Job.time_out``). Its agent takes a last look at
+it first, which is logged as for every other hang.
 
 Invariants:
-1. Nobody is killed for standing still unless evidence that names him is in the log before. Who is killed for his
-   silence is looked at before, and the evidence comes ahead of his death.
-2. During a recovery nobody but a newcomer is judged here: its own timers bound everybody.
+1. No process is killed for lack of progress unless evidence that names it is in the log before. A process that is
+   killed because it did not answer is inspected first, and that evidence is logged before its death.
+2. During a recovery only newcomers are judged here: the recovery has timers for all members.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from holdfast.core.watch.hang_attribution import PLACE, HangVerdict, blame, wher
 
 LINES_MAX = 64
 GATHER_S = 3.0  # an agent answers within this, or is left out
-PATIENCE_S = 2.0  # until the next look when nobody is to blame; doubles
+PATIENCE_S = 2.0  # until the next look when no rank is to blame; doubled each time
 QUIET = ("idle", "starting", "resuming")
 """Phases of a recovery in which workers train, or are about to."""
 
 
 class Hangs:
-    """Sub-machine of the controller. ``job`` is shared with it."""
+    """The part of the controller that handles hangs. ``job`` is shared with the controller."""
 
     def __init__(self, job: Job, recovery: Recovery) -> None:
         self.job = job
@@ -56,10 +56,10 @@ class Hangs:
         self._evidence: dict[NodeId, Evidence] | None = None
         self._number = 0
         self._waits = 0
-        self._late: Late | None = None  # evidence about it is awaited
+        self._late: Late | None = None  # the late process about which evidence is awaited
 
     def stalled(self, now: float, event: Stalled) -> None:
-        """All workers of one node stand still."""
+        """Handle the report that all workers of one node are stalled."""
         if event.generation != self.job.roster.generation or self.recovery.phase not in QUIET:
             return
         if not self._is_evident(event):
@@ -77,11 +77,15 @@ class Hangs:
         self._gather()
 
     def _is_evident(self, event: Stalled) -> bool:
-        """Without a session only a collective, or a stopped process, tells a script that works from one that hangs."""
+        """Return True if the stall is evidence of a hang.
+
+        Without a session, a working script cannot be distinguished from a hanging one, except by a collective or a
+        stopped process.
+        """
         return self.job.session or event.waiting or event.stopped
 
     def late(self, event: Late) -> None:
-        """A process that has not done a step yet is too slow, if it is a newcomer."""
+        """Handle the report that a process before its first step is too slow. Collect evidence if it is a newcomer."""
         if self._late is not None or self._newcomer(event) is None:
             return
         self._late = event
@@ -113,7 +117,7 @@ class Hangs:
         self.job.kill(member, f"hangs: {verdict.reason}")
 
     def moved(self, now: float, event: ProgressResumed) -> None:
-        """One of them moves: nobody hangs."""
+        """Handle the report that a worker moves again: the job does not hang."""
         if self._stalled.pop(event.node_id, None) is None:
             return
         if self._evidence is not None or self._waits:
@@ -121,12 +125,12 @@ class Hangs:
         self._forget()
 
     def rejoined(self, node_id: NodeId) -> None:
-        """What an agent said does not count for its successor, which may never say that it is over."""
+        """Drop the report of an agent that was replaced: its successor may never report that the stall is over."""
         if self._stalled.pop(node_id, None) is not None:
             self._forget()
 
     def evidence(self, now: float, event: Evidence) -> None:
-        """What one agent found."""
+        """Handle the evidence of one agent."""
         if event.number == LAST_LOOK:
             self._note_last(event)
             return
@@ -140,7 +144,7 @@ class Hangs:
             self._judge(now)
 
     def _note_last(self, found: Evidence) -> None:
-        """Where somebody stood who is killed for his silence."""
+        """Log the last look at a process that is killed because it did not answer."""
         for one in found.ranks:
             member = self.job.roster.get(one.member_id)
             if member is not None and member.alive and member.kill_reason:
@@ -150,7 +154,7 @@ class Hangs:
                 self.job.record("hang", **_fields(verdict, [one]))
 
     def tick(self, now: float, name: str) -> bool:
-        """One of this machine's timers; False when the name is not one of them."""
+        """Handle one of the timers of this class. Return False when the name is another timer."""
         if name == "gather":
             if self._evidence is not None:
                 self._judge(now)
@@ -158,13 +162,13 @@ class Hangs:
             if self._stalled:
                 self._gather()
         elif name == "late":
-            self._late = None  # it is said again
+            self._late = None  # the report is repeated
         else:
             return False
         return True
 
     def _place(self, one: RankEvidence) -> str:
-        """Where a rank hangs; without a session the number of its collective says what a step would."""
+        """Return the place where a rank hangs. Without a session, the number of its collective stands for the step."""
         place = one.where or one.phase
         return place if self.job.session else f"{place}, collective {one.sequence}"
 
@@ -198,7 +202,7 @@ class Hangs:
             and not any(s.waiting for s in self._stalled.values())
             and not self.job.session
         ):
-            self._forget()  # one that was stopped runs again, and nothing else tells where the others are
+            self._forget()  # a stopped process runs again, and nothing else shows the state of the others
             return
         still_s = min((e.idle_s for e in ranks), default=0.0)
         if verdict.answer == "wait" and still_s >= self.job.config.patience_s:
@@ -221,9 +225,8 @@ class Hangs:
             first = min(ranks, key=lambda e: (e.step, PLACE.get(e.phase, 0), e.rank))
             fault = Fault.of(members[first.rank], "hang", f"hangs with all others: {verdict.reason}", now)
             fault.at_s, fault.step, fault.phase = since_s, first.step, first.phase
-            if all(
-                e.phase != "resuming" for e in ranks
-            ):  # else no code of the script: the next rung may do better
+            # While ranks return to a step, no code of the script hangs: the next rung may succeed.
+            if all(e.phase != "resuming" for e in ranks):
                 fault.failure = Failure(
                     rank=first.rank,
                     step=first.step,
@@ -248,7 +251,7 @@ def _fields(verdict: HangVerdict, ranks: Sequence[RankEvidence]) -> dict[str, Fi
 
 
 def line(one: RankEvidence) -> str:
-    """One rank's evidence in one line."""
+    """Return the evidence about one rank as one line."""
     bound = f" (bound {one.bound_s:.1f} s)" if one.bound_s else ""
     still = f"still for {one.idle_s:.1f} s{bound}"
     parts = [f"rank {one.rank}: {where(one)}", still, f"process {one.process or '?'}", f"cpu {one.cpu:.0%}"]

@@ -1,10 +1,10 @@
-"""Which rank computes something else: the gradients of one batch, computed by several ranks.
+"""Detection of a rank that computes wrong gradients: several ranks compute the gradients of one batch.
 
-Theory. A wrong gradient of one rank is added into all copies of the state, which stay equal: to compare copies cannot
-show it. So the block of each rank is run by others as well, with its batch and its random numbers, without peers, and
-digests of the gradients are compared. The batch of copy ``owner`` is computed by itself (offset 0), by the copy before
-it (offset 1) and, where two differ, by the one before that (offset 2; of two copies by the owner again). All results
-travel in one sum over all ranks, in which each place is written by one of them.
+Theory. A wrong gradient of one rank is added into all copies of the state, which stay equal: a comparison of copies
+cannot show it. So other ranks run the block of each rank again, with its batch and its random numbers, without peers,
+and digests of the gradients are compared. The batch of copy ``owner`` is computed by that copy (offset 0) and by the
+copy before it (offset 1). If the two differ, the copy before that computes it too (offset 2; with two copies that is
+the owner again). All results travel in one sum over all ranks, in which each place is written by one of them.
 
 Invariants:
 1. All ranks read the same verdict: it is a function of the sum.
@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 
 OFFSETS = 3
 AT_FIRST = 2
-"""Offsets that are computed at each check; the last one is asked for where two differ."""
+"""Number of offsets that each check computes. The last offset is computed only where two results differ."""
 
 _NOT_YET, _RAN, _UNABLE = 0, 1, 2
 _WORDS = 3
@@ -31,19 +31,20 @@ Outcome = Literal["agree", "ask", "wrong", "unlike", "unclear", "nothing"]
 
 
 class Ran(NamedTuple):
-    """One run: 64-bit digests of its batch and of its gradients."""
+    """One run of a block: 64-bit digests of its batch and of its gradients."""
 
     batch: int
     gradients: int
 
 
 class RecomputationVerdict(NamedTuple):
-    """What the results say.
+    """The verdict on the results.
 
     Attributes:
-        outcome: ``agree``; ``ask``: two differ, and a third result is not there yet; ``wrong``: ``ranks`` are;
-            ``unlike``: of ``ranks``, others draw another batch; ``unclear``: batches of ``ranks`` give different
-            gradients, and no two ranks agree; ``nothing`` was compared.
+        outcome: ``agree``. ``ask``: two results differ, and a third one is missing. ``wrong``: ``ranks`` compute wrong
+            gradients. ``unlike``: other ranks draw another batch for ``ranks``. ``unclear``: the batches of ``ranks``
+            give different gradients, and no two ranks agree. ``nothing``: no results were compared.
+        ranks: the ranks that the outcome is about.
     """
 
     outcome: Outcome
@@ -51,20 +52,25 @@ class RecomputationVerdict(NamedTuple):
 
 
 def executor(owner: int, offset: int, copies: int) -> int:
-    """The copy that computes the batch of ``owner`` at ``offset``, of ``copies``."""
+    """Return the number of the copy that computes the batch of copy ``owner`` at ``offset``."""
     return (owner - offset) % copies
 
 
 def owner_of(copy: int, offset: int, copies: int) -> int:
-    """Whose batch ``copy`` computes at ``offset``."""
+    """Return the number of the copy whose batch ``copy`` computes at ``offset``."""
     return (copy + offset) % copies
 
 
 def encode(copy: int, copies: int, ran: Mapping[int, Ran | None]) -> list[int]:
-    """The results of one copy by offset, None where it is not able to, as a vector that is summed; int64.
+    """Return the results of one copy as a vector that is summed over all ranks; int64.
+
+    Args:
+        copy: the number of the copy.
+        copies: the number of copies.
+        ran: its results by offset; None where it could not compute one.
 
     Returns:
-        ``copies * OFFSETS * 3`` words, all zero but those of this copy.
+        ``copies * OFFSETS * 3`` words, zero except for those of this copy.
     """
     vector = [0] * (copies * OFFSETS * _WORDS)
     for offset, result in ran.items():
@@ -77,7 +83,7 @@ def encode(copy: int, copies: int, ran: Mapping[int, Ran | None]) -> list[int]:
 
 
 def read(sums: Sequence[int], copies: int) -> RecomputationVerdict:
-    """The verdict of all ranks.
+    """Return the verdict on the summed results of all ranks.
 
     Example:
         >>> one = [encode(copy, 2, {0: Ran(copy, 7), 1: Ran(1 - copy, 7)}) for copy in (0, 1)]

@@ -1,25 +1,26 @@
-"""Who has stopped moving: how long a worker may show no progress, learned from how long it usually takes.
+"""Detection of workers without progress, with time limits learned from how long progress usually takes.
 
-Theory. A worker *moves* when its status page changes: a phase, a collective, a step. All ranks of a job meet in
-the vote of each step, so when one of them stands still for good, soon all of them do. That is what is looked for:
-a node is *stalled* when every worker of it has been without progress for longer than its own bound. A rank that
-waits for a slow one is past its bound early and does no harm; the slow one's bound is what counts. Who is to
-blame is another question (``core/watch/hang_attribution.py``), asked only then.
+Theory. A worker *moves* when its status page changes: a phase, a collective, a step. All ranks of a job meet in the
+vote of each step, so when one of them stops for good, soon all do. A node is *stalled* when every worker of it has made
+no progress for longer than its own time limit. A rank that waits for a slow rank exceeds its limit early, and that is
+harmless, because the limit of the slow rank counts. Which rank is to blame is decided after that
+(``core/watch/hang_attribution.py``).
 
-Bounds come from robust statistics: a factor times the median of the recent steps, never below a floor, nor below
-a multiple of what the same phase has survived before. Before there are samples they are generous, and so is what
-is not a step: sections are announced by name and learned by name. A script without a session shows nothing but its
-collectives: one that is under way has a bound learned from the time between them, other code a generous one.
+Time limits (bounds) come from robust statistics: a factor times the median of the recent steps, at least a floor, and
+at least a multiple of the longest pause that the same phase has survived. Before there are samples they are generous.
+They are generous, too, outside of steps: the script announces sections by name, and their limits are learned by name. A
+script without a session shows only its collectives. A collective in progress has a limit learned from the time between
+collectives. Other code has a generous one.
 
-A process that starts beside others that train (a newcomer, a spare) is judged alone: it is *late* when it has been
-still for many times what the start of others took, or when it is stopped.
+A process that starts while the other ranks train (a newcomer, a spare) is judged alone. It is *late* when it has made
+no progress for many times as long as the start of others took, or when it is stopped.
 
 Invariants:
-1. A stall is announced once, and taken back once when any worker moves.
-2. Time during which nobody looked does not count against a worker: a frozen or starved machine kills nobody.
+1. A stall is reported once, and withdrawn once when any worker moves.
+2. Time without a look does not count against a worker: a frozen or overloaded host kills no worker.
 3. Nothing here reads a clock: ``now`` is an argument, in seconds.
-4. What was learned outlives who learned it: a successor that is given it judges as its predecessor would have. Without
-   it, the pages say what the last step took: nobody gets the time of a first step for a later one.
+4. Learned values outlive their agent: a successor that receives them judges as its predecessor. Without them, the pages
+   show the duration of the last step, so a later step does not get the time limit of a first step.
 """
 
 from __future__ import annotations
@@ -37,30 +38,30 @@ from holdfast.core.job.spares import is_spare
 from holdfast.core.protocol.status_page import Phase
 
 WAITING = frozenset({Phase.ABORTED, Phase.IN_DOUBT, Phase.TORN, Phase.FINISHED, Phase.LEFT, Phase.SPARE})
-"""Phases in which a worker waits for the control plane or is done: it holds nobody up."""
+"""Phases in which a worker waits for the control plane or is done: it delays no other rank."""
 IN_STEP = frozenset({Phase.FORWARD, Phase.BACKWARD, Phase.VOTE, Phase.UPDATE, Phase.COMMIT})
 SAMPLES_MAX = 64
-SAMPLES_MIN = 3  # committed steps of a process before its bound is learned
-DUE_FLOORS = (
-    80  # times the floor until all have rebuilt their connections: thousands of ranks may have to meet
-)
-APART_MIN = 20  # moves of a script without a session before its bound is learned
-PEAK_STEPS = 64  # what was survived once is half forgotten after so many steps
+SAMPLES_MIN = 3  # committed steps of a process before its limit is learned
+# Times the floor until all have rebuilt their connections: thousands of ranks may have to meet.
+DUE_FLOORS = 80
+APART_MIN = 20  # changes of the page of a script without a session before its limit is learned
+PEAK_STEPS = 64  # steps in which the weight of a survived pause falls to one half
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """What bounds are made of; seconds unless the name says otherwise."""
+    """The constants of the time limits; seconds unless the name says otherwise."""
 
-    factor: float = 10.0  # median steps without progress; 0: hangs are not looked for
-    floor_s: float = 1.5  # never less than this
+    factor: float = 10.0  # median steps without progress; 0: hangs are not detected
+    floor_s: float = 1.5  # smallest time limit
     start_s: float = 1800.0  # before the session has opened
-    idle_s: float = 600.0  # between steps (code that announced nothing), in saves, in a process's first steps
+    # Between steps (code that announced nothing), in saves, in the first steps of a process.
+    idle_s: float = 600.0
     section_s: float = 3600.0  # an announced section of a name not seen before
-    look_s: float = 0.1  # how often somebody looks
+    look_s: float = 0.1  # interval of the looks
 
 
 class PageReading(NamedTuple):
-    """One look at the page of one living worker."""
+    """The result of one look at the page of one living worker."""
 
     member_id: MemberId
     rank: int
@@ -68,28 +69,33 @@ class PageReading(NamedTuple):
     phase: Phase
     mark: tuple[int, ...]  # differs from the last one when the worker has moved
     step_s: float  # duration of the last committed step
-    busy_s: float  # the same without waiting for peers
-    section: str = ""  # the one it is in, or the last one that came to its end
+    busy_s: float  # duration of the last committed step without waits for peers
+    section: str = ""  # its present section, or the last one that ended
     compiling: bool = False
-    due: bool = False  # it was told to go on in place, and its main thread has not come to it
-    meets: bool = False  # it waits between two steps for a word of all ranks: nobody takes long to say it
+    due: bool = False  # it was ordered to continue in place, and its main thread has not reacted yet
+    meets: bool = False  # it waits between two steps for an agreement of all ranks, which never takes long
     left: bool = False  # its script has left its loops
     collectives: int = 0  # begun so far
-    waits: bool = False  # one of them is under way
-    stopped: bool = False  # its process does not run: whatever it was about to do takes no time
+    waits: bool = False  # a collective is in progress
+    stopped: bool = False  # its process is stopped: its phase gives it no extra time
     done: int = 0  # steps that its process has committed
-    scratch: bool = False  # not forked: it has imports to do that others found done
-    age_s: float = 0.0  # of its process, where this is the first look at it
+    scratch: bool = False  # not forked: it does imports that forked processes inherit
+    age_s: float = 0.0  # age of its process, at the first look
 
     @property
     def holds_nobody_up(self) -> bool:
-        """It waits for the control plane, or is done."""
+        """True if the worker waits for the control plane or is done, so that it delays no other rank."""
         return self.phase in WAITING and not self.due
 
 
 class Learned(msgspec.Struct, frozen=True, kw_only=True):
-    """What a successor goes on with: seconds of the recent steps, and between collectives where no session tells; the
-    longest stillness survived, by kind."""
+    """The learned values that a successor starts with.
+
+    Attributes:
+        steps: seconds of the recent steps.
+        apart: seconds between collectives, of a script without a session.
+        peaks: the longest survived pause in seconds, by kind of code.
+    """
 
     steps: tuple[float, ...] = ()
     apart: tuple[float, ...] = ()
@@ -97,7 +103,10 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stall(NamedTuple):
-    """How long each worker has been still, against its bound; ``waits``: its phase holds nobody up."""
+    """The time without progress of one worker and its limit, in seconds.
+
+    ``waits``: its phase delays no other rank. ``stopped``: its process is stopped.
+    """
 
     member_id: MemberId
     idle_s: float
@@ -107,20 +116,21 @@ class Stall(NamedTuple):
 
 
 class _WorkerWatch:
-    """One worker, as seen from outside."""
+    """The observations of one worker."""
 
     def __init__(self, reading: PageReading) -> None:
         self.last = reading
         self.idle_s = 0.0
-        self.section_s = 0.0  # longest stillness in the section that it is in
+        self.section_s = 0.0  # longest pause in its present section
         self.busy: deque[float] = deque(maxlen=SAMPLES_MAX)
 
 
 class Progress:
-    """The workers of one node. ``look`` at them regularly.
+    """The progress of the workers of one node. Call ``look`` regularly.
 
     Args:
-        learned: by a predecessor.
+        limits: the constants of the time limits.
+        learned: values from a predecessor.
     """
 
     def __init__(self, limits: Limits, learned: Learned | None = None) -> None:
@@ -135,7 +145,7 @@ class Progress:
         self._looked_at = 0.0
 
     def learned(self) -> Learned:
-        """For a successor."""
+        """Return the learned values for a successor."""
         return Learned(
             steps=tuple(self._steps),
             apart=tuple(self._apart),
@@ -146,7 +156,7 @@ class Progress:
         """Take one look at all living workers.
 
         Returns:
-            True when they stand still since now, False when that is over, None when nothing changed.
+            True when they have just stalled, False when a stall has just ended, None when nothing changed.
         """
         passed_s = min(now - self._looked_at, 5 * self.limits.look_s) if self._looked_at else 0.0
         self._looked_at = now
@@ -156,17 +166,20 @@ class Progress:
             watch = known.get(member_id) or self._first(reading)
             self._watches[member_id] = watch
             self._see(watch, reading, passed_s)
-        if not self._steps:  # this one looks for the first time, at processes whose first steps nobody saw
+        if not self._steps:  # the first look of this agent, at processes whose first steps it did not see
             self._steps.extend(r.step_s for r in readings if r.done > SAMPLES_MIN)
         before, self.stalled = self.stalled, self._is_stalled()
         return None if before == self.stalled else self.stalled
 
     def knows(self, member_id: MemberId) -> bool:
-        """This worker was there at the last look."""
+        """Return True if this worker was there at the last look."""
         return member_id in self._watches
 
     def _first(self, reading: PageReading) -> _WorkerWatch:
-        """Nobody saw the start of one that is past it by now: it took no longer than its process is old."""
+        """Begin to watch a worker.
+
+        If its start is over already, learn that the start took at most the age of the process.
+        """
         kind = _start(reading)
         past = reading.phase is not Phase.STARTING or reading.collectives > 0
         if past and kind not in self._peaks and not is_spare(reading.member_id):
@@ -174,7 +187,7 @@ class Progress:
         return _WorkerWatch(reading)
 
     def stalls(self) -> list[Stall]:
-        """Every worker's stillness, by member."""
+        """Return the time without progress of every worker, by member."""
         return [
             Stall(
                 member_id,
@@ -188,7 +201,7 @@ class Progress:
         ]
 
     def late(self) -> list[Stall]:
-        """Who has not done a step yet and would be too slow if it had started beside others that train."""
+        """Return the workers before their first step that are too slow for a start while the other ranks train."""
         return [
             Stall(member_id, watch.idle_s, bound_s, False, watch.last.stopped)
             for member_id, watch in sorted(self._watches.items())
@@ -198,7 +211,10 @@ class Progress:
         ]
 
     def overdue(self) -> list[MemberId]:
-        """Workers that have been still for longer than a step may be: is their process stopped?"""
+        """Return the workers without progress for longer than a step may take.
+
+        The agent checks whether their processes are stopped.
+        """
         return [
             member_id
             for member_id, watch in sorted(self._watches.items())
@@ -207,11 +223,11 @@ class Progress:
 
     @property
     def step_s(self) -> float:
-        """Median of the recent steps; 0: none was seen."""
+        """The median of the recent steps in seconds; 0: none was seen."""
         return median(self._steps) if self._steps else 0.0
 
     def paces(self) -> list[tuple[int, int, float]]:
-        """(rank, samples, median seconds of a step without waiting for peers) of each worker."""
+        """Return (rank, samples, median seconds of a step without waits for peers) of each worker."""
         return [
             (watch.last.rank, len(watch.busy), median(watch.busy))
             for _, watch in sorted(self._watches.items())
@@ -219,7 +235,7 @@ class Progress:
         ]
 
     def bound_s(self, reading: PageReading) -> float:
-        """How long this worker may be still where it is."""
+        """Return the time limit for this worker in its present phase, in seconds."""
         limits, phase = self.limits, reading.phase
         known = _kind(reading) in self._peaks
         peak = self._peaks.get(_kind(reading), 0.0)
@@ -246,15 +262,20 @@ class Progress:
         return max(self._usual_s(), 1.5 * peak)
 
     def _frozen_s(self, reading: PageReading) -> float:
-        """How long a process may be stopped: it compiles nothing and waits for nothing, in its first steps either."""
+        """Return the time limit of a stopped process, in seconds.
+
+        Its phase gives it no extra time, not even in its first steps.
+        """
         if self._steps:
             return self._usual_s()
         told = reading.phase is Phase.STARTING and len(self._apart) >= APART_MIN
         return self._apart_s() if told else 10 * self.limits.floor_s
 
     def _alone_s(self, reading: PageReading) -> float:
-        """The same for one that starts while others train. What follows the start of its script is not the same as for
-        others: it may have far to go in its data."""
+        """Return the time limit of a process that starts while others train, in seconds.
+
+        There is no limit after its start-up phase: unlike others, it may have to skip much of its data there.
+        """
         if reading.stopped:
             return self._frozen_s(reading)
         peak = self._peaks.get(_kind(reading), 0.0) if reading.phase is Phase.STARTING else 0.0
@@ -264,7 +285,7 @@ class Progress:
         return max(self.limits.floor_s, self.limits.factor * self.step_s)
 
     def _apart_s(self) -> float:
-        """How long a collective may take where no session tells what the script does."""
+        """Return the time limit of a collective, in seconds, for a script without a session."""
         if len(self._apart) < APART_MIN:
             return self.limits.start_s
         peak = self._peaks.get(Phase.STARTING.name, 0.0)
@@ -274,7 +295,7 @@ class Progress:
         holding = [w for m, w in self._watches.items() if not w.last.holds_nobody_up and not is_spare(m)]
         bounds_s = [self.bound_s(w.last) for w in holding]
         frozen_s = [s for w, s in zip(holding, bounds_s, strict=True) if w.last.stopped and w.idle_s >= s]
-        # Where one is stopped, the others wait for it: what they might be doing is given no more time than this.
+        # When one process is stopped, the others wait for it, so their phases give them at most this time.
         most_s = max(10 * self.limits.floor_s, *frozen_s) if frozen_s else inf
         parted = self._parted(holding)
         return bool(holding) and all(
@@ -283,8 +304,10 @@ class Progress:
         )
 
     def _parted(self, holding: Sequence[_WorkerWatch]) -> list[_WorkerWatch]:
-        """Where one has left its loop and others are in a block that it will not come to: these, and it. No step takes
-        long that never ends."""
+        """Return the workers in a block that a rank which has left its loop will not enter, and that rank.
+
+        Such a step never ends, so the workers get no more time than for a usual step.
+        """
         left = [w.last.step for w in self._watches.values() if w.last.left]
         if not left or not any(w.last.phase in IN_STEP and w.last.step >= min(left) for w in holding):
             return []
@@ -295,7 +318,7 @@ class Progress:
         watch.idle_s += passed_s
         if reading.mark == last.mark:
             return
-        if is_spare(reading.member_id):  # nothing is learned from one that nobody waits for
+        if is_spare(reading.member_id):  # nothing is learned from a spare: no rank waits for it
             watch.idle_s = 0.0
             return
         if last.phase is Phase.SECTION:
@@ -303,7 +326,7 @@ class Progress:
         else:
             self._learn(_kind(last), watch.idle_s)
         if reading.section and reading.phase is not Phase.SECTION:
-            # It may have been over before anybody looked.
+            # The section may have ended before the first look.
             self._learn(f"section {reading.section}", self.limits.look_s)
         if last.phase is Phase.STARTING and last.collectives:
             self._apart.append(watch.idle_s)
@@ -319,11 +342,14 @@ class Progress:
                 self._peaks[kind] = self._peaks.get(kind, 0.0) * keep
 
     def _see_section(self, watch: _WorkerWatch, last: PageReading, reading: PageReading) -> None:
-        """One that moves in a section: what is quick in it tells nothing of the rest, so it is learned at its end."""
+        """Learn from a worker that moves in a section: the longest pause, at the end of the section.
+
+        Earlier, quick parts of the section would give too short a limit for the rest.
+        """
         watch.section_s = max(watch.section_s, watch.idle_s)
         if reading.phase is Phase.SECTION and reading.section == last.section:
             return
-        if reading.section:  # else it was cut off, and may take longer
+        if reading.section:  # otherwise an exception ended it, and it may take longer
             self._learn(_kind(last), watch.section_s)
         watch.section_s = 0.0
 
@@ -333,7 +359,7 @@ class Progress:
 
 
 def _kind(reading: PageReading) -> str:
-    """What a stillness is compared with."""
+    """Return the name of the kind of code that a pause is compared with."""
     if reading.phase is Phase.SECTION:
         return f"section {reading.section}"
     if reading.due:

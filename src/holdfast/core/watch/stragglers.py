@@ -1,12 +1,12 @@
-"""Ranks whose own part of a step takes much longer than the others'.
+"""Detection of stragglers: ranks whose own part of a step takes much longer than that of the others.
 
-Theory. Each node tells its ranks' medians every few seconds, so in a large job one of them is heard every few
-milliseconds. All medians are therefore kept in order: the usual one is in the middle, the slow ones are at the end, and
-to hear a node costs what it tells, not what the job is.
+Theory. Each node sends the median step times of its ranks every few seconds, so in a large job such a message arrives
+every few milliseconds. All medians are therefore kept in order: the usual one is in the middle, the slow ones are at
+the end. The cost of a message depends on its size, not on the size of the job.
 
 Invariants:
-1. Each rank counts once, with the newest that a node with living workers told of it.
-2. To judge costs as many looks as there are slow ranks; they are not judged again before as many were told of.
+1. Each rank counts once, with the newest median that a node with living workers has sent.
+2. A judgement costs one look per slow rank. The next one comes only after as many new medians.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PACE_SAMPLES_MIN = 16
 
 
 class Paces:
-    """The medians of all ranks, in order."""
+    """The median step times of all ranks, in order."""
 
     def __init__(self) -> None:
         self._ordered: list[tuple[float, int]] = []  # seconds and rank
@@ -37,11 +37,11 @@ class Paces:
 
     @property
     def nodes(self) -> tuple[NodeId, ...]:
-        """Those that have told something."""
+        """The nodes that have sent medians."""
         return tuple(self._told)
 
     def tell(self, node_id: NodeId, paces: Sequence[StepTime]) -> None:
-        """What one node says now, in place of what it said before."""
+        """Replace the medians of one node by those of its newest message."""
         self.forget(node_id)
         known = [p for p in paces if p.samples >= PACE_SAMPLES_MIN and not isnan(p.busy_s)]
         for pace in known:
@@ -51,32 +51,32 @@ class Paces:
         self._told[node_id] = [p.rank for p in known]
 
     def forget(self, node_id: NodeId) -> None:
-        """What a node said does not count any more; its ranks may have been told of by another one since."""
+        """Drop the medians of a node, except for ranks that another node has reported since."""
         for rank in self._told.pop(node_id, ()):
             if rank in self._known and self._known[rank][1] == node_id:
                 self._remove(rank)
 
     def slow(self, before: set[int]) -> dict[int, tuple[float, float]]:
-        """Ranks whose steps take much longer than the others', waiting left out.
+        """Return the ranks whose steps take much longer than those of the others. Waits for peers are left out.
 
         Args:
-            before: who was one until now; it takes more to become one than to stay one.
+            before: the ranks that were slow until now. The limit to become slow is higher than the limit to stay slow.
 
         Returns:
-            For each: its median and the median of the others, in seconds.
+            For each slow rank: its median and the median of the others, in seconds.
         """
         found: dict[int, tuple[float, float]] = {}
         for place in range(len(self._ordered) - 1, 0, -1):
             busy_s, rank = self._ordered[place]
             usual_s = self._usual_s(place)
             if usual_s <= 0 or busy_s <= SLOW_ENDS_RATIO * usual_s or busy_s - usual_s <= SLOW_S_MIN:
-                break  # nor are those before it, which are faster
+                break  # the ranks before it are faster
             if rank in before or busy_s > SLOW_RATIO * usual_s:
                 found[rank] = (busy_s, usual_s)
         return found
 
     def _usual_s(self, left_out: int) -> float:
-        """The median of all but the one at this place."""
+        """Return the median of all entries but the one at index ``left_out``."""
         others = len(self._ordered) - 1
         low, high = (
             self._ordered[place + (place >= left_out)][0] for place in ((others - 1) // 2, others // 2)
@@ -90,18 +90,19 @@ class Paces:
 
 
 class Stragglers:
-    """Sub-machine of the controller. ``job`` is shared with it."""
+    """The part of the controller that reports slow ranks. ``job`` is shared with the controller."""
 
     def __init__(self, job: Job, recovery: Recovery) -> None:
         self.job = job
         self.recovery = recovery
         self._paces = Paces()
         self._slow: set[int] = set()
-        self._unjudged = 0  # ranks that were told of since the last look
-        self._living: list[Member] | None = None  # for whom it is known which nodes count
+        self._unjudged = 0  # medians received since the last judgement
+        # The living members for which the nodes without workers were dropped.
+        self._living: list[Member] | None = None
 
     def paced(self, event: StepTimes) -> None:
-        """How fast the workers of one node are: name who holds up the others, and when that is over."""
+        """Handle the step times of one node: record which ranks are slow, and which are no longer."""
         roster = self.job.roster
         if event.generation != roster.generation:
             return

@@ -1,5 +1,7 @@
-"""One rank of a job, as pure machines.
+"""The state of one rank, as pure state machines.
 
-``step`` is the table of the step protocol, ``position`` that of the script around it, ``vote`` what all ranks sum
-before an update, and ``layout_agreement`` what a rank has published of its layout.
+- ``step``: the transition table of the step protocol.
+- ``position``: the position of the script around the steps.
+- ``vote``: the all-reduce before an update.
+- ``layout_agreement``: the layouts that a rank has published.
 """

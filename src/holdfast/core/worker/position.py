@@ -1,29 +1,29 @@
-"""Where the user's script is, and what that allows a survivor.
+"""The position of the user's script, and what follows from it for the state that a survivor can give.
 
 Theory. When a rank is lost, each survivor gives its state to the replacement or saves it. Which state that is depends
-on where the survivor's script is. Code after a block belongs to the step that the block committed. Code after a loop is
-run again from the state of the end of the loop. Code before a block is not a part of the state before that block. Three
-facts describe the script:
+on the position of the survivor's script. Code after a block belongs to the step that the block committed. Code after a
+loop is run again from the state of the end of the loop. Code before a block is not a part of the state before that
+block. Three facts describe the script:
 
-- its *position*: which code runs now. ``TABLE`` says which event leads from which position to which;
-- its *attendance*: whether the script is expected at the next step. ``ATTENDANCES`` is the table of these;
-- what the loop and the process are: the step to which the loop can go back, whether the loop has come to its end,
-  whether another library drives the loop, whether this process still has to join.
+- its *position*: the code that runs now. ``TABLE`` has the transitions by events;
+- its *attendance*: whether the script is expected at the next step. ``ATTENDANCES`` has its transitions;
+- facts about the loop and the process: the step to which the loop can go back, whether the loop is at its end, whether
+  another library drives the loop, whether this process still has to join.
 
 Everything else is a function of these: ``RULES`` has one row per position. ``docs/protocol.md`` shows the three tables
 and a test compares them.
 
-The machine is not thread-safe: main thread, client thread and task thread share it under the lock of its owner.
+The state machine is not thread-safe: main thread, client thread and task thread share it under the lock of its owner.
 
 Invariants:
-1. Code of the script before a block, in a block and after a block runs in a position of its own.
-2. The state of now is given only while the script waits at its block, in an aborted block, or where another library
-   drives the loop; in every other position the state of the last boundary is given.
-3. Only a position in which the script may change the state is waited for.
+1. Code of the script before a block, in a block and after a block has a position of its own.
+2. A survivor gives its present state only while the script waits at its block, in an aborted block, or where another
+   library drives the loop. In every other position it gives the state of the last boundary between two steps.
+3. A recovery waits for the script only in a position in which the script may change the state.
 4. A loop cannot go back once its script has taken the next step, and never after the script has left it.
 5. A section is open exactly while the attendance is ``in_section`` or ``steps_in_section``.
-6. ``loop_left`` and ``loop_over`` fit wherever a loop has opened: Python closes a generator when its last reference
-   goes, also in the block of a later loop, and such a block still ends.
+6. ``loop_left`` and ``loop_over`` are valid wherever a loop has opened: Python closes a generator when its last
+   reference is gone, also in the block of a later loop, and such a block still ends.
 """
 
 from __future__ import annotations
@@ -39,53 +39,53 @@ STORY_LENGTH = 24
 
 
 class ScriptPosition(StrEnum):
-    """Which code of the script runs now."""
+    """The code of the script that runs now."""
 
     OUTSIDE = "outside"  # the session is open, and no loop has begun
-    BETWEEN_LOOPS = "between_loops"  # before a loop of an epoch or phase, or at the end; not waited for
+    # Before a loop of an epoch or phase, or at the end; a recovery does not wait for it.
+    BETWEEN_LOOPS = "between_loops"
     BOUNDARY = "boundary"  # in the session's own code, between two steps of a loop
-    AT_STEP = "at_step"  # the next step is taken; no code of the script runs before its block
-    BEFORE_BLOCK = "before_block"  # the script was given the step, and runs code before its block
+    AT_STEP = "at_step"  # the next step is fixed; no code of the script runs before its block
+    BEFORE_BLOCK = "before_block"  # the script has received the step, and runs code before its block
     AT_BLOCK = "at_block"  # that code is done; the script waits in the session for its block
     IN_BLOCK = "in_block"
     AFTER_BLOCK = "after_block"  # the block has committed, and the loop has not been asked for the next step
     LEFT_LOOP = "left_loop"  # the script has left the loop before its end
     AFTER_LOOP = "after_loop"  # the loop has come to its end
-    NEXT_LOOP = "next_loop"  # a loop opens after another one; the session's own code
+    NEXT_LOOP = "next_loop"  # a loop opens after another one; the session's own code runs
 
 
 class ScriptEvent(StrEnum):
-    """What the main thread does next. The last five, and ``block_begun``, change the attendance."""
+    """An event of the main thread. The last five, and ``block_begun``, change the attendance."""
 
-    LOOP_AHEAD = "loop_ahead"  # an epoch or phase begins, or a loop of the past was passed over
+    LOOP_AHEAD = "loop_ahead"  # an epoch or phase begins, or a loop that is done already was skipped
     LOOP_OPENED = "loop_opened"
-    RETURNED = "returned"  # back in the session: what the script did is a part of the state
-    STEP_TAKEN = "step_taken"  # the loop has settled on its next step
-    STEP_GIVEN = "step_given"  # the script gets it
-    FRAMEWORK_DONE = (
-        "framework_done"  # another library drives the loop, and is done with what precedes the block
-    )
+    RETURNED = "returned"  # back in the session: the script's changes are a part of the state
+    STEP_TAKEN = "step_taken"  # the loop has fixed its next step
+    STEP_GIVEN = "step_given"  # the script receives the step
+    # Another library drives the loop, and has done the work before the block.
+    FRAMEWORK_DONE = "framework_done"
     HELD = "held"  # the block cannot begin: the script waits for the job
     BLOCK_BEGUN = "block_begun"
-    BLOCK_ENDED = "block_ended"  # and counts
-    BLOCK_LEFT = "block_left"  # by an abort or an exception
-    LOOP_LEFT = "loop_left"  # before its end
-    LOOP_OVER = "loop_over"
+    BLOCK_ENDED = "block_ended"  # the block ended, and the step counts
+    BLOCK_LEFT = "block_left"  # an abort or an exception ended the block
+    LOOP_LEFT = "loop_left"  # the script left the loop before its end
+    LOOP_OVER = "loop_over"  # the loop has come to its end
     TURN_ENDED = "turn_ended"  # the script is at the end of an epoch or phase, and the ranks vote on it
-    TURN_DONE = "turn_done"  # all ranks have done it
+    TURN_DONE = "turn_done"  # all ranks have done the epoch or phase
     SECTION_BEGUN = "section_begun"
     SECTION_ENDED = "section_ended"
-    SECTION_CUT = "section_cut"  # by an exception
-    STRAYED = "strayed"  # the script does not come back to its loop
+    SECTION_CUT = "section_cut"  # an exception ended the section
+    STRAYED = "strayed"  # the script does not return to its loop
 
 
 class Attendance(StrEnum):
-    """Whether the script is expected at its next step."""
+    """Attendance of the script: whether it is expected at its next step."""
 
     EXPECTED = "expected"
-    IN_SECTION = "in_section"  # away, announced: expected after a block, not elsewhere
-    STEPS_IN_SECTION = "steps_in_section"  # a section around steps
-    STRAYED = "strayed"
+    IN_SECTION = "in_section"  # in an announced section: expected if that began after a block
+    STEPS_IN_SECTION = "steps_in_section"  # in a section around whole steps
+    STRAYED = "strayed"  # not expected: the script does not return to its loop
 
 
 P, E, A = ScriptPosition, ScriptEvent, Attendance
@@ -141,7 +141,7 @@ TABLE: Mapping[tuple[ScriptPosition, ScriptEvent], ScriptPosition] = {
     for moves in MOVES
     for source in moves.sources
 }
-"""(position, event) -> position; what is not here cannot happen."""
+"""(position, event) -> next position. A pair that is missing cannot happen."""
 
 ATTENDANCES: Mapping[tuple[Attendance, ScriptEvent], Attendance] = {
     (A.EXPECTED, E.SECTION_BEGUN): A.IN_SECTION,
@@ -163,7 +163,7 @@ ATTENDANCES: Mapping[tuple[Attendance, ScriptEvent], Attendance] = {
     (A.STEPS_IN_SECTION, E.TURN_DONE): A.STEPS_IN_SECTION,
     (A.STRAYED, E.TURN_DONE): A.EXPECTED,
 }
-"""(attendance, event) -> attendance; other events leave it as it is, or cannot happen."""
+"""(attendance, event) -> next attendance. Other events do not change it, or cannot happen."""
 
 _OF_ATTENDANCE = frozenset({E.SECTION_BEGUN, E.SECTION_ENDED, E.SECTION_CUT, E.STRAYED, E.TURN_DONE})
 _MISUSE = frozenset(
@@ -175,22 +175,22 @@ _MISUSE = frozenset(
 """Events that a script can cause at a wrong time."""
 
 REPORTED = frozenset({E.LOOP_LEFT, E.LOOP_OVER, E.STRAYED})
-"""After these a fenced rank answers its fence again: what it has said no longer holds."""
+"""Events after which a fenced rank answers its fence again, because its first answer no longer holds."""
 
 Awaited = Literal["", "step", "block", "loop"]
 Moment = Literal["now", "boundary"]
 
 
 class PositionRules(NamedTuple):
-    """What one position means.
+    """The rules for one position.
 
     Attributes:
-        awaited: the state is whole only when the script has come back: from code before its block (``step``), after
-            its block (``block``) or after its loop (``loop``). Until then the model may hold other weights. Empty:
-            nothing is waited for.
-        gives: which state a survivor gives: ``now``, or that of the last ``boundary``.
-        can_rewind: the loop can take the script back to an earlier step, as far as the loop allows that.
-        guarded: a replacement that has not joined must not make a collective here.
+        awaited: the code after which the state is complete: that before the block (``step``), after the block
+            (``block``) or after the loop (``loop``). Until the script has returned from it, the model may hold other
+            weights. Empty: a recovery waits for nothing.
+        gives: the state that a survivor gives: ``now`` (the present one), or that of the last ``boundary``.
+        can_rewind: the loop can take the script back to an earlier step, if the loop allows it.
+        guarded: a replacement that has not joined must not run a collective here.
     """
 
     awaited: Awaited
@@ -217,7 +217,7 @@ NO_REWIND = -1
 
 
 def comes_back(position: ScriptPosition, attendance: Attendance) -> bool:
-    """The script is in the middle of what belongs to the state, and is expected at its next step."""
+    """Return True if the script runs code that belongs to the state, and is expected at its next step."""
     awaited = RULES[position].awaited
     if attendance in (A.EXPECTED, A.STEPS_IN_SECTION):
         return awaited != ""
@@ -225,13 +225,13 @@ def comes_back(position: ScriptPosition, attendance: Attendance) -> bool:
 
 
 class ScriptMachine:
-    """Where one script is.
+    """The position of one script.
 
     Args:
         joining: this process takes the place of a lost rank, and has not joined.
 
-    Every method returns at once. An event at a wrong time raises :class:`StepError` where a script can cause it, else
-    :class:`InternalError`; both carry the last events.
+    Every method returns at once. An event at a wrong time raises :class:`StepError` if a script can cause it, otherwise
+    :class:`InternalError`. Both carry the last events.
 
     Example:
         >>> machine = ScriptMachine()
@@ -239,7 +239,7 @@ class ScriptMachine:
         'boundary'
         >>> machine.handle(ScriptEvent.STEP_TAKEN).value
         'at_step'
-        >>> machine.awaits(replaces=True)  # a replacement runs the code before this block, or has it done
+        >>> machine.awaits(replaces=True)  # a replacement runs the code before this block, or has run it
         True
     """
 
@@ -258,10 +258,11 @@ class ScriptMachine:
     # ------------------------------------------------------------------ what happens
 
     def handle(self, event: ScriptEvent, *, again: bool = False) -> ScriptPosition:
-        """Apply ``event``. Returns the position that it leads to.
+        """Apply ``event`` and return the position that it leads to.
 
         Args:
-            again: of a step that is given: what precedes its block was done before.
+            event: the event.
+            again: for a step that is given: the code before its block was run before.
 
         Raises:
             StepError: the script did this at a wrong time.
@@ -271,7 +272,7 @@ class ScriptMachine:
         if event in _OF_ATTENDANCE:
             attendance = self._attendance_after(event)
         else:
-            if event is E.BLOCK_BEGUN:  # also the end of an absence
+            if event is E.BLOCK_BEGUN:  # a block also ends an absence
                 attendance = self._attendance_after(event)
             position = self._position_after(event)
             self._again = again and event is E.STEP_GIVEN
@@ -286,42 +287,47 @@ class ScriptMachine:
         return position
 
     def require(self, event: ScriptEvent) -> None:
-        """Change nothing. Raises: StepError, InternalError: ``event`` does not fit the position."""
+        """Raise an error if ``event`` does not fit the position. Nothing is changed.
+
+        Raises:
+            StepError: the script did this at a wrong time.
+            InternalError: the session did.
+        """
         self._position_after(event)
 
     def run_loop(self, *, unfinished: bool) -> None:
-        """The loop that has opened runs; ``unfinished``: it has an end, before which it may be left."""
+        """Record that the open loop runs. ``unfinished``: it has an end, and the script may leave it before that."""
         self._unfinished = unfinished
 
     def end_loop(self) -> None:
-        """The loop has come to its end for the whole job; the script is still in it."""
+        """Record that the loop is at its end for the whole job, with the script still in it."""
         self._unfinished = False
 
     def allow_rewind(self, step: int) -> None:
-        """The open loop can go back in place to a kept state of ``step`` or later."""
+        """Record that the open loop can go back, without a restart, to a kept state of ``step`` or later."""
         self._rewinds_to = step
 
     def forbid_rewind(self) -> None:
-        """The open loop cannot go back: it is about to end."""
+        """Record that the open loop cannot go back, because it is about to end."""
         self._rewinds_to = NO_REWIND
 
     def begin_restore(self) -> None:
-        """The main thread goes back: the state is half of one step and half of another; it must not be read."""
+        """Record that the main thread goes back. Until the end its state mixes two steps and must not be read."""
         self._restoring = True
 
     def end_restore(self) -> None:
-        """The state is whole."""
+        """Record that the state is complete again."""
         self._restoring = False
 
     def join(self) -> None:
-        """This process belongs to the job."""
+        """Record that this process has joined the job."""
         self._joining = False
 
     # ------------------------------------------------------------------ what that means
 
     @property
     def position(self) -> ScriptPosition:
-        """Which code of the script runs now."""
+        """The code of the script that runs now."""
         return self._position
 
     @property
@@ -331,7 +337,7 @@ class ScriptMachine:
 
     @property
     def rules(self) -> PositionRules:
-        """The row of the position."""
+        """The rules for the present position."""
         return self._rules
 
     @property
@@ -341,32 +347,35 @@ class ScriptMachine:
 
     @property
     def joining(self) -> bool:
-        """This process takes the place of a lost rank, and has not joined."""
+        """True if this process takes the place of a lost rank, and has not joined."""
         return self._joining
 
     @property
     def restoring(self) -> bool:
-        """The state is half of one step and half of another."""
+        """True while the state mixes two steps."""
         return self._restoring
 
     @property
     def by_framework(self) -> bool:
-        """The loop is another library's: it works between two steps there, and brings a replacement to its place."""
+        """True if another library drives the loop.
+
+        That library works between two steps and brings a replacement to its place.
+        """
         return self._by_framework
 
     @property
     def unfinished(self) -> bool:
-        """The loop that opened last has not come to its end: the script is in it, or has left it."""
+        """True if the loop that opened last is not at its end: the script is in it, or has left it."""
         return self._unfinished
 
     @property
     def in_section(self) -> bool:
-        """A section is open."""
+        """True while a section is open."""
         return self._attendance in (A.IN_SECTION, A.STEPS_IN_SECTION)
 
     @property
     def away(self) -> bool:
-        """No decision may count on the script at its next step."""
+        """True if no decision may rely on the script for its next step."""
         return self._attendance in (A.IN_SECTION, A.STRAYED)
 
     @property
@@ -376,35 +385,35 @@ class ScriptMachine:
 
     @property
     def offers_rewind(self) -> int:
-        """As :attr:`rewinds_to`, for a decision: not when the script has begun what belongs to its next step."""
+        """The same as :attr:`rewinds_to`; ``NO_REWIND`` when the script has begun code of its next step."""
         return self._rewinds_to if self._rules.can_rewind else NO_REWIND
 
     @property
     def repeats(self) -> bool:
-        """The script runs code before a block that was run before that block earlier."""
+        """True if the script runs code before a block that it ran before the same block earlier."""
         return self._again and self._position is P.BEFORE_BLOCK
 
     @property
     def may_hold_other_weights(self) -> bool:
-        """The script is out of the block, and may have put other weights into the model for a while."""
+        """True if the script is outside of the block, and may have put other weights into the model for a while."""
         return self._rules.awaited != ""
 
     def awaits(self, *, replaces: bool) -> bool:
-        """The state cannot be given or saved before the script has come back.
+        """Return True if the state cannot be given or saved before the script has returned.
 
         Args:
-            replaces: the state goes to replacements. Else all ranks start again before the block, and what the script
-                does there is not a part of the state.
+            replaces: the state goes to replacements. Otherwise all ranks start again before the block, and the code
+                before the block is not a part of the state.
         """
         if self._rules.awaited == "step" and (not replaces or self._by_framework):
             return False
         return comes_back(self._position, self._attendance)
 
     def gives(self, *, aborted: bool) -> Moment:
-        """Which state a survivor gives, when it gives one.
+        """Return which state a survivor gives, if it gives one.
 
         Args:
-            aborted: the block of the step was aborted: its start is the state of now.
+            aborted: the block of the step was aborted, so the present state is that of its start.
         """
         return "now" if aborted or self._by_framework else self._rules.gives
 

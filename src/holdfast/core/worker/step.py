@@ -1,19 +1,19 @@
-"""The step protocol of one rank.
+"""The step protocol of one rank, as a state machine.
 
-Theory. A step is two-phase commit with one tiny all-reduce as its first phase: a rank that entered the vote
-has complete gradients and has promised to apply them if the job says so. Who saw the vote break, or saw it
-pass after it was fenced, is IN_DOUBT and may not decide alone; the controller decides from all reports. A
-*fence* (a new generation exists) freezes the rank at the next boundary: READY and COMPUTE at once, VOTING
-when its vote ends or breaks, UPDATING at its block end. The whole protocol is the table ``TRANSITIONS``;
-``docs/protocol.md`` shows the same rows and a test compares them.
+Theory. A step is two-phase commit with one tiny all-reduce (the vote) as its first phase. A rank that entered the vote
+has complete gradients and has promised to apply them if the vote passes. A rank on which the vote broke, or passed
+after the rank was fenced, is IN_DOUBT and may not decide alone. The controller decides from all reports. A *fence* (a
+new generation exists) stops the rank at the next boundary: READY and COMPUTE at once, VOTING when its vote ends or
+breaks, UPDATING at its block end. The whole protocol is the table ``TRANSITIONS``. ``docs/protocol.md`` shows the same
+rows, and a test compares them.
 
-The machine is not thread-safe: main thread and client thread share it under the lock of its owner.
+The state machine is not thread-safe: main thread and client thread share it under the lock of its owner.
 
 Invariants:
 1. UPDATING(s) is entered only from VOTING(s) by a passed vote while free, or from IN_DOUBT(s) by a decision.
-2. ``step`` grows by one at block end and never otherwise; it shrinks by a rewind only.
+2. ``step`` grows by one at block end and never otherwise; only a rewind decreases it.
 3. A fenced rank does not begin a step, does not enter a vote and does not act on a vote that passed.
-4. TORN is left by nothing but the end of the process.
+4. Only the end of the process leaves TORN.
 5. A rank goes back only while fenced and out of its block, to a step that all ranks go back to.
 """
 
@@ -36,7 +36,7 @@ Decision = Literal["apply", "discard", "stay"]
 
 
 class StepEvent(StrEnum):
-    """What happens to a rank. The first five are made by the main thread in the course of user code."""
+    """An event of a rank. The first five come from the main thread while it runs user code."""
 
     OPEN = "open"
     BEGIN = "begin"
@@ -58,7 +58,7 @@ When = Literal["free", "fenced", "any"]
 
 
 class Transition(NamedTuple):
-    """One row: in ``state``, when free or fenced, ``event`` leads to ``target``."""
+    """One row of the table: in ``state``, when free or fenced, ``event`` leads to ``target``."""
 
     state: RankState
     event: StepEvent
@@ -117,14 +117,14 @@ _TARGETS: dict[tuple[RankState, StepEvent, bool], RankState] = {
 
 
 class StepMachine:
-    """Where one rank stands in the step protocol.
+    """The state of one rank in the step protocol.
 
     Args:
         generation: the generation in which the rank was started.
         observe: called with (old state, new state, step after) after each transition, under the owner's lock.
 
-    Every method returns at once. A method that user code can call at a wrong time raises :class:`StepError`,
-    any other transition outside the table raises :class:`InternalError`; both carry the last events.
+    Every method returns at once. A method that user code can call at a wrong time raises :class:`StepError`. Any other
+    transition outside of the table raises :class:`InternalError`. Both carry the last events.
     """
 
     def __init__(
@@ -159,7 +159,7 @@ class StepMachine:
 
     @property
     def settled(self) -> bool:
-        """Fenced, and in a state that changes by a decision only: time to answer the fence."""
+        """True if the rank is fenced and only a decision changes its state: it can answer the fence."""
         return self._fenced is not None and self._state in SETTLED
 
     @property
@@ -168,45 +168,51 @@ class StepMachine:
         return tuple(self._story)
 
     def open(self, step: int) -> None:
-        """A session exists and stands at ``step`` updates. STARTING -> READY(step)."""
+        """Open the session at ``step`` updates. STARTING -> READY(step)."""
         if self._state == "starting":
             self._step = step
         self._apply(E.OPEN)
 
     def begin(self) -> bool:
-        """Enter the block. False when fenced: the rank stays READY and has to wait for the decision."""
+        """Enter the block. Return False when fenced: the rank stays READY and has to wait for the decision."""
         return self._apply(E.BEGIN) == "compute"
 
     def enter_vote(self) -> bool:
-        """Promise to apply the gradients. False when the step was aborted (fenced) meanwhile."""
+        """Enter the vote: this rank promises to apply the gradients. Return False when a fence has aborted the step."""
         return self._apply(E.VOTE) == "voting"
 
     def vote_passed(self) -> RankState:
-        """Every rank voted yes. Returns ``updating``, or ``in_doubt`` when fenced meanwhile."""
+        """Record that every rank voted yes. Return ``updating``, or ``in_doubt`` if the rank was fenced meanwhile."""
         return self._apply(E.PASSED)
 
     def vote_refused(self) -> RankState:
-        """The vote completed and at least one rank said no. Returns ``aborted``."""
+        """Record that the vote completed and at least one rank voted no. Return ``aborted``."""
         return self._apply(E.REFUSED)
 
     def vote_broken(self) -> RankState:
-        """The vote did not complete here; it may have elsewhere. Returns ``in_doubt``."""
+        """Record that the vote did not complete here; on other ranks it may have. Return ``in_doubt``."""
         return self._apply(E.BROKEN)
 
     def end_block(self) -> RankState:
-        """The block ended, scheduler and scaler included: UPDATING(s) -> READY(s+1)."""
+        """Record the end of the block, scheduler and scaler included: UPDATING(s) -> READY(s+1).
+
+        Return the new state.
+        """
         return self._apply(E.END)
 
     def fail(self) -> RankState:
-        """The block raised. COMPUTE is aborted, VOTING in doubt, UPDATING torn; elsewhere nothing changes."""
+        """Record that the block raised. Return the new state.
+
+        COMPUTE becomes aborted, VOTING in doubt, UPDATING torn. Other states do not change.
+        """
         return self._apply(E.FAIL)
 
     def finish(self) -> None:
-        """No more steps: READY(s) -> FINISHED(s)."""
+        """Record that there are no more steps: READY(s) -> FINISHED(s)."""
         self._apply(E.FINISH)
 
     def fence(self, generation: Generation) -> bool:
-        """A newer ``generation`` exists. False when this is not news (stale or repeated)."""
+        """Fence the rank, because a newer ``generation`` exists. Return False when the generation is old or known."""
         if generation <= max(self._generation, self._fenced or self._generation):
             return False
         self._fenced = generation
@@ -214,11 +220,14 @@ class StepMachine:
         return True
 
     def decide(self, step: int) -> Decision:
-        """The job stands at ``step``. ``apply``: IN_DOUBT -> UPDATING, the caller runs the update and ends
-        the block; ``discard``: IN_DOUBT -> ABORTED; ``stay``: nothing to do. May be told twice.
+        """Apply the decision that the job continues at ``step``. It may arrive twice.
+
+        Returns:
+            ``apply``: IN_DOUBT -> UPDATING, the caller runs the update and ends the block. ``discard``: IN_DOUBT ->
+                ABORTED. ``stay``: nothing to do.
 
         Raises:
-            InternalError: the decision contradicts what this rank knows.
+            InternalError: the decision contradicts the state of this rank.
         """
         ahead = step - self._step
         if self._fenced is not None:
@@ -236,13 +245,17 @@ class StepMachine:
         raise self._error(InternalError, f"a decision for step {step} does not fit {self._where()}")
 
     def rewind(self, step: int) -> None:
-        """This rank holds its state of an earlier ``step`` again, as the decision says for all."""
+        """Record that this rank is back at its state of an earlier ``step``, as decided for all ranks.
+
+        Raises:
+            InternalError: ``step`` is ahead.
+        """
         if step > self._step:
             raise self._error(InternalError, f"back to step {step}, which is ahead")
         self._apply(E.REWIND, step=step)
 
     def retry(self, generation: Generation) -> bool:
-        """Run the step again in ``generation``: the fence is lifted. False when a newer fence stands."""
+        """Lift the fence and run the step again in ``generation``. Return False when a newer fence is in force."""
         if generation < max(self._generation, self._fenced or self._generation):
             return False
         self._apply(E.RETRY)
@@ -258,7 +271,7 @@ class StepMachine:
             raise self._error(InternalError, "computing while fenced")
 
     def snapshot(self) -> dict[str, str | int]:
-        """Plain data, for reports and the simulator."""
+        """Return the state as plain data, for reports and the simulator."""
         return {
             "state": self._state,
             "step": self._step,

@@ -1,20 +1,20 @@
-"""The vote: what every rank says before an update, and how the sum is read.
+"""The vote before an update: the ballot of each rank, and the tally read from their sum.
 
-Theory. One int64 SUM all-reduce carries everything that the job must agree on. A SUM cannot compare values,
-so the step number travels as (s, s^2): by Cauchy-Schwarz ``n * sum(s^2) == (sum s)^2`` holds exactly when all
-n values are equal. All who see the reduction complete see the same sum, so they read the same tally.
+Theory. One int64 SUM all-reduce carries everything that the job must agree on. A SUM cannot compare values, so the step
+number travels as (s, s^2): by Cauchy-Schwarz ``n * sum(s^2) == (sum s)^2`` holds exactly when all n values are equal.
+All ranks on which the reduction completes get the same sum, so they read the same tally.
 
-Copies of the state are compared by one more word, whatever their number: each holder of a copy adds the digest of it
-with a factor, and the factors of all holders of one copy add up to zero (``store/layouts/replica_digests.py``). So the
-word is zero modulo 2**64 when all copies are equal, and with a probability of 2**-64 otherwise. It counts only when
-all ranks compare by the same plan.
+One more word compares the copies of the state, whatever their number. Each holder of a copy adds its digest times a
+factor, and the factors of all holders of one copy add up to zero (``store/layouts/replica_digests.py``). So the word is
+zero modulo 2**64 when all copies are equal, and with a probability of 2**-64 otherwise. The word counts only when all
+ranks compare by the same plan.
 
 Invariants:
-1. ``passed`` implies that every rank of the group contributed once, said its collectives were sound, and was
-   at the same step.
-2. No sum that is compared can overflow: steps are compared modulo 2**20, so up to 2**22 ranks fit into 63 bits.
-   The word of the digests wraps on purpose.
-3. A vote that saw copies differ has not passed.
+1. ``passed`` implies that every rank of the group contributed once, reported sound collectives, and was at the same
+   step.
+2. No sum that is compared can overflow: steps are compared modulo 2**20, so up to 2**22 ranks fit into 63 bits. The
+   word of the digests wraps on purpose.
+3. A vote that finds copies unequal has not passed.
 """
 
 from __future__ import annotations
@@ -35,24 +35,25 @@ VECTOR_LENGTH = len(FIELDS)
 
 
 class Ballot(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank says about step ``step``."""
+    """The ballot of one rank for step ``step``."""
 
     step: int
-    unsound: bool = False  # a collective of this rank broke: its gradients are worth nothing
+    unsound: bool = False  # a collective of this rank broke: its gradients must not be used
     exit: bool = False  # asked to leave after this step
-    save: bool = False  # asks for a checkpoint after this step; between two: could not do its part of one
-    due: bool = False  # its policy says that a periodic one is due after this step
-    busy: bool = False  # its save before is still being written: another one now would hold up the step
+    # Requests a checkpoint after this step; between two steps: could not write its part of one.
+    save: bool = False
+    due: bool = False  # its policy requests a periodic checkpoint after this step
+    busy: bool = False  # its previous save is still being written: another one now would delay the step
     nonfinite: bool = False  # its gradients hold inf or nan
     keep: bool = False  # it can afford to keep its state in memory after this step
-    moved: bool = False  # what it told under a vote's name is not its layout, or not all were told
-    hold: bool = False  # asks that all stop after this step, for a change of seats
-    plan: int = 0  # names what ``digest`` is taken of, below STEP_MODULUS; 0: nothing is compared
-    digest: int = 0  # of its copies times its factors, any integer
-    between: bool = False  # no vote of a step, but one between the last and ``step``
+    moved: bool = False  # its layout differs from the published one, or not all layouts were published
+    hold: bool = False  # requests that all ranks stop after this step, for a change of seats
+    plan: int = 0  # identifies the data that ``digest`` covers, below STEP_MODULUS; 0: nothing is compared
+    digest: int = 0  # sum of the digests of its copies times its factors, any integer
+    between: bool = False  # a vote between the last step and ``step``, not that of a step
 
     def encode(self) -> list[int]:
-        """As the vector that is summed over all ranks; int64, shape [VECTOR_LENGTH]."""
+        """Return the ballot as the vector that is summed over all ranks; int64, shape [VECTOR_LENGTH]."""
         residue = (2 * self.step + self.between) % STEP_MODULUS
         flags = (
             *(self.unsound, self.exit, self.save, self.due, self.busy),
@@ -66,7 +67,7 @@ class Ballot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def all_equal(count: int, total: int, squares: int) -> bool:
-    """Every one of ``count`` summed numbers was the same (Cauchy-Schwarz, with equality for equal numbers alone).
+    """Return True if all of ``count`` summed numbers were equal (Cauchy-Schwarz: equality only for equal numbers).
 
     Args:
         count: how many numbers.
@@ -79,8 +80,10 @@ def all_equal(count: int, total: int, squares: int) -> bool:
 
 
 class Tally(msgspec.Struct, frozen=True, kw_only=True):
-    """What the job says: each flag is set when any rank set it, and counts only when ``passed``; ``reason`` says why
-    not."""
+    """The result of a vote. A flag is set when any rank set it, and counts only when ``passed``.
+
+    ``reason`` says why the vote did not pass.
+    """
 
     passed: bool
     exit: bool = False
@@ -88,16 +91,17 @@ class Tally(msgspec.Struct, frozen=True, kw_only=True):
     due: bool = False
     busy: bool = False
     nonfinite: bool = False
-    keep: bool = False  # all ranks do
-    moved: bool = False  # all tell their layouts under the name of this vote (``layout_agreement.py``)
-    hold: bool = False  # all stop after this step
-    compared: bool = False  # all ranks have compared their copies, and all are equal
+    keep: bool = False  # all ranks set it
+    # All ranks publish their layouts under the name of this vote (``layout_agreement.py``).
+    moved: bool = False
+    hold: bool = False  # all ranks stop after this step
+    compared: bool = False  # all ranks compared their copies, and all are equal
     differ: bool = False  # copies of the state differ
     reason: str = ""
 
     @staticmethod
     def read(vector: list[int], world_size: int) -> Tally:
-        """Read the summed ``vector`` of a group of ``world_size`` ranks.
+        """Return the tally of the summed ``vector`` of a group of ``world_size`` ranks.
 
         Raises:
             InternalError: the vector has a wrong length.

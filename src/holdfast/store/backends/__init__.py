@@ -1,1 +1,1 @@
-"""Where checkpoints are: a directory, a bucket, or memory with faults on request, behind ``interfaces``."""
+"""The places of checkpoints, behind ``interfaces``: a directory, a bucket, or memory with injected faults."""

@@ -1,13 +1,13 @@
-"""Writing past the page cache: what is written beside the training should cost it neither processor nor memory.
+"""Writes past the page cache, so that a save in the background costs the training neither processor nor memory.
 
-Theory. A buffered write copies into the page cache and waits there for everybody else's dirty pages; on a busy machine
-that is most of the time. With O_DIRECT the disk reads from our memory. Everything must be aligned for that: data that
-lies in memory as it will lie in the file is written from where it is, other data goes through one small aligned buffer;
-what is over at the end is written with its padding, and the file cut to size.
+Theory. A buffered write copies into the page cache and waits there for the dirty pages of all processes. On a busy
+machine that is most of the time. With O_DIRECT the disk reads from the memory of this process. That needs alignment.
+Data that has the same alignment in memory as in the file is written from its place. Other data passes through one small
+aligned buffer. The remainder at the end is written with padding, and the file is then cut to size.
 
 Invariants:
 1. After :meth:`DirectFile.finish` the file holds exactly the bytes that were put, in order.
-2. A file system without O_DIRECT, or one without a disk of its own (network, memory), gets buffered writes.
+2. Writes are buffered on a file system without O_DIRECT, or without its own disk (network, memory).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _address(data: memoryview) -> int:
 
 
 class DirectFile:
-    """Puts bytes one after the other into the file of ``fd``; buffered where direct writing is not to be had."""
+    """A writer of consecutive bytes into the file of ``fd``. It is buffered if direct writing is not available."""
 
     def __init__(self, fd: int, path: Path) -> None:
         self._fd = fd
@@ -43,7 +43,7 @@ class DirectFile:
         self.direct = os.major(os.fstat(fd).st_dev) != 0 and self._switch(on=True)
 
     def put(self, offset: int, data: memoryview) -> None:
-        """Write ``data``, which follows what was put before.
+        """Write ``data``, which follows the bytes of the previous call.
 
         Raises:
             StoreWriteError: disk full, limit reached, input/output error.
@@ -70,7 +70,7 @@ class DirectFile:
                 self._flush(BUFFER_SIZE_BYTES)
 
     def finish(self) -> None:
-        """Write what is left, and give the file its size.
+        """Write the remaining bytes, and give the file its size.
 
         Raises:
             StoreWriteError: as :meth:`put`.
@@ -95,8 +95,9 @@ class DirectFile:
                 except OSError as error:
                     if error.errno != errno.EINVAL or not self.direct:
                         raise
-                    self.direct = not self._switch(on=False)  # a stricter alignment than ours
-                if done % _ALIGNMENT:  # a short write (a full disk, a limit): the rest, buffered, says why
+                    self.direct = not self._switch(on=False)  # the disk needs a stricter alignment
+                # A short write (full disk, limit): the buffered write of the rest raises the reason.
+                if done % _ALIGNMENT:
                     self.direct = not self._switch(on=False)
 
     def _switch(self, *, on: bool) -> bool:

@@ -1,17 +1,15 @@
 """Directories of a checkpoint: durable writes, and reads that never leave the directory.
 
-Theory. A file becomes visible whole or not at all: write a temporary file, fsync it, rename it, fsync the
-directory. Files that are published together share these waits for the disk: all contents first, then all renames in
-order, then the directory. All access goes through the descriptor of the opened directory and names without a slash,
-and no symbolic link is followed below it, so a hostile manifest or a swapped link cannot lead elsewhere.
+Theory. A file becomes visible whole or not at all: write a temporary file, fsync it, rename it, fsync the directory.
+Files that are published together share these waits for the disk: all contents first, then all renames in order, then
+the directory. All access uses the descriptor of the opened directory and names without a slash, and no symbolic link is
+followed below it, so a hostile manifest or a swapped link cannot lead elsewhere.
 
 Invariants:
 1. A name that does not start with a dot exists only with its complete, durable content.
-2. Files are 0600, directories 0700, also the root, where it is made here; what is made for other programs is as the
-   umask says.
-3. ``OSError`` never leaves this module's public functions: writing raises :class:`StoreWriteError`, reading
-   :class:`CheckpointInvalid`, or :class:`StoreUnreachable` where the error says nothing about the file; all with the
-   path.
+2. Files are 0600 and directories 0700, also the root if it is made here. Files for other programs follow the umask.
+3. ``OSError`` never leaves this module's public functions. A write raises :class:`StoreWriteError`. A read raises
+   :class:`CheckpointInvalid`, or :class:`StoreUnreachable` if the error says nothing about the file. All name the path.
 """
 
 from __future__ import annotations
@@ -61,10 +59,12 @@ _AWAY = frozenset({
     errno.ENETUNREACH, errno.ENOTCONN, errno.ESHUTDOWN, errno.ESTALE, errno.ETIMEDOUT,
     errno.EKEYEXPIRED, errno.ENOKEY,
 })  # fmt: skip
-"""Numbers that say that this machine, or the one whose file system is mounted, cannot read now. EIO is not among them:
-it is what a bad block says."""
+"""Error numbers that mean that this machine, or the one whose file system is mounted, cannot read now.
+
+EIO is not among them, because a bad block gives it.
+"""
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
-"""What file systems without hard links answer (FAT, many that are mounted from an object store)."""
+"""Error numbers of file systems without hard links (FAT, many that are mounted from an object store)."""
 
 
 @contextlib.contextmanager
@@ -81,8 +81,10 @@ def writing(path: Place | str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading(path: Place | str) -> Iterator[None]:
-    """Turn ``OSError`` into :class:`CheckpointInvalid` about ``path``, or :class:`StoreUnreachable`: nothing is known
-    about what cannot be asked for."""
+    """Turn ``OSError`` into :class:`CheckpointInvalid` about ``path``, or into :class:`StoreUnreachable`.
+
+    The latter is for errors that say nothing about the file.
+    """
     try:
         yield
     except FileNotFoundError as error:
@@ -101,7 +103,11 @@ def reading(path: Place | str) -> Iterator[None]:
 
 
 def mode_of(path: Path) -> int | None:
-    """Kind and permissions of what is at a path; None: nothing. Raises: CheckpointInvalid, StoreUnreachable."""
+    """Return kind and permissions of a path; None: nothing is there.
+
+    Raises:
+        CheckpointInvalid, StoreUnreachable: as :func:`reading`.
+    """
     with reading(path):
         try:
             return os.stat(path).st_mode
@@ -110,7 +116,7 @@ def mode_of(path: Path) -> int | None:
 
 
 def _whose(path: Path) -> str:
-    """Who asks, and whose the file is, or the directory that hides it."""
+    """Return the user of this process, and the owner of the file or of the directory that hides it, as text."""
     asks = f"this process runs as uid {os.geteuid()}"
     for there in (path.absolute(), *path.absolute().parents):
         with contextlib.suppress(OSError):
@@ -121,7 +127,7 @@ def _whose(path: Path) -> str:
 
 
 class _New(NamedTuple):
-    """A file that was written and has not appeared yet."""
+    """A file that was written and is not published yet."""
 
     hidden: str
     name: str
@@ -136,11 +142,11 @@ class Directory(Closes):
         self.path = path
         self.fd = fd
         self._new: list[_New] = []
-        self._settled = True  # its own name is in its parent, as far as this object is concerned
+        self._settled = True  # its own name is durable in its parent, as far as this object knows
 
     @classmethod
     def open(cls, path: Path | str) -> Self:
-        """Open an existing directory; a symbolic link as last component is refused.
+        """Open an existing directory. A symbolic link as last component is refused.
 
         Raises:
             CheckpointInvalid: it does not exist, or is not a directory.
@@ -150,7 +156,7 @@ class Directory(Closes):
 
     @classmethod
     def make(cls, root: Path | str, name: str) -> Self:
-        """Open ``root/name``, made where it is missing, together with ``root``; :meth:`sync` makes that durable.
+        """Open ``root/name``. Make it and ``root`` if they are missing; :meth:`sync` makes that durable.
 
         Raises:
             StoreWriteError: it cannot be made.
@@ -162,21 +168,21 @@ class Directory(Closes):
                 os.mkdir(root / name, 0o700)
             flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
             made = cls(root / name, os.open(root / name, flags))
-        made._settled = False  # whoever made it: it may have died before it was synced
+        made._settled = False  # the process that made it may have died before the sync
         return made
 
     def close(self) -> None:
-        """Close the descriptor, and drop what was not published; twice is harmless."""
+        """Close the descriptor, and drop files that were not published. A second call is harmless."""
         if self.fd >= 0:
             self._drop(self._new)
             os.close(self.fd)
             self.fd = -1
 
     def lock(self, *, shared: bool) -> bool:
-        """Mark the directory as being read (shared) or about to be removed; False when that is impossible now.
+        """Mark the directory as being read (shared) or about to be removed. Return False when that is impossible now.
 
-        The mark is an advisory lock of this descriptor and ends with it. File systems without locks always say yes to
-        a reader and no to a remover.
+        The mark is an advisory lock of this descriptor and ends with it. On a file system without locks, a reader
+        always succeeds and a remover never does.
         """
         try:
             fcntl.flock(self.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -187,7 +193,7 @@ class Directory(Closes):
         return True
 
     def names(self) -> list[str]:
-        """Names of all entries, sorted; temporary files are left out.
+        """Return the names of all entries, sorted, without temporary files.
 
         Raises:
             CheckpointInvalid: the directory cannot be read.
@@ -196,7 +202,7 @@ class Directory(Closes):
             return sorted(name for name in os.listdir(self.fd) if not name.startswith("."))
 
     def exists(self, name: str) -> bool:
-        """True when an entry of this name exists (of whatever kind)."""
+        """Return True when an entry of this name exists (of whatever kind)."""
         with reading(self.path / name):
             try:
                 os.stat(checked_name(name), dir_fd=self.fd, follow_symlinks=False)
@@ -205,7 +211,7 @@ class Directory(Closes):
             return True
 
     def open_read(self, name: str) -> tuple[int, int]:
-        """Descriptor (the caller closes it) and size in bytes of a regular file.
+        """Return descriptor (the caller closes it) and size in bytes of a regular file.
 
         Raises:
             CheckpointInvalid: missing, a symbolic link, or not a regular file.
@@ -220,7 +226,7 @@ class Directory(Closes):
         return fd, status.st_size
 
     def read(self, name: str, size_bytes_max: int) -> bytes:
-        """The content of a file.
+        """Return the content of a file.
 
         Raises:
             CheckpointInvalid: as :meth:`open_read`, or larger than ``size_bytes_max``.
@@ -236,10 +242,13 @@ class Directory(Closes):
             os.close(fd)
 
     def write(self, name: str, data: bytes, owner: str, *, later: bool = False, mode: int = PRIVATE) -> None:
-        """Make a file appear whole and durable; the directory is synced too. ``owner`` makes the temporary unique.
+        """Write a file that appears whole and durable. The directory is synced too.
 
         Args:
-            later: only in :meth:`publish`, together with others.
+            name: of the file.
+            data: its content.
+            owner: makes the name of the temporary file unique.
+            later: publish it only in :meth:`publish`, together with others.
             mode: permissions, less the umask.
 
         Raises:
@@ -254,11 +263,15 @@ class Directory(Closes):
     def temporary(
         self, name: str, owner: str, *, later: bool = False, replace: bool = True, mode: int = PRIVATE
     ) -> Iterator[int]:
-        """Descriptor of a new temporary file that becomes ``name``, durable, when the block ends without an error.
+        """Yield the descriptor of a new temporary file.
+
+        It becomes ``name``, durable, when the block ends without an error.
 
         Args:
-            later: only in :meth:`publish`, together with others.
-            replace: what has this name by then; otherwise that is an error.
+            name: of the file.
+            owner: makes the name of the temporary file unique.
+            later: publish it only in :meth:`publish`, together with others.
+            replace: replace an existing file of this name; otherwise that is an error.
             mode: permissions, less the umask.
 
         Raises:
@@ -278,7 +291,7 @@ class Directory(Closes):
             self.publish()
 
     def publish(self) -> None:
-        """Have the new files appear, in the order in which they were made, when the contents of all are durable.
+        """Make the contents of all new files durable, then rename them in the order in which they were made.
 
         Raises:
             StoreWriteError: one cannot be written; those that have not appeared are gone.
@@ -297,7 +310,7 @@ class Directory(Closes):
             raise
 
     def sync(self) -> None:
-        """Publish what is new, and make all names durable.
+        """Publish the new files, and make all names durable.
 
         Raises:
             StoreWriteError: the file system refused.
@@ -315,43 +328,47 @@ class Directory(Closes):
         os.rename(new.hidden, new.name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
 
     def _link(self, new: _New) -> bool:
-        """Give a file its name, unless there is something of this name; False: nothing is there, rename it."""
+        """Link a file to its name. Return False if links are impossible and the name is free, so that a rename is safe.
+
+        Raises:
+            FileExistsError: the name exists.
+        """
         try:
             os.link(new.hidden, new.name, src_dir_fd=self.fd, dst_dir_fd=self.fd)
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            if self.exists(new.name):  # to look first is the best that can be done there
+            if self.exists(new.name):  # without links, a test before the rename is the best possible
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from None
             return False
-        with contextlib.suppress(OSError):  # it has appeared
+        with contextlib.suppress(OSError):  # the file has appeared
             os.unlink(new.hidden, dir_fd=self.fd)
         return True
 
     def _drop(self, files: list[_New]) -> None:
-        """Forget files that did not appear."""
+        """Remove files that did not appear."""
         for new in files:
-            with contextlib.suppress(OSError):  # an error that is on its way matters more
+            with contextlib.suppress(OSError):  # an error in progress matters more
                 os.unlink(new.hidden, dir_fd=self.fd)
             os.close(new.fd)
         self._new = [new for new in self._new if new not in files]
 
 
 def make_root(path: Path) -> None:
-    """Make a root where it is missing, private; ``OSError`` passes.
+    """Make a private root (mode 0700) if it is missing. ``OSError`` is not converted.
 
-    Directories above it may serve others, too: they get what the umask says, as from ``mkdir -p -m 0700``.
+    Directories above it may serve other purposes, too: they follow the umask, as from ``mkdir -p -m 0700``.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def new_owner(what: str) -> str:
-    """A name that no other process has, for temporary files of a command that anybody may run at any time."""
+    """Return a name that no other process has, for temporary files of a command that may run several times at once."""
     return f"{what}-{secrets.token_hex(8)}"
 
 
 def sync_directory(path: Path) -> None:
-    """fsync a directory by path; ``OSError`` passes."""
+    """Sync a directory by path (fsync). ``OSError`` is not converted."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -360,7 +377,7 @@ def sync_directory(path: Path) -> None:
 
 
 def write_at(fd: int, offset: int, data: memoryview, path: Path) -> None:
-    """Write all of ``data`` at ``offset``, and have the disk begin with it.
+    """Write all of ``data`` at ``offset``, and make the disk begin with it.
 
     Raises:
         StoreWriteError: disk full, limit reached, input/output error.
@@ -369,8 +386,8 @@ def write_at(fd: int, offset: int, data: memoryview, path: Path) -> None:
         done = 0
         while done < len(data):
             done += os.pwrite(fd, data[done:], offset + done)
-        # Dirty pages are not dropped by this but sent on their way: the disk works while the next extent is copied,
-        # not only in fsync.
+        # This call does not drop dirty pages but starts their transfer: the disk then works while the next extent is
+        # copied, not only in fsync.
         os.posix_fadvise(fd, offset, done, os.POSIX_FADV_DONTNEED)
 
 
@@ -395,9 +412,13 @@ def read_at(fd: int, offset: int, buffers: list[memoryview], path: Path) -> None
 
 
 def checked_name(name: str) -> str:
-    """``name``, when it leads nowhere else and can be shown. Raises: StoreError."""
+    """Return ``name`` if it is a plain name inside a directory and printable.
+
+    Raises:
+        StoreError: it is not.
+    """
     leads = not name or "/" in name or name in (".", "..")
-    # What is not printable may drive a terminal, or is no text: a surrogate cannot be encoded.
+    # Unprintable characters may control a terminal, or are no text: a surrogate cannot be encoded.
     if leads or not name.isprintable() or len(name.encode()) > NAME_SIZE_BYTES_MAX:
         raise StoreError(
             f"{name!r} is not a file name", hint="write a plain name, without control characters"

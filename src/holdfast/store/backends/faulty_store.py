@@ -1,8 +1,8 @@
-"""Attempts in the memory of this process, with faults on request: for tests, of your own code too.
+"""Attempts in the memory of this process, with injected faults: for tests, also those of other projects.
 
-``FaultyStore("name", ...)`` is found under ``faulty://name`` as long as it is referenced. Faults come at counted
-writes (each piece put into a file, each file that appears, each sync is one), so that a test can try every one of
-them; what a power loss keeps of what was not synced is drawn from a seed.
+``FaultyStore("name", ...)`` is found under ``faulty://name`` while it is referenced. Faults come at counted writes
+(each piece written to a file, each file that appears, each sync is one), so that a test can try every one of them.
+After a power loss, a seed decides which unsynced files are kept.
 """
 
 from __future__ import annotations
@@ -25,7 +25,11 @@ _STORES: WeakValueDictionary[str, FaultyStore] = WeakValueDictionary()
 
 
 def faulty_store(place: Url) -> FaultyStore:
-    """The store under this URL. Raises: UsageError: there is none in this process."""
+    """Return the store under this URL.
+
+    Raises:
+        UsageError: there is none in this process.
+    """
     store = _STORES.get(place.parts[0])
     if store is None or len(place.parts) != 1:
         raise UsageError(
@@ -35,7 +39,7 @@ def faulty_store(place: Url) -> FaultyStore:
 
 
 class FaultyFile(Closes):
-    """As :class:`SourceFile`."""
+    """A :class:`SourceFile` in memory."""
 
     def __init__(self, path: Url, data: bytes) -> None:
         self.path = path
@@ -43,7 +47,7 @@ class FaultyFile(Closes):
         self._data = data
 
     def read_at(self, offset: int, buffers: list[memoryview]) -> None:
-        """As :meth:`SourceFile.read_at`."""
+        """Implement :meth:`SourceFile.read_at`."""
         for buffer in buffers:
             piece = self._data[offset : offset + len(buffer)]
             if len(piece) < len(buffer):
@@ -52,11 +56,11 @@ class FaultyFile(Closes):
             offset += len(buffer)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 class FaultyAttempt(Closes):
-    """As :class:`Attempt`."""
+    """An :class:`Attempt` in memory."""
 
     in_order = False
     parallel = 1
@@ -68,46 +72,46 @@ class FaultyAttempt(Closes):
         self._held = False
 
     def close(self) -> None:
-        """As :meth:`Attempt.close`."""
+        """Implement :meth:`Attempt.close`."""
         if self._held:
             self._store.held[self._name] -= 1
             self._held = False
 
     def hold(self) -> bool:
-        """As :meth:`Attempt.hold`."""
+        """Implement :meth:`Attempt.hold`."""
         if not self._held:
             self._store.held[self._name] = self._store.held.get(self._name, 0) + 1
             self._held = True
         return self._name in self._store.files
 
     def names(self) -> list[str]:
-        """As :meth:`Attempt.names`."""
+        """Implement :meth:`Attempt.names`."""
         return sorted(self._files())
 
     def exists(self, name: str) -> bool:
-        """As :meth:`Attempt.exists`."""
+        """Implement :meth:`Attempt.exists`."""
         return checked_name(name) in self._files()
 
     def open_file(self, name: str) -> FaultyFile:
-        """As :meth:`Attempt.open_file`."""
+        """Implement :meth:`Attempt.open_file`."""
         data = self._files().get(checked_name(name))
         if data is None:
             raise CheckpointInvalid(f"{self.path / name}: does not exist")
         return FaultyFile(self.path / name, data)
 
     def read(self, name: str, size_bytes_max: int) -> bytes:
-        """As :meth:`Attempt.read`."""
+        """Implement :meth:`Attempt.read`."""
         return read_whole(self.open_file(name), size_bytes_max)
 
     def write(self, name: str, data: bytes, owner: str, *, later: bool = False) -> None:
-        """As :meth:`Attempt.write`; ``later``: without the sync."""
+        """Implement :meth:`Attempt.write`. ``later``: without the sync."""
         with self.new_file(name, owner, size_bytes=len(data)) as put:
             put(0, memoryview(data))
         if not later:
             self.sync()
 
     def create(self, name: str, data: bytes, owner: str, *, later: bool = False) -> bool:
-        """As :meth:`Attempt.create`."""
+        """Implement :meth:`Attempt.create`."""
         if self.exists(name):
             return False
         self.write(name, data, owner, later=later)
@@ -115,7 +119,7 @@ class FaultyAttempt(Closes):
 
     @contextlib.contextmanager
     def new_file(self, name: str, owner: str, *, size_bytes: int, direct: bool = False) -> Iterator[Put]:
-        """As :meth:`Attempt.new_file`."""
+        """Implement :meth:`Attempt.new_file`."""
         content = bytearray(size_bytes)
         path = self.path / checked_name(name)
 
@@ -128,10 +132,10 @@ class FaultyAttempt(Closes):
         self._files()[name] = bytes(content)
 
     def publish(self) -> None:
-        """New files appear at once."""
+        """Do nothing: new files appear at once."""
 
     def sync(self) -> None:
-        """As :meth:`Attempt.sync`."""
+        """Implement :meth:`Attempt.sync`."""
         self._store.spend(self.path)
         self._store.durable[self._name] = dict(self._files())
 
@@ -143,15 +147,15 @@ class FaultyAttempt(Closes):
 
 
 class FaultyStore:
-    """As :class:`Store`, with faults.
+    """A :class:`Store` in memory, with injected faults.
 
     Args:
-        name: it is found under ``faulty://<name>``; of several, the newest is.
+        name: it is found under ``faulty://<name>``; of several stores with this name, the newest is.
         fails: error number by write, counted from 1: ``{7: errno.EIO}``.
         room_size_bytes: more than this does not fit (ENOSPC).
         read_only: nothing can be written (EACCES).
         delay_s: how long each write takes.
-        seed: of what :meth:`lose_power` keeps.
+        seed: decides which files :meth:`lose_power` keeps.
     """
 
     def __init__(
@@ -178,7 +182,7 @@ class FaultyStore:
         _STORES[name] = self
 
     def lose_power(self) -> None:
-        """Forget what was not synced: each file that appeared since may be there or not."""
+        """Simulate a power loss: each unsynced file may be kept or lost."""
         for name, files in self.files.items():
             kept = self.durable.get(name, {})
             lost = {n: d for n, d in files.items() if kept.get(n) != d and self._random.random() < 0.5}
@@ -187,7 +191,11 @@ class FaultyStore:
             self.durable[name] = dict(self.files[name])
 
     def spend(self, path: Url, size_bytes: int = 0) -> None:
-        """One write. Raises: StoreWriteError: when it is to fail."""
+        """Count one write of ``size_bytes`` bytes.
+
+        Raises:
+            StoreWriteError: this write is to fail.
+        """
         with self._lock:
             self.writes += 1
             number = self.fails.get(self.writes, 0)
@@ -204,28 +212,28 @@ class FaultyStore:
                 raise OSError(number, os.strerror(number))
 
     def names(self) -> list[str]:
-        """As :meth:`Store.names`."""
+        """Implement :meth:`Store.names`."""
         return list(self.files)
 
     def open(self, name: str) -> FaultyAttempt:
-        """As :meth:`Store.open`."""
+        """Implement :meth:`Store.open`."""
         if name not in self.files:
             raise CheckpointInvalid(f"{self.path / name}: does not exist")
         return FaultyAttempt(self, name)
 
     def create(self, name: str) -> FaultyAttempt:
-        """As :meth:`Store.create`."""
+        """Implement :meth:`Store.create`."""
         self.spend(self.path / name)
         self.files.setdefault(name, {})
         self.durable.setdefault(name, {})
         return FaultyAttempt(self, name)
 
     def age_s(self, name: str) -> float:
-        """As :meth:`Store.age_s`: all are old."""
+        """Implement :meth:`Store.age_s`: all attempts are old."""
         return float("inf")
 
     def remove(self, name: str) -> bool:
-        """As :meth:`Store.remove`."""
+        """Implement :meth:`Store.remove`."""
         if name not in self.files or self.held.get(name, 0):
             return False
         self.spend(self.path / name)
@@ -233,8 +241,8 @@ class FaultyStore:
         return True
 
     def sweep(self) -> None:
-        """Nothing is removed in two steps."""
+        """Do nothing: no removal has two steps."""
 
     def probe(self) -> None:
-        """As :meth:`Store.probe`."""
+        """Implement :meth:`Store.probe`."""
         self.spend(self.path)

@@ -1,15 +1,15 @@
-"""What the store's code asks of a place that holds checkpoints: a directory, a bucket, or memory.
+"""The interface of a place that holds checkpoints: a directory, a bucket, or memory.
 
-Theory. A :class:`Store` holds attempts, an :class:`Attempt` holds files with plain names. A file becomes visible whole
-or not at all, and stays as it is. Nothing else is common to a file system and an object store: there is no rename,
-no lock and no append here, only what saving, judging, loading and pruning need.
+Theory. A :class:`Store` holds attempts (saves of one step), an :class:`Attempt` holds files with plain names. A file
+becomes visible whole or not at all, and does not change after that. A file system and an object store have nothing else
+in common. So there is no rename, lock or append here, only the operations of saving, judging, loading and pruning.
 
-Invariants every store keeps:
-1. After :meth:`Attempt.write`, :meth:`Attempt.create` (not ``later``) and :meth:`Attempt.sync` returned, what they
-   cover survives a loss of power.
-2. What is missing or damaged raises :class:`CheckpointInvalid`, what cannot be written :class:`StoreWriteError`,
-   both with the place. A store that cannot be asked raises :class:`StoreUnreachable`, also for a single file; where
-   this process has no right to ask, :class:`StoreDenied`.
+Invariants of every store:
+1. After :meth:`Attempt.write`, :meth:`Attempt.create` (not ``later``) and :meth:`Attempt.sync` returned, their files
+   survive a loss of power.
+2. Missing or damaged files raise :class:`CheckpointInvalid`, failed writes :class:`StoreWriteError`, both with the
+   place. A store that cannot be reached raises :class:`StoreUnreachable`, also for a single file. If this process has
+   no right to read, it raises :class:`StoreDenied`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from holdfast.errors import CheckpointInvalid
 from holdfast.store.backends.location import Place
 
 Put: TypeAlias = Callable[[int, memoryview], None]
-"""Write these bytes at this offset of a new file. Raises: StoreWriteError."""
+"""Function that writes these bytes at this offset of a new file. It raises StoreWriteError."""
 
 
 class Closes(Protocol):
     """A context manager that is closed at the end of its block."""
 
     def close(self) -> None:
-        """Twice is harmless."""
+        """Release the resources. A second call is harmless."""
 
     def __enter__(self) -> Self:
         return self
@@ -46,14 +46,14 @@ class SourceFile(Closes, Protocol):
 
     @property
     def path(self) -> Place:
-        """Where it is."""
+        """The place of the file."""
 
     @property
     def size_bytes(self) -> int:
         """Its size when it was opened."""
 
     def read_at(self, offset: int, buffers: list[memoryview]) -> None:
-        """Fill the buffers one after the other from ``offset`` on; from several threads at once.
+        """Fill the buffers one after the other from ``offset`` on. Several threads may call this at once.
 
         Raises:
             CheckpointInvalid: it ends too early, or cannot be read.
@@ -61,7 +61,11 @@ class SourceFile(Closes, Protocol):
 
 
 def read_whole(file: SourceFile, size_bytes_max: int) -> bytes:
-    """The content of a file. Raises: CheckpointInvalid: as :meth:`SourceFile.read_at`, or larger than the limit."""
+    """Return the content of a file.
+
+    Raises:
+        CheckpointInvalid: as :meth:`SourceFile.read_at`, or larger than the limit.
+    """
     if file.size_bytes > size_bytes_max:
         raise CheckpointInvalid(f"{file.path}: {file.size_bytes} bytes; the limit is {size_bytes_max}")
     buffer = bytearray(file.size_bytes)
@@ -71,18 +75,21 @@ def read_whole(file: SourceFile, size_bytes_max: int) -> bytes:
 
 @runtime_checkable
 class Cached(Protocol):
-    """What a :class:`SourceFile` may also be: one whose bytes may be in memory already."""
+    """An additional interface of a :class:`SourceFile` whose bytes may be in memory already."""
 
     def read_cached(self, offset: int, buffer: memoryview) -> bool:
-        """Fill the buffer without waiting for a disk; False: it holds garbage, and its bytes must be read."""
+        """Fill the buffer without waiting for a disk. Return False if it holds garbage and its bytes must be read."""
 
 
 class Attempt(Closes, Protocol):
-    """The files of one attempt to save. ``owner`` tells writers of one name apart. Closed, it is not held any more."""
+    """The files of one attempt to save.
+
+    ``owner`` distinguishes the writers of one name. ``close`` ends the mark of ``hold``.
+    """
 
     @property
     def path(self) -> Place:
-        """Where it is."""
+        """The place of the attempt."""
 
     @property
     def in_order(self) -> bool:
@@ -90,52 +97,85 @@ class Attempt(Closes, Protocol):
 
     @property
     def parallel(self) -> int:
-        """How many small requests at a time pay off."""
+        """Number of small requests that are worth sending at a time."""
 
     def hold(self) -> bool:
-        """Mark it as being read or written, until it is closed; False when it is being removed."""
+        """Mark the attempt as being read or written, until it is closed. Return False when it is being removed."""
 
     def names(self) -> list[str]:
-        """Names of all finished files, sorted. Raises: CheckpointInvalid."""
+        """Return the names of all finished files, sorted.
+
+        Raises:
+            CheckpointInvalid: they cannot be read.
+        """
 
     def exists(self, name: str) -> bool:
-        """True when there is something of this name. Raises: CheckpointInvalid."""
+        """Return True when there is an entry of this name.
+
+        Raises:
+            CheckpointInvalid: that cannot be read.
+        """
 
     def open_file(self, name: str) -> SourceFile:
-        """Raises: CheckpointInvalid: missing, or no regular file."""
+        """Open a file for reading.
+
+        Raises:
+            CheckpointInvalid: missing, or no regular file.
+        """
 
     def read(self, name: str, size_bytes_max: int) -> bytes:
-        """The content of a file. Raises: CheckpointInvalid: as :meth:`open_file`, or larger than the limit."""
+        """Return the content of a file.
+
+        Raises:
+            CheckpointInvalid: as :meth:`open_file`, or larger than the limit.
+        """
 
     def write(self, name: str, data: bytes, owner: str) -> None:
-        """Make a file appear whole and durable, also in place of another. Raises: StoreWriteError."""
+        """Write a file that appears whole and durable. Replace an existing one.
+
+        Raises:
+            StoreWriteError: it cannot be written.
+        """
 
     def create(self, name: str, data: bytes, owner: str, *, later: bool = False) -> bool:
-        """As :meth:`write`, but never in place of another: False when there is one.
+        """Write a file like :meth:`write`, but never replace one. Return False when one exists.
 
         Args:
+            name, data, owner: as for :meth:`write`.
             later: it need not appear before :meth:`publish` returned.
         """
 
     def new_file(
         self, name: str, owner: str, *, size_bytes: int, direct: bool = False
     ) -> AbstractContextManager[Put]:
-        """A file that is put piece by piece. When the block ends without an error it appears, or in :meth:`publish`.
+        """Yield a function that writes a new file piece by piece.
+
+        The file appears after the block, or in :meth:`publish`.
 
         Args:
-            size_bytes: what will be put in all.
-            direct: past the page cache, and in order (a local directory).
+            name, owner: as for :meth:`write`.
+            size_bytes: total size of the file.
+            direct: write past the page cache, and in order (a local directory).
 
         Raises:
             StoreWriteError: it cannot be written; nothing visible has changed.
         """
 
     def publish(self) -> None:
-        """Have new files appear, in the order in which they were made: one that a loss of power leaves behind does
-        not promise the others, but has its own content. Raises: StoreWriteError."""
+        """Make new files appear, in the order in which they were made.
+
+        After a loss of power, an existing file does not prove that the others exist, but its content is complete.
+
+        Raises:
+            StoreWriteError: a file cannot be written.
+        """
 
     def sync(self) -> None:
-        """Publish what is new, and make all files durable. Raises: StoreWriteError."""
+        """Publish the new files, and make all files durable.
+
+        Raises:
+            StoreWriteError: a file cannot be written.
+        """
 
 
 class Store(Protocol):
@@ -143,25 +183,53 @@ class Store(Protocol):
 
     @property
     def path(self) -> Place:
-        """Where it is."""
+        """The place of the store."""
 
     def names(self) -> list[str]:
-        """Names of whatever is there; empty when the place does not exist. Raises: CheckpointInvalid."""
+        """Return the names of all entries; empty when the place does not exist.
+
+        Raises:
+            CheckpointInvalid: they cannot be read.
+        """
 
     def open(self, name: str) -> Attempt:
-        """Raises: CheckpointInvalid: it does not exist."""
+        """Open an attempt.
+
+        Raises:
+            CheckpointInvalid: it does not exist.
+        """
 
     def create(self, name: str) -> Attempt:
-        """Open an attempt, made where it is missing; its first sync makes that durable. Raises: StoreWriteError."""
+        """Open an attempt. Make it if it is missing; its first sync makes that durable.
+
+        Raises:
+            StoreWriteError: it cannot be made.
+        """
 
     def age_s(self, name: str) -> float:
-        """Seconds since anything was added to an attempt; infinite when it is gone. Raises: CheckpointInvalid."""
+        """Return the seconds since a file was last added to an attempt; infinite when it is gone.
+
+        Raises:
+            CheckpointInvalid: that cannot be read.
+        """
 
     def remove(self, name: str) -> bool:
-        """Remove an attempt; it vanishes at once. False when somebody reads or writes it. Raises: StoreWriteError."""
+        """Remove an attempt, which vanishes at once. Return False when a process reads or writes it.
+
+        Raises:
+            StoreWriteError: it cannot be removed.
+        """
 
     def sweep(self) -> None:
-        """Finish removals that a crash interrupted. Raises: StoreWriteError."""
+        """Finish removals that a crash interrupted.
+
+        Raises:
+            StoreWriteError: an entry cannot be removed.
+        """
 
     def probe(self) -> None:
-        """Try whether attempts can be written here. Raises: StoreWriteError."""
+        """Test whether attempts can be written here.
+
+        Raises:
+            StoreWriteError: they cannot.
+        """

@@ -1,6 +1,6 @@
 """Attempts in a directory of this machine (or one that it mounts).
 
-Theory. An attempt is a directory. Readers and writers hold an advisory lock on it. Removing is a rename first, so
+Theory. An attempt is a directory. Readers and writers hold an advisory lock on it. A removal begins with a rename, so
 that a half-removed attempt is never listed.
 """
 
@@ -33,13 +33,13 @@ _DOOMED_PREFIX = ".removing-"
 
 
 def threads_of_rank() -> int:
-    """Extents that one rank hashes and moves at a time: the node's cores, shared by its ranks."""
+    """Return how many extents one rank processes at a time: the node's cores divided among its ranks."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, min(THREADS_MAX, len(os.sched_getaffinity(0)) // max(1, local)))
 
 
 class LocalFile(Closes):
-    """As :class:`SourceFile`: a descriptor."""
+    """A :class:`SourceFile` over a file descriptor."""
 
     def __init__(self, path: Path, fd: int, size_bytes: int) -> None:
         self.path = path
@@ -47,33 +47,36 @@ class LocalFile(Closes):
         self._fd = fd
 
     def read_at(self, offset: int, buffers: list[memoryview]) -> None:
-        """As :meth:`SourceFile.read_at`."""
+        """Implement :meth:`SourceFile.read_at`."""
         read_at(self._fd, offset, buffers, self.path)
 
     def read_cached(self, offset: int, buffer: memoryview) -> bool:
-        """As :meth:`Cached.read_cached`: from the page cache."""
+        """Implement :meth:`Cached.read_cached`, from the page cache."""
         try:
             return os.preadv(self._fd, [buffer], offset, os.RWF_NOWAIT) == len(buffer)
         except OSError:
-            # Not there, or a file system that cannot tell; what the disk refuses, the next read says.
+            # The bytes are not cached, or the file system cannot tell. The next read reports a failure of the disk.
             return False
 
     def close(self) -> None:
-        """As :meth:`SourceFile.close`."""
+        """Implement :meth:`SourceFile.close`."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 class LocalAttempt(Directory):
-    """As :class:`Attempt`: a directory."""
+    """An :class:`Attempt` that is a directory."""
 
     in_order = False
     parallel = 1
 
     def hold(self) -> bool:
-        """As :meth:`Attempt.hold`. Who opened it before a removal and comes after it gets the lock, too, but not the
-        name."""
+        """Implement :meth:`Attempt.hold`.
+
+        A process that opened the directory before its removal gets the lock after it, too. So the name is tested as
+        well.
+        """
         if not self.lock(shared=True):
             return False
         with reading(self.path):
@@ -83,12 +86,15 @@ class LocalAttempt(Directory):
                 return False
 
     def open_file(self, name: str) -> LocalFile:
-        """As :meth:`Attempt.open_file`."""
+        """Implement :meth:`Attempt.open_file`."""
         return LocalFile(self.path / name, *self.open_read(name))
 
     def create(self, name: str, data: bytes, owner: str, *, later: bool = False) -> bool:
-        """As :meth:`Attempt.create`. Two who do so at once may both be told True: they write the same, or it is
-        found when the attempt is judged."""
+        """Implement :meth:`Attempt.create`.
+
+        Two concurrent calls may both return True. Either they write the same content, or the validation of the attempt
+        finds the difference.
+        """
         if self.exists(name):
             return False
         self.write(name, data, owner, later=later)
@@ -96,7 +102,7 @@ class LocalAttempt(Directory):
 
     @contextlib.contextmanager
     def new_file(self, name: str, owner: str, *, size_bytes: int, direct: bool = False) -> Iterator[Put]:
-        """As :meth:`Attempt.new_file`."""
+        """Implement :meth:`Attempt.new_file`."""
         path = self.path / name
         with self.temporary(name, owner, later=True) as fd:
             if direct:
@@ -108,13 +114,13 @@ class LocalAttempt(Directory):
 
 
 class LocalStore:
-    """As :class:`Store`: a directory of directories. Nothing is cached: each call looks at the files."""
+    """A :class:`Store` that is a directory of directories. Nothing is cached: each call looks at the files."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def names(self) -> list[str]:
-        """As :meth:`Store.names`."""
+        """Implement :meth:`Store.names`."""
         with reading(self.path):
             try:
                 return os.listdir(self.path)
@@ -122,15 +128,15 @@ class LocalStore:
                 return []
 
     def open(self, name: str) -> LocalAttempt:
-        """As :meth:`Store.open`."""
+        """Implement :meth:`Store.open`."""
         return LocalAttempt.open(self.path / name)
 
     def create(self, name: str) -> LocalAttempt:
-        """As :meth:`Store.create`."""
+        """Implement :meth:`Store.create`."""
         return LocalAttempt.make(self.path, name)
 
     def age_s(self, name: str) -> float:
-        """As :meth:`Store.age_s`."""
+        """Implement :meth:`Store.age_s`."""
         with reading(self.path / name):
             try:
                 return time.time() - os.stat(self.path / name).st_mtime
@@ -138,35 +144,35 @@ class LocalStore:
                 return float("inf")
 
     def remove(self, name: str) -> bool:
-        """As :meth:`Store.remove`."""
+        """Implement :meth:`Store.remove`."""
         try:
             directory = self.open(name)
-        except CheckpointInvalid:  # another process was faster, or it is no directory: not ours to touch
+        except CheckpointInvalid:  # another process was faster, or it is no directory and must stay
             return False
         with directory, writing(self.path / name):
             if not directory.lock(shared=False):
                 return False
-            # What an interrupted removal of one of this name has left would be in the way.
+            # The remains of an interrupted removal of an attempt of this name would block the rename.
             shutil.rmtree(self.path / f"{_DOOMED_PREFIX}{name}", ignore_errors=True)
             try:
                 os.rename(self.path / name, self.path / f"{_DOOMED_PREFIX}{name}")
             except FileNotFoundError:  # another process was faster
                 return False
             sync_directory(self.path)
-        # Another process may be sweeping it at the same time; what is left now, the next prune sweeps.
+        # Another process may sweep it at the same time. The next prune removes the rest.
         shutil.rmtree(self.path / f"{_DOOMED_PREFIX}{name}", ignore_errors=True)
         return True
 
     def sweep(self) -> None:
-        """As :meth:`Store.sweep`."""
+        """Implement :meth:`Store.sweep`."""
         with writing(self.path):
             for name in os.listdir(self.path):
                 if name.startswith(_DOOMED_PREFIX) and form.attempt_key(name.removeprefix(_DOOMED_PREFIX)):
                     shutil.rmtree(self.path / name, ignore_errors=True)
 
     def probe(self) -> None:
-        """As :meth:`Store.probe`."""
-        # Ranks of several hosts try it at once in a directory that they share: a name of its own for each.
+        """Implement :meth:`Store.probe`."""
+        # Ranks of several hosts may probe a shared directory at once, so each uses a separate name.
         probe = self.path / new_owner(".probe")
         with writing(self.path):
             make_root(self.path)

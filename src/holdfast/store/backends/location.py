@@ -1,6 +1,6 @@
-"""Where checkpoints are: a path of this machine, or the URL of a store (``s3://bucket/prefix``).
+"""The location of checkpoints: a path of this machine, or the URL of a store (``s3://bucket/prefix``).
 
-Both know ``/``, ``name`` and ``parent`` and become text by ``str``; code that needs no more works with either.
+Both have ``/``, ``name`` and ``parent`` and become text by ``str``. Code that needs no more works with either.
 """
 
 from __future__ import annotations
@@ -15,24 +15,25 @@ import msgspec
 from holdfast.errors import UsageError
 
 ROOT_VARIABLE = "HOLDFAST_CHECKPOINT"
-"""Environment variable that says where checkpoints go, over the script's own word."""
+"""Environment variable for the location of checkpoints. It takes precedence over the script."""
 SCHEMES = ("faulty", "s3")
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _PART = re.compile(r"[A-Za-z0-9._-][A-Za-z0-9._=+-]*")
 
 
 class Url(msgspec.Struct, frozen=True):
-    """A place in a store: the scheme, and names without slashes of which the first is the bucket."""
+    """A location in a store: the scheme, and names without slashes. The first name is the bucket."""
 
     scheme: str
     parts: tuple[str, ...]
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From ``scheme://bucket/prefix/...``.
+        """Return the URL in a text ``scheme://bucket/prefix/...``.
 
         Raises:
-            UsageError: an unknown scheme, or more than names in it; the text is not repeated: it may hold a secret.
+            UsageError: an unknown scheme, or a text with more than names. The message does not repeat the text, because
+                it may hold a secret.
         """
         match = _URL.fullmatch(text)
         if match is None or match[1].lower() not in SCHEMES:
@@ -62,7 +63,7 @@ class Url(msgspec.Struct, frozen=True):
 
     @property
     def parent(self) -> Url:
-        """Without the last name; a bucket is its own parent."""
+        """The URL without the last name. A bucket is its own parent."""
         return Url(self.scheme, self.parts[:-1] or self.parts)
 
     def __str__(self) -> str:
@@ -73,16 +74,16 @@ Place: TypeAlias = Path | Url
 
 
 def is_path(text: str) -> bool:
-    """True for a path of this machine, False for the URL of a store."""
+    """Return True for a path of this machine, False for the URL of a store."""
     return _URL.match(text) is None
 
 
 def place_of(where: Place | str | os.PathLike[str]) -> Place:
-    """The place that a user named.
+    """Return the location that a user named.
 
     Raises:
         UsageError: see :meth:`Url.parse`; an empty text (an unset variable would mean the current directory); a URL
-            that went through ``pathlib``, which loses a slash; a path that is no valid Unicode.
+            that passed through ``pathlib``, which loses a slash; a path that is no valid Unicode.
     """
     if isinstance(where, Url):
         return where
@@ -102,13 +103,17 @@ def place_of(where: Place | str | os.PathLike[str]) -> Place:
 
 
 def absolute(where: Place | str | os.PathLike[str]) -> Place:
-    """As :func:`place_of`; a path is made absolute."""
+    """Return the same as :func:`place_of`, with a path made absolute."""
     place = place_of(where)
     return _sayable(place.absolute()) if isinstance(place, Path) else place
 
 
 def _sayable(path: Path) -> Path:
-    """``path``, when messages and JSON can name it. Raises: UsageError."""
+    """Return ``path`` if messages and JSON can contain it.
+
+    Raises:
+        UsageError: it is no valid Unicode.
+    """
     try:
         str(path).encode()
     except UnicodeEncodeError:

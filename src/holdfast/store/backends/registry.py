@@ -1,4 +1,4 @@
-"""From a place to the store that is there."""
+"""The choice of the store for a location."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from holdfast.store.backends.location import Place, place_of
 
 
 def open_store(where: Place | str | os.PathLike[str]) -> Store:
-    """The store of attempts at a place; nothing is asked of it yet.
+    """Return the store of attempts at a location. No request is made yet.
 
     Raises:
-        UsageError: there is no store of this kind, or what it needs is not installed.
+        UsageError: there is no store of this kind, or its package is not installed.
     """
     place = place_of(where)
     if isinstance(place, Path):
@@ -29,7 +29,7 @@ def open_store(where: Place | str | os.PathLike[str]) -> Store:
 
 
 def open_attempt(where: Place | str | os.PathLike[str]) -> Attempt:
-    """One attempt, whatever its name is.
+    """Open one attempt, whatever its name is.
 
     Raises:
         CheckpointInvalid: it does not exist.

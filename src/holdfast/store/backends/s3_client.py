@@ -1,14 +1,14 @@
-"""One bucket of an S3-compatible server: the few requests that a store needs, and errors in our words.
+"""One bucket of an S3-compatible server: the requests that a store needs, with Holdfast's errors.
 
-Theory. The server shows an object whole or not at all, and a listing shows every object whose writing was answered
-(true of AWS since 2020, and of the servers that copy it). Creating an object that must not exist yet is one
-conditional request (``If-None-Match: *``). Lost connections, timeouts and 5xx answers are tried again for
-``RETRY_S`` seconds inside the client; what fails after that is an error.
+Theory. The server shows an object whole or not at all, and a listing shows every object whose write was acknowledged
+(true of AWS since 2020, and of compatible servers). Creating an object that must not exist yet is one conditional
+request (``If-None-Match: *``). The client library repeats a request for ``RETRY_S`` seconds after lost connections,
+timeouts and 5xx answers. A failure after that is an error.
 
 Invariants:
-1. Credentials come from the environment (AWS_*), a container's or machine's role, never from an argument; no error
-   message holds one.
-2. "Not found" and "cannot be asked" are different errors: a server that is away never makes a checkpoint invalid.
+1. Credentials come from the environment (AWS_*) or from the role of a container or machine, never from an argument. No
+   error message holds one.
+2. "Not found" and "unreachable" are different errors: a server that cannot be reached never makes a checkpoint invalid.
 3. Memory of an upload: ``UPLOADS`` parts and one more. A connection without TLS is made to loopback only, unless
    AWS_ALLOW_HTTP says otherwise.
 """
@@ -48,7 +48,7 @@ _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class S3Object(NamedTuple):
-    """One object: its key below the place that was listed, its size, and when it was written (server's clock)."""
+    """One object: its key below the listed location, its size, and the time of its write (server's clock)."""
 
     key: str
     size_bytes: int
@@ -56,18 +56,26 @@ class S3Object(NamedTuple):
 
 
 class Bucket:
-    """The objects below one place. Keys are names joined by slashes, relative to it."""
+    """The objects below one location. Keys are names joined by slashes, relative to it."""
 
     def __init__(self, place: Url) -> None:
         self.place = place
         self._objects = _client(place.parts[0], "/".join(place.parts[1:]), _configuration())
 
     def exists(self, key: str) -> bool:
-        """Raises: StoreUnreachable."""
+        """Return True if an object exists.
+
+        Raises:
+            StoreUnreachable: the server could not be reached, or refused.
+        """
         return self.size_bytes(key) is not None
 
     def size_bytes(self, key: str) -> int | None:
-        """Size of an object, None when it is not there. Raises: StoreUnreachable."""
+        """Return the size of an object; None when it does not exist.
+
+        Raises:
+            StoreUnreachable: the server could not be reached, or refused.
+        """
         import obstore
 
         try:
@@ -77,11 +85,11 @@ class Bucket:
             return None
 
     def get(self, key: str, start: int = 0, size_bytes: int | None = None) -> memoryview:
-        """An object, or ``size_bytes`` of it from ``start`` on.
+        """Return an object, or ``size_bytes`` of it from ``start`` on.
 
         Raises:
             CheckpointInvalid: it does not exist.
-            StoreUnreachable: the server could not be asked, or refused.
+            StoreUnreachable: the server could not be reached, or refused.
         """
         import obstore
 
@@ -91,14 +99,22 @@ class Bucket:
             return memoryview(obstore.get_range(self._objects, key, start=start, length=size_bytes))
 
     def put(self, key: str, data: bytes) -> None:
-        """Write an object, also in place of another. Raises: StoreWriteError."""
+        """Write an object. Replace an existing one.
+
+        Raises:
+            StoreWriteError: it cannot be written.
+        """
         import obstore
 
         with self._telling(key):
             obstore.put(self._objects, key, data, chunk_size=PART_SIZE_BYTES, max_concurrency=UPLOADS)
 
     def announce(self, key: str) -> bool:
-        """Write an empty object; False where this client may only read. Raises: StoreWriteError."""
+        """Write an empty object. Return False if this client may only read.
+
+        Raises:
+            StoreWriteError: it cannot be written.
+        """
         import obstore
         from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
@@ -110,7 +126,11 @@ class Bucket:
         return True
 
     def create(self, key: str, data: bytes) -> bool:
-        """Write an object unless it exists; False when it does. Raises: StoreWriteError."""
+        """Write an object unless it exists. Return False when it does.
+
+        Raises:
+            StoreWriteError: it cannot be written.
+        """
         import obstore
         from obstore.exceptions import AlreadyExistsError
 
@@ -123,7 +143,9 @@ class Bucket:
 
     @contextlib.contextmanager
     def upload(self, key: str, size_bytes: int) -> Iterator[Put]:
-        """An object whose bytes are put one after the other; it appears when the block ends without an error.
+        """Yield a function that writes an object piece by piece, in order.
+
+        It appears when the block ends without an error.
 
         Raises:
             StoreWriteError: it cannot be written; nothing visible has changed.
@@ -148,14 +170,18 @@ class Bucket:
         try:
             yield put
         except BaseException as error:
-            with contextlib.suppress(Exception):  # drops the parts; the error that is on its way matters more
+            with contextlib.suppress(Exception):  # drops the parts; the error in progress matters more
                 writer.__exit__(type(error), error, error.__traceback__)
             raise
         with self._telling(key):
             writer.close()
 
     def entries(self, prefix: str) -> list[S3Object]:
-        """All objects below ``prefix``, with keys relative to it. Raises: StoreUnreachable."""
+        """Return all objects below ``prefix``, with keys relative to it.
+
+        Raises:
+            StoreUnreachable: the server could not be reached, or refused.
+        """
         import obstore
 
         found: list[S3Object] = []
@@ -168,7 +194,11 @@ class Bucket:
         return found
 
     def folders(self) -> list[str]:
-        """The first parts of all keys that have more than one. Raises: StoreUnreachable."""
+        """Return the names of the folders: the first part of each key that has several parts.
+
+        Raises:
+            StoreUnreachable: the server could not be reached, or refused.
+        """
         import obstore
 
         with self._asking("", listing=True):
@@ -176,7 +206,11 @@ class Bucket:
         return [path.rstrip("/").rpartition("/")[2] for path in found]
 
     def delete(self, keys: list[str]) -> None:
-        """Remove objects, as long as they are there. Raises: StoreWriteError."""
+        """Remove those of the objects that exist.
+
+        Raises:
+            StoreWriteError: one cannot be removed.
+        """
         import obstore
 
         with self._telling(keys[0] if keys else ""), contextlib.suppress(FileNotFoundError):
@@ -188,7 +222,7 @@ class Bucket:
 
         try:
             yield
-        except (BaseError, OSError) as error:  # not chained: its text may hold what the server was told
+        except (BaseError, OSError) as error:  # not chained: its text may contain parts of the request
             if isinstance(error, FileNotFoundError) and not listing:
                 raise CheckpointInvalid(f"{self.place}/{key}: does not exist") from None
             why, hint = reason_of(error)
@@ -208,7 +242,7 @@ class Bucket:
 
 
 def reason_of(error: Exception) -> tuple[str, str]:
-    """What a client's error says, without secrets, on one short line; and what to do about it."""
+    """Return the reason of a client's error on one short line, without secrets, and a hint."""
     text = str(error)
     code = re.search(r"<Code>(\w+)</Code>", text)
     line = " ".join(text.split("<?xml")[0].split("Debug source")[0].split())
@@ -232,17 +266,21 @@ def reason_of(error: Exception) -> tuple[str, str]:
 
 
 def _configuration() -> tuple[tuple[str, str], ...]:
-    """What the environment says about the server: a client is shared as long as this stays the same."""
+    """Return the environment variables about the server. A client is shared while they stay the same."""
     return tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith("AWS_") or k == RETRY_VARIABLE))
 
 
 def _retry_s(text: str) -> float:
-    """What the variable says. Raises: UsageError."""
+    """Return the retry time in seconds from the text of its environment variable.
+
+    Raises:
+        UsageError: it is no number, or out of range.
+    """
     try:
         retry_s = float(text or RETRY_S)
     except ValueError:
         retry_s = -1.0
-    if not 0 <= retry_s <= RETRY_S_MAX:  # also not a number that is none
+    if not 0 <= retry_s <= RETRY_S_MAX:  # also excludes NaN
         raise UsageError(
             f"{RETRY_VARIABLE}={text} is no number of seconds from 0 to {RETRY_S_MAX:g}",
             hint=f"for example {RETRY_VARIABLE}={RETRY_S:g}, or leave it out",
@@ -251,7 +289,11 @@ def _retry_s(text: str) -> float:
 
 
 def _endpoint(said: Mapping[str, str]) -> str:
-    """The URL of the server, empty where none is named. Raises: UsageError (obstore panics over some)."""
+    """Return the URL of the server; empty if none is named.
+
+    Raises:
+        UsageError: the environment names no valid URL (the client library panics over some of them).
+    """
     name = next((each for each in _ENDPOINTS if said.get(each)), "")
     if not name:
         return ""
@@ -295,7 +337,7 @@ def _client(bucket: str, prefix: str, configuration: tuple[tuple[str, str], ...]
         config={"endpoint": endpoint} if endpoint else {},
         client_options=client,
         retry_config={
-            "max_retries": 1000,  # the time counts
+            "max_retries": 1000,  # the time limit ends the retries
             "retry_timeout": timedelta(seconds=retry_s),
             "backoff": {
                 "init_backoff": timedelta(milliseconds=100),

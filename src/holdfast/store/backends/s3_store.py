@@ -1,16 +1,18 @@
 """Attempts in a bucket of an S3-compatible server: ``s3://bucket/prefix``.
 
-Theory. An attempt is the objects below ``<root>/<its name>/``, named as the files of a directory would be. Objects
-appear whole, so nothing is renamed; what must exist once (catalogue, manifests, seal) is created on the condition that
-it does not exist. There are no locks: who reads or writes an attempt puts a lease, an object that it writes anew
-every ``LEASE_RENEW_S`` seconds. Who removes an attempt puts a mark, and looks for leases after that; who takes a lease
-looks for the mark after that. Listings and reads show what was written before, so at least one of two sees the other.
+Theory. An attempt is the objects below ``<root>/<its name>/``, named like the files of a directory. Objects appear
+whole, so nothing is renamed. Objects that must exist once (catalogue, manifests, seal) are created on the condition
+that they do not exist. There are no locks. A process that reads or writes an attempt puts a lease, which is an object
+that it writes again every ``LEASE_RENEW_S`` seconds. A process that removes an attempt puts a mark, and looks for
+leases after that. A process that takes a lease looks for the mark after that. Listings and reads show earlier writes,
+so at least one of the two sees the other.
 
 Invariants:
-1. An attempt that is marked is not listed any more; it is removed only when no lease younger than ``LEASE_EXPIRY_S``
-   exists. The clocks of this machine and of the server may differ by 15 minutes (signatures allow no more).
+1. A marked attempt is not listed any more. It is removed only when no lease younger than ``LEASE_EXPIRY_S`` exists. The
+   clocks of this machine and of the server may differ by 15 minutes (signatures allow no more).
 2. The objects that make an attempt valid go first, so that a half-removed one is never complete.
-3. Safety does not hang on leases: a reader that lost its own finds objects missing or digests wrong, never other data.
+3. Safety does not depend on leases: a reader that lost its own finds objects missing or digests wrong, never other
+   data.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ _DOOMED = ".removing"
 
 
 class S3File(Closes):
-    """As :class:`SourceFile`: every read is a request of its own."""
+    """A :class:`SourceFile` that is an object: every read is one request."""
 
     def __init__(self, bucket: Bucket, key: str, size_bytes: int) -> None:
         self.path = bucket.place / key
@@ -44,10 +46,10 @@ class S3File(Closes):
         self._key = key
 
     def read_at(self, offset: int, buffers: list[memoryview]) -> None:
-        """As :meth:`SourceFile.read_at`.
+        """Implement :meth:`SourceFile.read_at`.
 
         Raises:
-            StoreUnreachable: the server could not be asked.
+            StoreUnreachable: the server could not be reached.
         """
         total = sum(len(buffer) for buffer in buffers)
         if offset + total > self.size_bytes:
@@ -63,13 +65,13 @@ class S3File(Closes):
             done += len(buffer)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no connection is open."""
 
 
 class Lease:
-    """Says that somebody reads or writes an attempt, until it is closed or its process ends.
+    """A lease on an attempt: it shows that a process reads or writes it, until it is closed or the process ends.
 
-    Who may only read cannot say so: it takes the risk that what it reads is removed meanwhile.
+    A client that may only read cannot put one: the attempt may be removed while it reads.
     """
 
     def __init__(self, bucket: Bucket, attempt: str) -> None:
@@ -79,7 +81,11 @@ class Lease:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """Put it. Raises: StoreWriteError."""
+        """Write the lease, and renew it in a thread.
+
+        Raises:
+            StoreWriteError: it cannot be written.
+        """
         if not self._bucket.announce(self._key):
             return
         thread = threading.Thread(target=self._renew, name="holdfast-lease", daemon=True)
@@ -91,24 +97,24 @@ class Lease:
         self._thread = thread
 
     def close(self) -> None:
-        """Take it back."""
+        """Remove the lease."""
         if self._thread is not None:
             self._over.set()
             self._thread.join()
             self._take_back()
 
     def _take_back(self) -> None:
-        with contextlib.suppress(StoreWriteError):  # it expires
+        with contextlib.suppress(StoreWriteError):  # the lease expires
             self._bucket.delete([self._key])
 
     def _renew(self) -> None:
         while not self._over.wait(LEASE_RENEW_S):
-            with contextlib.suppress(StoreWriteError):  # five more will be tried before it expires
+            with contextlib.suppress(StoreWriteError):  # five more attempts follow before it expires
                 self._bucket.put(self._key, b"")
 
 
 class S3Attempt(Closes):
-    """As :class:`Attempt`: the objects below one name."""
+    """An :class:`Attempt` that is the objects below one name."""
 
     in_order = True
     parallel = 16
@@ -121,13 +127,13 @@ class S3Attempt(Closes):
         self._lease: Lease | None = None
 
     def close(self) -> None:
-        """As :meth:`Attempt.close`."""
+        """Implement :meth:`Attempt.close`."""
         if self._lease is not None:
             self._lease.close()
             self._lease = None
 
     def hold(self) -> bool:
-        """As :meth:`Attempt.hold`."""
+        """Implement :meth:`Attempt.hold`."""
         if self._lease is None:
             lease = Lease(self._bucket, self._name)
             lease.start()
@@ -135,7 +141,7 @@ class S3Attempt(Closes):
         return not self._bucket.exists(f"{_DOOMED}/{self._name}")
 
     def names(self) -> list[str]:
-        """As :meth:`Attempt.names`; the sizes are kept for :meth:`open_file`."""
+        """Implement :meth:`Attempt.names`. The sizes are kept for :meth:`open_file`."""
         entries = [
             e for e in self._bucket.entries(self._name) if "/" not in e.key and not e.key.startswith(".")
         ]
@@ -143,11 +149,11 @@ class S3Attempt(Closes):
         return sorted(self._sizes)
 
     def exists(self, name: str) -> bool:
-        """As :meth:`Attempt.exists`."""
+        """Implement :meth:`Attempt.exists`."""
         return self._bucket.exists(self._key(name))
 
     def open_file(self, name: str) -> S3File:
-        """As :meth:`Attempt.open_file`."""
+        """Implement :meth:`Attempt.open_file`."""
         key = self._key(name)
         size_bytes = self._sizes.get(name)
         if size_bytes is None:
@@ -157,59 +163,59 @@ class S3Attempt(Closes):
         return S3File(self._bucket, key, size_bytes)
 
     def read(self, name: str, size_bytes_max: int) -> bytes:
-        """As :meth:`Attempt.read`."""
+        """Implement :meth:`Attempt.read`."""
         return read_whole(self.open_file(name), size_bytes_max)
 
     def write(self, name: str, data: bytes, owner: str) -> None:
-        """As :meth:`Attempt.write`."""
+        """Implement :meth:`Attempt.write`."""
         self._bucket.put(self._key(name), data)
 
     def create(self, name: str, data: bytes, owner: str, *, later: bool = False) -> bool:
-        """As :meth:`Attempt.create`."""
+        """Implement :meth:`Attempt.create`."""
         return self._bucket.create(self._key(name), data)
 
     def new_file(
         self, name: str, owner: str, *, size_bytes: int, direct: bool = False
     ) -> AbstractContextManager[Put]:
-        """As :meth:`Attempt.new_file`; an upload in parts."""
+        """Implement :meth:`Attempt.new_file` by an upload in parts."""
         return self._bucket.upload(self._key(name), size_bytes)
 
     def publish(self) -> None:
-        """New objects appear at once."""
+        """Do nothing: new objects appear at once."""
 
     def sync(self) -> None:
-        """An object that was answered is durable."""
+        """Do nothing: an object is durable when its write was acknowledged."""
 
     def _key(self, name: str) -> str:
         return f"{self._name}/{checked_name(name)}"
 
 
 class S3Store:
-    """As :class:`Store`: a bucket, or a prefix in one. Nothing is cached: each call asks the server."""
+    """A :class:`Store` that is a bucket, or a prefix in one. Nothing is cached: each call asks the server."""
 
     def __init__(self, path: Url) -> None:
         self.path = path
         self._bucket = Bucket(path)
 
     def names(self) -> list[str]:
-        """As :meth:`Store.names`; attempts that are being removed are left out."""
+        """Implement :meth:`Store.names`. Attempts that are being removed are left out."""
         doomed = {entry.key for entry in self._bucket.entries(_DOOMED)}
         return [name for name in self._bucket.folders() if name not in doomed]
 
     def open(self, name: str) -> S3Attempt:
-        """As :meth:`Store.open`; one that does not exist shows when its files are asked for."""
+        """Implement :meth:`Store.open`. A missing attempt is noticed when its files are read."""
         return S3Attempt(self._bucket, name)
 
     def create(self, name: str) -> S3Attempt:
-        """As :meth:`Store.create`; it exists when its first file does."""
+        """Implement :meth:`Store.create`. The attempt exists when its first file does."""
         return S3Attempt(self._bucket, name)
 
     def age_s(self, name: str) -> float:
-        """As :meth:`Store.age_s`."""
+        """Implement :meth:`Store.age_s`."""
         return min((_age_s(entry) for entry in self._bucket.entries(name)), default=float("inf"))
 
     def remove(self, name: str) -> bool:
-        """As :meth:`Store.remove`."""
+        """Implement :meth:`Store.remove`."""
         if self._leased(name):
             return False
         mark = f"{_DOOMED}/{name}"
@@ -225,7 +231,7 @@ class S3Store:
         return True
 
     def sweep(self) -> None:
-        """As :meth:`Store.sweep`; leases of the dead go too."""
+        """Implement :meth:`Store.sweep`. Expired leases are removed, too."""
         for entry in self._bucket.entries(_DOOMED):
             if form.attempt_key(entry.key):
                 self.remove(entry.key)
@@ -233,7 +239,7 @@ class S3Store:
         self._bucket.delete([f"{_LEASES}/{key}" for key in expired])
 
     def probe(self) -> None:
-        """As :meth:`Store.probe`: also whether creating is refused when there is something."""
+        """Implement :meth:`Store.probe`. Also test that the server refuses to create an object that exists."""
         key = new_owner(".probe")
         if not self._bucket.create(key, b""):
             raise StoreError(f"{self.path / key} exists: nobody else should know this name")

@@ -1,4 +1,4 @@
-"""Files that a user names: small, read whole, and nothing else than a file."""
+"""Reader of small files that a user names: regular files only, read whole."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pathlib import Path
 
 
 def read_given(path: Path, size_bytes_max: int) -> bytes:
-    """The content of a file that a user named; links are followed.
+    """Return the content of a file that a user named. Links are followed.
 
     Raises:
-        OSError: it cannot be read, is larger than ``size_bytes_max`` (``EFBIG``), or is no regular file
-            (``EINVAL``): a pipe waits for its writer, a device may have no end.
+        OSError: it cannot be read, is larger than ``size_bytes_max`` (``EFBIG``), or is no regular file (``EINVAL``): a
+            pipe waits for its writer, a device may have no end.
     """
     with open(path, "rb", opener=_without_waiting) as file:
         about = os.fstat(file.fileno())

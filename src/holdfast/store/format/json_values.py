@@ -1,9 +1,9 @@
-"""Python values as JSON, exactly: what goes in comes out equal and of the same type, or is refused by its key path.
+"""Python values as JSON, exactly: a decoded value is equal and of the same type, or the encoder refuses it.
 
-Theory. Schedulers, scalers, parameter groups, counters and data positions are small trees of plain values. JSON
-keeps most of them; what it cannot say is tagged by an object with one key that starts with ``$``: tuples, bytes,
-non-finite floats, integers beyond 64 bits, dicts with other than text keys, ``collections.Counter``. No type name
-is ever looked up, so reading executes nothing.
+Theory. Schedulers, scalers, parameter groups, counters and data positions are small trees of plain values. JSON has
+most of them. Every other value is an object with one key (a tag) that starts with ``$``: tuples, bytes, non-finite
+floats, integers beyond 64 bits, dicts with other than text keys, ``collections.Counter``. No type name is ever looked
+up, so reading executes nothing.
 
 Invariants:
 1. ``decode_values(encode_values(x))`` equals ``x`` with the same types (OrderedDict becomes dict, float64 float).
@@ -29,11 +29,14 @@ from holdfast.errors import CheckpointInvalid, StateError
 VALUES_SIZE_BYTES_MAX = 16 * 1024 * 1024
 DEPTH_MAX = 64
 INT_DIGITS_MAX = 4000
-"""With the sign: a longer text takes long to read, and Python refuses it from some length on."""
+"""Limit of the digits of an integer, sign included.
+
+A longer text takes long to read, and Python refuses very long ones.
+"""
 
 
 def encode_values(value: object, where: str = "values") -> bytes:
-    """Compact JSON of a tree of plain values; ``where`` names its root in errors.
+    """Return compact JSON of a tree of plain values; ``where`` names its root in errors.
 
     Raises:
         StateError: a value that cannot be saved (names it), or more than ``VALUES_SIZE_BYTES_MAX``.
@@ -48,7 +51,7 @@ def encode_values(value: object, where: str = "values") -> bytes:
 
 
 def decode_values(data: bytes, where: str = "values") -> object:
-    """Inverse of :func:`encode_values`.
+    """Return the values that :func:`encode_values` encoded.
 
     Raises:
         CheckpointInvalid: not such JSON; names the broken rule.
@@ -59,14 +62,18 @@ def decode_values(data: bytes, where: str = "values") -> object:
         value = json.loads(data, object_pairs_hook=_untagged)
     except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointInvalid(f"{where}: {error}") from error
-    # Few brackets cannot be deep; most values have few.
+    # A value with few brackets cannot be deep, and most values have few.
     if data.count(b"[") + data.count(b"{") > DEPTH_MAX and _is_deep(value):
         raise CheckpointInvalid(f"{where}: nested deeper than {DEPTH_MAX} levels")
     return value
 
 
 def decode_mapping(data: bytes, where: str = "values") -> dict[str, Any]:
-    """As :func:`decode_values`, of values by name. Raises: CheckpointInvalid: also when it is something else."""
+    """Return the result of :func:`decode_values`, which must be a mapping by name.
+
+    Raises:
+        CheckpointInvalid: not such JSON, or no mapping.
+    """
     value = decode_values(data, where)
     if not isinstance(value, dict):
         raise CheckpointInvalid(f"{where}: not an object")
@@ -74,7 +81,7 @@ def decode_mapping(data: bytes, where: str = "values") -> dict[str, Any]:
 
 
 def _tagged(value: object, where: str, depth: int) -> object:
-    """JSON-able form of ``value``."""
+    """Return ``value`` in a form that JSON has."""
     if depth > DEPTH_MAX:
         raise StateError(f"{where} is nested deeper than {DEPTH_MAX} levels (a cycle?)")
     if isinstance(value, Enum):
@@ -109,7 +116,7 @@ def _tagged(value: object, where: str, depth: int) -> object:
 
 
 def _digits(value: int, where: str) -> str:
-    # The first test is of numbers that Python would not write either.
+    # The bit length excludes numbers that Python itself refuses to write.
     if value.bit_length() > INT_DIGITS_MAX * 10 // 3 or len(text := str(value)) > INT_DIGITS_MAX:
         raise StateError(
             f"{where} is an integer of more than {INT_DIGITS_MAX} digits",
@@ -135,7 +142,7 @@ def _refuse(value: object, where: str) -> NoReturn:
 
 
 def _untagged(pairs: list[tuple[str, object]]) -> object:
-    """Object hook: a tagged object becomes its value; duplicate keys are refused."""
+    """Return the value of a tagged object, or a plain object (object hook of ``json``). Duplicate keys are refused."""
     result = dict(pairs)
     if len(result) != len(pairs):
         raise ValueError("duplicate key")
@@ -161,7 +168,10 @@ def _untagged(pairs: list[tuple[str, object]]) -> object:
 
 
 def _is_deep(value: object) -> bool:
-    """What :func:`_tagged` would refuse for its depth. Without recursion: what is read may be as deep as it likes."""
+    """Return True if :func:`_tagged` would refuse ``value`` for its depth.
+
+    No recursion: read values may be very deep.
+    """
     level: list[object] = [value]
     for _ in range(DEPTH_MAX + 1):
         level = [inner for outer in level for inner in _inside(outer)]

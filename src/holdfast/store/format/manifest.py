@@ -1,13 +1,13 @@
 """The JSON files of a checkpoint: names, structures, strict decoding.
 
-Theory. Every JSON file is an envelope ``{"digest":"<32 hex digits>","body":<body>}`` and a newline; the digest is
-xxh3-128 of the bytes of the body, so that a flipped bit in a manifest is found like one in a tensor. Bodies are
-canonical (keys in the order of the structures here, no white space): decoding encodes again and compares, which
-refuses duplicate and unknown keys at the price of one fast pass.
+Theory. Every JSON file is an envelope ``{"digest":"<32 hex digits>","body":<body>}`` and a newline. The digest is
+xxh3-128 of the bytes of the body, so a flipped bit in a manifest is found like one in a tensor. Bodies are canonical
+(keys in the order of the structures here, no white space). The decoder encodes again and compares, which refuses
+duplicate and unknown keys at the price of one fast pass.
 
 Invariants:
 1. Nothing is decoded before its digest matched and its size was below the limit.
-2. A decoded structure is internally consistent; whether the files agree with each other is ``validation.py``'s matter.
+2. A decoded structure is internally consistent. ``validation.py`` checks whether the files agree with each other.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class FileEntry(msgspec.Struct, frozen=True):
 
 
 class BoxRecord(msgspec.Struct, frozen=True):
-    """One stored box: bytes [start, start + length) of ``files[file]``, cut into extents with one xxh3-64 each."""
+    """One stored box: bytes [start, start + length) of ``files[file]``, in extents (pieces) with one xxh3-64 each."""
 
     fqn: str
     dtype: str
@@ -76,11 +76,13 @@ class BoxRecord(msgspec.Struct, frozen=True):
 
 
 class RankManifest(msgspec.Struct, frozen=True):
-    """What one rank wrote; the last file that it writes.
+    """The record of everything that one rank wrote. It is the last file that the rank writes.
 
-    ``catalogue`` is the digest of the catalogue, ``writers`` are all ranks that take part in this save, ``values`` is
-    the state common to all ranks, ``locals`` that of single ranks (rank as text), both in the form of
-    ``json_values.py``.
+    Attributes:
+        catalogue: digest of the catalogue.
+        writers: all ranks that take part in this save.
+        values: the plain values common to all ranks, in the form of ``json_values.py``.
+        locals: the plain values of single ranks (rank as text), in the same form.
     """
 
     version: int
@@ -98,7 +100,7 @@ class RankManifest(msgspec.Struct, frozen=True):
 
 
 class SealRecord(msgspec.Struct, frozen=True):
-    """Cached proof: the digests of all files that made this checkpoint valid."""
+    """A cached proof that this checkpoint is valid: the digests of all its files."""
 
     version: int
     save_id: SaveId
@@ -111,39 +113,42 @@ class _VersionedFile(msgspec.Struct):
 
 
 def rank_name(rank: int) -> str:
-    """File name of the manifest of a rank."""
+    """Return the file name of the manifest of a rank."""
     return f"rank-r{rank:05d}.json"
 
 
 def rank_of_name(name: str) -> int | None:
-    """Inverse of :func:`rank_name`; None for other files."""
+    """Return the rank of a manifest's file name; None for other files."""
     match = _RANK_NAME.fullmatch(name)
     return int(match[1]) if match else None
 
 
 def copy_name(name: str) -> str:
-    """File name of the second copy of a JSON file, there when the save promises copies."""
+    """Return the file name of the second copy of a JSON file. It exists when the save promises copies."""
     return COPY_PREFIX + name
 
 
 def shard_name(rank: int, index: int) -> str:
-    """File name of a shard."""
+    """Return the file name of a shard."""
     return f"shard-r{rank:05d}-{index:03d}.safetensors"
 
 
 def attempt_key(name: str) -> tuple[int, int, int, int, str] | None:
-    """(step, term, n, attempt, run) of an attempt's directory name: newer attempts sort higher. None for others."""
+    """Return (step, term, n, attempt, run) of an attempt's directory name, or None for another name.
+
+    Newer attempts sort higher.
+    """
     match = _ATTEMPT_NAME.fullmatch(name)
     return (int(match[1]), int(match[3]), int(match[4]), int(match[5]), match[2]) if match else None
 
 
 def wrap(body: bytes) -> bytes:
-    """A body in its envelope."""
+    """Return a body in its envelope."""
     return _PREFIX + xxhash.xxh3_128_hexdigest(body).encode() + _MIDDLE + body + _SUFFIX
 
 
 def unwrap(data: bytes, where: str) -> tuple[bytes, str]:
-    """Body and digest of an envelope.
+    """Return body and digest of an envelope.
 
     Raises:
         CheckpointInvalid: not an envelope, or the digest does not match.
@@ -157,7 +162,7 @@ def unwrap(data: bytes, where: str) -> tuple[bytes, str]:
 
 
 def decode_catalogue(data: bytes, where: str) -> Catalogue:
-    """Catalogue from the bytes of its file.
+    """Return the catalogue in the bytes of its file.
 
     Raises:
         CheckpointInvalid: names ``where`` and the broken rule.
@@ -170,7 +175,7 @@ def decode_catalogue(data: bytes, where: str) -> Catalogue:
 
 
 def decode_manifest(data: bytes, where: str) -> tuple[RankManifest, str]:
-    """Rank manifest and its digest from the bytes of its file; internal consistency is checked.
+    """Return the rank manifest and its digest, from the bytes of its file. Internal consistency is checked.
 
     Raises:
         CheckpointInvalid: names ``where`` and the broken rule.
@@ -195,7 +200,7 @@ def _decode(body: bytes, where: str) -> RankManifest:
 
 
 def _check_manifest(manifest: RankManifest, where: str) -> None:
-    """Rules that one manifest must keep by itself."""
+    """Check the rules that one manifest must keep, without the other files."""
     if not 0 <= manifest.rank < manifest.world <= RANK_MAX + 1:
         refuse(where, f"rank {manifest.rank} of {manifest.world}")
     if not 0 < manifest.extent_size_bytes <= EXTENT_SIZE_BYTES_MAX or manifest.extent_size_bytes % 4096:
@@ -222,7 +227,7 @@ def _check_manifest(manifest: RankManifest, where: str) -> None:
 
 
 def _check_record(record: BoxRecord, manifest: RankManifest, where: str) -> int:
-    """Size in bytes of a record that keeps the rules."""
+    """Check a record. Return its size in bytes."""
     size_bytes = DTYPE_SIZE_BYTES.get(record.dtype, 0)
     if not size_bytes:
         refuse(where, f"tensor {record.fqn!r}: unknown dtype {record.dtype!r}")
@@ -242,12 +247,12 @@ def _check_record(record: BoxRecord, manifest: RankManifest, where: str) -> int:
 
 
 def encode_manifest(manifest: RankManifest) -> bytes:
-    """Bytes of the file of a manifest: the same from which it was decoded."""
+    """Return the bytes of the file of a manifest: the same from which it was decoded."""
     return wrap(msgspec.json.encode(manifest))
 
 
 def encode_seal(save_id: SaveId, catalogue: str, manifests: Mapping[str, str]) -> bytes:
-    """Bytes of the seal file; a pure function of the files that it proves."""
+    """Return the bytes of the seal file. They are a pure function of the files that it proves valid."""
     return wrap(
         msgspec.json.encode(SealRecord(FORMAT_VERSION, save_id, catalogue, dict(sorted(manifests.items()))))
     )

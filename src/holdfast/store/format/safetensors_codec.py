@@ -1,9 +1,9 @@
 """The safetensors container: header encoder and a strict decoder.
 
-Theory. A safetensors file is 8 bytes (header length, little endian), a JSON header, and the tensors without holes.
-We pad the header with spaces (legal white space of JSON), so that the first tensor starts at a multiple of 4096
-bytes, and describe each stored box in ``__metadata__`` in the way torch DCP's Hugging Face reader understands, so
-that other programs can read a shard without us.
+Theory. A safetensors file is 8 bytes (header length, little endian), a JSON header, and the tensors without holes. The
+encoder pads the header with spaces (legal white space of JSON), so that the first tensor starts at a multiple of 4096
+bytes. It describes each stored box in ``__metadata__`` in the form of torch DCP's Hugging Face reader, so that other
+programs can read a shard without Holdfast.
 
 Invariants (both directions):
 1. ``8 + header length`` is at most ``HEADER_SIZE_BYTES_MAX``; written headers end at a multiple of ``DATA_ALIGNMENT``.
@@ -56,7 +56,7 @@ class Header(msgspec.Struct, frozen=True):
 def encode_header(
     tensors: Sequence[tuple[str, str, Shape]], metadata: Mapping[str, str]
 ) -> tuple[bytes, Header]:
-    """Header bytes for tensors (name, dtype, shape) laid out one after the other, and the resulting places."""
+    """Return the header bytes for tensors (name, dtype, shape) that follow each other, and the decoded header."""
     entries: dict[str, object] = {METADATA_KEY: dict(metadata)}
     places: list[tuple[str, str, Shape, int, int]] = []
     offset = 0
@@ -73,7 +73,7 @@ def encode_header(
 
 
 def dcp_metadata(boxes: Mapping[str, Box], save_name: str) -> dict[str, str]:
-    """``__metadata__`` of a shard: what torch DCP's Hugging Face reader needs to place each box, and our attempt."""
+    """Return ``__metadata__`` of a shard: its boxes for torch DCP's Hugging Face reader, and the name of the save."""
     sharding = {fqn: {"saved_offsets": box.offsets} for fqn, box in boxes.items()}
     return {
         "format": "pt",
@@ -84,10 +84,10 @@ def dcp_metadata(boxes: Mapping[str, Box], save_name: str) -> dict[str, str]:
 
 
 def header_size_bytes(prefix: bytes, file_size_bytes: int, where: str) -> int:
-    """Offset of the data part, from the first 8 bytes of a file.
+    """Return the offset of the data part, from the first 8 bytes of a file.
 
     Raises:
-        CheckpointInvalid: the length cannot be true.
+        CheckpointInvalid: the length is impossible.
     """
     if len(prefix) < 8:
         refuse(where, "shorter than 8 bytes")
@@ -100,7 +100,7 @@ def header_size_bytes(prefix: bytes, file_size_bytes: int, where: str) -> int:
 
 
 def decode_header(data: bytes, file_size_bytes: int, where: str) -> Header:
-    """Decode and check the complete header part of a file (length word included).
+    """Return the checked header from the complete header part of a file (length word included).
 
     Raises:
         CheckpointInvalid: names ``where`` and the broken rule.
@@ -159,5 +159,9 @@ def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def refuse(where: str, rule: str) -> NoReturn:
-    """Raises: CheckpointInvalid: ``where`` breaks ``rule``."""
+    """Raise the error for a file that breaks a rule.
+
+    Raises:
+        CheckpointInvalid: ``where`` breaks ``rule``.
+    """
     raise CheckpointInvalid(f"{where}: {rule}")

@@ -1,6 +1,6 @@
-"""Rectangular regions of tensors, and what is left of one when others are taken away.
+"""Boxes (rectangular regions of tensors) and their arithmetic.
 
-Offsets and sizes are in elements, one number per dimension; a scalar has no dimension and exactly one element.
+Offsets and sizes are in elements, one number per dimension. A scalar has no dimension and exactly one element.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from holdfast.errors import StateError
 Shape = tuple[int, ...]
 DIMENSIONS_MAX = 32
 LENGTH_MAX = 2**48
-"""Elements along one dimension, and so parts that it can be cut into."""
+"""Limit of the elements along one dimension, and so of the parts into which it can be cut."""
 
 
 class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
@@ -26,7 +26,7 @@ class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
 
     @staticmethod
     def whole(shape: Sequence[int]) -> Box:
-        """The box of a complete tensor."""
+        """Return the box of a complete tensor."""
         return Box((0,) * len(shape), tuple(shape))
 
     @property
@@ -40,7 +40,7 @@ class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
         return tuple(o + s for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def intersect(self, other: Box) -> Box | None:
-        """The common region, or None when it has no element."""
+        """Return the common region, or None when it has no element."""
         offsets: list[int] = []
         sizes: list[int] = []
         for a, a_size, b, b_size in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
@@ -53,7 +53,7 @@ class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
         return Box(tuple(offsets), tuple(sizes))
 
     def contains(self, other: Box) -> bool:
-        """True when every element of ``other`` is in this box."""
+        """Return True when every element of ``other`` is in this box."""
         return all(
             a <= c and c + d <= a + b
             for a, b, c, d in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -65,12 +65,12 @@ class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 def is_shape(shape: Sequence[int]) -> bool:
-    """True when a tensor can have this shape."""
+    """Return True when a tensor can have this shape."""
     return len(shape) <= DIMENSIONS_MAX and all(0 <= n <= LENGTH_MAX for n in shape)
 
 
 def subtract(box: Box, covers: Iterable[Box]) -> list[Box]:
-    """What of ``box`` none of ``covers`` covers, as disjoint boxes."""
+    """Return the regions of ``box`` that none of ``covers`` covers, as disjoint boxes."""
     rest = [box] if box.numel else []
     for cover in covers:
         if not rest:
@@ -80,7 +80,7 @@ def subtract(box: Box, covers: Iterable[Box]) -> list[Box]:
 
 
 def _minus(box: Box, cover: Box) -> list[Box]:
-    """``box`` without ``cover``: at most two slabs per dimension."""
+    """Return ``box`` without ``cover``: at most two slabs per dimension."""
     common = box.intersect(cover)
     if common is None:
         return [box]
@@ -102,10 +102,10 @@ def _with(offsets: Sequence[int], sizes: Sequence[int], d: int, offset: int, len
 
 
 def flat_range_boxes(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
-    """The flat (C-order) element range [start, stop) of an array of ``sizes`` as boxes, in flat order.
+    """Return the flat (C-order) element range [start, stop) of an array of ``sizes`` as boxes, in flat order.
 
-    At most ``2 * dimensions - 1`` boxes; each is itself one contiguous flat range. This is how to declare the shards
-    of an optimizer that cuts flattened parameters (ZeRO, Megatron's distributed optimizer).
+    There are at most ``2 * dimensions - 1`` boxes. Each is one contiguous flat range. Use this to declare the shards of
+    an optimizer that cuts flattened parameters (ZeRO, Megatron's distributed optimizer).
 
     Raises:
         StateError: the range is outside the array.
@@ -133,7 +133,7 @@ def flat_range_boxes(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
 
 
 def flat_regions(box: Box, start: int, stop: int) -> list[Box]:
-    """The flat (C-order) elements [start, stop) of a box as boxes in the coordinates of the box, in flat order."""
+    """Return the flat (C-order) elements [start, stop) of a box as boxes in tensor coordinates, in flat order."""
     return [
         Box(tuple(a + b for a, b in zip(part.offsets, box.offsets, strict=True)), part.sizes)
         for part in flat_range_boxes(box.sizes, start, stop)

@@ -1,11 +1,12 @@
-"""Do these boxes cover that tensor? In time that a hostile list of boxes cannot stretch.
+"""Test whether boxes cover a tensor, in a time that a hostile list of boxes cannot stretch.
 
-Theory. Along the first dimension the edges of the boxes cut the tensor into slabs; inside a slab every box is either
-all along it or not there, so the question is the same with one dimension less. Layouts of real jobs, regular or not,
-have few boxes per slab. A list made to have many in very many slabs would take its square in time: it is refused.
+Theory. Along the first dimension the edges of the boxes cut the tensor into slabs. Inside a slab every box either spans
+the slab or is absent, so the question is the same with one dimension less. Layouts of real jobs, regular or not, have
+few boxes per slab. A hostile list could have many boxes in very many slabs, and would take quadratic time: it is
+refused.
 
 Invariants:
-1. The answer is exact: disjoint regions that together are what no box covers.
+1. The answer is exact: disjoint regions that together are the uncovered part of the tensor.
 2. The work is at most ``WORK_PER_BOX`` per box, and the recursion as deep as the tensor has dimensions.
 """
 
@@ -24,7 +25,9 @@ _Spans = tuple[tuple[int, int], ...]  # (offset, size) per dimension
 
 
 def missing(shape: Sequence[int], boxes: Sequence[Box]) -> list[Box]:
-    """As :func:`uncovered`, and fast for the layouts of real jobs; a tensor without elements needs a box, too.
+    """Return the same regions as :func:`uncovered`, fast for the layouts of real jobs.
+
+    A tensor without elements is missing, too, if there is no box.
 
     Raises:
         StateError: see :func:`uncovered`.
@@ -38,7 +41,7 @@ def missing(shape: Sequence[int], boxes: Sequence[Box]) -> list[Box]:
 
 
 def _is_grid(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """True when the boxes are exactly the cells of a regular cut of every dimension (any device mesh): linear time."""
+    """Return True when the boxes are exactly the parts of a regular cut of every dimension, in linear time."""
     cells = 1
     for d, length in enumerate(shape):
         intervals = sorted({(box.offsets[d], box.sizes[d]) for box in boxes})
@@ -54,10 +57,10 @@ def _is_grid(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
 
 
 def uncovered(shape: Sequence[int], boxes: Sequence[Box]) -> list[Box]:
-    """The regions of a tensor of ``shape`` that none of ``boxes`` (all inside it) covers, in C order.
+    """Return the regions of a tensor of ``shape`` that none of ``boxes`` (all inside it) covers, in C order.
 
     Raises:
-        StateError: the boxes are cut so irregularly that it cannot be told in reasonable time.
+        StateError: the boxes are cut too irregularly for an answer in reasonable time.
     """
     if 0 in shape:
         return []
@@ -72,7 +75,7 @@ class _Search:
         self._work = work
 
     def holes(self, d: int, boxes: list[_Spans]) -> list[_Spans]:
-        """What is left uncovered in the dimensions from ``d`` on."""
+        """Return the uncovered regions in the dimensions from ``d`` on."""
         if d == len(self._shape):
             return [] if boxes else [()]
         if not boxes:
@@ -93,7 +96,7 @@ class _Search:
             active |= {index: boxes[index] for index in begins.get(start, ())}
             self._spend(len(active))
             inner = self.holes(d + 1, list(active.values()))
-            if inner and inner == before:  # the slab before has the same holes: they go on
+            if inner and inner == before:  # the previous slab has the same holes: extend them
                 grown = found[-len(inner) :]
                 found[-len(inner) :] = [((h[0][0], stop - h[0][0]), *h[1:]) for h in grown]
             else:

@@ -1,10 +1,10 @@
-"""Layouts as data: which rank holds which box of which tensor.
+"""Layouts as data: which rank has which box of which tensor.
 
-Theory. A *box* is a rectangular region of a global tensor. Each rank declares the boxes that it holds
-(:class:`RankLayout`), where it can as a part of a regular cut; the :class:`Catalogue` joins the declarations of all
-ranks into a few grids (``shardings.py``), so it grows with the number of ranks and the number of tensors, not with
-their product. What a rank sends is a table of tensors, which is the same for most ranks, and the few places that the
-table refers to. A rank may hold several boxes of one tensor (strided shards, flat ranges of a ZeRO optimizer: see
+Theory. A *box* is a rectangular region of a global tensor. Each rank declares its boxes (:class:`RankLayout`), if
+possible as parts of a regular cut. The :class:`Catalogue` joins the declarations of all ranks into a few grids
+(``shardings.py``), so it grows with the number of ranks and the number of tensors, not with their product. A rank sends
+a table of tensors, which is the same for most ranks, and the few *places* (boxes and cells) that the table refers to. A
+rank may hold several boxes of one tensor (strided shards, flat ranges of a ZeRO optimizer: see
 :func:`flat_range_boxes`).
 
 Invariants:
@@ -12,7 +12,7 @@ Invariants:
 2. A box lies inside its tensor. A box without elements is dropped, unless the tensor itself has none: then its one box
    is the whole tensor.
 3. One name has one dtype and one shape on every rank.
-4. ``to_json`` is canonical: equal catalogues give equal bytes, whoever computes them; ``digest`` hashes those bytes.
+4. ``to_json`` is canonical: equal catalogues give equal bytes on every rank. ``digest`` hashes those bytes.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ DTYPE_SIZE_BYTES: dict[str, int] = {
 class TensorMeta(msgspec.Struct, frozen=True, order=True):
     """One box that a rank holds: ``shape`` is the global shape, ``dtype`` a key of :data:`DTYPE_SIZE_BYTES`.
 
-    ``cuts`` says of which regular cut the box is a part, where that is known: a hint that keeps catalogues small.
+    ``cuts`` names the part of a regular cut that the box is, if known: a hint that keeps catalogues small.
     """
 
     fqn: str
@@ -91,7 +91,7 @@ class TensorMeta(msgspec.Struct, frozen=True, order=True):
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of a table; ``place`` n >= 0 is ``cells[n]`` of the declaration, n < 0 is ``boxes[-n - 1]``."""
+    """One tensor of a table. ``place`` n >= 0 is ``cells[n]`` of the declaration, n < 0 is ``boxes[-n - 1]``."""
 
     fqn: str
     dtype: str
@@ -100,7 +100,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Declaration(msgspec.Struct, frozen=True):
-    """A rank layout as it is sent: ranks that cut the same tensors in the same way have the same table ``tensors``."""
+    """A rank layout as it is sent. Ranks that cut the same tensors in the same way have the same table ``tensors``."""
 
     rank: int
     world: int
@@ -109,13 +109,13 @@ class Declaration(msgspec.Struct, frozen=True):
     tensors: tuple[Row, ...]
 
     def box(self, row: Row) -> Box:
-        """The region that a row of the table means on this rank."""
+        """Return the box that this rank holds of the tensor in a row of the table."""
         if row.place < 0:
             return self.boxes[-row.place - 1]
         return cut_box(row.shape, self.cells[row.place])
 
     def check(self, places: Iterable[tuple[int, int]]) -> None:
-        """Refuse a declaration that has not the ``places`` (with their dimensions) of its table.
+        """Raise an error if this declaration lacks one of ``places`` (with their dimensions) of its table.
 
         Raises:
             StateError: names the place.
@@ -130,22 +130,22 @@ class Declaration(msgspec.Struct, frozen=True):
 
 
 def places_of(rows: Iterable[Row]) -> set[tuple[int, int]]:
-    """The places that a table names, with the dimensions of their tensors."""
+    """Return the places that a table names, with the dimensions of their tensors."""
     return {(row.place, len(row.shape)) for row in rows}
 
 
 class RankLayout(msgspec.Struct, frozen=True):
-    """Everything that one rank of a ``world`` of ranks holds; several entries may share an fqn."""
+    """All boxes of one rank of a ``world`` of ranks. Several entries may have the same fqn (tensor name)."""
 
     rank: int
     tensors: tuple[TensorMeta, ...]
     world: int
 
     def declaration(self) -> Declaration:
-        """The form that is sent. Boxes without elements are dropped (invariant 2).
+        """Return the form that is sent. Boxes without elements are dropped (invariant 2).
 
         Raises:
-            StateError: unknown dtype, a box of other dimensions than its tensor, or not the box that its cuts say.
+            StateError: unknown dtype, a box of other dimensions than its tensor, or a box that contradicts its cuts.
         """
         cells: dict[Cuts, int] = {}
         boxes: dict[Box, int] = {}
@@ -162,14 +162,14 @@ class RankLayout(msgspec.Struct, frozen=True):
         return Declaration(self.rank, self.world, tuple(cells), tuple(boxes), tuple(rows))
 
     def encode(self) -> Layout:
-        """:meth:`declaration` as JSON, in the two pieces of the ``LayoutPublished`` message."""
+        """Return :meth:`declaration` as JSON, in the two parts of the ``LayoutPublished`` message."""
         said = self.declaration()
         own = _Own(said.rank, said.world, said.cells, said.boxes)
         return Layout(msgspec.json.encode(own), msgspec.json.encode(said.tensors))
 
     @staticmethod
     def decode(layout: Layout) -> RankLayout:
-        """Inverse of :meth:`encode`.
+        """Return the layout that :meth:`encode` encoded.
 
         Raises:
             StateError: not the JSON of a layout.
@@ -190,7 +190,7 @@ class RankLayout(msgspec.Struct, frozen=True):
 
 
 class TensorEntry(msgspec.Struct, frozen=True):
-    """One tensor of the job; ``grid`` (index into ``Catalogue.grids``) says who holds what of it."""
+    """One tensor of the job. ``grid`` (index into ``Catalogue.grids``) gives its boxes and their holders."""
 
     fqn: str
     dtype: str
@@ -204,8 +204,10 @@ class TensorEntry(msgspec.Struct, frozen=True):
 
 
 class Catalogue(msgspec.Struct, frozen=True, dict=True):
-    """All tensors of a job and who holds them. ``absent`` are the ranks of the world that declared nothing: what they
-    alone hold is unknown."""
+    """All tensors of a job and their holders.
+
+    ``absent`` are the ranks of the world that declared nothing: boxes that only they hold are unknown.
+    """
 
     version: int
     world: int
@@ -215,7 +217,7 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
 
     @staticmethod
     def from_layouts(layouts: Mapping[int, RankLayout]) -> Catalogue:
-        """Join the declarations of the ranks (rank -> layout).
+        """Return the catalogue of the layouts of the ranks (rank -> layout).
 
         Raises:
             StateError: a declaration breaks an invariant, or two ranks disagree about a tensor; names the tensor.
@@ -224,7 +226,7 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
 
     @staticmethod
     def from_encoded(layouts: Mapping[int, Layout]) -> Catalogue:
-        """As :meth:`from_layouts`, from what ranks have sent (``RankLayout.encode``).
+        """Return the same as :meth:`from_layouts`, from encoded layouts (``RankLayout.encode``).
 
         Raises:
             StateError: see :meth:`from_layouts`.
@@ -233,7 +235,7 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
 
     @staticmethod
     def from_declarations(declared: Mapping[int, Declaration]) -> Catalogue:
-        """As :meth:`from_layouts`; tables that are one object are read once.
+        """Return the same as :meth:`from_layouts`, from declarations. Tables that are one object are read once.
 
         Raises:
             StateError: see :meth:`from_layouts`.
@@ -252,7 +254,7 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
 
     @staticmethod
     def from_json(data: bytes) -> Catalogue:
-        """Inverse of :meth:`to_json`; every invariant is checked again.
+        """Return the catalogue of :meth:`to_json`. Every invariant is checked again.
 
         Raises:
             StateError: names the broken rule.
@@ -273,7 +275,7 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
         return catalogue
 
     def to_json(self) -> bytes:
-        """Canonical JSON (see ``docs/format.md``); what was read is given back as it was."""
+        """Return canonical JSON (see ``docs/format.md``). A catalogue that was read returns its original bytes."""
         return self._json
 
     @cached_property
@@ -292,7 +294,7 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def kinds(self) -> dict[tuple[int, Shape], list[TensorEntry]]:
-        """Tensors with the same boxes, by grid and shape: few, however many tensors there are."""
+        """Tensors with the same boxes, by grid and shape. There are few kinds, however many tensors there are."""
         kinds: dict[tuple[int, Shape], list[TensorEntry]] = {}
         for tensor in self.tensors:
             kinds.setdefault((tensor.grid, tensor.shape), []).append(tensor)
@@ -309,13 +311,13 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
         return sum(tensor.size_bytes for tensor in self.tensors)
 
     def boxes(self, tensor: TensorEntry) -> list[tuple[Box, tuple[int, ...]]]:
-        """All distinct boxes of a tensor with their holders, sorted."""
+        """Return all distinct boxes of a tensor with their holders, sorted."""
         grid = self.grids[tensor.grid]
         held = grid.on(tensor.shape)
         return _with_holders(grid, held, np.arange(len(held.entry)))
 
     def held_by(self, rank: int) -> list[tuple[TensorEntry, Box, tuple[int, ...]]]:
-        """The boxes of one rank with all their holders, sorted by tensor and region."""
+        """Return the boxes of one rank with all their holders, sorted by tensor and region."""
         entries = [grid.entries_of(rank) for grid in self.grids]
         known: dict[tuple[int, Shape], list[tuple[Box, tuple[int, ...]]]] = {}
         for number, shape in self.kinds:
@@ -346,7 +348,7 @@ class _Own(msgspec.Struct):
 
 
 def declarations(layouts: Mapping[int, Layout]) -> dict[int, Declaration]:
-    """Decode what ranks have sent, by rank; equal tables become one object.
+    """Return the decoded layouts by rank. Equal tables become one object.
 
     Raises:
         StateError: not the JSON of a layout.
@@ -367,13 +369,13 @@ def declarations(layouts: Mapping[int, Layout]) -> dict[int, Declaration]:
 
 
 def cut_box(shape: Shape, cuts: Cuts) -> Box:
-    """The box of a cell on a tensor of ``shape``."""
+    """Return the box that a cell (a part of a regular cut) is on a tensor of ``shape``."""
     parts = [cut(length, steps) for length, steps in zip(shape, cuts, strict=True)]
     return Box(tuple(offset for offset, _ in parts), tuple(size for _, size in parts))
 
 
 def _cuts_of(tensor: TensorMeta) -> Cuts | None:
-    """The cell that a declared box is, as far as it is known to be one."""
+    """Return the cell that a declared box is; None: not known to be one."""
     if tensor.dtype not in DTYPE_SIZE_BYTES:
         raise StateError(f"tensor {tensor.fqn!r}: unknown dtype {tensor.dtype!r}")
     if len(tensor.box.sizes) != len(tensor.shape) or len(tensor.box.offsets) != len(tensor.shape):
@@ -393,7 +395,7 @@ def _cuts_of(tensor: TensorMeta) -> Cuts | None:
 
 
 def _with_holders(grid: Grid, held: HeldBoxes, places: Integers) -> list[tuple[Box, tuple[int, ...]]]:
-    """Boxes of a grid on a shape with their holders, sorted."""
+    """Return the boxes at the indices ``places`` with their holders, sorted."""
     holders = grid.holders
     who = (
         held.joined.get(place, holders[entry])
@@ -403,17 +405,17 @@ def _with_holders(grid: Grid, held: HeldBoxes, places: Integers) -> list[tuple[B
 
 
 def _even_cuts(shape: Shape, box: Box) -> Cuts | None:
-    """The cell of a box that is the whole or one of equal parts in every dimension; other boxes do not tell theirs."""
+    """Return the cell of a box that is one part of a cut into equal parts; None for other boxes."""
     cuts: list[tuple[tuple[int, int], ...]] = []
     for length, offset, size in zip(shape, box.offsets, box.sizes, strict=True):
         if size <= 0 or length % size or offset % size or not 0 <= offset < length:
-            return None  # as it lies outside, maybe: that is checked later
+            return None  # it may be outside of the tensor: that is checked later
         cuts.append(() if size == length else ((length // size, offset // size),))
     return tuple(cuts)
 
 
 class _Join:
-    """Joins declarations. Tensors that all tables put at the same places share one grid."""
+    """The join of declarations. Tensors that have the same places in all tables share one grid."""
 
     def __init__(self, declared: Mapping[int, Declaration]) -> None:
         self.tables: list[tuple[tuple[Row, ...], list[Declaration]]] = []
@@ -429,7 +431,7 @@ class _Join:
             self.tables[number][1].append(declaration)
 
     def tensors(self) -> dict[str, tuple[str, Shape, Grid]]:
-        """Dtype, shape and grid of each tensor."""
+        """Return dtype, shape and grid of each tensor."""
         meta: dict[str, tuple[str, Shape, int]] = {}
         uses: dict[str, set[tuple[int, int]]] = {}
         for number, (rows, members) in enumerate(self.tables):
@@ -455,7 +457,7 @@ class _Join:
         return out
 
     def _grid(self, uses: frozenset[tuple[int, int]], shape: Shape | None) -> Grid:
-        """Cells, or (with a shape) boxes, and who holds them."""
+        """Return the grid for these places: cells or, if a shape is given, boxes, each with its holders."""
         if shape is None:
             cells: dict[Cuts, list[int]] = {}
             for number, place in uses:
@@ -481,7 +483,7 @@ def _ascending(ranks: Iterable[int]) -> tuple[int, ...]:
 def _numbered(
     world: int, absent: tuple[int, ...], tensors: Mapping[str, tuple[str, Shape, Grid]]
 ) -> Catalogue:
-    """The catalogue: tensors by name, equal grids once, numbered by their first use."""
+    """Return the catalogue: tensors by name, equal grids once, numbered by their first use."""
     numbers: dict[Grid, int] = {}
     same: dict[int, int] = {}  # a grid is large: hashed once, not once per tensor
     entries: list[TensorEntry] = []
@@ -495,7 +497,7 @@ def _numbered(
 
 
 def _check_catalogue(catalogue: Catalogue) -> None:
-    """Refuse a catalogue that breaks an invariant."""
+    """Raise an error if the catalogue breaks an invariant."""
     if len(catalogue.tensors) > TENSORS_MAX:
         raise StateError(f"catalogue of {len(catalogue.tensors)} tensors; the limit is {TENSORS_MAX}")
     absent = catalogue.absent
@@ -522,7 +524,7 @@ def _check_catalogue(catalogue: Catalogue) -> None:
 
 
 def check_tensor(tensor: TensorEntry | TensorMeta) -> None:
-    """Refuse a tensor that no checkpoint can hold.
+    """Raise an error if no checkpoint can hold this tensor.
 
     Raises:
         StateError: its name (see :func:`check_name`), its dtype or its shape.
@@ -535,7 +537,7 @@ def check_tensor(tensor: TensorEntry | TensorMeta) -> None:
 
 
 def _check_place(tensor: TensorEntry, grid: Grid) -> None:
-    """A grid against the shape of one of its tensors."""
+    """Raise an error if a grid does not fit the shape of one of its tensors."""
     whole = Box.whole(tensor.shape)
     if grid.cells and len(grid.cells[0].cuts) != len(tensor.shape):
         raise StateError(f"tensor {tensor.fqn!r}: its cells have not {len(tensor.shape)} dimensions")
@@ -552,7 +554,7 @@ def _check_place(tensor: TensorEntry, grid: Grid) -> None:
 
 
 def check_name(fqn: str) -> None:
-    """Refuse a name that cannot be a key of a safetensors file.
+    """Raise an error if a name cannot be a key of a safetensors file.
 
     Raises:
         StateError: empty, too long, reserved, no valid Unicode or with control characters.

@@ -1,10 +1,10 @@
-"""Layouts of ranks that had no time to publish their second one.
+"""Completion of the layouts of ranks that had no time to publish the entries of their optimizer.
 
-Theory. Optimizer state appears with the first update, so each rank declares it after that update. A rank that died, or
-was in doubt, before its second declaration holds (or will hold) the same entries: an entry with the shape of its
-parameter lies where the parameter lies, any other is whole. From one complete declaration the others follow, and every
-rank that computes this from the same declarations gets the same answer. State that an optimizer cuts by itself lies
-elsewhere: where a declared entry does not lie so, nothing follows from it, nor from one of a sharded optimizer.
+Theory. Optimizer state appears with the first update, so each rank declares it after that update. A rank that died or
+was in doubt before this second declaration holds (or will hold) the same entries. An entry with the shape of its
+parameter has the same box as the parameter; any other entry is whole. So the missing declarations follow from one
+complete declaration, and every rank computes the same result. State that an optimizer cuts in its own way has other
+boxes. Where a declared entry shows that, its entry is not completed, and neither is that of a sharded optimizer.
 """
 
 from __future__ import annotations
@@ -17,11 +17,14 @@ from holdfast.store.layouts.shardings import Cuts, whole_cuts
 
 PREFIX = "optimizer."
 SHARDED = "(sharded)"
-"""How the name of an optimizer ends whose state of one parameter lies with some of its holders: nothing follows."""
+"""End of the name of an optimizer that keeps the state of a parameter on some of its holders only.
+
+It is not completed.
+"""
 
 
 def catalogue_of(layouts: Mapping[int, Layout]) -> Catalogue:
-    """The catalogue of what the ranks have sent (by rank), completed.
+    """Return the catalogue of the published layouts (by rank), completed.
 
     Raises:
         StateError: a declaration breaks a rule of ``layout.py``, or two ranks disagree.
@@ -30,7 +33,7 @@ def catalogue_of(layouts: Mapping[int, Layout]) -> Catalogue:
 
 
 def complete(declared: Mapping[int, Declaration]) -> dict[int, Declaration]:
-    """``declared`` (by rank) with the optimizer entries that some ranks have not declared yet."""
+    """Return ``declared`` (by rank) with the optimizer entries that some ranks have not declared yet."""
     known: dict[str, Row] = {}
     cut: set[str] = set()
     seen: set[int] = set()
@@ -61,7 +64,7 @@ def complete(declared: Mapping[int, Declaration]) -> dict[int, Declaration]:
 def _completed(
     declaration: Declaration, known: Mapping[str, Row]
 ) -> tuple[tuple[Row, ...], tuple[Cuts, ...]]:
-    """The completed table, and the cells that it needs in addition."""
+    """Return the completed table of a declaration, and the cells (parts of a regular cut) that it needs in addition."""
     places = _places(declaration)
     cells: dict[Cuts, int] = {}
     added: list[Row] = []
@@ -86,7 +89,7 @@ def _places(declaration: Declaration) -> dict[str, list[Row]]:
 
 
 def _follows(row: Row, declaration: Declaration, places: Mapping[str, list[Row]]) -> bool:
-    """True for an entry that lies where its parameter lies, or is whole."""
+    """Return True for an entry that is whole or has the box of its parameter."""
     if declaration.box(row).sizes == row.shape:
         return True
     parameter = _parameter(row.fqn, places)
@@ -94,7 +97,7 @@ def _follows(row: Row, declaration: Declaration, places: Mapping[str, list[Row]]
 
 
 def _parameter(fqn: str, places: Mapping[str, list[Row]]) -> str | None:
-    """The declared parameter that ``optimizer.<name>.<parameter>.<key>`` belongs to."""
+    """Return the declared parameter that ``optimizer.<name>.<parameter>.<key>`` belongs to; None: not declared."""
     rest = fqn.removeprefix(PREFIX).partition(".")[2]
     while "." in rest:
         rest = rest.rpartition(".")[0]

@@ -1,13 +1,14 @@
-"""Which bytes of the state several ranks hold, and which of them are compared when.
+"""The parts of the state that several ranks hold, and the turn in which each part is compared.
 
-Theory. Ranks that hold an identical box hold copies of each other: they form a *group*, and all its boxes laid end to
-end are one *stream* of bytes, the same on every member. A turn compares one slice of every stream, ``turns`` turns all
-of it. What is compared when follows from the catalogue alone, so all holders take digests of the same bytes without a
-word; one number says whether two ranks go by the same catalogue. A rank of several groups adds up one digest per group,
-each times its *factor*: the factors of a group add up to zero, so equal copies cancel out of the sum over all ranks.
+Theory. Ranks that hold an identical box hold copies of each other: they form a *group*. All boxes of a group, one after
+the other, are one *stream* of bytes, equal on every member. A turn compares one slice of every stream, and ``turns``
+turns compare all of it. The slice of a turn follows from the catalogue alone, so all holders take digests of the same
+bytes without communication. One number (``plan``) shows whether two ranks have the same catalogue. A rank adds up the
+digests of its groups, each times its own *factor* in that group. The factors of the members of a group add up to zero,
+so equal copies cancel out of the sum over all ranks.
 
 Invariants:
-1. All holders of a box cut it at the same bytes in the same turn, whatever else each of them holds.
+1. All holders of a box digest the same bytes of it in the same turn, whatever else each of them holds.
 2. Within ``turns`` consecutive turns every byte of every group is compared once.
 3. The factors of a group add up to zero.
 """
@@ -25,7 +26,7 @@ NAMED_MAX = 32
 
 
 class Extent(NamedTuple):
-    """Bytes ``start`` to ``stop`` (C order) of one box."""
+    """The bytes ``start`` to ``stop`` (C order) of one box."""
 
     fqn: str
     box: Box
@@ -40,12 +41,12 @@ class ReplicaGroup(NamedTuple):
     """The boxes that exactly these ranks hold. ``extents`` are whole boxes, in the order of the stream."""
 
     holders: tuple[int, ...]
-    factor: int  # of this rank
+    factor: int  # the factor of this rank
     extents: tuple[Extent, ...]
     size_bytes: int
 
     def cut(self, start: int, stop: int) -> list[Extent]:
-        """Bytes ``start`` to ``stop`` of the stream."""
+        """Return the bytes ``start`` to ``stop`` of the stream, as parts of its boxes."""
         found, at = [], 0
         for extent in self.extents:
             size = extent.stop - extent.start
@@ -59,13 +60,13 @@ class ReplicaGroup(NamedTuple):
 
 
 class ReplicaCopies:
-    """What one rank compares with others.
+    """The parts of the state that one rank compares with other ranks.
 
     Args:
-        catalogue: of all ranks.
-        rank: of this process.
-        compared: says of a name whether its copies are equal on all holders after every step.
-        turns: in how many turns everything is compared.
+        catalogue: the catalogue of all ranks.
+        rank: the rank of this process.
+        compared: returns True for a tensor name whose copies are equal on all holders after every step.
+        turns: the number of turns that compare everything once.
     """
 
     def __init__(self, catalogue: Catalogue, rank: int, compared: Callable[[str], bool], turns: int) -> None:
@@ -80,11 +81,11 @@ class ReplicaCopies:
                     found.append((group, extents))
 
     def turn(self, number: int) -> list[tuple[ReplicaGroup, list[Extent]]]:
-        """What is compared in turn ``number`` (counted for ever), by group."""
+        """Return the parts to compare in turn ``number`` (counted without end), by group."""
         return self._turns[number % len(self._turns)]
 
     def whole(self) -> list[tuple[ReplicaGroup, list[Extent]]]:
-        """Everything, by group."""
+        """Return all parts, by group."""
         return [(group, list(group.extents)) for group in self.groups]
 
 
@@ -102,7 +103,7 @@ def _groups(catalogue: Catalogue, rank: int, compared: Callable[[str], bool]) ->
 
 
 def runs(extents: Sequence[Extent]) -> list[tuple[str, list[Extent]]]:
-    """Consecutive extents in at most ``NAMED_MAX`` runs of about equal number, each with its name."""
+    """Return consecutive extents in at most ``NAMED_MAX`` runs of about equal number, each with its name."""
     size = max(1, -(-len(extents) // NAMED_MAX))
     parts = [list(extents[at : at + size]) for at in range(0, len(extents), size)]
     return [

@@ -1,20 +1,20 @@
-"""Who writes what: a deterministic plan that every rank computes alone from the catalogue.
+"""The plan of a save: which rank writes which bytes. Every rank computes it alone from the catalogue.
 
-Theory. The boxes that the same living ranks hold form one *stream* of bytes, in the order of the catalogue. A stream
-is dealt to its holders at once: each gets one stretch of it, as long as brings all of them to one common load
-(streams of few holders first: they leave the least choice). Laid out one after the other, ``copies`` times around the
-stream, the stretches cover every byte ``copies`` times, and none meets itself. The ends of a stretch are moved to
-places where a box may be cut: between rows of its first dimension longer than 1, so that every part is one contiguous
-byte range. All of this is arithmetic on grids and holder groups; only the caller's own stretches become lists of
-boxes. With all ranks as ``sources`` this is the plan of a periodic checkpoint, with the living ones it is the plan of
-a last-gasp checkpoint: nothing else changes.
+Theory. The boxes that the same living ranks hold form one *stream* of bytes, in the order of the catalogue. A stream is
+divided among its holders: each gets one stretch of it. The lengths bring all holders to one common load (streams with
+few holders come first, because they leave the least choice). Laid out one after the other, ``copies`` times around the
+stream, the stretches cover every byte ``copies`` times, and no stretch overlaps itself. The ends of a stretch are moved
+to places where a box may be cut: between rows of its first dimension longer than 1, so that every part is one
+contiguous byte range. All of this is arithmetic on grids and groups of holders. Only the caller's own stretches become
+lists of boxes. With all ranks as ``sources`` this is the plan of a periodic checkpoint, with the living ranks that of a
+last-gasp checkpoint.
 
 Invariants:
 1. The plan is a pure function of (catalogue, sources, copies): integers only, ties broken by name and rank.
-2. Every box that has a living holder is covered by exactly ``min(copies, holders)`` writers' parts.
+2. Every box that has a living holder is covered by the parts of exactly ``min(copies, holders)`` writers.
 3. No writer gets the same element of a box twice, and every part lies inside one box that its writer holds.
-4. ``uncovered`` names the regions that no living rank holds (the first :data:`UNCOVERED_MAX` of them); a plan with one
-   must not be written.
+4. ``uncovered`` names the regions that no living rank holds (the first :data:`UNCOVERED_MAX` of them). A plan with such
+   a region must not be written.
 5. The cost grows with (distinct pairs of grid and shape) x ranks + tensors, not with ranks x tensors.
 """
 
@@ -36,21 +36,24 @@ from holdfast.store.layouts.shardings import HeldBoxes, Integers
 from holdfast.text import noun_of
 
 PART_SIZE_BYTES_MIN = 1024 * 1024
-"""A box is only cut into parts of at least about this size: each part costs a header entry and a read."""
+"""Smallest size of a part, about: each part costs a header entry and a read."""
 
 UNCOVERED_MAX = 1000
 NAMED_MAX = 4  # in a message
 
 
 class WriteItem(msgspec.Struct, frozen=True, order=True):
-    """Write ``part`` of tensor ``fqn``; the writer holds it inside its ``box`` (both in global coordinates)."""
+    """Order to write ``part`` of tensor ``fqn``.
+
+    The writer holds the part inside its ``box`` (both in global coordinates).
+    """
 
     fqn: str
     box: Box
     part: Box
 
     def byte_range(self, item_size_bytes: int) -> tuple[int, int]:
-        """Where the part lies in the bytes of the box."""
+        """Return the first and last byte (exclusive) of the part within the bytes of the box."""
         before, per_row = 0, item_size_bytes
         for d in reversed(range(len(self.box.sizes))):
             before += (self.part.offsets[d] - self.box.offsets[d]) * per_row
@@ -68,7 +71,7 @@ class SavePlan(msgspec.Struct, frozen=True):
     absent: tuple[int, ...]
 
     def items(self, rank: int) -> tuple[WriteItem, ...]:
-        """What ``rank`` writes, sorted by name and region."""
+        """Return the parts that ``rank`` writes, sorted by name and region."""
         return self.shares.get(rank, ())
 
     @property
@@ -77,7 +80,7 @@ class SavePlan(msgspec.Struct, frozen=True):
         return not self.uncovered and not self.absent
 
     def why_incomplete(self) -> str:
-        """One line that names what is missing, or an empty string."""
+        """Return one line that names the missing parts, or an empty string."""
         reasons = [f"{_ranks(self.absent)} declared no layout"] if self.absent else []
         if self.uncovered:
             reasons.append(f"no living rank holds {_some([f'{fqn}{box}' for fqn, box in self.uncovered])}")
@@ -85,12 +88,12 @@ class SavePlan(msgspec.Struct, frozen=True):
 
 
 def plan(catalogue: Catalogue, sources: frozenset[int], copies: int = 1) -> SavePlan:
-    """Compute who writes what. The shares are made when they are asked for, each on its own.
+    """Return the plan of a save. The share of each rank is computed when it is read.
 
     Args:
-        catalogue: what exists and who holds it, the dead included.
+        catalogue: all tensors and their holders, the dead included.
         sources: ranks that can write (living and sound).
-        copies: how many different writers each box gets, as far as it has holders.
+        copies: number of different writers of each box, as far as it has holders.
 
     Raises:
         StateError: a source is not in the catalogue, or ``copies`` < 1.
@@ -104,18 +107,18 @@ def plan(catalogue: Catalogue, sources: frozenset[int], copies: int = 1) -> Save
 
 
 class _Shares(Mapping[int, tuple[WriteItem, ...]]):
-    """The dealt streams; a rank's list of parts is made when it is asked for."""
+    """The divided streams. The list of parts of a rank is made when it is read."""
 
     def __init__(self, catalogue: Catalogue, sources: frozenset[int], copies: int) -> None:
         self.catalogue = catalogue
         self.sources = sources
         self.copies = copies
         self.groups: dict[tuple[int, ...], int] = {}
-        # The group of each entry of each grid; -1: nobody alive.
+        # The group of each entry of each grid; -1: no living holder.
         self.living = [
             np.array([self._group(ranks) for ranks in grid.holders], np.int64) for grid in catalogue.grids
         ]
-        # What has no elements is in no stream.
+        # Tensors without elements are in no stream.
         self.kinds = {kind: tensors for kind, tensors in catalogue.kinds.items() if 0 not in kind[1]}
         self.lost: list[tuple[tuple[int, tuple[int, ...]], list[Box]]] = []
         self.sizes = self._measure()
@@ -133,14 +136,14 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         return self.groups.setdefault(alive, len(self.groups)) if alive else -1
 
     def _groups_of(self, grid: int, held: HeldBoxes) -> Integers:
-        """The group of each box."""
+        """Return the group of each box."""
         groups = self.living[grid][held.entry]
         for place, ranks in held.joined.items():
             groups[place] = self._group(ranks)
         return groups
 
     def _measure(self) -> Integers:
-        """Bytes of the stream of each group; notes the boxes without a living holder."""
+        """Return the size in bytes of the stream of each group. Note the boxes without a living holder."""
         sizes = np.zeros(len(self.groups), np.int64)
         for kind, tensors in self.kinds.items():
             held = self.catalogue.grids[kind[0]].on(kind[1])
@@ -161,7 +164,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
     def _holes(
         self, kind: tuple[int, tuple[int, ...]], held: HeldBoxes, alive: NDArray[np.bool_]
     ) -> list[Box]:
-        """Declared boxes that nobody alive covers, then regions that nobody ever declared."""
+        """Return the declared boxes without a living holder, then the regions that no rank ever declared."""
         grid, shape = self.catalogue.grids[kind[0]], kind[1]
         dead = held.boxes(np.nonzero(~alive)[0])
         if grid.exact:
@@ -174,7 +177,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         return [*lost, *(piece for region in rest for piece in subtract(region, lost))]
 
     def uncovered(self) -> list[tuple[str, Box]]:
-        """The regions that no living rank holds, by name; not more than the limit."""
+        """Return the regions that no living rank holds, by name, up to the limit."""
         lost = {tensor.fqn: boxes for kind, boxes in self.lost for tensor in self.kinds[kind]}
         if not self.sources:
             lost |= {t.fqn: [Box.whole(t.shape)] for t in self.catalogue.tensors if not t.size_bytes}
@@ -184,7 +187,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         return found
 
     def _deal(self) -> dict[tuple[int, ...], list[int]]:
-        """Where the stretch of each holder of a group begins; the last number is the end of the last one."""
+        """Divide each stream. Return per group the start of each holder's stretch, and the end of the last one."""
         loads = np.zeros(self.catalogue.world, np.int64)
         several: list[tuple[int, tuple[int, ...], int]] = []
         for ranks, number in self.groups.items():
@@ -211,7 +214,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         items: list[WriteItem] = []
         for ranks, boxes in self._streams(rank).items():
             items += [WriteItem(fqn, box, part) for fqn, box, part in self._stretch(ranks, rank, boxes)]
-        # What has no bytes is in no stream: the first holders write it.
+        # Tensors without bytes are in no stream: their first holders write them.
         empty = [tensor for tensor in self.catalogue.tensors if not tensor.size_bytes]
         for tensor in empty:
             alive = sorted(self.catalogue.grids[tensor.grid].ranks & self.sources) or [min(self.sources)]
@@ -220,9 +223,9 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         return tuple(sorted(items))
 
     def _streams(self, rank: int) -> dict[tuple[int, ...], list[tuple[str, Box, int]]]:
-        """The streams that ``rank`` has a part in: (tensor, box, bytes), in order."""
+        """Return the streams that ``rank`` has a part in: (tensor, box, bytes), in order."""
         names = list(self.groups)
-        mine = np.array([rank in ranks for ranks in names] + [False])  # the last one: nobody alive
+        mine = np.array([rank in ranks for ranks in names] + [False])  # the last one: no living holder
         found: dict[tuple[int, tuple[int, ...]], list[tuple[int, Box]]] = {}
         own = [grid.entries_of(rank) for grid in self.catalogue.grids]
         for kind in self.kinds:
@@ -243,7 +246,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
     def _stretch(
         self, ranks: tuple[int, ...], rank: int, stream: Sequence[tuple[str, Box, int]]
     ) -> Iterator[tuple[str, Box, Box]]:
-        """(tensor, box, part) of the stretch of ``rank``."""
+        """Yield (tensor, box, part) of the stretch of ``rank``."""
         if len(ranks) == 1:
             yield from ((fqn, box, box) for fqn, box, _ in stream)
             return
@@ -252,7 +255,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         first, last = (_cuttable(at, stream, ends) for at in self.fills[ranks][place : place + 2])
         start = first % total
         stop = last - first + start
-        # Beyond its end the stream begins again.
+        # After its end the stream begins again.
         ranges = [(0, total)] if stop - start == total else [(start, min(stop, total)), (0, stop - total)]
         for low, high in ranges:
             index = bisect_right(ends, low) - 1
@@ -264,11 +267,14 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
 
 
 def _level(loads: Integers, size_bytes: int, copies: int) -> Integers:
-    """How much each holder takes of ``copies`` times ``size_bytes``, none more than once, up to one common load."""
+    """Return how many bytes each holder takes of ``copies`` times ``size_bytes``, up to one common load.
+
+    No holder takes a byte twice.
+    """
     if copies == len(loads):
         return np.full(len(loads), size_bytes, np.int64)
     wanted = copies * size_bytes
-    # Taken in all, when the common level is L, is the sum of clip(L - load, 0, size): linear between these levels.
+    # At the common level L the holders take the sum of clip(L - load, 0, size). It is linear between these levels.
     levels = np.concatenate([loads, loads + size_bytes])
     order = np.argsort(levels, kind="stable")
     levels = levels[order]
@@ -283,14 +289,14 @@ def _level(loads: Integers, size_bytes: int, copies: int) -> Integers:
 
 
 def _cuttable(at: int, stream: Sequence[tuple[str, Box, int]], ends: Sequence[int]) -> int:
-    """The place nearest to ``at`` where the stream may be cut; it never moves past that of a greater ``at``."""
+    """Return the place nearest to ``at`` where the stream may be cut. The result is monotonic in ``at``."""
     total = ends[-1]
     rounds, at = divmod(at, total)
     index = bisect_right(ends, at) - 1
     _, box, size_bytes = stream[index]
     step, pieces = _steps(box, size_bytes)
     inside = at - ends[index]
-    last = (pieces - 1) * step  # the last piece is the longest: it takes what is over
+    last = (pieces - 1) * step  # the last piece is the longest: it takes the remainder
     nearest = min((2 * inside + step) // (2 * step) * step, last)
     if 2 * inside >= last + size_bytes:
         nearest = size_bytes
@@ -298,19 +304,19 @@ def _cuttable(at: int, stream: Sequence[tuple[str, Box, int]], ends: Sequence[in
 
 
 def _axis(box: Box) -> int:
-    """The dimension along which a box is cut: every slab of it is one contiguous range."""
+    """Return the dimension along which a box is cut: every slab of it is one contiguous range."""
     return next((d for d, size in enumerate(box.sizes) if size > 1), 0)
 
 
 def _steps(box: Box, size_bytes: int) -> tuple[int, int]:
-    """Bytes of a smallest piece, and how many pieces the box has."""
+    """Return the size in bytes of the smallest piece of a box, and the number of its pieces."""
     per_row = size_bytes // (box.sizes[_axis(box)] if box.sizes else 1)
     step = -(-PART_SIZE_BYTES_MIN // per_row) * per_row
     return min(step, size_bytes), max(1, size_bytes // step)
 
 
 def _slab(box: Box, size_bytes: int, low: int, high: int) -> Box:
-    """Bytes ``low`` to ``high`` of a box; both are edges of rows."""
+    """Return the bytes ``low`` to ``high`` of a box as a box. Both are edges of rows."""
     if (low, high) == (0, size_bytes):
         return box
     axis = _axis(box)
@@ -326,6 +332,6 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _some(names: Sequence[object]) -> str:
-    """The first few of a list, for a message."""
+    """Return the first few items of a list as text, for a message."""
     more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
     return ", ".join(str(name) for name in names[:NAMED_MAX]) + more

@@ -1,15 +1,15 @@
-"""Who holds which cell, for a whole class of tensors at once.
+"""Regular cuts of tensors and the ranks that hold their parts, for a whole class of tensors at once.
 
 Theory. Meshes cut tensors like ``torch.chunk``: a dimension of n elements into p parts of ceil(n / p), the last ones
-shorter or empty; a nested cut cuts such a part again. A *cell* says which part of which cut a rank holds, per
-dimension, and nothing about lengths: one grid of cells describes all tensors that are cut in the same way, whatever
-their shapes. A job has a few grids (sharded, replicated, per pipeline stage), each as large as the number of ranks;
-the boxes of one tensor follow by arithmetic. Layouts that no cut describes are listed as boxes, per shape.
+shorter or empty. A nested cut cuts such a part again. A *cell* names, per dimension, the part of each cut that a rank
+holds. It has no lengths, so one *grid* (a set of cells) describes all tensors that are cut in the same way, whatever
+their shapes. A job has a few grids (sharded, replicated, per pipeline stage), each as large as the number of ranks. The
+boxes of one tensor follow by arithmetic. A layout that is no regular cut is listed as boxes, per shape.
 
 Invariants:
-1. A grid has cells or boxes, not both; either kind is sorted and unique; ranks are ascending and unique.
+1. A grid has cells or boxes, not both. Either kind is sorted and unique. Ranks are ascending and unique.
 2. Every step of a cut has at least two parts: "whole" has one spelling, no step.
-3. When all cells take the same cuts, they never meet on any shape; when they are as many as these cuts have parts,
+3. When all cells take the same cuts, they never overlap on any shape. When they are as many as these cuts have parts,
    they cover any shape exactly once (``exact``).
 """
 
@@ -33,16 +33,16 @@ STEPS_MAX = 2**26
 
 Integers = NDArray[np.int64]
 Cuts = tuple[tuple[tuple[int, int], ...], ...]
-"""Per dimension the steps (parts, index), outermost first; no step: the whole dimension."""
+"""Per dimension the steps (parts, index), outermost first. A dimension without a step is whole."""
 
 
 def whole_cuts(dimensions: int) -> Cuts:
-    """The cell that is the whole tensor."""
+    """Return the cell that is the whole tensor."""
     return ((),) * dimensions
 
 
 def cut(length: int, steps: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """(offset, size) of one part of ``length`` elements."""
+    """Return (offset, size) of one part of ``length`` elements."""
     offset, size = 0, length
     for parts, index in steps:
         chunk = -(-size // parts)
@@ -67,10 +67,10 @@ class BoxHolders(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HeldBoxes(NamedTuple):
-    """The distinct boxes with elements of a grid on one shape: ``offsets`` and ``sizes`` are [boxes, dimensions].
+    """The distinct boxes of a grid on one shape, without empty ones. ``offsets`` and ``sizes`` are [boxes, dimensions].
 
-    ``entry`` is the cell (or listed box) that each one comes from. Boxes in ``joined`` come from several cells, that
-    are one box on this shape: their holders are given here.
+    ``entry`` is the cell (or listed box) that each box comes from. Boxes in ``joined`` come from several cells that are
+    one box on this shape; ``joined`` gives their holders.
     """
 
     offsets: Integers
@@ -79,29 +79,29 @@ class HeldBoxes(NamedTuple):
     joined: dict[int, tuple[int, ...]]
 
     def boxes(self, places: Integers) -> list[Box]:
-        """Those at ``places``."""
+        """Return the boxes at the indices ``places``."""
         rows = zip(self.offsets[places].tolist(), self.sizes[places].tolist(), strict=True)
         return [Box(tuple(offsets), tuple(sizes)) for offsets, sizes in rows]
 
 
 class Grid(msgspec.Struct, frozen=True, dict=True):
-    """Cells, or boxes for what no cut describes, with their holders."""
+    """The cells of a regular cut with their holders; for other layouts, boxes with their holders."""
 
     cells: tuple[Cell, ...]
     boxes: tuple[BoxHolders, ...]
 
     @property
     def holders(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks of each entry."""
+        """The ranks of each entry."""
         return tuple(entry.ranks for entry in self.cells or self.boxes)
 
     @cached_property
     def ranks(self) -> frozenset[int]:
-        """All ranks that hold something of it."""
+        """All ranks that hold a part."""
         return frozenset(rank for ranks in self.holders for rank in ranks)
 
     def entries_of(self, rank: int) -> list[int]:
-        """The cells (or listed boxes) of one rank."""
+        """Return the cells (or listed boxes) of one rank, as indices."""
         return [entry for entry, ranks in enumerate(self.holders) if rank in ranks]
 
     @cached_property
@@ -112,7 +112,7 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _steps(self) -> Integers:
-        """The cuts as numbers: [depth, dimensions, cells, (parts, index)]; (1, 0) where there is no step."""
+        """The cuts as numbers: [depth, dimensions, cells, (parts, index)]; (1, 0) if there is no step."""
         depth = max((len(steps) for cell in self.cells for steps in cell.cuts), default=0)
         steps = np.zeros((depth, len(self.cells[0].cuts), len(self.cells), 2), np.int64)
         steps[..., 0] = 1
@@ -124,22 +124,23 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _regular(self) -> bool:
-        """All cells take the same cuts: distinct cells are distinct boxes, or empty ones."""
+        """True if all cells are parts of the same cuts: distinct cells are then distinct boxes, or empty ones."""
         parts = self._steps[..., 0]
         return bool((parts == parts[:, :, :1]).all())
 
     @cached_property
     def exact(self) -> bool:
-        """The cells cover every shape exactly once (invariant 3). False says nothing."""
+        """True if the cells cover every shape exactly once (invariant 3). If False, they may still do so."""
         if not self.cells or not self._regular:
             return False
         return math.prod(self._steps[:, :, 0, 0].ravel().tolist()) == len(self.cells)
 
     def on(self, shape: Shape, among: Sequence[int] | None = None) -> HeldBoxes:
-        """The boxes on a tensor of ``shape``. One without elements has one box, the whole, held by all.
+        """Return the boxes on a tensor of ``shape``. A tensor without elements has one box, the whole, held by all.
 
         Args:
-            among: at least those of these entries are wanted, the others need not be computed.
+            shape: the shape of the tensor.
+            among: the entries that are needed. The result contains at least these.
         """
         if 0 in shape:
             zero = np.zeros((1, len(shape)), np.int64)
@@ -148,7 +149,7 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
             )
         if self.boxes:
             return HeldBoxes(*self._listed, np.arange(len(self.boxes)), {})
-        # Cells that are one box on this shape are only found when all are looked at.
+        # Cells that are one box on this shape are only found among all cells.
         entries = (
             np.arange(len(self.cells)) if among is None or not self._regular else np.array(among, np.int64)
         )
@@ -171,7 +172,7 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
         return held if self._regular else self._merged(held)
 
     def _merged(self, held: HeldBoxes) -> HeldBoxes:
-        """One box for cells that are the same on this shape."""
+        """Return the boxes with those joined that are equal on this shape."""
         first: dict[tuple[int, ...], int] = {}
         joined: dict[int, set[int]] = {}
         keep: list[int] = []
@@ -187,7 +188,10 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
         return HeldBoxes(held.offsets[keep], held.sizes[keep], held.entry[keep], merged)
 
     def check(self, world: int) -> None:
-        """Refuse a grid that breaks an invariant.
+        """Raise an error if the grid breaks an invariant.
+
+        Args:
+            world: the number of ranks.
 
         Raises:
             StateError: names the broken rule.
@@ -212,7 +216,7 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
 
 
 def check_cuts(cuts: Cuts) -> None:
-    """Refuse cuts that are none.
+    """Raise an error if ``cuts`` are not valid.
 
     Raises:
         StateError: a step without two parts, an index outside of them, or too many steps.

@@ -1,9 +1,9 @@
-"""Whose plain values a rank needs: values come from ranks that hold the same tensors.
+"""The ranks whose plain values (not tensors) a rank loads: ranks that hold the same tensors.
 
-Theory. Most plain values are the same on all ranks, but optimizer state is named by the parameters that a rank holds,
-and with pipeline stages these differ. A rank listens first to the one that holds most of its tensors (its copy, where
-there is one; itself, where that is one of them), then to those that hold what is left: with as many stages as before
-that is one rank, with fewer several.
+Theory. Most plain values are the same on all ranks. But optimizer state is named by the parameters that a rank holds,
+and these differ between pipeline stages. The first source of a rank is the rank that holds most of its tensors: a copy
+of it if there is one, or itself if it is one of those. The next sources hold the remaining tensors. With as many stages
+as before one source is enough, with fewer stages several are needed.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from holdfast.store.layouts.layout import Catalogue
 def speakers(
     catalogue: Catalogue, names: Collection[str], among: Iterable[int], rank: int = -1
 ) -> tuple[int, ...]:
-    """The fewest ranks that a greedy choice finds, the first one the most important; empty without candidates.
+    """Return the ranks to load plain values from, the most important first; empty without candidates.
+
+    The choice is greedy: as few ranks as it finds.
 
     Args:
-        names: of the tensors of the rank that asks.
-        among: ranks that can be asked.
-        rank: of two that hold as much, this one is asked first: itself.
+        catalogue: all tensors and their holders.
+        names: the tensors of the rank that loads.
+        among: the candidates.
+        rank: the rank that loads. It is preferred to another candidate that holds as much.
     """
     asked = sorted(among)
     left = Counter(catalogue.by_fqn[name].grid for name in names if name in catalogue.by_fqn)

@@ -1,2 +1,8 @@
-"""Many checkpoints: ``checkpoint_root`` (find, list, prune), ``lineage``, ``retention`` (when to save and what to
-keep), ``repair``, ``checkpoint_tools``."""
+"""Many checkpoints in one place.
+
+- ``checkpoint_root``: find, list and remove them.
+- ``lineage``: which belong to one run and its predecessors.
+- ``retention``: when to save and which to keep.
+- ``repair``: restore damaged files.
+- ``checkpoint_tools``: list holders, merge into one file.
+"""

@@ -1,13 +1,14 @@
-"""A checkpoint root: the place that holds the attempts of one or more runs.
+"""A checkpoint root: the place that holds the attempts (saves of one step) of one or more runs.
 
-Theory. There is no ``latest`` file that could lie: the newest checkpoint is the newest attempt that proves itself
-from its files. Attempts are ordered by step, then generation, then attempt; every rank that looks at the same
-files comes to the same answer.
+Theory. There is no ``latest`` file that could be wrong: the newest checkpoint is the newest attempt that its files
+prove valid. Attempts are ordered by step, then generation, then attempt. Every rank that looks at the same files gets
+the same answer.
 
 Invariants:
-1. The newest valid checkpoint is never removed, nor one that is being read or written, nor a young attempt that is
-   unfinished or the newest of another run. Who prunes for one lineage removes nothing of others that was ever finished.
-2. An attempt is never changed: only made, sealed, repaired from its own copies, or removed.
+1. These are never removed: the newest valid checkpoint, one that is being read or written, and a young attempt that is
+   unfinished or the newest of another run. Pruning for one lineage (a run and its predecessors) removes nothing of
+   others that was ever finished.
+2. An attempt is never changed. It is only made, sealed, repaired from its own copies, or removed.
 """
 
 from __future__ import annotations
@@ -34,14 +35,17 @@ GRACE_S = 3600.0
 STEPS_NAMED_MAX = 8
 LOOKS_MAX = 10
 
-"""Given the valid checkpoints, newest first, the paths of those to keep (see ``retention.py``)."""
+"""Limit of the looks at a root from which another job removes checkpoints at the same time."""
 
 
 class Choice(msgspec.Struct, frozen=True):
     """The newest valid checkpoint, if any, and every newer attempt that was rejected (each with its reason).
 
     Attributes:
-        at: the only step that was asked for.
+        root: the root.
+        chosen: the newest valid checkpoint.
+        rejected: the newer attempts that are not valid.
+        at: the only step that was asked for; None: any.
         steps: of all attempts that are there, newest first.
     """
 
@@ -53,14 +57,14 @@ class Choice(msgspec.Struct, frozen=True):
 
     @property
     def repairable(self) -> tuple[Validity, ...]:
-        """What was rejected and may be rebuilt from copies: it was finished."""
+        """The rejected attempts that were finished, so that copies may restore them."""
         return tuple(v for v in self.rejected if not v.unfinished)
 
     def require(self) -> Validity:
-        """The chosen checkpoint.
+        """Return the chosen checkpoint.
 
         Raises:
-            NothingToResume: none is valid; lists what was rejected and why.
+            NothingToResume: none is valid; lists the rejected attempts with their reasons.
         """
         if self.chosen is not None:
             return self.chosen
@@ -80,13 +84,13 @@ class Choice(msgspec.Struct, frozen=True):
 
 
 class Found(msgspec.Struct, frozen=True):
-    """The checkpoint that a user meant, and where a root was named, the newer attempts that were passed over."""
+    """The checkpoint that a user named. If a root was named, also the newer attempts that were skipped."""
 
     path: Place
     passed_over: tuple[Validity, ...] = ()
 
     def notes(self) -> list[str]:
-        """A line per attempt that was passed over, with what may mend it."""
+        """Return a line per skipped attempt, with the command that may repair it."""
         return [
             f"{v.path} is newer and was passed over: {v.reason}"
             + ("" if v.unfinished else f" (copies may heal it: {repair_command(v.path)})")
@@ -95,7 +99,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 class Pruned(msgspec.Struct, frozen=True):
-    """What pruning did: names removed, and names spared although no policy keeps them, with the reason."""
+    """The result of pruning: removed names, and names that were kept although no policy keeps them, with the reason."""
 
     removed: tuple[str, ...]
     spared: dict[str, str]
@@ -109,7 +113,7 @@ class Root:
         self._store = open_store(self.path)
 
     def names(self, run: str | None = None) -> list[str]:
-        """Names of all attempts (of one run), newest first; empty when the root does not exist.
+        """Return the names of all attempts (of one run), newest first; empty when the root does not exist.
 
         Raises:
             CheckpointInvalid: the root cannot be read.
@@ -119,7 +123,9 @@ class Root:
         return [name for key, name in keyed if run is None or key[4] == run]
 
     def list(self, *, deep: bool = False) -> list[Validity]:
-        """Judge every attempt, newest first; what this process may not read is listed as denied.
+        """Return a judgement of every attempt, newest first.
+
+        Attempts that this process may not read are listed as denied.
 
         Raises:
             CheckpointInvalid, StoreUnreachable: the root cannot be read.
@@ -127,7 +133,7 @@ class Root:
         return [self._judged(name, deep) for name in self.names()]
 
     def age_s(self, name: str) -> float:
-        """Seconds since this attempt was written; inf where it is gone.
+        """Return the seconds since this attempt was written; inf if it is gone.
 
         Raises:
             CheckpointInvalid, StoreUnreachable: it cannot be read.
@@ -145,10 +151,10 @@ class Root:
             )
 
     def newest_valid(self, at: int | None = None, *, deep: bool = False, run: str | None = None) -> Choice:
-        """The newest valid checkpoint (of step ``at``), and the newer ones with the reason why they are not.
+        """Return the newest valid checkpoint (of step ``at``), and the newer attempts that were rejected.
 
-        A job that trains may seal a newer checkpoint while this looks, and remove the one before it: then it looks
-        again.
+        A job that trains may seal a newer checkpoint during the look, and remove the one before it. Then the look is
+        repeated.
 
         Raises:
             CheckpointInvalid, StoreUnreachable: the root cannot be read, or an attempt that may be the newest.
@@ -181,13 +187,20 @@ class Root:
         grace_s: float = GRACE_S,
         dry_run: bool = False,
     ) -> Pruned:
-        """Remove what is not kept: valid checkpoints by the policy (or all but the newest ``keep``), and wrecks.
+        """Remove the valid checkpoints that the policy does not keep, and remains of attempts.
 
-        An invalid attempt is removed only when a valid checkpoint exists, and it is older than ``grace_s`` or its run
-        is past it (has sealed a later step since).
+        An invalid attempt is removed only when a valid checkpoint exists. It must also be older than ``grace_s``, or
+        its run must have sealed a later step since.
 
         Args:
-            lineage: only of these; of others nothing but what was never finished and is older than ``grace_s``.
+            keep: the policy, or the number of newest checkpoints to keep.
+            lineage: prune only the attempts of this lineage. Of others, only attempts that were never finished and are
+                older than ``grace_s`` are removed.
+            grace_s: age in seconds below which an unfinished attempt is kept.
+            dry_run: remove nothing.
+
+        Returns:
+            The names that were (or would be) removed, and those that were spared.
 
         Raises:
             UsageError: ``keep`` < 1.
@@ -224,9 +237,9 @@ class Root:
         return Pruned(tuple(removed), spared)
 
     def discard(self, save_id: SaveId) -> bool:
-        """Remove an attempt that one rank could not write its share of; False while another is still at it.
+        """Remove an attempt that one rank could not finish. Return False while another process reads or writes it.
 
-        One that is valid all the same (of another job with this run id) stays.
+        An attempt that is valid nevertheless (of another job with this run id) stays.
 
         Raises:
             CheckpointInvalid: the root cannot be read.
@@ -239,7 +252,7 @@ class Root:
 
     @staticmethod
     def _past(attempts: Sequence[Validity], valid: Sequence[Validity]) -> set[str]:
-        """Attempts whose run has sealed a later step since: all its ranks had ended what they wrote of these."""
+        """Return the attempts whose run has sealed a later step since: its ranks write to them no more."""
         sealed = [found.save_id for found in valid if found.save_id is not None]
         return {
             found.name
@@ -254,16 +267,16 @@ class Root:
         }
 
     def written_last(self, valid: Sequence[Validity]) -> Validity:
-        """Of the newest of each run, the one that was written last, whatever its step.
+        """Return the checkpoint that was written last among the newest of each run, whatever its step.
 
         Raises:
-            CheckpointInvalid, StoreUnreachable: that cannot be asked.
+            CheckpointInvalid, StoreUnreachable: the age of a checkpoint cannot be read.
         """
         return min(self._newest_of_runs(valid), key=lambda found: self._store.age_s(found.name))
 
     @staticmethod
     def _newest_of_runs(valid: Sequence[Validity]) -> Sequence[Validity]:
-        """The newest of each run: another job may be saving into this root, and be at an earlier step."""
+        """Return the newest checkpoint of each run. Another job may save into this root, and be at an earlier step."""
         newest: dict[str, Validity] = {}
         for found in valid:
             if found.save_id is not None:
@@ -272,26 +285,26 @@ class Root:
 
 
 def repair_command(path: Place | str) -> str:
-    """What tells whether a damaged checkpoint can be rebuilt."""
+    """Return the command that shows whether a damaged checkpoint can be repaired."""
     return f"holdfast ckpt repair --dry-run {shlex.quote(str(path))}"
 
 
 def list_command(root: Place | str) -> str:
-    """What shows all attempts below a root."""
+    """Return the command that shows all attempts below a root."""
     return f"holdfast ckpt ls {shlex.quote(str(root))}"
 
 
 def resolve(spec: Place | str | os.PathLike[str]) -> Place:
-    """The path alone of what :func:`find` finds."""
+    """Return only the path of the result of :func:`find`."""
     return find(spec).path
 
 
 def find(spec: Place | str | os.PathLike[str]) -> Found:
-    """The checkpoint that ``PLACE`` or ``PLACE@STEP`` names: an attempt, or the newest valid one in a root.
+    """Return the checkpoint that ``PLACE`` or ``PLACE@STEP`` names: an attempt, or the newest valid one in a root.
 
     Raises:
         UsageError: not a path, STEP is not a number, or PLACE does not exist.
-        NothingToResume: no valid checkpoint (of that step) is there; lists what was rejected.
+        NothingToResume: no valid checkpoint (of that step) is there; lists the rejected attempts.
         CheckpointInvalid, StoreUnreachable: PLACE cannot be read.
     """
     choice = choose(spec)
@@ -301,7 +314,7 @@ def find(spec: Place | str | os.PathLike[str]) -> Found:
 
 
 def choose(spec: Place | str | os.PathLike[str]) -> Choice | Place:
-    """What there is to choose from where a root is named; an attempt is itself.
+    """Return the choice in a root, or the attempt itself if ``spec`` names one.
 
     Raises:
         UsageError, CheckpointInvalid, StoreUnreachable: as :func:`find`.
@@ -317,7 +330,11 @@ def choose(spec: Place | str | os.PathLike[str]) -> Choice | Place:
 
 
 def _check_directory(place: Path) -> None:
-    """Raises: UsageError: nothing is there, or a file is, which may be one of a checkpoint."""
+    """Check that a path is a directory.
+
+    Raises:
+        UsageError: it does not exist, or is a file, which may be one of a checkpoint.
+    """
     mode = mode_of(place)
     if mode is None:
         raise UsageError(
@@ -333,7 +350,7 @@ def _check_directory(place: Path) -> None:
 
 
 def is_attempt(place: Place) -> bool:
-    """An attempt that lies under another name is known by its catalogue."""
+    """Return True if a place is an attempt. Under another name than its own it is recognized by its catalogue."""
     if form.attempt_key(place.name):
         return True
     if isinstance(place, Path):  # a root may be a symbolic link

@@ -1,7 +1,7 @@
-"""What people do with checkpoints outside a run: list holders, merge into one file.
+"""Tools for checkpoints outside of a run: list holders, merge into one file.
 
-Theory. Merging streams the tensors slab by slab through the verifying reader, so its memory is bounded by one slab
-and its output can be trusted as much as a load.
+Theory. A merge streams the tensors slab by slab through the verifying reader. So its memory is bounded by one slab, and
+its output is verified like a load.
 
 Invariants:
 1. An output appears whole or not at all, and never replaces an existing file.
@@ -52,10 +52,12 @@ class BoxRecordHolders(msgspec.Struct, frozen=True):
 
 
 def holdings(path: Place, pattern: str = "*") -> Iterator[BoxRecordHolders]:
-    """Who holds what, by tensor name pattern; one after the other, as they may be tensors times ranks.
+    """Return the boxes and their holders of the tensors whose names match a pattern.
+
+    They come one after the other, because there may be as many as tensors times ranks.
 
     Raises:
-        CheckpointInvalid: the checkpoint cannot be believed (said at once).
+        CheckpointInvalid: the checkpoint is not valid (raised at once, not during the iteration).
     """
     catalogue = load_catalogue(path)
     return (
@@ -74,11 +76,13 @@ def merge(
     names: Collection[str] | None = None,
     progress: Callable[[int], object] = int,
 ) -> tuple[str, ...]:
-    """Write tensors, whole, as one safetensors file, or as a directory in the Hugging Face form.
+    """Write whole tensors as one safetensors file, or as a directory in the Hugging Face form.
 
     Args:
+        path: the checkpoint.
         target: the file to make; with ``file_size_bytes_max`` > 0 the directory to make: ``model.safetensors``, or
-            several files of that size with an index. A larger tensor has a file of its own.
+            several files of that size with an index. A larger tensor gets a separate file.
+        file_size_bytes_max: largest size of one file; 0: write one file.
         names: of the tensors to write; all by default.
         progress: called with the size in bytes of every slab written.
 
@@ -88,7 +92,7 @@ def merge(
     Raises:
         UsageError: the target exists.
         CheckpointInvalid: a damaged checkpoint.
-        StoreWriteError: the output cannot be written, or somebody else made the target meanwhile.
+        StoreWriteError: the output cannot be written, or another process made the target meanwhile.
     """
     parent = parent_of_new(target)
     with opened(path) as source:
@@ -109,7 +113,7 @@ def _merge_directory(
     file_size_bytes_max: int,
     progress: Callable[[int], object],
 ) -> list[str]:
-    """The files of a new directory, by name."""
+    """Write the files of a new directory. Return their names."""
     groups: list[list[TensorEntry]] = [[]]
     size_bytes = 0
     for tensor in tensors:
@@ -139,7 +143,7 @@ def _merge_directory(
 
 
 def parent_of_new(target: Path) -> Path:
-    """The directory in which ``target`` is to be made.
+    """Return the directory in which ``target`` is to be made.
 
     Raises:
         UsageError: ``target`` exists, or its parent is no directory.
@@ -154,11 +158,13 @@ def parent_of_new(target: Path) -> Path:
 
 @contextlib.contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
-    """A hidden directory beside ``target`` that becomes ``target``, durably, when the block ends without an error.
+    """Yield a hidden directory in the same parent.
+
+    It becomes ``target``, durably, when the block ends without an error.
 
     Raises:
         UsageError: see :func:`parent_of_new`.
-        StoreWriteError: it cannot be made, or somebody else made it meanwhile.
+        StoreWriteError: it cannot be made, or another process made it meanwhile.
     """
     parent = parent_of_new(target)
     with writing(target):
@@ -171,7 +177,7 @@ def new_directory(target: Path) -> Iterator[Path]:
             os.rename(hidden, target)  # replaces an empty directory at most
             sync_directory(parent)
     except BaseException:
-        shutil.rmtree(hidden, ignore_errors=True)  # the error that is on its way matters more
+        shutil.rmtree(hidden, ignore_errors=True)  # the error in progress matters more
         raise
 
 
@@ -182,7 +188,7 @@ def _merge_file(
     name: str,
     progress: Callable[[int], object],
 ) -> None:
-    """One output file with these tensors."""
+    """Write one output file with these tensors."""
     entries = sorted(tensors, key=lambda t: (-DTYPE_SIZE_BYTES[t.dtype], t.fqn))
     head, header = encode_header([(t.fqn, t.dtype, t.shape) for t in entries], {"format": "pt"})
     with directory.temporary(name, new_owner("merge"), replace=False, mode=SHARED) as fd:
@@ -198,7 +204,7 @@ def _merge_file(
 
 
 def _slabs(shape: Shape, item_size_bytes: int) -> Iterator[list[Box]]:
-    """A tensor in C order, cut into slabs of at most ``SLAB_SIZE_BYTES``; each is a few boxes."""
+    """Yield a tensor in C order, cut into slabs of at most ``SLAB_SIZE_BYTES``. Each slab is a few boxes."""
     total, step = prod(shape), max(1, SLAB_SIZE_BYTES // item_size_bytes)
     for start in range(0, total, step):
         yield flat_range_boxes(shape, start, min(start + step, total))

@@ -1,10 +1,10 @@
-"""Which checkpoints of a root belong together: those of a run, and those that it came from.
+"""The lineage of a run: the checkpoints of a root that belong to the run and to the runs that it continues.
 
-Theory. Every start of a job is a run of its own, and several jobs may save into one root. So each checkpoint of a
-session says where its run came from: for each run before it, the step at which that one was left. What an ancestor
-saved later, or goes on saving, is not of this lineage. The run itself is in the save id.
+Theory. Every start of a job is a separate run, and several jobs may save into one root. So each checkpoint of a session
+records its ancestors: for each run before it, the step at which that run was continued. Later saves of an ancestor do
+not belong to this lineage. The run itself is in the save id.
 
-Invariant: what is read here decides about removing and warning, never about what is valid or the newest.
+Invariant: a lineage decides only what is removed and warned about, never which checkpoint is valid or the newest.
 """
 
 from __future__ import annotations
@@ -20,26 +20,27 @@ from holdfast.store.format import manifest as form
 from holdfast.store.read.load import load_values
 
 ANCESTORS_MAX = 64
-"""Older ones are forgotten: what they saved was pruned long ago, or is left alone."""
+"""Limit of the ancestors. The checkpoints of older ones were pruned long ago, or are not touched."""
 
 
 class Lineage(msgspec.Struct, frozen=True):
-    """A run, and for each run that it came from the step at which it left that one; the nearest first."""
+    """A run and the runs that it continues, the nearest first, each with the step at which it was continued."""
 
     run: str
     ancestors: dict[str, int] = {}
 
     def holds(self, name: str) -> bool:
-        """Whether the attempt of this name is of this lineage."""
+        """Return True if the attempt of this name belongs to this lineage."""
         key = form.attempt_key(name)
         return key is not None and (key[4] == self.run or key[0] <= self.ancestors.get(key[4], -1))
 
     @classmethod
     def of_run(cls, run: str, session: Mapping[str, object], name: str) -> Self:
-        """The lineage of ``run`` when it goes on from an attempt (or from memory: then from its own).
+        """Return the lineage of ``run`` when it continues from an attempt (or from memory: then from its own).
 
         Args:
-            session: the session's values in that attempt; older ones say nothing of ancestors.
+            run: id of the run.
+            session: the session's values in that attempt; older attempts have no ancestors.
             name: of the attempt.
         """
         said = session.get("lineage")
@@ -53,7 +54,7 @@ class Lineage(msgspec.Struct, frozen=True):
 
 
 def lineage_of(path: Place | str) -> Lineage:
-    """The lineage of the run that saved an attempt.
+    """Return the lineage of the run that saved an attempt.
 
     Raises:
         CheckpointInvalid: it cannot be read.

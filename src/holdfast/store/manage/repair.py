@@ -1,16 +1,15 @@
-"""Rebuilding what is damaged in a checkpoint, as far as what is left allows.
+"""Repair of a damaged checkpoint from its intact parts.
 
-Theory. A manifest says of every byte of a shard file what it must be: the header follows from it, and each extent has a
-digest. So a damaged header is written anew, and a damaged extent is taken from any other place that holds the same
-elements; the result reproduces the digests, so a repaired file is the original file. The catalogue and the manifests
-themselves cannot be derived from anything else: each has a copy when the save promises copies. The seal follows from
-the manifests.
+Theory. A manifest determines every byte of a shard file: the header follows from it, and each extent (piece of a file)
+has a digest. So a damaged header is written again, and a damaged extent is taken from another place with the same
+elements. The result reproduces the digests, so a repaired file is the original file. The catalogue and the manifests
+cannot be derived from other files: each has a copy when the save promises copies. The seal follows from the manifests.
 
 Not repairable: an extent that no other file holds (always when ``copies`` is 1 and it has one writer), and a catalogue
 or manifest whose copy is damaged too, or that never had one.
 
 Invariants:
-1. Nothing is written unless all that is missing is there, verified.
+1. Nothing is written unless every missing part was found and verified.
 2. A file is replaced whole, by its original content.
 """
 
@@ -36,7 +35,7 @@ THREADS = 2
 
 
 class Repaired(msgspec.Struct, frozen=True):
-    """Names of the files that were (or would be) rebuilt; ``sealed``: the checkpoint is complete and sealed."""
+    """The files that were (or would be) rebuilt, by name; ``sealed``: the checkpoint is complete and sealed."""
 
     rebuilt: tuple[str, ...]
     sealed: bool
@@ -54,10 +53,14 @@ def repair(path: Place, *, dry_run: bool = False) -> Repaired:
     """Rebuild every damaged or missing file.
 
     Args:
+        path: the checkpoint.
         dry_run: everything is read and nothing is written.
 
+    Returns:
+        The names of the rebuilt files.
+
     Raises:
-        CheckpointInvalid: what is left does not hold everything; nothing was changed.
+        CheckpointInvalid: the intact parts do not suffice; nothing was changed.
         StoreWriteError: a file cannot be written.
     """
     with open_attempt(path) as directory:
@@ -90,7 +93,7 @@ def repair(path: Place, *, dry_run: bool = False) -> Repaired:
 
 
 def _holds(directory: Attempt, name: str, data: bytes) -> bool:
-    """True when a file has this content."""
+    """Return True when a file has this content."""
     try:
         return directory.read(name, form.MANIFEST_SIZE_BYTES_MAX) == data
     except CheckpointInvalid:
@@ -98,7 +101,7 @@ def _holds(directory: Attempt, name: str, data: bytes) -> bool:
 
 
 def _plan(directory: Attempt, manifest: RankManifest, number: int) -> _Plan:
-    """What one shard file must be.
+    """Return the original content of one shard file, as a plan to write it.
 
     Raises:
         CheckpointInvalid: its header is damaged, and is not one that this version writes.
@@ -121,7 +124,7 @@ def _plan(directory: Attempt, manifest: RankManifest, number: int) -> _Plan:
 
 
 def _own_head(directory: Attempt, entry: FileEntry) -> bytes:
-    """The header part that is there now; empty when there is none."""
+    """Return the header part of the existing file; empty when there is none."""
     head = bytearray(min(entry.header_size_bytes, HEADER_SIZE_BYTES_MAX))
     try:
         with directory.open_file(entry.name) as file:
@@ -132,7 +135,7 @@ def _own_head(directory: Attempt, entry: FileEntry) -> bytes:
 
 
 def _rebuild(directory: Attempt, index: Index, plan: _Plan, owner: str) -> None:
-    """Write one shard file again, extent by extent, each from wherever it is sound."""
+    """Write one shard file again, extent by extent, each from an intact copy."""
     path = directory.path / plan.entry.name
     loader = BoxLoader(directory, index, THREADS)
     with directory.new_file(plan.entry.name, owner, size_bytes=plan.entry.size_bytes) as put:

@@ -1,8 +1,8 @@
-"""When to save and what to keep, as small pure objects.
+"""Policies for when to save and which checkpoints to keep, as small pure objects.
 
-Theory. A retention policy maps the valid checkpoints (newest first) and their ages to the paths that stay; policies are
-joined by union, and the root keeps the newest one whatever they say. How often to save is a trade: every save costs a
-stall, every fault costs the work since the last save; Young's first-order optimum is sqrt(2 x cost x mean time between
+Theory. A retention policy maps the valid checkpoints (newest first) and their ages to the paths that stay. Policies are
+joined by union, and the root keeps the newest checkpoint in any case. The save interval is a trade: every save costs a
+stall, every fault costs the work since the last save. Young's first-order optimum is sqrt(2 x cost x mean time between
 faults).
 
 Invariant: nothing here looks at a clock or a file.
@@ -22,13 +22,13 @@ from holdfast.errors import UsageError
 from holdfast.store.read.validation import Validity
 
 ASSUMED_S = 86_400.0
-"""Time between faults of a job that nothing is known about."""
+"""Time between faults in seconds that is assumed before anything is known of a job."""
 
 
 AgeOf = Callable[[str], float]
-"""Seconds since the attempt of this name was written."""
+"""Function that returns the seconds since the attempt of this name was written."""
 KeepPolicy = Callable[[Sequence[Validity], AgeOf], set[str]]
-"""Valid checkpoints (newest first) -> paths that stay."""
+"""Function from valid checkpoints (newest first) to the paths that stay."""
 
 
 class KeepNewest(msgspec.Struct, frozen=True):
@@ -44,12 +44,12 @@ class KeepNewest(msgspec.Struct, frozen=True):
             )
 
     def __call__(self, valid: Sequence[Validity], age_s: AgeOf) -> set[str]:
-        """Paths to keep."""
+        """Return the paths to keep."""
         return {v.path for v in valid[: self.count]}
 
 
 class KeepEvery(msgspec.Struct, frozen=True):
-    """Keep, for each full multiple of ``steps``, the first checkpoint at or after it (for good)."""
+    """Keep for ever, for each full multiple of ``steps``, the first checkpoint at or after it."""
 
     steps: int
 
@@ -61,7 +61,7 @@ class KeepEvery(msgspec.Struct, frozen=True):
             )
 
     def __call__(self, valid: Sequence[Validity], age_s: AgeOf) -> set[str]:
-        """Paths to keep."""
+        """Return the paths to keep."""
         first: dict[int, Validity] = {}
         for found in valid:  # newest first: the last one seen of a slot is its oldest
             first[found.step // self.steps] = found
@@ -78,30 +78,32 @@ class KeepFor(msgspec.Struct, frozen=True):
             raise UsageError(f"keep={self.duration_s:g} s: nothing is kept", hint="a duration above 0")
 
     def __call__(self, valid: Sequence[Validity], age_s: AgeOf) -> set[str]:
-        """Paths to keep."""
+        """Return the paths to keep."""
         return {v.path for v in valid if age_s(v.name) < self.duration_s}
 
 
 class KeepAny(msgspec.Struct, frozen=True):
-    """Keep what any of the policies keeps."""
+    """Keep every checkpoint that any of the policies keeps."""
 
     policies: tuple[KeepPolicy, ...]
 
     def __call__(self, valid: Sequence[Validity], age_s: AgeOf) -> set[str]:
-        """Paths to keep."""
+        """Return the paths to keep."""
         return set().union(*(policy(valid, age_s) for policy in self.policies))
 
 
 OneKept = int | timedelta | KeepPolicy
 Kept = OneKept | Sequence[OneKept]
-"""What ``holdfast.session(keep=...)`` takes; see :func:`retention`."""
+"""Type of ``holdfast.session(keep=...)``; see :func:`retention`."""
 
 
 def retention(given: object) -> KeepAny:
-    """The policy that ``keep`` means: the newest so many, those of a ``timedelta``, a policy, or any of several.
+    """Return the policy for a value of ``keep``: a number, a ``timedelta``, a policy, or several of these.
+
+    A number keeps the newest checkpoints, a ``timedelta`` those of that age or younger.
 
     Raises:
-        UsageError: something else, or a number that cannot mean anything.
+        UsageError: the value is of another kind, or an impossible number.
     """
     items = given if isinstance(given, list | tuple) else (given,)
     return KeepAny(tuple(map(_kept, items)))
@@ -121,7 +123,7 @@ def _kept(item: object) -> KeepPolicy:
 
 
 def best_interval_s(stall_s: float, mean_time_between_faults_s: float) -> float:
-    """Young's interval between saves that costs a job the least time.
+    """Return Young's interval between saves, in seconds: the one that costs a job the least time.
 
     Args:
         stall_s: how long one save delays training (not how long it takes in the background).
@@ -139,11 +141,15 @@ def best_interval_s(stall_s: float, mean_time_between_faults_s: float) -> float:
 
 
 class Moment(msgspec.Struct, frozen=True, kw_only=True):
-    """What a save policy may know when the ranks vote on a step.
+    """The facts for a save policy when the ranks vote on a step.
 
-    ``step``: updates done once this step counts, the one that would be saved; ``since_*``: passed since the last save
-    (or the start of the session); ``stall_s`` and ``durable_s``: measured on the last saves, 0 before the first one:
-    how long one held up training, and how long it took until it was on disk; ``faults`` of this run in ``run_s``.
+    Attributes:
+        step: the number of updates after this step, which is the step that would be saved.
+        since_steps, since_s: steps and seconds since the last save (or the start of the session).
+        stall_s: how long a recent save delayed training; 0 before the first one.
+        durable_s: how long a recent save took until it was on disk; 0 before the first one.
+        faults: number of faults of this run.
+        run_s: duration of this run in seconds.
     """
 
     step: int
@@ -156,12 +162,15 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 SavePolicy = Callable[[Moment], bool]
-"""True when a save is due. Asked at every step, by every rank; one rank is enough, and the vote tells all. While the
-save before is in flight the answer is put off: a policy says yes until the save was made."""
+"""Function that returns True when a save is due. Every rank asks it at every step.
+
+One rank with True is enough, because the vote tells all ranks. While the previous save is in progress, the save is
+delayed, so a policy returns True until the save was made.
+"""
 
 OneSaveWhen = SavePolicy | int | timedelta | Literal["auto"]
 SaveWhen = OneSaveWhen | Sequence[OneSaveWhen] | None
-"""What ``holdfast.session(save=...)`` takes; see :func:`save_policies`."""
+"""Type of ``holdfast.session(save=...)``; see :func:`save_policies`."""
 
 
 class EverySteps(msgspec.Struct, frozen=True):
@@ -176,7 +185,7 @@ class EverySteps(msgspec.Struct, frozen=True):
             )
 
     def __call__(self, now: Moment) -> bool:
-        """Has a multiple been passed since the last save?"""
+        """Return True if a multiple was passed since the last save."""
         return now.step // self.count > (now.step - now.since_steps) // self.count
 
 
@@ -192,16 +201,17 @@ class EverySeconds(msgspec.Struct, frozen=True):
             )
 
     def __call__(self, now: Moment) -> bool:
-        """Is it?"""
+        """Return True if the last save is that old."""
         return now.since_s >= self.interval_s
 
 
 class BestInterval(msgspec.Struct, frozen=True, kw_only=True):
-    """Save as often as costs the least: Young's optimum of the measured stall against the time between faults.
+    """Save at the interval that costs the least: Young's optimum for the measured stall and the time between faults.
 
-    Without ``mean_time_between_faults_s`` that time is estimated from the run itself, beginning with the assumption of
-    one fault a day: (1 day + duration of the run) / (1 + faults). Never more often than the disk can follow, nor than
-    every ``shortest_s``; that is also when the first save is made, which measures what one costs.
+    Without ``mean_time_between_faults_s`` that time is estimated from the run itself. The estimate starts with the
+    assumption of one fault a day: (1 day + duration of the run) / (1 + faults). The interval is never shorter than the
+    disk needs for a save, nor than ``shortest_s``. The first save is made after ``shortest_s``, and measures the cost
+    of a save.
     """
 
     mean_time_between_faults_s: float | None = None
@@ -216,25 +226,25 @@ class BestInterval(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def interval_s(self, now: Moment) -> float:
-        """Seconds between two saves, as things stand."""
+        """Return the seconds between two saves, with the present figures."""
         between_s = self.mean_time_between_faults_s or (ASSUMED_S + now.run_s) / (1 + now.faults)
         best_s = best_interval_s(now.stall_s, between_s) if now.stall_s > 0 else 0.0
         return max(best_s, now.durable_s, self.shortest_s)
 
     def __call__(self, now: Moment) -> bool:
-        """Is the last save that old?"""
+        """Return True if the last save is that old."""
         return now.since_s >= self.interval_s(now)
 
 
 def save_policies(given: object, every_steps: int | None, every_s: float | None) -> tuple[SavePolicy, ...]:
-    """The policies that the arguments of a session mean; empty: only on request.
+    """Return the policies for the arguments of a session; empty: save only on request.
 
     Args:
         given: None, a number of steps, a ``timedelta``, ``"auto"``, a policy, or several of these.
-        every_steps, every_s: the same in other words.
+        every_steps, every_s: a number of steps, and of seconds, as further policies.
 
     Raises:
-        UsageError: something else.
+        UsageError: a value of another kind.
     """
     items = given if isinstance(given, list | tuple) else () if given is None else (given,)
     policies = [_save_policy(item) for item in items]

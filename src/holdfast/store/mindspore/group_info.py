@@ -1,13 +1,13 @@
 """MindSpore's ``group_info.pb``: which ranks hold the same slices, read and written without a protobuf library.
 
-Theory. The message has two fields: ``parallel_group_item`` (1), each with ``group_name`` (1, text) and
-``parallel_group_ranks`` (2), and ``ckpt_restore_rank_list`` (2). A list of ranks is a message with the repeated field
-``dim`` (1, varint). We write numbers as MindSpore does, unpacked.
+Theory. The message has two fields. Field 1 is ``parallel_group_item``, each with ``group_name`` (1, text) and
+``parallel_group_ranks`` (2). Field 2 is ``ckpt_restore_rank_list``. A list of ranks is a message with the repeated
+field ``dim`` (1, varint). Numbers are written unpacked, as MindSpore does.
 
 Invariants:
 1. ``decode_group_info(encode_group_info(x)) == x``.
-2. Damaged bytes raise :class:`CheckpointInvalid`. At most ``RANKS_TOLD_MAX`` ranks are taken from a file: a varint of
-   one byte becomes an object of thirty.
+2. Damaged bytes raise :class:`CheckpointInvalid`. At most ``RANKS_TOLD_MAX`` ranks are read from a file, because a
+   varint of one byte becomes an object of thirty.
 """
 
 from __future__ import annotations
@@ -24,18 +24,21 @@ from holdfast.store.mindspore.protobuf import counted, fields, message, repeated
 FILE_SIZE_BYTES_MAX = 8 * 1024 * 1024
 RANK_MAX = 2**31 - 1
 RANKS_TOLD_MAX = 2**20
-"""Over all groups: those of one rank in a job of 100 000 ranks are fewer."""
+"""Limit of the ranks over all groups. The groups of one rank in a job of 100 000 ranks have fewer."""
 
 
 class GroupInfo(msgspec.Struct, frozen=True):
-    """``groups``: ranks by name of the communication group; ``ranks``: those that hold the writer's slices."""
+    """The content of the file.
+
+    ``groups``: ranks by name of the communication group; ``ranks``: those with the same slices.
+    """
 
     groups: dict[str, tuple[int, ...]]
     ranks: tuple[int, ...]
 
 
 def read_group_info(path: Path) -> GroupInfo:
-    """The content of a file.
+    """Return the content of a file.
 
     Raises:
         UsageError: it cannot be read.
@@ -52,7 +55,7 @@ def read_group_info(path: Path) -> GroupInfo:
 
 
 def decode_group_info(data: bytes, where: str) -> GroupInfo:
-    """The message in ``data``.
+    """Return the content of the message ``data``.
 
     Raises:
         CheckpointInvalid: names ``where`` and the broken rule.
@@ -80,7 +83,7 @@ def decode_group_info(data: bytes, where: str) -> GroupInfo:
 
 
 def encode_group_info(info: GroupInfo) -> bytes:
-    """The bytes that MindSpore writes for this content."""
+    """Return the bytes that MindSpore writes for this content."""
     items = [
         tagged(1, tagged(1, name.encode()) + tagged(2, _dims(members)))
         for name, members in info.groups.items()

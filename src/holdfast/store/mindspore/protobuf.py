@@ -1,12 +1,12 @@
-"""The wire format of protobuf, as far as MindSpore's files need it, without a protobuf library.
+"""The parts of the protobuf wire format that MindSpore's files use, without a protobuf library.
 
-Theory. A message is a row of fields, each with a number and a wire type: a number of at most 64 bits, or bytes of a
-stated length (text, an inner message, packed numbers). A reader takes the fields that it knows and skips the others, as
-protobuf does. Numbers may be packed or not. A protobuf library would be a dependency for three kinds of small file.
+Theory. A message is a sequence of fields, each with a number and a wire type: a number of at most 64 bits, or bytes of
+a stated length (text, an inner message, packed numbers). A reader takes the fields that it knows and skips the others,
+as protobuf does. Numbers may be packed or not. A protobuf library would be a dependency for three kinds of small file.
 
 Invariants:
-1. Every length is compared with the bytes that are left before they are taken; nothing is copied.
-2. Damaged bytes raise ``ValueError`` with the broken rule; the reader of a file adds which file it is.
+1. Every length is compared with the remaining bytes before they are taken. Nothing is copied.
+2. Damaged bytes raise ``ValueError`` with the broken rule. The reader of a file adds the name of the file.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Value = int | memoryview
 
 
 def fields(data: bytes | memoryview) -> Iterator[tuple[int, Value]]:
-    """Number and value of each field of a message.
+    """Yield number and value of each field of a message.
 
     Raises:
         ValueError: damaged.
@@ -49,7 +49,7 @@ def fields(data: bytes | memoryview) -> Iterator[tuple[int, Value]]:
 
 
 def varint(data: memoryview, at: int) -> tuple[int, int]:
-    """A number of at most 64 bits and where it ends.
+    """Return a number of at most 64 bits and the offset after it.
 
     Raises:
         ValueError: damaged.
@@ -67,10 +67,10 @@ def varint(data: memoryview, at: int) -> tuple[int, int]:
 
 
 def message(value: Value) -> memoryview:
-    """The bytes of an inner message.
+    """Return the bytes of a field that is an inner message.
 
     Raises:
-        ValueError: a number.
+        ValueError: the field is a number.
     """
     if isinstance(value, int):
         raise ValueError("a number where a message belongs")
@@ -78,19 +78,19 @@ def message(value: Value) -> memoryview:
 
 
 def text(value: Value) -> str:
-    """Text.
+    """Return the text of a field.
 
     Raises:
-        ValueError: a number, or no UTF-8.
+        ValueError: the field is a number, or no UTF-8.
     """
     return str(message(value), "utf-8")
 
 
 def integer(value: Value) -> int:
-    """A number with a sign: negative ones are written with 64 bits.
+    """Return the signed number of a field. Negative numbers have 64 bits.
 
     Raises:
-        ValueError: bytes.
+        ValueError: the field is bytes.
     """
     if not isinstance(value, int):
         raise ValueError("bytes where a number belongs")
@@ -99,7 +99,7 @@ def integer(value: Value) -> int:
 
 
 def repeated(value: Value) -> Iterator[int]:
-    """The numbers of one field that repeats: one, or packed ones. Without a sign.
+    """Yield the unsigned numbers of one repeated field: one, or several packed ones.
 
     Raises:
         ValueError: damaged.
@@ -114,7 +114,7 @@ def repeated(value: Value) -> Iterator[int]:
 
 
 def number(value: int) -> bytes:
-    """A number as it is written; negative ones with 64 bits."""
+    """Return the encoded form of a number. Negative numbers have 64 bits."""
     value &= 2**64 - 1
     made = bytearray()
     while value > 0x7F:
@@ -124,10 +124,10 @@ def number(value: int) -> bytes:
 
 
 def counted(field: int, value: int) -> bytes:
-    """One field that is a number."""
+    """Return an encoded field that is a number."""
     return number(field << 3 | VARINT) + number(value)
 
 
 def tagged(field: int, data: bytes) -> bytes:
-    """One field of bytes."""
+    """Return an encoded field of bytes."""
     return number(field << 3 | BYTES) + number(len(data)) + data

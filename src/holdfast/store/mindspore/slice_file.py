@@ -1,13 +1,13 @@
 """MindSpore's ``.ckpt`` files, read without MindSpore and without a protobuf library.
 
-Theory. A file is a row of ``Checkpoint`` messages: each has one ``value`` with a name, and a tensor with its
-dimensions, type and bytes. A tensor of more than half a gigabyte comes in several values of the same name, one after
-the other. With ``crc_check=True`` the word ``crc_num`` and a checksum of all before it end the file. A scalar has the
-dimensions [0]. Tensors stay in the mapped file until they are asked for.
+Theory. A file is a sequence of ``Checkpoint`` messages. Each has one ``value`` with a name, and a tensor with its
+dimensions, type and bytes. A tensor of more than half a gigabyte is stored as several values of the same name, one
+after the other. With ``crc_check=True`` the file ends with the word ``crc_num`` and a checksum of all bytes before it.
+A scalar has the dimensions [0]. Tensors stay in the mapped file until they are read.
 
 Invariants:
-1. Every tensor has exactly the bytes that its dimensions and type need: a truncated file is refused, but for one that
-   ends exactly where a value does (then whole tensors are missing, which the strategy tells).
+1. Every tensor has exactly the bytes that its dimensions and type need. A truncated file is refused, unless it ends
+   exactly at the end of a value. Then whole tensors are missing, which the strategy shows.
 2. A checksum that is there is verified. Names, dimensions and the number of values are limited.
 """
 
@@ -34,7 +34,7 @@ TYPES = {
     "Bool": "BOOL", "Int8": "I8", "UInt8": "U8", "Int16": "I16", "UInt16": "U16", "Int32": "I32", "UInt32": "U32",
     "Int64": "I64", "UInt64": "U64", "Float16": "F16", "BFloat16": "BF16", "Float32": "F32", "Float64": "F64",
 }  # fmt: skip
-"""Our names of MindSpore's types."""
+"""The dtype names of MindSpore's types."""
 TEXT_TYPE = "str"
 VALUES_MAX = 2**20
 _CRC_MARK, _CRC_SIZE_BYTES = b"crc_num", 10
@@ -42,7 +42,7 @@ _CRC_PIECE_SIZE_BYTES = 2**24
 
 
 class SliceTensor(NamedTuple):
-    """A tensor in a file; ``pieces`` one after the other are its bytes, in C order."""
+    """A tensor in a file. ``pieces`` one after the other are its bytes, in C order."""
 
     dtype: str
     shape: Shape
@@ -54,13 +54,13 @@ class SliceTensor(NamedTuple):
         return math.prod(self.shape) * DTYPE_SIZE_BYTES[self.dtype]
 
     def array(self) -> NDArray[np.generic]:
-        """The elements as bits: unsigned integers of the element's size."""
+        """Return the elements as bits: unsigned integers of the element's size."""
         data = self.pieces[0] if len(self.pieces) == 1 else b"".join(self.pieces)
         return np.frombuffer(data, bits_of(self.dtype)).reshape(self.shape)
 
 
 class SliceFile(NamedTuple):
-    """What one file holds: tensors by name, and the names of texts (which are no state)."""
+    """The content of one file: tensors by name, and the names of texts (which are no state)."""
 
     path: Path
     tensors: dict[str, SliceTensor]
@@ -68,12 +68,15 @@ class SliceFile(NamedTuple):
 
 
 def bits_of(dtype: str) -> np.dtype[np.generic]:
-    """Unsigned integers as large as an element: merging moves bits, also of types that NumPy does not know."""
+    """Return the unsigned integer type of an element's size.
+
+    A merge moves bits, also of types that NumPy does not know.
+    """
     return np.dtype(f"u{DTYPE_SIZE_BYTES[dtype]}")
 
 
 def read_slice_file(path: Path) -> SliceFile:
-    """The tensors of a file, which stays mapped as long as they are used.
+    """Return the tensors of a file, which stays mapped as long as they are used.
 
     Raises:
         CheckpointInvalid: it cannot be read, is truncated or damaged, or holds a value of a kind that is not known.
@@ -90,7 +93,11 @@ def read_slice_file(path: Path) -> SliceFile:
 
 
 def _mapped(path: Path) -> memoryview:
-    """The bytes of a file. Raises: OSError."""
+    """Return the bytes of a file.
+
+    Raises:
+        OSError: the file cannot be read, or is no regular file.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         about = os.fstat(fd)
@@ -102,7 +109,11 @@ def _mapped(path: Path) -> memoryview:
 
 
 def _without_checksum(data: memoryview) -> memoryview:
-    """The messages of a file. Raises: ValueError: the checksum after them is of other bytes."""
+    """Return the messages of a file without the checksum.
+
+    Raises:
+        ValueError: the checksum is wrong.
+    """
     end = len(data) - _CRC_SIZE_BYTES
     start = end - len(_CRC_MARK)
     if start < 0 or data[start:end] != _CRC_MARK:
@@ -141,7 +152,7 @@ def _tensors(data: memoryview) -> tuple[dict[str, SliceTensor], tuple[str, ...]]
 
 
 def _value(data: memoryview) -> tuple[str, str, SliceTensor]:
-    """Name and type of a value, and what it holds."""
+    """Return name, type and content of a value."""
     name, tensor = "", None
     for number, value in fields(data):
         if number == 1:
@@ -173,7 +184,7 @@ def _value(data: memoryview) -> tuple[str, str, SliceTensor]:
 
 
 def _complete(name: str, stored: SliceTensor) -> SliceTensor:
-    """The tensor, when all its bytes are there."""
+    """Return the tensor if all its bytes are there."""
     there = sum(len(piece) for piece in stored.pieces)
     if there != stored.size_bytes:
         raise ValueError(f"{name} has {there} bytes of {stored.size_bytes}")

@@ -1,13 +1,13 @@
-"""Where the slices of a parallel training of MindSpore's lie in their tensors.
+"""The position of each slice of a MindSpore training in its tensor.
 
-Theory. A rank is a place in the device matrix of its stage. The axes that cut a dimension give the index of its part
-there; ranks with the same index in all dimensions hold copies. Optimizer parallelism cuts these copies again: ordered
-by rank, runs of ``optimizer_parts`` of them hold the parts of the first dimension, one each. How long the parts are,
-the slices say; where they are uneven, the strategy does (``rows``).
+Theory. A rank is a place in the device matrix of its stage. The axes that cut a dimension give the index of the rank's
+part there. Ranks with the same index in all dimensions hold copies. Optimizer parallelism cuts these copies again:
+ordered by rank, runs of ``optimizer_parts`` of them hold one part each of the first dimension. The lengths of the parts
+are those of the slices. For uneven parts the strategy file gives them (``rows``).
 
 Invariants:
-1. Parts of different index never meet, and all parts together are the tensor.
-2. A part that no slice is there for, or a slice of another shape than its part, is an error: nothing is guessed.
+1. Parts of different index never overlap, and all parts together are the tensor.
+2. A part without a slice, or a slice with another shape than its part, is an error: nothing is guessed.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from holdfast.text import ranges
 
 
 class Division(NamedTuple):
-    """``parts`` per dimension, and in ``part_of`` the place of the part of each rank: [ranks, dimensions]."""
+    """The division of a tensor: ``parts`` per dimension, and the part of each rank, ``part_of`` [ranks, dimensions]."""
 
     parts: Shape
     part_of: Integers
 
 
 class PlacedSlices(NamedTuple):
-    """The shape of a tensor and its boxes, each with the ranks of the stage that hold it and are there."""
+    """The shape of a tensor and its boxes, each with the ranks of the stage that hold it and have a file."""
 
     shape: Shape
     holders: dict[Box, tuple[int, ...]]
@@ -42,10 +42,10 @@ class PlacedSlices(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def divide(cut: Cut, dimensions: int) -> Division:
-    """Which part of a tensor each rank of a stage holds.
+    """Return the part of a tensor that each rank of a stage holds.
 
     Raises:
-        ValueError: what the strategy says is not complete, or of a kind that is not known.
+        ValueError: the strategy is not complete, or of a kind that is not known.
     """
     if cut.fields > 0:
         raise ValueError(f"it is a table that is cut by {cut.fields} fields, which cannot be merged here")
@@ -66,7 +66,7 @@ def divide(cut: Cut, dimensions: int) -> Division:
 
 
 def _number(places: Integers, devices: Sequence[int], axes: Sequence[int]) -> Integers:
-    """The place of each rank along several axes, as one number."""
+    """Return the place of each rank along several axes, as one number."""
     found: Integers = np.zeros(places.shape[1], np.int64)
     for axis in axes:
         found = found * devices[axis] + places[axis]
@@ -74,10 +74,10 @@ def _number(places: Integers, devices: Sequence[int], axes: Sequence[int]) -> In
 
 
 def _optimizer_parts(cut: Cut, places: Integers) -> tuple[int, Integers]:
-    """How many parts optimizer parallelism makes, and which one each rank holds.
+    """Return the number of parts that optimizer parallelism makes, and the part of each rank.
 
     Raises:
-        ValueError: it does not fit the copies, or MindSpore's own tools read it in another way than its layout says.
+        ValueError: it does not fit the copies, or MindSpore's own tools read it in another way than its layout.
     """
     used = [axis for axes in cut.axes for axis in axes if cut.devices[axis] > 1]
     copied = [axis for axis, size in enumerate(cut.devices) if axis not in used and size > 1]
@@ -94,7 +94,7 @@ def _optimizer_parts(cut: Cut, places: Integers) -> tuple[int, Integers]:
             f"{list(cut.devices)}"
         )
     if copied == [0] and used != sorted(used):
-        # transform_checkpoints takes the dimensions in their own order here, and not in that of the device matrix.
+        # In this case transform_checkpoints takes the dimensions in their own order, not in that of the device matrix.
         raise ValueError(
             "optimizer parallelism cuts it, and its tensor map is not in the order of the device matrix"
         )
@@ -102,7 +102,7 @@ def _optimizer_parts(cut: Cut, places: Integers) -> tuple[int, Integers]:
 
 
 def _runs(devices: Sequence[int], copied: Sequence[int], count: int) -> bool:
-    """True when runs of ``count`` of the copies are what MindSpore makes its parts of."""
+    """Return True when MindSpore makes its parts of runs of ``count`` of the copies."""
     if len(copied) == len(devices):
         return math.prod(devices) % count == 0
     left = count
@@ -115,9 +115,10 @@ def _runs(devices: Sequence[int], copied: Sequence[int], count: int) -> bool:
 
 
 def place(cut: Cut, slices: Mapping[int, Shape], first_rank: int = 0) -> PlacedSlices:
-    """The tensor of which ranks of a stage hold ``slices``.
+    """Return the shape and boxes of the tensor of which ranks of a stage hold ``slices``.
 
     Args:
+        cut: how the strategy file cuts the tensor.
         slices: shape of the slice by rank, counted within the stage; ranks without a file are missing.
         first_rank: of the stage, for messages.
 
@@ -159,7 +160,7 @@ def place(cut: Cut, slices: Mapping[int, Shape], first_rank: int = 0) -> PlacedS
 def _lengths(
     cut: Cut, division: Division, slices: Mapping[int, Shape], first_rank: int
 ) -> list[tuple[int, ...]]:
-    """Per dimension the length of each part."""
+    """Return per dimension the length of each part."""
     some = slices[min(slices)]
     lengths = [(size,) * count for size, count in zip(some, division.parts, strict=True)]
     if cut.rows:
@@ -173,7 +174,7 @@ def _lengths(
 
 
 def _rows(cut: Cut, division: Division) -> tuple[int, ...]:
-    """The length of each part of dimension 0, from those of all slices in the order of their parts."""
+    """Return the length of each part along dimension 0, from the lengths of all slices in the strategy file."""
     count = math.prod(division.parts)
     if cut.optimizer_parts or not cut.axes or len(cut.rows) != count:
         raise ValueError(f"the strategy gives {len(cut.rows)} lengths of uneven parts for {count} parts")

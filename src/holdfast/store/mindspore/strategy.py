@@ -1,16 +1,21 @@
-"""MindSpore's strategy files: how each parameter of a parallel training is cut over the ranks.
+"""MindSpore's strategy files: how the ranks of a parallel training cut each parameter.
 
 Theory. ``strategy_ckpt_save_file`` gives one file per rank, protobuf (``ParallelStrategyMap``) or JSON, with the
-parameters of that rank's pipeline stage. ``merge_pipeline_strategys`` joins them into one, whose names begin with the
-stage (``1-decoder.weight``). A parameter has a *device matrix* (the ranks of its stage as a grid, row by row), a
-*tensor map* (which axis of the grid, counted from the right, cuts which dimension; -1: none; several axes of one
-dimension: the first is the outermost), for uneven parts the rows of each, and for optimizer parallelism into how many
-parts the remaining copies cut the first dimension. ``slices.py`` says where a slice lies.
+parameters of that rank's pipeline stage. ``merge_pipeline_strategys`` joins them into one file, whose names begin with
+the stage (``1-decoder.weight``). A parameter has:
+
+- a *device matrix*: the ranks of its stage as a grid, row by row;
+- a *tensor map*: for each dimension the axis of the grid that cuts it, counted from the right; -1: none; several axes
+  of one dimension: the first is the outermost;
+- for uneven parts, the rows of each;
+- for optimizer parallelism, the number of parts into which the remaining copies cut the first dimension.
+
+``slices.py`` computes the position of a slice.
 
 Invariants:
 1. A grid has at least one rank and at most ``RANKS_MAX``; no axis cuts twice.
 2. All parameters of a stage are cut over the same number of ranks.
-3. Damaged bytes raise :class:`CheckpointInvalid`; names, numbers and files that are read are limited.
+3. Damaged bytes raise :class:`CheckpointInvalid`. Names, numbers and files that are read are limited.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ FILES_MAX = 100_000
 RANKS_MAX = 2**20
 STAGE_MAX = 2**16
 NUMBERS_MAX = 2**22
-"""Of the lists in one file: a number of one byte becomes an object of eight."""
+"""Limit of the numbers in the lists of one file: a number of one byte becomes an object of eight."""
 WHOLE_GROUP = -1
 """Optimizer parallelism over all ranks that would hold copies."""
 _OF_A_STAGE = re.compile(r"(\d{1,6})-(.+)", re.DOTALL)
@@ -40,12 +45,15 @@ _HINT = "name the file of strategy_ckpt_save_file, the merged one, or the direct
 
 
 class Cut(msgspec.Struct, frozen=True):
-    """How one parameter lies on the ranks of its stage.
+    """The cut of one parameter over the ranks of its stage.
 
-    ``devices``: ranks along each axis of the grid. ``axes``: per dimension the places in ``devices`` that cut it,
-    outermost first. ``rows``: length of each slice along dimension 0, where they are uneven. ``fields``: parts of a
-    table that is cut by field. ``optimizer_parts``: of the first dimension, by optimizer parallelism (0: none,
-    ``WHOLE_GROUP``), on ranks that lie ``optimizer_stride`` apart.
+    Attributes:
+        devices: ranks along each axis of the grid.
+        axes: per dimension the indices in ``devices`` of the axes that cut it, outermost first.
+        rows: length of each slice along dimension 0, if they are uneven.
+        fields: parts of a table that is cut by field.
+        optimizer_stride: distance in ranks between the parts of optimizer parallelism.
+        optimizer_parts: parts of the first dimension by optimizer parallelism (0: none, ``WHOLE_GROUP``: all copies).
     """
 
     devices: tuple[int, ...]
@@ -68,12 +76,12 @@ class Strategy(msgspec.Struct, frozen=True):
 
     @property
     def ranks_per_stage(self) -> int:
-        """Ranks of one stage; stage s has those from s times this number on."""
+        """Number of ranks of one stage. The ranks of stage s start at s times this number."""
         return next(iter(next(iter(self.stages.values())).values())).ranks
 
 
 def read_strategy(path: Path) -> Strategy:
-    """The content of a strategy file, or of all in a directory.
+    """Return the content of a strategy file, or of all in a directory.
 
     Raises:
         UsageError: it cannot be read, or a directory without any.
@@ -106,7 +114,7 @@ def _read(path: Path) -> dict[int, dict[str, Cut]]:
 
 
 def decode_strategy(data: bytes, where: str) -> dict[int, dict[str, Cut]]:
-    """The parameters of each stage that the file ``data`` speaks of. JSON and protobuf cannot be taken for each other.
+    """Return the parameters in the file ``data``, by stage. JSON and protobuf cannot be confused with each other.
 
     Raises:
         CheckpointInvalid: names ``where`` and the broken rule.
@@ -129,7 +137,7 @@ def decode_strategy(data: bytes, where: str) -> dict[int, dict[str, Cut]]:
 
 
 def _checked(stages: dict[int, dict[str, Cut]], where: str) -> Strategy:
-    """Refuse what no training writes."""
+    """Return the strategy. Refuse one that no training writes."""
     if max(stages) > STAGE_MAX:
         raise CheckpointInvalid(
             f"{where}: pipeline stage {max(stages)}, the limit is {STAGE_MAX}", hint=_HINT
@@ -149,7 +157,7 @@ def _checked(stages: dict[int, dict[str, Cut]], where: str) -> Strategy:
 
 
 class _Layout(msgspec.Struct):
-    """As in the JSON form."""
+    """The layout of one parameter, as in the JSON form."""
 
     dev_matrix: list[int]
     tensor_map: list[int | list[int]]
@@ -169,7 +177,11 @@ class _File(msgspec.Struct):
 
 
 def _cut(name: str, layout: _Layout) -> Cut:
-    """The layout of one parameter, checked. Raises: ValueError."""
+    """Return the checked layout of one parameter.
+
+    Raises:
+        ValueError: it is impossible.
+    """
     devices = layout.dev_matrix
     if not devices or len(devices) > DIMENSIONS_MAX or len(layout.tensor_map) > DIMENSIONS_MAX:
         raise ValueError(f"{name}: a device matrix of {len(devices)} axes")
@@ -189,13 +201,13 @@ def _cut(name: str, layout: _Layout) -> Cut:
     if layout.optimizer_parts < WHOLE_GROUP or layout.field < 0:
         raise ValueError(f"{name}: a negative number of parts")
     stride, parts = layout.optimizer_stride, layout.optimizer_parts
-    if not stride or not parts:  # MindSpore's own sign for "not cut"
+    if not stride or not parts:  # either one is MindSpore's own sign for "not cut"
         stride = parts = 0
     return Cut(tuple(devices), tuple(axes), tuple(layout.param_split_shape), layout.field, stride, parts)
 
 
 def _of_json(data: bytes) -> tuple[int, Mapping[str, _Layout]]:
-    """Stage and layouts by name."""
+    """Return stage and layouts by name, from the JSON form."""
     file = msgspec.json.decode(data, type=_File)
     stage = next(iter(file.parallel_strategy_item.values()), _Stage()).stage
     if stage < 0:
@@ -204,7 +216,7 @@ def _of_json(data: bytes) -> tuple[int, Mapping[str, _Layout]]:
 
 
 def _of_protobuf(data: bytes) -> tuple[int, Mapping[str, _Layout]]:
-    """Stage and layouts by name, of a ``ParallelStrategyMap``."""
+    """Return stage and layouts by name, from a ``ParallelStrategyMap``."""
     stages: list[int] = []
     layouts: dict[str, _Layout] = {}
     told = _Told()
@@ -220,14 +232,14 @@ def _of_protobuf(data: bytes) -> tuple[int, Mapping[str, _Layout]]:
 
 
 def _stage(item: Value) -> int:
-    """Of a ``ParallelStrategyItem``."""
+    """Return the stage of a ``ParallelStrategyItem``."""
     strategies = [value for number, value in fields(message(item)) if number == 2]
     found = [integer(value) for each in strategies for number, value in fields(message(each)) if number == 1]
     return found[-1] if found else 0
 
 
 def _item(item: Value, told: _Told) -> tuple[str, _Layout]:
-    """Name and layout of a ``ParallelLayoutItem``."""
+    """Return name and layout of a ``ParallelLayoutItem``."""
     name, layout = "", _Layout([], [])
     for number, value in fields(message(item)):
         if number == 1:
@@ -238,7 +250,7 @@ def _item(item: Value, told: _Told) -> tuple[str, _Layout]:
 
 
 def _layout(data: memoryview, told: _Told) -> _Layout:
-    """A ``ParallelLayouts``. Field 4, the offsets of the indices of a lookup, is not about where a slice lies."""
+    """Return the layout of a ``ParallelLayouts``. Field 4, index offsets of a lookup, says nothing about slices."""
     lists: dict[int, list[list[int]]] = {1: [], 2: [], 3: []}
     numbers = {5: 0, 6: 0, 7: 0}
     for number, value in fields(data):
@@ -256,13 +268,13 @@ def _layout(data: memoryview, told: _Told) -> _Layout:
 
 
 class _Told:
-    """Counts the numbers that a file holds."""
+    """A counter of the numbers that a file holds."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def numbers(self, data: memoryview) -> list[int]:
-        """The repeated field 1 of a message."""
+        """Return the numbers of the repeated field 1 of a message."""
         found: list[int] = []
         for number, value in fields(data):
             if number != 1:

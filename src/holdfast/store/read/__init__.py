@@ -1,2 +1,6 @@
-"""Loading: ``validation`` judges a directory, ``load_plan`` says which extents are read, ``load`` reads and verifies
-them."""
+"""Loading.
+
+- ``validation``: judges whether a directory is a complete checkpoint.
+- ``load_plan``: chooses the extents (pieces of files) to read.
+- ``load``: reads and verifies them.
+"""

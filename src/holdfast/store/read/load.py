@@ -1,16 +1,16 @@
-"""Loading: any stored layout into any other, straight into the caller's memory, every byte verified.
+"""Loading of any stored layout into any other, directly into the caller's memory, with every byte verified.
 
-Theory. A target is a box of a tensor with a buffer. The stored boxes of that tensor are intersected with it; each
-stored box is read in extents, because an extent is what a digest covers. Extents that are contiguous in the target are
-read into place, others are scattered from a scratch buffer. Adjacent extents are planned, read and scattered together,
-and hashed while the processor has them in its cache. An extent that fails its digest counts no more, and what it should
-have given is asked from another copy; the rest of its box may still make up for others. What the page cache has
-already is read without waiting, and in small pieces; a mapping would cost more than it spares, because each of its
-pages is mapped and unmapped for one use.
+Theory. A target is a box of a tensor with a buffer. The stored boxes of that tensor are intersected with it. Each
+stored box is read in extents (pieces of a file), because a digest covers an extent. Extents that are contiguous in the
+target are read into place. Others are scattered from a scratch buffer. Adjacent extents are planned, read and scattered
+together, and hashed while they are in the processor's cache. An extent with a wrong digest does not count, and its
+elements are read from another copy. The rest of its box may still replace other damaged extents. Bytes that the page
+cache has are read without waiting, in small pieces. A mapping would cost more than it saves, because each of its pages
+is mapped and unmapped for one use.
 
 Invariants:
 1. When the call returns, every element of every target came from an extent whose digest matched.
-2. When it raises, the targets hold garbage: nobody may train on them.
+2. When it raises, the targets hold garbage and must not be used.
 3. Extra memory: ``threads`` scratch buffers of one batch, and the manifests.
 """
 
@@ -41,8 +41,9 @@ from holdfast.store.read.load_plan import LoadTarget as LoadTarget
 from holdfast.store.read.load_plan import Read, batches_of, in_order, reads_of
 from holdfast.store.read.validation import Index, StoredBox, bad_extent, read_index
 
-BATCH_SIZE_BYTES = 4 * 1024 * 1024  # what was read is then hashed out of the processor's cache
-PIECE_SIZE_BYTES = 1024 * 1024  # of what the page cache has: fits into a core's own cache
+# Larger, and the bytes would leave the processor's cache before they are hashed.
+BATCH_SIZE_BYTES = 4 * 1024 * 1024
+PIECE_SIZE_BYTES = 1024 * 1024  # for bytes in the page cache: fits into the own cache of a core
 REMOTE_BATCH_SIZE_BYTES = 16 * 1024 * 1024  # a request to another machine takes long, whatever its size
 FILES_OPEN_MAX = 64
 DIFFERENCES_SHOWN = 10
@@ -52,10 +53,14 @@ _WORDS: dict[int, np.dtype[np.unsignedinteger]] = {
 
 
 class LoadReport(msgspec.Struct, frozen=True):
-    """What a load did. ``healed`` is the damage that other copies made up for.
+    """The result of a load. ``healed`` is the damage that other copies replaced.
 
-    ``missing`` (not in the checkpoint) and ``mismatched`` (of another shape or dtype) name targets left untouched,
-    ``unexpected`` tensors of the checkpoint that nobody asked for; only names that the caller gave up are in them.
+    Attributes:
+        missing: names of targets that are not in the checkpoint, and were left untouched.
+        mismatched: names of targets that have another shape or dtype there, and were left untouched.
+        unexpected: names of tensors of the checkpoint that have no target.
+
+    These three have only names that the caller allowed to differ.
     """
 
     save_id: SaveId
@@ -70,7 +75,7 @@ class LoadReport(msgspec.Struct, frozen=True):
 
     @property
     def untouched(self) -> frozenset[str]:
-        """Names of the targets that keep what they had."""
+        """Names of the targets that keep their old content."""
         return frozenset((*self.missing, *self.mismatched))
 
 
@@ -83,7 +88,10 @@ class _Bad(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint that nobody removes, and what its JSON files say; in place of its path it spares a second look."""
+    """A checkpoint that is protected from removal, and its decoded JSON files.
+
+    The functions of this module accept it in place of a path, which avoids a second read.
+    """
 
     directory: Attempt
     index: Index
@@ -108,15 +116,17 @@ def load_into(
     """Fill the targets from the checkpoint in directory ``path``.
 
     Args:
-        targets: what this rank wants; together with ``known`` it must name every tensor of the checkpoint.
+        path: the checkpoint.
+        targets: the boxes of this rank; together with ``known`` they must name every tensor of the checkpoint.
         known: names of tensors that other ranks load (pipeline stages, experts).
-        missing, unexpected: names of values that the caller has and the checkpoint lacks, and the other way round:
-            they count as tensors do.
+        missing, unexpected: names of values that only the caller has, and that only the checkpoint has: they count like
+            tensors.
         optional: name patterns (``fnmatch``) that may be missing on either side, or differ in shape or dtype.
         strict: other names may not be missing on either side; another shape or dtype is refused in any case.
-        first: names of targets to fill before all others; then ``check`` is called with the names of those that are
-            left out, and what it raises ends the load.
-        threads: reads at the same time; 0: the node's cores, shared by its ranks (a few from another machine).
+        first: names of targets to fill before all others.
+        check: called after ``first`` is filled, with the names of targets that are left out. An error that it raises
+            ends the load.
+        threads: reads at the same time; 0: the node's cores divided among its ranks (from another machine: a few).
 
     Raises:
         CheckpointInvalid: torn, flipped or incomplete files, named; the targets hold garbage.
@@ -163,7 +173,7 @@ def opened(path: Place | str | Opened) -> Iterator[Opened]:
 
 
 def load_catalogue(path: Place | str | Opened) -> Catalogue:
-    """The catalogue of a valid checkpoint: all tensors, their layout when they were saved, and the holders.
+    """Return the catalogue of a valid checkpoint: all tensors, their layout when they were saved, and the holders.
 
     Raises:
         CheckpointInvalid: see :func:`load_into`.
@@ -172,7 +182,7 @@ def load_catalogue(path: Place | str | Opened) -> Catalogue:
 
 
 def load_values(path: Place | str | Opened) -> dict[str, object]:
-    """The values common to all ranks.
+    """Return the values common to all ranks.
 
     Raises:
         CheckpointInvalid: see :func:`load_into`.
@@ -185,11 +195,13 @@ def load_values(path: Place | str | Opened) -> dict[str, object]:
 def load_values_of_all(
     path: Place | str | Opened, names: Collection[str] | None = None, rank: int = -1
 ) -> list[dict[str, object]]:
-    """The common values as each writer wrote them, by rank: pipeline stages know other parameters.
+    """Return the common values as each writer wrote them, by rank. Pipeline stages have different parameters.
 
     Args:
-        names: tensors of the rank that asks: only of the writers that it needs, the most important one first.
-        rank: the one that asks.
+        path: the checkpoint.
+        names: tensors of the rank that loads: return only the values of the writers that it needs, the most important
+            first.
+        rank: the rank that loads.
 
     Raises:
         CheckpointInvalid: see :func:`load_into`.
@@ -201,13 +213,13 @@ def load_values_of_all(
 
 
 def load_locals(path: Place | str | Opened, rank: int) -> dict[str, object]:
-    """The values that belonged to ``rank`` alone; empty when the checkpoint has none for it.
+    """Return the values that belonged to ``rank`` alone; empty when the checkpoint has none for it.
 
     Raises:
         CheckpointInvalid: see :func:`load_into`.
     """
     index, key = _index(path), str(rank)
-    # A rank speaks for itself; only for one that could not write, another one's word counts.
+    # The record of the rank itself comes first. That of another rank counts only if the rank could not write.
     order = sorted(index.manifests, key=lambda writer: (writer != rank, writer))
     for writer in order:
         found = index.manifests[writer].locals.get(key)
@@ -224,7 +236,7 @@ def _index(path: Place | str | Opened) -> Index:
 
 
 class BoxLoader:
-    """Reads regions of stored boxes into targets."""
+    """The reader of regions of stored boxes into targets."""
 
     def __init__(self, directory: Attempt, index: Index, threads: int) -> None:
         self.directory = directory
@@ -236,7 +248,7 @@ class BoxLoader:
         self.read_size_bytes = 0
 
     def bytes_of(self, fqn: str, dtype: str, shape: Shape, boxes: Sequence[Box]) -> memoryview:
-        """The verified bytes of regions of one tensor, one after the other, each in C order.
+        """Return the verified bytes of regions of one tensor, one after the other, each in C order.
 
         Raises:
             CheckpointInvalid: no intact copy is left.
@@ -253,8 +265,12 @@ class BoxLoader:
         return data
 
     def load(self, wanted: list[tuple[LoadTarget, Box]]) -> None:
-        """Fill the regions; bad extents are asked again from other copies until none is left."""
-        damaged: dict[tuple[str, int], set[int]] = {}  # bad extents, by where their box begins
+        """Fill the regions. Read the elements of bad extents from other copies until none is bad.
+
+        Raises:
+            CheckpointInvalid: no intact copy is left.
+        """
+        damaged: dict[tuple[str, int], set[int]] = {}  # bad extents, by the start of their box
         why: dict[str, str] = {}
         while wanted:
             bad = self._execute(self._assign(wanted, damaged, why))
@@ -307,7 +323,7 @@ class BoxLoader:
         return [read for stored, pieces in chosen.values() for read in reads_of(stored, pieces, limit)]
 
     def _execute(self, reads: list[Read]) -> list[_Bad]:
-        """Perform the reads, batch by batch, a bounded number of files open at a time."""
+        """Perform the reads, batch by batch, with a bounded number of files open at a time. Return the bad ones."""
         names = sorted({read.stored.name for read in reads})
         bad: list[_Bad] = []
         for first in range(0, len(names), FILES_OPEN_MAX):
@@ -321,7 +337,7 @@ class BoxLoader:
         return bad
 
     def _perform_all(self, work: Sequence[tuple[SourceFile, list[Read]]]) -> list[_Bad]:
-        """Perform batches, one part of them per thread: neighbours in a file stay with one thread."""
+        """Perform the batches, a consecutive part of them per thread: neighbours in a file stay with one thread."""
         count = min(self.threads, len(work))
         if count <= 1:
             return _perform(work)
@@ -333,7 +349,7 @@ class BoxLoader:
 
 
 def _cover(region: Box, boxes: Sequence[Box]) -> tuple[list[tuple[int, list[Box]]], list[Box]]:
-    """What of a region each of the first boxes gives, by their numbers, until all is given; and what no box gives."""
+    """Return the parts of a region that each box gives, by the number of the box, and the parts that no box gives."""
     given: list[tuple[int, list[Box]]] = []
     rest = [region]
     for n, box in enumerate(boxes):
@@ -347,7 +363,7 @@ def _cover(region: Box, boxes: Sequence[Box]) -> tuple[list[tuple[int, list[Box]
 
 
 def _perform(work: Iterable[tuple[SourceFile, list[Read]]]) -> list[_Bad]:
-    """Read batches, verify every extent, put what is sound in its place; returns the bad ones."""
+    """Read batches, verify every extent, put the sound ones in their places. Return the bad ones."""
     bad: list[_Bad] = []
     scratch = memoryview(b"")
     for file, batch in work:
@@ -361,9 +377,9 @@ def _perform(work: Iterable[tuple[SourceFile, list[Read]]]) -> list[_Bad]:
 
 
 def _take_cached(file: SourceFile, batch: list[Read], scratch: memoryview, bad: list[_Bad]) -> list[Read]:
-    """Take what the page cache has, from the first read on; returns the reads that are left."""
+    """Perform the reads whose bytes are in the page cache, from the first one on. Return the remaining reads."""
     end = batch[-1].start + batch[-1].size_bytes
-    # Looked at from its end: the disk is to have one large request, not what is left of one.
+    # The end is tested first: the disk should get one large request, not the rest of one.
     if not isinstance(file, Cached) or not file.read_cached(end - 1, memoryview(bytearray(1))):
         return batch
     for n, read in enumerate(batch):
@@ -376,7 +392,7 @@ def _take_cached(file: SourceFile, batch: list[Read], scratch: memoryview, bad: 
 
 
 def _take(file: SourceFile, batch: list[Read], scratch: memoryview, bad: list[_Bad]) -> None:
-    """Read a batch with one call."""
+    """Perform a batch of reads with one call."""
     start = batch[0].start
     buffers = [_buffer(read, read.start - start, scratch) for read in batch]
     try:
@@ -393,12 +409,12 @@ def _is_there(_offset: int, _piece: memoryview) -> bool:
 
 
 def _buffer(read: Read, at: int, scratch: memoryview) -> memoryview:
-    """Where the bytes of a read are to be: in place, or at ``at`` in the scratch buffer."""
+    """Return the buffer for the bytes of a read: in place, or at ``at`` in the scratch buffer."""
     return scratch[at : at + read.size_bytes] if read.into is None else read.into
 
 
 def _wrong(read: Read, data: memoryview, fill: Callable[[int, memoryview], bool]) -> list[int] | None:
-    """The extents that do not match their digests, or None when ``fill`` could not put all of them into ``data``.
+    """Return the extents that do not match their digests; None when ``fill`` could not fill all of ``data``.
 
     Each piece is hashed as soon as it is there, while the core has it in its own cache.
     """
@@ -417,7 +433,7 @@ def _wrong(read: Read, data: memoryview, fill: Callable[[int, memoryview], bool]
 
 
 def _settle(file: SourceFile, read: Read, data: memoryview, wrong: Sequence[int]) -> list[_Bad]:
-    """Put the sound extents of a read in their places; returns the bad ones."""
+    """Put the sound extents of a read in their places. Return the bad ones."""
     if read.into is None:
         _scatter_sound(read, data, wrong)
     return [_Bad(cut, _why(file, cut)) for cut in (read.cut(n, n + 1) for n in wrong)]
@@ -428,14 +444,14 @@ def _why(file: SourceFile, read: Read) -> str:
 
 
 def _scatter_sound(read: Read, data: memoryview, wrong: Sequence[int]) -> None:
-    """Copy what was verified to the regions that want it."""
+    """Copy the verified extents to the regions that need them."""
     for some in _without(read, wrong):
         at = some.start - read.start
         _scatter(some, data[at : at + some.size_bytes])
 
 
 def _without(read: Read, wrong: Sequence[int]) -> Iterator[Read]:
-    """The runs of a read between the extents that are wrong (ascending)."""
+    """Yield the runs of a read between the wrong extents (ascending)."""
     begin = read.first
     for end in (*wrong, read.last):
         if begin < end:
@@ -444,7 +460,7 @@ def _without(read: Read, wrong: Sequence[int]) -> Iterator[Read]:
 
 
 def _sound_parts(stored: StoredBox, bad: Collection[int]) -> Iterable[Box]:
-    """What a stored box still gives without its bad extents."""
+    """Return the parts of a stored box that are outside of its bad extents."""
     if not bad:
         return (stored.record.box,)
     whole = Read(stored, 0, len(stored.record.digests), (), None)
@@ -452,7 +468,7 @@ def _sound_parts(stored: StoredBox, bad: Collection[int]) -> Iterable[Box]:
 
 
 def _scatter(read: Read, data: memoryview) -> None:
-    """Copy a verified extent to the regions that want it."""
+    """Copy a verified extent to the regions that need it."""
     word = _WORDS[DTYPE_SIZE_BYTES[read.stored.record.dtype]]
     elements = np.frombuffer(data, dtype=word)
     done = 0
@@ -487,18 +503,18 @@ def _check_target(target: LoadTarget) -> None:
 
 
 class _Differences(msgspec.Struct):
-    """What the checkpoint and the targets do not share, by name; ``mismatched`` says how."""
+    """The differences between the checkpoint and the targets, by name. ``mismatched`` describes each."""
 
     missing: list[str]
     unexpected: list[str]
     mismatched: dict[str, str]
-    convertible: set[str]  # of those, the ones that differ in nothing but the dtype
+    convertible: set[str]  # the mismatched ones that differ only in the dtype
 
     def refuse(self, optional: Sequence[str], strict: bool, where: Place) -> None:
-        """Refuse another model's checkpoint.
+        """Refuse the checkpoint of another model.
 
         Raises:
-            CheckpointMismatch: a difference that the caller did not give up.
+            CheckpointMismatch: a difference that the caller did not allow.
         """
 
         def allowed(fqn: str) -> bool:

@@ -1,9 +1,9 @@
-"""Which extents a load needs, where they go, and in which order they are read.
+"""The extents (pieces of files) that a load needs, their places in the targets, and the order of the reads.
 
-Theory. A digest covers an extent, so extents are what is read. Of a stored box only those count that hold something of
-a wanted region; where such a region is one range of flat elements both in the box and in the target, whole extents go
-straight into place, the others are scattered. Neighbours with the same fate are one run: planned, read and scattered
-at once, however small extents are.
+Theory. A digest covers an extent, so whole extents are read. Of a stored box only the extents with a part of a wanted
+region are needed. If that region is one range of flat elements both in the box and in the target, whole extents are
+read into place. The others are scattered. Neighbours that are treated alike are one run: planned, read and scattered
+together, however small the extents are.
 
 Invariants:
 1. Every element of every wanted region lies in exactly one run of each stored box that was chosen for it.
@@ -21,11 +21,11 @@ import msgspec
 from holdfast.store.layouts.layout import DTYPE_SIZE_BYTES, Box, Shape, flat_regions
 from holdfast.store.read.validation import StoredBox
 
-WINDOW_SIZE_BYTES = 4 * 1024 * 1024  # in every processor's last cache
+WINDOW_SIZE_BYTES = 4 * 1024 * 1024  # fits into the last-level cache of any processor
 
 
 class LoadTarget(msgspec.Struct, frozen=True):
-    """Where a box goes: ``buffer`` is writable, C-contiguous, of the box's size; ``shape`` is the global shape."""
+    """The target of a box. ``buffer`` is writable, C-contiguous, of the box's size; ``shape`` is the global shape."""
 
     fqn: str
     box: Box
@@ -35,7 +35,10 @@ class LoadTarget(msgspec.Struct, frozen=True):
 
 
 class Read(msgspec.Struct):
-    """Extents ``first`` to ``last`` to read: ``into`` is their place in a target, or None when they are scattered."""
+    """The extents ``first`` to ``last`` to read.
+
+    ``into`` is their place in a target, or None when they are scattered.
+    """
 
     stored: StoredBox
     first: int
@@ -55,16 +58,16 @@ class Read(msgspec.Struct):
         return stop - self.first * self.stored.extent_size_bytes
 
     def parts(self) -> list[Box]:
-        """What lies in them, in global coordinates."""
+        """Return the regions of the extents, in global coordinates."""
         return self.stored.regions(self.start, self.size_bytes)
 
     def cut(self, first: int, last: int) -> Read:
-        """Some of its extents, to scatter (or to ask again)."""
+        """Return some of the extents as a read that is scattered."""
         return Read(self.stored, first, last, self.pieces, None)
 
 
 def reads_of(stored: StoredBox, pieces: Sequence[tuple[LoadTarget, Box]], limit_bytes: int) -> list[Read]:
-    """The extents of a stored box that the pieces need, in runs of at most ``limit_bytes`` (or one extent)."""
+    """Return the extents of a stored box that the pieces need, in runs of at most ``limit_bytes`` (or one extent)."""
     step = max(1, limit_bytes // stored.extent_size_bytes)
     reads: list[Read] = []
     for first, last, needed, place in _runs(stored, pieces):
@@ -78,11 +81,11 @@ def reads_of(stored: StoredBox, pieces: Sequence[tuple[LoadTarget, Box]], limit_
 
 
 _Run: TypeAlias = tuple[int, int, Sequence[tuple[LoadTarget, Box]], int | None]
-"""First extent, the one after the last, who needs them, and where they go in the target (bytes) when in one piece."""
+"""First extent, one after the last, the pieces that need them, offset in the target in bytes (None: scattered)."""
 
 
 def _runs(stored: StoredBox, pieces: Sequence[tuple[LoadTarget, Box]]) -> Iterator[_Run]:
-    """The extents that are needed, as long runs as have the same fate."""
+    """Yield the needed extents in the longest runs that are treated alike."""
     box, item = stored.record.box, DTYPE_SIZE_BYTES[stored.record.dtype]
     each, count = stored.extent_size_bytes // item, len(stored.record.digests)
     if len(pieces) > 1:
@@ -105,8 +108,11 @@ def _runs(stored: StoredBox, pieces: Sequence[tuple[LoadTarget, Box]]) -> Iterat
 def _fates(
     box: Box, region: Box, goal_box: Box, each: int, first: int, last: int
 ) -> tuple[tuple[int, int, int | None], ...]:
-    """Which extents (of ``each`` elements) among ``first`` to ``last`` a region needs, and where they go in the target
-    (elements) when in one piece. Tensors of a model have few shapes, so the answers are kept."""
+    """Return the extents (of ``each`` elements) among ``first`` to ``last`` that a region needs, as runs.
+
+    The third number of a run is its offset in the target in elements; None: it is scattered. Tensors of a model have
+    few shapes, so the answers are cached.
+    """
     start, stop, gap = _spread(box, region)
     first, last = max(start // each, first), min(-(-stop // each), last)
     if gap >= each:  # whole extents lie between its rows
@@ -128,7 +134,7 @@ def _fates(
 
 
 def _spread(box: Box, region: Box) -> tuple[int, int, int]:
-    """Where a region lies in the flat elements of a box: first, one after the last, and the longest gap between."""
+    """Return the flat elements of a box that a region spans: first, one after the last, and the longest gap."""
     start, span, gap, stride = 0, 1, 0, 1
     for offset, size, at, length in zip(
         reversed(region.offsets),
@@ -146,10 +152,10 @@ def _spread(box: Box, region: Box) -> tuple[int, int, int]:
 
 
 def in_order(reads: list[Read]) -> list[Read]:
-    """In the order in which files hold their tensors, all files side by side; in windows, so that neighbours stay so.
+    """Return the reads in the order in which files hold their tensors, all files in parallel.
 
-    What several files give to one target comes while the processor has it in its cache, and the disk reads ahead in
-    several files at once.
+    Within a window, neighbours in a file stay neighbours. The parts of one target from several files come while they
+    are in the processor's cache, and the disk reads ahead in several files at once.
     """
 
     def place(read: Read) -> tuple[int, str, int]:
@@ -165,7 +171,7 @@ def in_order(reads: list[Read]) -> list[Read]:
 
 
 def batches_of(reads: Sequence[Read], limit_bytes: int) -> list[list[Read]]:
-    """Group reads of adjacent bytes of one file into single calls."""
+    """Return reads of adjacent bytes of one file, grouped into single calls."""
     batches: list[list[Read]] = []
     size_bytes = 0
     for read in reads:

@@ -1,15 +1,15 @@
-"""Is this a complete checkpoint? A pure function of the files in its directory.
+"""Validation of a checkpoint: a pure function of the files in its directory.
 
 Theory. A checkpoint is valid when one save id and one catalogue bind all its manifests, every writer's manifest is
 there, and the boxes in intact files cover every tensor of the catalogue. The seal is only a cached answer: it is
-neither needed nor believed. The shallow check reads manifests, file sizes and headers; the deep check also hashes
-every extent.
+neither needed nor trusted. The shallow check reads manifests, file sizes and headers. The deep check also hashes every
+extent (piece of a file).
 
 Invariants:
 1. Deleting, truncating or swapping any file that the catalogue needs makes the answer "invalid", with the file named.
-2. Damage that copies make up for (``copies`` > 1) is listed but does not invalidate: of extents, files, manifests and
+2. Damage that copies can replace (``copies`` > 1) is listed but does not invalidate: of extents, files, manifests and
    the catalogue.
-3. No file outside the directory is touched and no link followed, whatever the manifests say.
+3. No file outside the directory is touched and no link followed, whatever the manifests contain.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _BAD_HEADER = ": header does not match its digest (flipped, or a file of another
 
 
 def _quiet(_size_bytes: int) -> None:
-    """No progress wanted."""
+    """Ignore the progress."""
 
 
 class StoredBox(msgspec.Struct, frozen=True):
-    """One stored box: which file of the directory holds it, and how it is checked."""
+    """One stored box: its file in the directory, and the data for its check."""
 
     rank: int
     name: str
@@ -54,14 +54,14 @@ class StoredBox(msgspec.Struct, frozen=True):
     record: BoxRecord
 
     def extents(self) -> Iterator[tuple[int, int, str]]:
-        """(absolute offset, length in bytes, digest) of each extent."""
+        """Yield (absolute offset, length in bytes, digest) of each extent."""
         stop = self.record.start + self.record.size_bytes
         for n, digest in enumerate(self.record.digests):
             start = self.record.start + n * self.extent_size_bytes
             yield start, min(self.extent_size_bytes, stop - start), digest
 
     def regions(self, start: int, size_bytes: int) -> list[Box]:
-        """What lies in these bytes of the file, as boxes in global coordinates, one after the other."""
+        """Return the content of these bytes of the file, as boxes in global coordinates, one after the other."""
         record, item = self.record, DTYPE_SIZE_BYTES[self.record.dtype]
         if size_bytes == record.size_bytes:
             return [record.box]
@@ -70,11 +70,11 @@ class StoredBox(msgspec.Struct, frozen=True):
 
 
 class _Unfinished(CheckpointInvalid):
-    """A share is missing that nobody has said to be complete: the save is under way, or its writers died."""
+    """A missing share that was never declared complete: the save is in progress, or its writers died."""
 
 
 class Index(msgspec.Struct, frozen=True):
-    """Everything that the JSON files of a valid checkpoint say, cross-checked."""
+    """The cross-checked content of all JSON files of a valid checkpoint."""
 
     save_id: SaveId
     catalogue: Catalogue
@@ -86,12 +86,12 @@ class Index(msgspec.Struct, frozen=True):
 
     @property
     def copies(self) -> int:
-        """How many copies were asked for."""
+        """Number of copies that the save promises."""
         return next(iter(self.manifests.values())).copies
 
 
 class Validity(msgspec.Struct, frozen=True):
-    """The answer of :func:`inspect`. ``reason`` names the first broken rule; ``damage`` everything that is broken."""
+    """The answer of :func:`inspect`. ``reason`` names the first broken rule; ``damage`` lists all damage."""
 
     path: str
     valid: bool
@@ -106,8 +106,8 @@ class Validity(msgspec.Struct, frozen=True):
     tensors: int = 0
     size_bytes: int = 0
     damage: tuple[str, ...] = ()
-    unfinished: bool = False  # not valid, and never was: a share was not written to its end
-    denied: bool = False  # not known: this process may not read it
+    unfinished: bool = False  # not valid, and never was: a share was not finished
+    denied: bool = False  # not known: this process has no right to read it
 
     @property
     def name(self) -> str:
@@ -118,15 +118,19 @@ class Validity(msgspec.Struct, frozen=True):
 def inspect(
     path: Place | str, deep: bool = False, *, threads: int = 2, progress: Progress = _quiet
 ) -> Validity:
-    """Judge the checkpoint in directory ``path`` from its files alone; never raises for a bad one.
+    """Judge the checkpoint in directory ``path`` from its files alone. A bad checkpoint raises no error.
 
     Args:
+        path: the checkpoint.
         deep: also read every tensor and compare its digests.
         threads: extents read and hashed at the same time (deep only).
         progress: called with the size in bytes of each extent after it was checked (deep only).
 
+    Returns:
+        The judgement, with the reason and the damage.
+
     Raises:
-        StoreUnreachable: the files cannot be asked for, or (StoreDenied) not by this process.
+        StoreUnreachable: the files cannot be read now; StoreDenied: this process has no right to read them.
     """
     step = (form.attempt_key(place_of(path).name) or (-1,))[0]
     try:
@@ -144,7 +148,10 @@ def inspect(
 
 
 def judge(directory: Attempt, index: Index, more: Sequence[str] = ()) -> Validity:
-    """The answer for a checkpoint whose index could be read: valid, but for ``more`` damage that copies make up for."""
+    """Return the judgement that a checkpoint is valid, which is certain once its index could be read.
+
+    ``more`` is further damage, which copies can replace.
+    """
     sealed, broken = _seal(directory, index)
     some = next(iter(index.manifests.values()))
     return Validity(
@@ -157,7 +164,11 @@ def read_index(directory: Attempt, *, headers: bool = True) -> Index:
     """Read and cross-check all JSON files, file sizes and headers of a checkpoint.
 
     Args:
+        directory: the checkpoint.
         headers: the boxes of a file with a damaged header do not count. (Its data may be sound: see ``repair.py``.)
+
+    Returns:
+        The content of the JSON files, and the damage.
 
     Raises:
         CheckpointInvalid: the first broken rule, with the file's path.
@@ -200,7 +211,7 @@ def read_index(directory: Attempt, *, headers: bool = True) -> Index:
             if intact[record.file]:
                 stored = StoredBox(rank, manifest.files[record.file].name, manifest.extent_size_bytes, record)
                 boxes.setdefault(record.fqn, []).append(stored)
-    # In C order: what a load still looks for then stays a few regions, however many boxes there are.
+    # In C order, the regions that a load still has to find stay few, however many boxes there are.
     sorted_boxes = {fqn: tuple(sorted(found, key=lambda s: s.record.box)) for fqn, found in boxes.items()}
     index = Index(
         first.save_id, catalogue, manifests, digests, sorted_boxes, tuple(damage),
@@ -211,7 +222,7 @@ def read_index(directory: Attempt, *, headers: bool = True) -> Index:
 
 
 def _read_json(directory: Attempt, name: str, decode: Callable[[bytes, str], T], damage: list[str]) -> T:
-    """One JSON file; where it is damaged or missing, its copy, and the damage is noted."""
+    """Return one decoded JSON file. If it is damaged or missing, use its copy and note the damage."""
     limit = form.MANIFEST_SIZE_BYTES_MAX
     try:
         return decode(directory.read(name, limit), str(directory.path / name))
@@ -228,7 +239,7 @@ def _read_json(directory: Attempt, name: str, decode: Callable[[bytes, str], T],
 
 
 def json_files(index: Index) -> Iterator[tuple[str, bytes]]:
-    """Name and only possible content of every JSON file but the seal; the original first, then its copy."""
+    """Yield name and only possible content of every JSON file except the seal; the original first, then its copy."""
     originals = [(form.CATALOGUE_NAME, form.wrap(index.catalogue.to_json()))]
     for rank, manifest in index.manifests.items():
         originals.append((form.rank_name(rank), form.encode_manifest(manifest)))
@@ -239,7 +250,7 @@ def json_files(index: Index) -> Iterator[tuple[str, bytes]]:
 
 
 def check_copies(directory: Attempt, index: Index) -> tuple[str, ...]:
-    """What is wrong with the copies of the JSON files of a checkpoint that promises some."""
+    """Return the damage of the copies of the JSON files, for a checkpoint that promises copies."""
     found: list[str] = []
     for name, data in json_files(index):
         if name.startswith(form.COPY_PREFIX):
@@ -254,12 +265,12 @@ def check_copies(directory: Attempt, index: Index) -> tuple[str, ...]:
 
 
 def seal_of(index: Index) -> bytes:
-    """The only content that the seal of this checkpoint may have."""
+    """Return the only possible content of the seal of this checkpoint."""
     return form.encode_seal(index.save_id, index.catalogue.digest, index.digests)
 
 
 def _seal(directory: Attempt, index: Index) -> tuple[bool, list[str]]:
-    """Is there a seal, and what is wrong with it?"""
+    """Return whether there is a valid seal, and its damage."""
     if not directory.exists(form.SEAL_NAME):
         return False, []
     try:
@@ -273,14 +284,16 @@ def _seal(directory: Attempt, index: Index) -> tuple[bool, list[str]]:
 def check_coverage(
     index: Index, where: Place, bad: Mapping[int, Mapping[int, str]], names: Collection[str] | None = None
 ) -> None:
-    """Refuse a checkpoint whose intact extents leave a hole in a tensor of the catalogue.
+    """Raise an error if the intact extents leave a hole in a tensor of the catalogue.
 
     Args:
+        index: the content of the JSON files.
+        where: the checkpoint, for messages.
         bad: the damaged extents by the ``id`` of their ``StoredBox``: number, and the line that names it.
         names: of the tensors that count; all by default.
 
     Raises:
-        CheckpointInvalid: names the damage behind the hole, or the hole.
+        CheckpointInvalid: names the damage that causes the hole, or the hole.
     """
     absent = index.catalogue.absent
     if absent:
@@ -317,13 +330,17 @@ def check_contents(
     progress: Progress = _quiet,
     names: Collection[str] | None = None,
 ) -> tuple[str, ...]:
-    """Look at the header of every intact file and hash every extent; returns what is damaged.
+    """Check the header of every intact file and hash every extent. Return the damage.
 
     Args:
+        directory: the checkpoint.
+        index: the content of its JSON files.
+        threads: extents read and hashed at the same time.
+        progress: called with the size in bytes of each extent.
         names: of the tensors whose extents count; all by default.
 
     Raises:
-        CheckpointInvalid: what is left does not cover the catalogue.
+        CheckpointInvalid: the intact extents do not cover the catalogue.
     """
     by_file: dict[str, list[StoredBox]] = {}
     for stored in (s for boxes in index.boxes.values() for s in boxes):
@@ -346,7 +363,7 @@ def check_contents(
 
 
 def share_damage(directory: Attempt, manifest: RankManifest) -> list[str]:
-    """What is damaged of the shard files of one rank; everything is read."""
+    """Return the damage of the shard files of one rank. Everything is read."""
     damage: list[str] = []
     for number, entry in enumerate(manifest.files):
         if wrong := _what_is_wrong(directory, entry):
@@ -361,7 +378,10 @@ def share_damage(directory: Attempt, manifest: RankManifest) -> list[str]:
 
 
 def bad_extents(file: SourceFile, stored: StoredBox, progress: Progress = _quiet) -> dict[int, str]:
-    """Read and hash the extents of one stored box; the numbers of the bad ones with the line that names each."""
+    """Read and hash the extents of one stored box.
+
+    The result has the line of text that names each bad extent, by the index of the extent.
+    """
     found: dict[int, str] = {}
     buffer = memoryview(bytearray(min(stored.extent_size_bytes, stored.record.size_bytes)))
     for n, (start, size_bytes, digest) in enumerate(stored.extents()):
@@ -377,14 +397,14 @@ def bad_extents(file: SourceFile, stored: StoredBox, progress: Progress = _quiet
 
 
 def bad_extent(path: Place, record: BoxRecord, start: int, size_bytes: int) -> str:
-    """The line that names a bad extent."""
+    """Return the line that names a bad extent."""
     return f"{path}: bytes {start}:{start + size_bytes} of {record.fqn}{record.box} do not match their digest"
 
 
 def _check_agreement(
     rank: int, manifest: RankManifest, first: RankManifest, catalogue: Catalogue, directory: Attempt
 ) -> None:
-    """One manifest against its name, the others, the catalogue and the directory."""
+    """Check one manifest against its name, the others, the catalogue and the directory."""
     where = directory.path / form.rank_name(rank)
     key = form.attempt_key(directory.path.name)
     if manifest.rank != rank:
@@ -406,7 +426,7 @@ def _check_known(record: BoxRecord, catalogue: Catalogue, where: Place) -> None:
 
 
 def _each(directory: Attempt, function: Callable[[T], R], items: Sequence[T]) -> Iterator[R]:
-    """What ``function`` says of each item, several at a time where a request takes long."""
+    """Yield the result of ``function`` for each item, several at a time if a request takes long."""
     if directory.parallel == 1 or len(items) < 2:
         yield from map(function, items)
         return
@@ -415,13 +435,13 @@ def _each(directory: Attempt, function: Callable[[T], R], items: Sequence[T]) ->
 
 
 def _read_manifest(directory: Attempt, rank: int) -> tuple[tuple[RankManifest, str], list[str]]:
-    """Manifest and digest of a rank, and what was damaged on the way."""
+    """Return manifest and digest of a rank, and the damage that was found."""
     damage: list[str] = []
     return _read_json(directory, form.rank_name(rank), form.decode_manifest, damage), damage
 
 
 def _what_is_wrong(directory: Attempt, entry: FileEntry) -> str:
-    """Empty when a shard file has its size and its header; else the line that names the damage."""
+    """Return the line that names the damage of a shard file's size or header; empty when both are sound."""
     path = directory.path / entry.name
     try:
         with directory.open_file(entry.name) as file:
@@ -439,7 +459,7 @@ def _what_is_wrong(directory: Attempt, entry: FileEntry) -> str:
 
 
 def _check_header(file: SourceFile, boxes: Sequence[StoredBox]) -> list[str]:
-    """The safetensors header against the manifest: other programs must read what we would."""
+    """Check the safetensors header against the manifest: other programs must read the same tensors as Holdfast."""
     prefix = bytearray(8)
     try:
         file.read_at(0, [memoryview(prefix)])

@@ -1,1 +1,1 @@
-"""The memory tier's files: the newest states of each rank, and the log of the updates since."""
+"""The files of the memory tier: the newest states of each rank, and the log of the updates since."""

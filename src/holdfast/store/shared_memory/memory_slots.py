@@ -1,17 +1,18 @@
-"""The memory tier's files: the newest states of each rank, in shared memory that outlives its process.
+"""The state files of the memory tier: the newest states of each rank, in shared memory that outlives its process.
 
-Theory. Each rank has two slots, files in the private directory of the run's status pages. A state is copied into the
-slot that does not hold the newest one: a kill in the middle of a copy costs the older state, never both. A slot says
-what it holds by one *marker*: step, place and digest of a description, and a digest of itself. The marker is zeroed
-before the first byte changes and stored after the last one, so a torn copy has none. The description carries a digest
-of every box. What the script does behind the block of a step may still change its state: beside the marker stands
-whether that is over, and the state *whole*.
+Theory. Each rank has two slots, which are files in the private directory of the run's status pages. A state is copied
+into the slot that does not hold the newest one: a kill during a copy costs the older state, never both. A slot has one
+*marker*: step, place and digest of a description, and a digest of the marker itself. The marker is zeroed before the
+first byte changes and stored after the last one, so a torn copy has none. The description has a digest of every box.
+After the block of a step the script may still change its state. A second word after the marker shows that this is over:
+the state is then *whole*.
 
 Invariants:
-1. A slot without a sound marker holds nothing. What it held before is gone from the moment the copy begins.
-2. Nothing is taken out of a slot before every digest of it fits; a slot that does not fit is dropped, for everybody.
+1. A slot without a sound marker holds nothing. Its earlier content is lost from the moment the copy begins.
+2. Nothing is read from a slot before all its digests are verified. A slot with a wrong digest is dropped for all
+   readers.
 3. The memory is allocated before it is written: a lack of it is an error here, not a SIGBUS in a copy.
-4. A whole state is not changed any more.
+4. A whole state does not change any more.
 """
 
 from __future__ import annotations
@@ -38,15 +39,15 @@ CHUNK_SIZE_BYTES = 1 << 20  # copied and hashed while it is in the cache
 _WORDS = 6  # magic, step + 1, start and size of the description, its digest, digest of these words
 MARKER_SIZE_BYTES = 8 * _WORDS
 _OWN = slice(MARKER_SIZE_BYTES - 8, MARKER_SIZE_BYTES)  # the digest of these words
-_WHOLE = slice(_OWN.stop, _OWN.stop + 8)  # the same once more when the state is whole
-_WORD_MAX = 2**63 - 1  # of a status page
+_WHOLE = slice(_OWN.stop, _OWN.stop + 8)  # the same digest again when the state is whole
+_WORD_MAX = 2**63 - 1  # largest word of a status page
 _DATA_AT = 4096
-DIGEST_MAX = 2**64 - 1  # takes the most room
+DIGEST_MAX = 2**64 - 1  # the digest whose encoding takes the most room
 ALIGNMENT = 64
 
 
 class Marked(NamedTuple):
-    """What a marker says; ``digest`` is that of all that the slot holds, in 63 bits."""
+    """The content of a marker. ``digest`` covers all that the slot holds, in 63 bits."""
 
     step: int
     digest: int
@@ -54,7 +55,7 @@ class Marked(NamedTuple):
 
 
 class KeptBox(msgspec.Struct, frozen=True, array_like=True):
-    """One box and where its bytes lie in the slot; ``digest`` is their xxh3-64."""
+    """One box and the place of its bytes in the slot; ``digest`` is their xxh3-64."""
 
     meta: TensorMeta
     start: int
@@ -63,9 +64,9 @@ class KeptBox(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Description(msgspec.Struct, frozen=True):
-    """All that a slot holds: the state of ``rank`` after ``step`` updates. ``values`` and ``local`` are JSON.
+    """The description of a slot: the state of ``rank`` after ``step`` updates. ``values`` and ``local`` are JSON.
 
-    ``amended``: with what the script has changed behind the block of the step before.
+    ``amended``: it includes the changes that the script made after the block of the previous step.
     """
 
     step: int
@@ -98,7 +99,10 @@ class StoredState:
         return sum(box.size_bytes for box in self._boxes.values())
 
     def catalogue(self) -> Catalogue:
-        """All tensors and this rank's boxes of them; a tensor of which its part is empty as if it were whole."""
+        """Return all tensors and this rank's boxes of them.
+
+        A tensor with an empty part is listed as if the rank had all of it.
+        """
         metas = [box.meta for box in self._boxes.values()]
         held = [meta for meta in metas if meta.box.numel]
         named = {meta.fqn for meta in held}
@@ -112,14 +116,22 @@ class StoredState:
         )
 
     def view(self, fqn: str, box: Box) -> memoryview:
-        """Bytes of one box. Raises: CheckpointInvalid when the slot does not hold it."""
+        """Return the bytes of one box.
+
+        Raises:
+            CheckpointInvalid: the slot does not hold it.
+        """
         found = self._boxes.get((fqn, box))
         if found is None:
             raise CheckpointInvalid(f"{self.path.name} does not hold {fqn}{box}")
         return self._data[found.start : found.start + found.size_bytes]
 
     def verify(self) -> None:
-        """Compare every digest. Raises: CheckpointInvalid, and drops the slot, when one does not fit."""
+        """Compare every digest.
+
+        Raises:
+            CheckpointInvalid: one does not match. The slot is then dropped.
+        """
         for found in self._boxes.values():
             data = self._data[found.start : found.start + found.size_bytes]
             if xxhash.xxh3_64_intdigest(data) != found.digest:
@@ -134,7 +146,7 @@ class Slots:
 
     Args:
         directory: in shared memory.
-        rank: whose states these are.
+        rank: the rank whose states these are.
     """
 
     def __init__(self, directory: Path, rank: int) -> None:
@@ -144,11 +156,11 @@ class Slots:
         self._last: memoryview | None = None  # the slot of the newest copy
 
     def steps(self, *, whole: bool = False) -> tuple[int, ...]:
-        """Steps whose states are there (``whole``: and whole), ascending."""
+        """Return the steps of the states, ascending. With ``whole``: only of whole states."""
         return tuple(sorted(found.step for found in self._marked() if found.whole or not whole))
 
     def newest(self, *, whole: bool = False) -> Marked | None:
-        """What is said of the newest state, if there is one."""
+        """Return the marker of the newest state, if there is one. With ``whole``: of the newest whole state."""
         return max((found for found in self._marked() if found.whole or not whole), default=None)
 
     def _marked(self) -> list[Marked]:
@@ -164,7 +176,7 @@ class Slots:
         *,
         amended: bool = False,
     ) -> int:
-        """Copy the state after ``step`` updates in place of the older one; returns its size in bytes.
+        """Copy the state after ``step`` updates in place of the older one. Return its size in bytes.
 
         Raises:
             StateError: shared memory is full.
@@ -180,19 +192,25 @@ class Slots:
         return sum(box.size_bytes for box in kept)
 
     def finish(self) -> None:
-        """The state that was kept last is whole: it may be given away."""
+        """Mark the state that was copied last as whole: it may be given away."""
         if self._last is not None:
             self._last[_WHOLE] = self._last[_OWN]
 
     def room(self, step: int, size_bytes: int) -> memoryview:
-        """A slot for ``step``, emptied: one whose state did not happen, or the older one. Raises: StateError."""
+        """Return an emptied slot for ``step``.
+
+        States of later steps are dropped, because the job went back. Otherwise the slot with the older state is used.
+
+        Raises:
+            StateError: shared memory is full.
+        """
         for path in self._paths:
             if (marked_step(path) or 0) > step:
                 drop(path)
         return self._emptied(size_bytes)
 
     def keep_only(self, step: int) -> None:
-        """Drop the states of other steps: the job stands at ``step``, what was later did not happen."""
+        """Drop the states of all steps except ``step``, at which the job is now."""
         for path in self._paths:
             if marked_step(path) not in (None, step):
                 drop(path)
@@ -204,14 +222,14 @@ class Slots:
                 drop(path)
 
     def remove(self) -> None:
-        """Take the files away."""
+        """Remove the files."""
         self._maps = [None] * SLOTS
         self._last = None
         for path in self._paths:
             path.unlink(missing_ok=True)
 
     def _emptied(self, size_bytes: int, step: int | None = None) -> memoryview:
-        """The slot that holds ``step`` already, or the older one; it holds nothing any more."""
+        """Return the slot that has ``step`` already, or the older one, after its marker is zeroed."""
         held = [marked_step(path) for path in self._paths]
         number = min(range(SLOTS), key=lambda n: (held[n] != step, -1 if held[n] is None else held[n]))
         memory = self._memory(number, size_bytes)
@@ -229,7 +247,11 @@ class Slots:
 
 
 def map_file(path: Path, size_bytes: int) -> mmap.mmap:
-    """A file of at least ``size_bytes``, all of it allocated, mapped for writing. Raises: StateError."""
+    """Return a mapping of a file of at least ``size_bytes`` for writing. All of it is allocated.
+
+    Raises:
+        StateError: shared memory is full.
+    """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -253,7 +275,7 @@ class Incoming:
 
     @classmethod
     def begin(cls, directory: Path, rank: int, step: int, size_bytes: int) -> Self:
-        """Empty the slot with the older state for this one.
+        """Empty the slot with the older state, and return the new state to be written there.
 
         Raises:
             StateError: shared memory is full.
@@ -261,24 +283,32 @@ class Incoming:
         return cls(Slots(directory, rank).room(step, size_bytes))
 
     def write(self, start: int, data: bytes) -> None:
-        """Bytes from ``start``. Raises: CheckpointInvalid outside of the slot."""
+        """Write bytes from ``start`` on.
+
+        Raises:
+            CheckpointInvalid: they are outside of the slot.
+        """
         if not 0 <= start <= start + len(data) <= len(self._memory):
             raise CheckpointInvalid(f"{len(data)} bytes at {start} are outside of a slot")
         first = max(0, MARKER_SIZE_BYTES - start)  # the marker comes last
         self._memory[start + first : start + len(data)] = data[first:]
 
     def commit(self, marker: bytes) -> None:
-        """All bytes are there. Raises: CheckpointInvalid when this is no marker."""
+        """Store the marker, after all bytes have arrived.
+
+        Raises:
+            CheckpointInvalid: this is no marker.
+        """
         if len(marker) != MARKER_SIZE_BYTES or not is_sound(np.frombuffer(marker, np.uint64)):
             raise CheckpointInvalid("not the marker of a slot")
         self._memory[:MARKER_SIZE_BYTES] = marker
 
 
 def read_raw(directory: Path, rank: int, step: int, start: int, size_bytes: int) -> tuple[int, bytes, bytes]:
-    """Size and marker of the slot with the state of ``step``, and bytes of it from ``start``.
+    """Return size and marker of the slot with the state of ``step``, and its bytes from ``start`` on.
 
     Raises:
-        CheckpointInvalid: there is none.
+        CheckpointInvalid: there is no such state.
     """
     path = _slot_with(directory, rank, step)
     with path.open("rb") as file:
@@ -288,7 +318,11 @@ def read_raw(directory: Path, rank: int, step: int, start: int, size_bytes: int)
 
 
 def _slot_with(directory: Path, rank: int, step: int) -> Path:
-    """The slot with the state of ``step``. Raises: CheckpointInvalid: there is none."""
+    """Return the slot with the state of ``step``.
+
+    Raises:
+        CheckpointInvalid: there is none.
+    """
     for number in range(SLOTS):
         path = slot_path(directory, rank, number)
         if marked_step(path) == step:
@@ -297,19 +331,21 @@ def _slot_with(directory: Path, rank: int, step: int) -> Path:
 
 
 def slot_path(directory: Path, rank: int, number: int) -> Path:
-    """The file of one slot."""
+    """Return the path of one slot."""
     return directory / f"memory-{rank:05d}-{number}"
 
 
 def kept_steps(directory: Path, rank: int, *, whole: bool = False) -> tuple[int, ...]:
-    """Steps of which ``directory`` holds a state of ``rank`` (``whole``: a whole one), ascending; by the markers,
-    nothing is verified."""
+    """Return the steps of which ``directory`` has a state of ``rank``, ascending. With ``whole``: only whole states.
+
+    The markers are read, and nothing is verified.
+    """
     return Slots(directory, rank).steps(whole=whole)
 
 
 @contextlib.contextmanager
 def open_kept(directory: Path, rank: int, step: int) -> Iterator[StoredState]:
-    """The verified state of ``rank`` after ``step`` updates.
+    """Yield the verified state of ``rank`` after ``step`` updates.
 
     Raises:
         CheckpointInvalid: it is not there, or damaged; then it is dropped.
@@ -322,7 +358,7 @@ def open_kept(directory: Path, rank: int, step: int) -> Iterator[StoredState]:
 
 
 def was_amended(directory: Path, rank: int, step: int) -> bool:
-    """The state of ``rank`` after ``step`` updates is there, and amended; its boxes are not verified."""
+    """Return True if the state of ``rank`` after ``step`` updates is there, and amended. Its boxes are not verified."""
     with contextlib.suppress(CheckpointInvalid):
         path = _slot_with(directory, rank, step)
         with Mapped(path) as data:
@@ -331,13 +367,13 @@ def was_amended(directory: Path, rank: int, step: int) -> bool:
 
 
 def marked_step(path: Path) -> int | None:
-    """The step of a slot; None when it holds no committed state."""
+    """Return the step of a slot; None when it holds no committed state."""
     found = read_marked(path)
     return None if found is None else found.step
 
 
 def read_marked(path: Path) -> Marked | None:
-    """What the marker of a slot says; None when it holds no committed state."""
+    """Return the content of a slot's marker; None when it holds no committed state."""
     try:
         with path.open("rb") as file:
             head = file.read(_WHOLE.stop)
@@ -350,18 +386,18 @@ def read_marked(path: Path) -> Marked | None:
 
 
 def digest_of(marker: bytes) -> int:
-    """Of all that is in a slot with this marker, as a word of a status page."""
+    """Return the digest of all that is in a slot with this marker, as a word of a status page."""
     return int.from_bytes(marker[_OWN], sys.byteorder) & _WORD_MAX
 
 
 def drop(path: Path) -> None:
-    """A slot holds nothing any more."""
+    """Zero the marker of a slot, so that it holds nothing."""
     with contextlib.suppress(FileNotFoundError), path.open("r+b") as file:
         file.write(bytes(MARKER_SIZE_BYTES))
 
 
 class Mapped:
-    """A file, mapped read-only while the block runs; what still refers to it afterwards is the reader's mistake."""
+    """A file, mapped read-only while the block runs. A view that is used after the block is an error of the caller."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -376,7 +412,11 @@ class Mapped:
 
 
 def _read(path: Path, data: memoryview) -> StoredState:
-    """The description of a slot, its places checked. Raises: CheckpointInvalid."""
+    """Return the state in a slot, after its places are checked.
+
+    Raises:
+        CheckpointInvalid: it holds no sound state.
+    """
     words = np.frombuffer(data[:MARKER_SIZE_BYTES], np.uint64)
     if not is_sound(words):
         raise CheckpointInvalid(f"{path.name} holds no committed state")
@@ -396,7 +436,7 @@ def _read(path: Path, data: memoryview) -> StoredState:
 
 
 def marker_of(step: int, start: int, description: bytes) -> bytes:
-    """Says that there is something of ``step``, whose description lies at ``start``."""
+    """Return the marker of an entry of ``step`` whose description begins at ``start``."""
     words = np.zeros(_WORDS, np.uint64)
     words[:5] = (MAGIC, step + 1, start, len(description), xxhash.xxh3_64_intdigest(description))
     words[5] = _own_digest(words)
@@ -404,7 +444,7 @@ def marker_of(step: int, start: int, description: bytes) -> bytes:
 
 
 def is_sound(words: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> bool:
-    """These words are a marker."""
+    """Return True if these words are a marker."""
     return len(words) == _WORDS and int(words[0]) == MAGIC and int(words[5]) == _own_digest(words)
 
 
@@ -413,7 +453,7 @@ def _own_digest(words: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> int:
 
 
 def _places(layout: RankLayout) -> tuple[tuple[KeptBox, ...], int]:
-    """Where each box goes, its digest still to come, and where they end."""
+    """Return the place of each box, without its digest, and the end of the last one."""
     places: list[KeptBox] = []
     end = _DATA_AT
     for meta in layout.tensors:
@@ -425,7 +465,7 @@ def _places(layout: RankLayout) -> tuple[tuple[KeptBox, ...], int]:
 
 
 def _copy_all(source: TensorSource, boxes: tuple[KeptBox, ...], memory: memoryview) -> tuple[KeptBox, ...]:
-    """Copy every box to its place, and note the digests of what lies there."""
+    """Copy every box to its place. Return the boxes with their digests."""
     digests: list[int] = []
     for box in boxes:
         goal = memory[box.start : box.start + box.size_bytes]

@@ -1,14 +1,15 @@
-"""The update log's file: what the updates since a kept state were made from, in memory that outlives the process.
+"""The update log of the memory tier: the inputs of the updates since a kept state, in memory that outlives the process.
 
-Theory. One file per rank is a ring of entries of equal size; that of step s lies at s modulo the number of entries. An
-entry holds the local gradients that the update of its step used, and the settings of the parameter groups as JSON. As
-in a slot of the memory tier its marker is zeroed before the first byte changes and stored after the last one, and every
-tensor has a digest. From a state of step T and the entries of T, T + 1, ... up to s - 1 without a hole, the state of s
-can be made again. The file says that this was tried and gave the same bits; before that it counts for nothing.
+Theory. One file per rank is a ring of entries of equal size. The entry of step s is at s modulo the number of entries.
+An entry holds the local gradients that the update of its step used, and the settings of the parameter groups as JSON.
+As in a slot of the memory tier, its marker is zeroed before the first byte changes and stored after the last one, and
+every tensor has a digest. From a state of step T and the entries of T, T + 1, ... up to s - 1 without a hole, the state
+of s can be computed. The file counts for nothing until this was tried once and gave the same bits, which a word of the
+file records.
 
 Invariants:
-1. An entry without a sound marker holds nothing. What it held before is gone from the moment the copy begins.
-2. Nothing is taken out of an entry before every digest of it fits.
+1. An entry without a sound marker holds nothing. Its earlier content is lost from the moment the copy begins.
+2. Nothing is read from an entry before all its digests are verified.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from holdfast.store.shared_memory.memory_slots import (
     marker_of,
 )
 
-_HEAD = 4096  # what is before the first entry
+_HEAD = 4096  # size of the part before the first entry
 _MAGIC = 0x31474F4C444C4F48  # "HOLDLOG1"
-_FORM = slice(0, 24)  # magic, entries, size of one
+_FORM = slice(0, 24)  # magic, number of entries, size of one
 _PROVEN = slice(24, 32)
 _YES = b"\x01" * 8
 _PAGE = 4096
@@ -54,7 +55,7 @@ class Gradient(NamedTuple):
 
 
 class Update(NamedTuple):
-    """What one update was made from; ``settings`` is JSON."""
+    """The inputs of one update; ``settings`` is JSON."""
 
     step: int
     settings: bytes
@@ -62,7 +63,7 @@ class Update(NamedTuple):
 
 
 class _RecordPlace(msgspec.Struct, frozen=True, array_like=True):
-    """One gradient and where its bytes lie in the entry; ``digest`` is their xxh3-64."""
+    """One gradient and the place of its bytes in the entry; ``digest`` is their xxh3-64."""
 
     name: str
     dtype: str
@@ -85,8 +86,8 @@ class UpdateLog:
 
     Args:
         directory: in shared memory.
-        rank: whose updates these are.
-        entries: of the ring.
+        rank: the rank whose updates these are.
+        entries: number of entries of the ring.
     """
 
     def __init__(self, directory: Path, rank: int, entries: int) -> None:
@@ -96,7 +97,7 @@ class UpdateLog:
         self._size_bytes = 0  # of an entry
 
     def append(self, update: Update) -> int:
-        """Copy it in place of the entry so many steps before; returns its size in bytes.
+        """Copy an update into the ring, in place of the oldest one. Return its size in bytes.
 
         Raises:
             StateError: shared memory has too little room.
@@ -121,12 +122,12 @@ class UpdateLog:
         return end
 
     def prove(self) -> None:
-        """An update was made again from this log, with the same bits."""
+        """Record that an update was computed again from this log, with the same bits."""
         if self._map is not None:
             self._map[_PROVEN] = _YES
 
     def truncate(self, step: int) -> None:
-        """Drop the entries of ``step`` and of later ones: they did not happen."""
+        """Drop the entries of ``step`` and of later steps, because the job went back before them."""
         form = _form_of(self._path)
         if form is None:
             return
@@ -138,7 +139,7 @@ class UpdateLog:
                     file.write(bytes(MARKER_SIZE_BYTES))
 
     def remove(self) -> None:
-        """Take the file away."""
+        """Remove the file."""
         self._map = None
         self._path.unlink(missing_ok=True)
 
@@ -158,7 +159,7 @@ class UpdateLog:
 
 
 class _RecordForm(NamedTuple):
-    """How a log lies in its file."""
+    """The form of a log in its file: number and size of the entries, and whether it is proven."""
 
     entries: int
     size_bytes: int
@@ -166,13 +167,15 @@ class _RecordForm(NamedTuple):
 
 
 def log_path(directory: Path, rank: int) -> Path:
-    """The file of one rank."""
+    """Return the path of the log of one rank."""
     return directory / f"updates-{rank:05d}"
 
 
 def reachable(directory: Path, rank: int, states: Sequence[int]) -> tuple[int, ...]:
-    """Steps, ascending, whose states of ``rank`` can be made again from one of ``states``; by the markers, nothing is
-    verified."""
+    """Return the steps, ascending, whose states of ``rank`` can be computed from one of ``states``.
+
+    The markers are read, and nothing is verified.
+    """
     path = log_path(directory, rank)
     form = _form_of(path)
     if form is None or not form.proven:
@@ -193,7 +196,7 @@ def reachable(directory: Path, rank: int, states: Sequence[int]) -> tuple[int, .
 
 @contextlib.contextmanager
 def open_updates(directory: Path, rank: int, first: int, stop: int) -> Iterator[tuple[Update, ...]]:
-    """The verified updates of ``rank`` of the steps from ``first`` to ``stop`` - 1.
+    """Yield the verified updates of ``rank`` of the steps from ``first`` to ``stop`` - 1.
 
     Raises:
         CheckpointInvalid: one is not there, or damaged.
@@ -234,7 +237,7 @@ def _read(path: Path, data: memoryview, form: _RecordForm, step: int) -> Update:
 
 
 def _form_of(path: Path) -> _RecordForm | None:
-    """None: there is no log."""
+    """Return the form of a log; None: there is no log."""
     try:
         with path.open("rb") as file:
             head, size_bytes = file.read(_PROVEN.stop), path.stat().st_size
@@ -259,7 +262,7 @@ def _marked_step(marker: bytes) -> int | None:
 
 
 def _places(update: Update) -> tuple[_LogEntry, int]:
-    """Where each gradient goes, its digest still to come, and where they end."""
+    """Return the place of each gradient, without its digest, and the end of the last one."""
     places: list[_RecordPlace] = []
     end = ALIGNMENT
     for name, dtype, shape, data in update.gradients:

@@ -1,2 +1,7 @@
-"""Saving: ``writer`` writes one rank's share, ``async_save`` stages it in shared memory, and ``writer_process`` writes
-it beside the training."""
+"""Saving.
+
+- ``writer``: writes one rank's share of a checkpoint.
+- ``async_save``: copies the share into shared memory, so that training continues.
+- ``writer_process``: the process that writes that copy.
+- ``staging``: the messages and the memory between the two.
+"""

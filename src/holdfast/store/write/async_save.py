@@ -1,14 +1,14 @@
-"""Saving beside the training: copy the share into shared memory, release the step, let another process write it.
+"""Saves in the background: copy the share into shared memory, release the step, let another process write it.
 
-Theory. A save stalls the step for one memory copy of this rank's share (not of its whole state). The memory is
-reused, since a copy into fresh pages costs several times as much. The writer has its order before the copy and begins
-to write when most is there; what it wrote counts only when all was copied. It is a process in a session of its own:
-when this worker is killed it finishes the save in flight and leaves; when the writer is killed, a new one does the
-same job again from the same memory. One save is in flight at a time: when the disk is slower than the save interval,
-the next save is put off (``busy``), the training step never is.
+Theory. A save stalls the step for one memory copy of this rank's share (not of its whole state). The memory is reused,
+since a copy into fresh pages costs several times as much. The writer process gets its order before the copy and begins
+to write when most is there. What it wrote counts only when all was copied. It runs in a process session of its own:
+when this worker is killed, it finishes the save in progress and ends. When the writer is killed, a new one does the
+same job from the same memory. One save is in progress at a time: when the disk is slower than the save interval, the
+next save is delayed (``busy``), never the training step.
 
 Invariants:
-1. What is written is the state at the call: tensors are copied and values encoded before ``save`` returns.
+1. The written state is that of the call: tensors are copied and values encoded before ``save`` returns.
 2. Every accepted save ends in exactly one call of ``done``, from the watching thread.
 3. From the moment ``save`` returns, the checkpoint does not need this process any more.
 """
@@ -57,11 +57,10 @@ log = logging.getLogger("holdfast")
 WRITERS_MAX = 3
 END_TIMEOUT_S = 10.0
 ARRIVED_SIZE_BYTES_MIN = 16 * 2**20
-ARRIVED_FROM = (
-    0.75  # sooner, copying and writing share the memory's bandwidth, and the step waits a fifth longer
-)
+# Earlier, copying and writing share the memory's bandwidth, and the step waits a fifth longer.
+ARRIVED_FROM = 0.75
 ARRIVED_MAX = 32
-"""Messages per save: they must fit in the line, whatever the writer does meanwhile."""
+"""Messages per save. All of them must fit into the socket, whatever the writer does meanwhile."""
 _ALIGNMENT = 4096
 
 Done = Callable[[SaveId, WrittenShare | HoldfastError], None]
@@ -69,17 +68,17 @@ Done = Callable[[SaveId, WrittenShare | HoldfastError], None]
 
 @runtime_checkable
 class DeviceSource(TensorSource, Protocol):
-    """A source that copies by itself, straight from where its tensors lie (a GPU)."""
+    """A source that copies on its own, directly from the place of its tensors (a GPU)."""
 
     def copy_to(self, fqn: str, box: Box, start: int, stop: int, goal: memoryview) -> None:
         """Begin to copy bytes ``start`` to ``stop`` of one box to ``goal``."""
 
     def finish_copies(self) -> None:
-        """Return when all that was begun is there."""
+        """Return when all copies have ended."""
 
 
 class Staged(msgspec.Struct, frozen=True):
-    """What a call of :meth:`BackgroundSaver.save` cost: the copy, and the wait for the save before it."""
+    """The cost of one call of :meth:`BackgroundSaver.save`: the copy, and the wait for the previous save."""
 
     size_bytes: int
     stall_s: float
@@ -100,10 +99,12 @@ class WriterProcess:
 
     @classmethod
     def start(cls, pool_fd: int) -> Self:
-        """Start one that reads the pool of ``pool_fd``; the interpreter's own start goes on beside this process.
+        """Start a writer that reads the pool (the shared memory) of ``pool_fd``.
+
+        Do not wait for its interpreter to start.
 
         Raises:
-            StoreWriteError: the machine has no process, memory or descriptor left for it; nothing of it is left.
+            StoreWriteError: the machine has no process, memory or descriptor left for it. Nothing of it remains.
         """
         with contextlib.ExitStack() as undo:
             try:
@@ -123,14 +124,14 @@ class WriterProcess:
         return writer
 
     def tell(self, message: StagedSave | Arrived | Withdrawn) -> None:
-        """Never blocks. Whether the writer is alive shows in :meth:`answer`."""
+        """Send a message without blocking. :meth:`answer` shows whether the writer is alive."""
         try:
             self._line.send(msgspec.msgpack.encode(message), socket.MSG_NOSIGNAL | socket.MSG_DONTWAIT)
         except (BrokenPipeError, ConnectionResetError):
             return
 
     def answer(self, number: int) -> SaveOutcome | None:
-        """Wait for the outcome of one order; None when the process ended without one."""
+        """Wait for the outcome of one order. Return None when the process ended without one."""
         while True:
             ready = [fd for fd, _ in self._poller.poll()]
             data = self._receive() if self._line.fileno() in ready else b""
@@ -141,7 +142,10 @@ class WriterProcess:
                 return outcome
 
     def end(self) -> str:
-        """Close the line, which ends an idle writer, and wait for it; returns how it ended. Twice is harmless."""
+        """Close the socket, which ends an idle writer, and wait for the process. Return how it ended.
+
+        A second call is harmless.
+        """
         if self._line.fileno() >= 0:
             self._line.close()
             os.close(self._end)
@@ -181,13 +185,13 @@ def _popen(line_fd: int, pool_fd: int) -> subprocess.Popen[bytes]:
 
 
 class BackgroundSaver(Closes):
-    """Stages checkpoints and has them written, one at a time (a context manager)."""
+    """The background saves of one rank, one at a time (a context manager)."""
 
     def __init__(self, done: Done, *, threads: int = 1, pin: Pin | None = None) -> None:
-        """Prepare.
+        """Prepare the saver.
 
         Args:
-            done: told the result of each save (what was written, or the typed error), in the watching thread.
+            done: called with the result of each save (the written share, or the typed error), in the watching thread.
             threads: extents hashed and written at the same time.
             pin: makes the staging memory fast to copy into (see ``staging.Pin``).
         """
@@ -199,7 +203,7 @@ class BackgroundSaver(Closes):
         self._idle.set()
         self._thread: threading.Thread | None = None
         self._orders = 0
-        self._placed: _Placed | None = None  # of the save before: the same until the layout changes
+        self._placed: _Placed | None = None  # of the previous save: the same until the layout changes
         self._writer: WriterProcess | None = None  # started by the first save: most restarts never need one
 
     def __enter__(self) -> Self:
@@ -213,26 +217,26 @@ class BackgroundSaver(Closes):
 
     @property
     def busy(self) -> bool:
-        """True while a save is in flight: a policy puts the next periodic save off."""
+        """True while a save is in progress: a policy then delays the next periodic save."""
         return not self._idle.is_set()
 
     @property
     def writer_pid(self) -> int:
-        """The writer process (another one after it was killed); 0 while there is none."""
+        """The process id of the writer (a new one after it was killed); 0 while there is none."""
         writer = self._writer
         return 0 if writer is None else writer.pid
 
     @property
     def pool_size_bytes(self) -> int:
-        """Memory that is kept for copies, from the first save on."""
+        """Size of the memory that is kept for copies, from the first save on."""
         return self._pool.size_bytes
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until no save is in flight; False when the time ran out."""
+        """Wait until no save is in progress. Return False when the time ran out."""
         return self._idle.wait(timeout_s)
 
     def close(self) -> None:
-        """Finish the save in flight and end the writer; twice is harmless."""
+        """Finish the save in progress and end the writer. A second call is harmless."""
         if self._thread is not None:
             self._jobs.put(None)
             self._thread.join()
@@ -252,11 +256,11 @@ class BackgroundSaver(Closes):
         values: Mapping[str, object],
         locals_: Mapping[int, object],
     ) -> Staged:
-        """Snapshot this rank's share (after the save before it ended) and return; arguments as for ``write_share``.
+        """Copy this rank's share, after the previous save has ended, and return; arguments as for ``write_share``.
 
         Raises:
-            StateError: a value cannot be saved, or the source is inconsistent; nothing is in flight then.
-            StoreWriteError: there is no memory for the copy, or no process to write it; nothing is in flight then.
+            StateError: a value cannot be saved, or the source is inconsistent. No save is in progress then.
+            StoreWriteError: there is no memory for the copy, or no process to write it. No save is in progress then.
         """
         if self._thread is None:
             raise InternalError("BackgroundSaver is used outside its with block")
@@ -303,7 +307,7 @@ class BackgroundSaver(Closes):
         except BaseException:
             self._writer.tell(Withdrawn(order.number))
             raise
-        # A writer that takes the place of this one finds everything there.
+        # A new writer that replaces this one finds everything in the pool.
         again = msgspec.structs.replace(order, arrived_size_bytes=size_bytes)
         self._jobs.put((save_id, self._writer, again))
 
@@ -314,22 +318,21 @@ class BackgroundSaver(Closes):
             save_id, writer, order = job
             try:
                 self._done(save_id, self._result(writer, order))
-            except (
-                Exception
-            ):  # without this thread no later save would end, and the training would wait for ever
+            # Without this thread no later save would end, and the training would wait for ever.
+            except Exception:
                 log.exception("holdfast: after the save of step %d", save_id.step)
             finally:
                 self._idle.set()
 
     def _result(self, writer: WriterProcess, order: StagedSave) -> WrittenShare | HoldfastError:
-        """What became of an order. A writer that dies is replaced, and the order given again: it is idempotent."""
+        """Return the result of an order. A writer that dies is replaced, and gets the order again: it is idempotent."""
         how: list[str] = []
         while True:
             outcome = writer.answer(order.number)
             if outcome is not None:
                 return outcome.result()
             how.append(writer.end())
-            self._writer = None  # the next save starts another one, when that is possible
+            self._writer = None  # the next save starts another one, if possible
             ended = f"{len(how)} writer processes ended one after the other ({', '.join(how)})"
             if len(how) == WRITERS_MAX:
                 return StoreWriteError(
@@ -348,7 +351,7 @@ class BackgroundSaver(Closes):
 def _stage(
     memory: memoryview, parts: Iterable[tuple[WriteItem, StagedPart]], source: TensorSource, size_bytes: int
 ) -> Iterator[int]:
-    """Copy the parts to their places; yields now and then towards the end how many bytes are there."""
+    """Copy the parts to their places. Towards the end, yield from time to time how many bytes are there."""
     step = max(ARRIVED_SIZE_BYTES_MIN, size_bytes // (ARRIVED_MAX - 1))
     said = int(ARRIVED_FROM * size_bytes) - step
     device = source if isinstance(source, DeviceSource) else None
@@ -373,7 +376,7 @@ def _stage(
 
 
 class _Placed(NamedTuple):
-    """A share as it will lie in its files, where each part goes in the pool, and how many bytes they take."""
+    """A share in the order of its files, the place of each part in the pool, and their size."""
 
     catalogue: Catalogue
     plan: SavePlan
@@ -383,12 +386,17 @@ class _Placed(NamedTuple):
     size_bytes: int
 
     def is_for(self, catalogue: Catalogue, plan: SavePlan, rank: int) -> bool:
-        """The very same objects: to compare two plans would take as long as to place one."""
+        """Return True if this share was placed for the same catalogue, plan and rank.
+
+        Objects are compared by identity: comparing two plans would take as long as placing one."""
         return self.catalogue is catalogue and self.plan is plan and self.rank == rank
 
 
 def _placed(catalogue: Catalogue, plan: SavePlan, rank: int) -> _Placed:
-    """The pool has the order of the files, and each file begins at a page: the disk can then read from the pool."""
+    """Return the places of a share in the pool.
+
+    The pool has the order of the files, and each file begins at a page: the disk can then read from the pool.
+    """
     items: list[WriteItem] = []
     parts: list[StagedPart] = []
     end = 0

@@ -1,15 +1,15 @@
-"""What passes between a worker and its writer process: the pool, the job in it, and a few short messages.
+"""The shared memory (pool) between a worker and its writer process, the job in it, and their messages.
 
-Theory. Worker and writer share one anonymous file in memory (a memfd: no name, nobody else can open it, it is gone
-with its last holder) and one socket. Everything of size lies in the file: the copied tensors, behind them the
-description of the job. A message only says where. So handing over a save of any size is a few short, non-blocking
-sends: the order goes out before the tensors are copied, and the writer begins with what has arrived while the worker
-still copies the rest.
+Theory. Worker and writer share one anonymous file in memory and one socket. The file is a memfd: it has no name, no
+other process can open it, and it is gone with its last holder. All large data is in the file: the copied tensors, and
+after them the description of the job. A message only names places. So a save of any size takes a few short,
+non-blocking sends. The order is sent before the tensors are copied. The writer begins with the part that has arrived
+while the worker still copies the rest.
 
 Invariants:
-1. The worker writes to the pool only what it has not announced, the writer never.
-2. Nothing of the job is taken at its word: places are checked against the pool, lengths against limits.
-3. Growing keeps the file: both sides map it again, longer.
+1. The worker writes only to the part of the pool that it has not announced. The writer never writes to it.
+2. Nothing of the job is trusted: places are checked against the pool, lengths against limits.
+3. A grown pool is the same file: both sides map it again, longer.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ MESSAGE_SIZE_BYTES_MAX = 64 * 1024
 TEXT_LENGTH_MAX = 8 * 1024
 
 Wait = Callable[[int], None]
-"""Return when that many bytes of the pool have arrived."""
+"""Function that returns when that many bytes of the pool have arrived."""
 
 Pin = Callable[[memoryview], Callable[[], None]]
-"""Make a region of memory fast to copy into (page-locked, for a GPU); returns what undoes it."""
+"""Function that makes memory fast to copy into (page-locked, for a GPU). It returns the function that undoes this."""
 
 
 class StagedPart(msgspec.Struct, frozen=True, array_like=True):
-    """One part of a tensor and where its bytes lie in the pool."""
+    """One part of a tensor and the place of its bytes in the pool."""
 
     fqn: str
     part: Box
@@ -50,7 +50,7 @@ class StagedPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SaveJob(msgspec.Struct, frozen=True):
-    """Everything that writing a share needs. ``catalogue``, ``values`` and ``locals_`` are JSON as in the files."""
+    """The job to write one share. ``catalogue``, ``values`` and ``locals_`` are JSON as in the files."""
 
     root: str
     save_id: SaveId
@@ -64,12 +64,12 @@ class SaveJob(msgspec.Struct, frozen=True):
     threads: int
 
     def items(self) -> tuple[WriteItem, ...]:
-        """The share, for a plan: each part is stored as a box of its own."""
+        """Return the share as items of a plan. Each part is stored as a separate box."""
         return tuple(WriteItem(p.fqn, p.part, p.part) for p in self.parts)
 
 
 class StagedSave(msgspec.Struct, frozen=True, tag="order"):
-    """Worker to writer: the job of this number lies there in the pool, and so much of its tensors."""
+    """Message to the writer: the place of the job in the pool, and how many bytes of its tensors have arrived."""
 
     number: int
     start: int
@@ -79,20 +79,20 @@ class StagedSave(msgspec.Struct, frozen=True, tag="order"):
 
 
 class Arrived(msgspec.Struct, frozen=True, tag="arrived"):
-    """Worker to writer: the first ``size_bytes`` of the pool are those of this job."""
+    """Message to the writer: the first ``size_bytes`` bytes of this job are in the pool."""
 
     number: int
     size_bytes: int
 
 
 class Withdrawn(msgspec.Struct, frozen=True, tag="withdrawn"):
-    """Worker to writer: the rest of this job will not come; nobody waits for its outcome."""
+    """Message to the writer: the rest of this job will not come, and the worker does not wait for its outcome."""
 
     number: int
 
 
 class SaveOutcome(msgspec.Struct, frozen=True):
-    """Writer to worker: what became of the job. ``failed`` is the name of an error class, or empty."""
+    """Message to the worker: the outcome of the job. ``failed`` is the name of an error class, or empty."""
 
     number: int
     sealed: bool = False
@@ -104,7 +104,7 @@ class SaveOutcome(msgspec.Struct, frozen=True):
 
     @staticmethod
     def of(number: int, result: WrittenShare | HoldfastError) -> SaveOutcome:
-        """The message that tells ``result``."""
+        """Return the message for ``result``."""
         if isinstance(result, WrittenShare):
             return SaveOutcome(number, result.sealed, result.size_bytes, result.duration_s)
         name = type(result).__name__
@@ -116,7 +116,7 @@ class SaveOutcome(msgspec.Struct, frozen=True):
         )
 
     def result(self) -> WrittenShare | HoldfastError:
-        """Inverse of :meth:`of`; the names of the files stay behind."""
+        """Return the result of a message of :meth:`of`. The names of the files are not in it."""
         if not self.failed:
             return WrittenShare(self.sealed, self.size_bytes, self.duration_s, ())
         kind = getattr(errors, self.failed, None)
@@ -126,7 +126,7 @@ class SaveOutcome(msgspec.Struct, frozen=True):
 
 
 class Pool(Closes):
-    """The worker's end of the shared memory, made by :meth:`open` (a context manager)."""
+    """The worker's side of the shared memory, made by :meth:`open` (a context manager)."""
 
     def __init__(self, fd: int, pin: Pin | None) -> None:
         self.fd = fd
@@ -136,7 +136,7 @@ class Pool(Closes):
 
     @classmethod
     def open(cls, pin: Pin | None = None) -> Self:
-        """Make an empty one.
+        """Return an empty pool.
 
         Args:
             pin: called with the whole memory each time it was mapped.
@@ -149,16 +149,16 @@ class Pool(Closes):
         return 0 if self._map is None else len(self._map)
 
     def memory(self, size_bytes: int) -> memoryview:
-        """The shared memory, grown to at least ``size_bytes``; views from before are stale.
+        """Return the shared memory, grown to at least ``size_bytes``. Views that were returned before are stale.
 
         Raises:
-            StoreWriteError: the machine has not that much memory.
+            StoreWriteError: the machine does not have that much memory.
         """
         if self._map is None or len(self._map) < size_bytes:
             wanted = -(-max(size_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
             self._release()
             try:
-                # Allocated here, a lack of memory is an error; found while copying, it would be a SIGBUS.
+                # Allocated here, a lack of memory is an error; during the copy it would be a SIGBUS.
                 os.posix_fallocate(self.fd, 0, wanted)
                 self._map = mmap.mmap(self.fd, wanted)
             except OSError as error:
@@ -171,7 +171,7 @@ class Pool(Closes):
         return memoryview(self._map)
 
     def close(self) -> None:
-        """Give the memory back; twice is harmless."""
+        """Release the memory. A second call is harmless."""
         self._release()
         if self.fd >= 0:
             os.close(self.fd)
@@ -185,14 +185,14 @@ class Pool(Closes):
 
 
 class PoolReader:
-    """The writer's end: read-only, mapped again when it has grown."""
+    """The writer's side of the shared memory: read-only, mapped again when it has grown."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._map: mmap.mmap | None = None
 
     def job(self, order: StagedSave) -> SaveJob:
-        """Decode the job that ``order`` points at.
+        """Return the decoded job that ``order`` points at.
 
         Raises:
             InternalError: it lies outside the pool or is no job.
@@ -211,7 +211,7 @@ class PoolReader:
         return job
 
     def source(self, job: SaveJob, wait: Wait) -> StagedSource:
-        """The tensors of ``job``."""
+        """Return the tensors of ``job``."""
         assert self._map is not None
         return StagedSource(memoryview(self._map), {(p.fqn, p.part): p for p in job.parts}, wait)
 
@@ -223,7 +223,7 @@ class PoolReader:
 
 
 class StagedSource:
-    """Staged parts as a ``TensorSource``; what has not arrived is waited for."""
+    """The staged parts as a ``TensorSource``. A read waits for the parts that have not arrived."""
 
     def __init__(self, pool: memoryview, parts: dict[tuple[str, Box], StagedPart], wait: Wait) -> None:
         self._pool = pool
@@ -231,12 +231,12 @@ class StagedSource:
         self._wait = wait
 
     def view(self, fqn: str, box: Box) -> memoryview:
-        """Bytes of one staged part."""
+        """Return the bytes of one staged part."""
         part = self._parts[fqn, box]
         return StagedRun(self._pool, part.start, part.size_bytes, self._wait).piece(0, part.size_bytes)
 
     def run(self, items: Sequence[WriteItem]) -> StagedRun | None:
-        """Bytes of several staged parts that follow each other."""
+        """Return the bytes of several staged parts that follow each other; None: they do not."""
         parts = [self._parts[item.fqn, item.part] for item in items]
         if not parts or any(a.start + a.size_bytes != b.start for a, b in pairwise(parts)):
             return None
@@ -245,7 +245,7 @@ class StagedSource:
 
 
 class StagedRun:
-    """As :class:`Run`: a stretch of the pool."""
+    """A part of the pool, as a :class:`~holdfast.store.write.writer.ByteRun`."""
 
     def __init__(self, pool: memoryview, start: int, size_bytes: int, wait: Wait) -> None:
         self.size_bytes = size_bytes
@@ -254,6 +254,6 @@ class StagedRun:
         self._wait = wait
 
     def piece(self, start: int, stop: int) -> memoryview:
-        """As :meth:`Run.piece`."""
+        """Return the bytes ``start`` to ``stop``, after they have arrived."""
         self._wait(self._start + stop)
         return self._pool[self._start + start : self._start + stop]

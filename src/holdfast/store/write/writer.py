@@ -1,15 +1,15 @@
-"""Writing one rank's share of a checkpoint, without any word to the other ranks.
+"""Writing of one rank's share of a checkpoint, without communication with the other ranks.
 
-Theory. The plan says what this rank writes. Tensors first, then the manifest that names them: a rank's share
-exists when its manifest does. Whoever finds all manifests in place proves the checkpoint valid from its files and
-writes the seal; several ranks may do so at once, because the seal is a pure function of the files.
+Theory. The plan names the parts that this rank writes. Tensors come first, then the manifest that lists them: a rank's
+share exists when its manifest does. A rank that finds all manifests proves the checkpoint valid from its files and
+writes the seal. Several ranks may do so at once, because the seal is a pure function of the files.
 
 Invariants:
 1. Order on disk: the contents of all files of the share are durable, then they appear (catalogue, shards, manifest,
-   copies), then their names are durable, and only then the seal appears or anybody is told. A loss of power in between
-   may leave a manifest without a shard: such an attempt is not valid.
-2. What a manifest names is never replaced by anything else: a finished share is compared. Its files are read, too, and
-   written once more when they are damaged.
+   copies), then their names are durable. Only then the seal appears or the share is reported. A loss of power in
+   between may leave a manifest without a shard: such an attempt is not valid.
+2. Files that a manifest lists are never replaced by other content: a finished share is compared. Its files are read,
+   too, and written once more when they are damaged.
 3. At most one box of a tensor per file (torch DCP's reader needs that); the k-th box goes to the k-th file.
 """
 
@@ -42,41 +42,46 @@ BLOCK_SIZE_BYTES_MAX = 128 * 1024 * 1024
 EXTENT_SIZE_BYTES = 512 * 1024
 EXTENT_SIZE_BYTES_MAX = 8 * 1024 * 1024
 EXTENTS_OF_SHARE = 2048
-"""Small extents spare a load in another layout what it does not want; a large share has larger ones, so that manifests
-stay small."""
+"""Limit of the extents of a share, before extents grow.
+
+Small extents save reads for a load into another layout. Larger ones keep the manifest of a large share small.
+"""
 
 _Span: TypeAlias = tuple[int, int]
-"""First byte of an extent in its file, and the one after its last."""
+"""First byte of an extent in its file, and the byte after its last."""
 
 
 class TensorSource(Protocol):
-    """Gives the bytes of the boxes that this rank declared."""
+    """The interface that gives the bytes of the boxes that this rank declared."""
 
     def view(self, fqn: str, box: Box) -> memoryview:
-        """C-contiguous bytes of exactly this box; they must not change before the save returns."""
+        """Return the C-contiguous bytes of exactly this box. They must not change before the save returns."""
 
 
 @runtime_checkable
 class ContiguousSource(TensorSource, Protocol):
-    """A source that may keep what is written as it will lie in the file."""
+    """A source that may hold several items in the order of their file."""
 
     def run(self, items: Sequence[WriteItem]) -> ByteRun | None:
-        """The bytes of all items, one after the other; None when they do not lie so."""
+        """Return the bytes of all items, one after the other; None when they are stored in another order."""
 
 
 class ByteRun(Protocol):
-    """Bytes in the order of a file; the last ones may still be on their way."""
+    """Bytes in the order of a file. The last ones may not have arrived yet."""
 
     @property
     def size_bytes(self) -> int:
-        """All of them."""
+        """Size of all of them."""
 
     def piece(self, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop``, as soon as they are there."""
+        """Return the bytes ``start`` to ``stop``, as soon as they have arrived."""
 
 
 class WrittenShare(msgspec.Struct, frozen=True):
-    """What a rank wrote. ``sealed``: it saw all shares and the checkpoint is proved complete."""
+    """The result of writing one share.
+
+    ``sealed``: this rank found all shares, and the checkpoint is proved complete.
+    """
 
     sealed: bool
     size_bytes: int
@@ -98,17 +103,26 @@ def write_share(
     direct: bool = False,
     progress: Callable[[int], object] = int,
 ) -> WrittenShare:
-    """Write what ``plan`` gives to ``rank`` below ``root``, durably, and seal the checkpoint when it is complete.
+    """Write the share of ``rank`` in ``plan`` below ``root``, durably, and seal the checkpoint when it is complete.
 
-    Calling it again for the same save is harmless: a finished share is compared and kept.
+    A second call for the same save is harmless: a finished share is compared and kept.
 
     Args:
+        root: the place of the checkpoints.
+        save_id: identity of the save.
+        catalogue: all tensors and their holders.
+        plan: which rank writes what.
+        rank: the rank of the share.
+        source: gives the bytes of the boxes.
         values: plain values common to all ranks (see ``json_values.py``).
-        locals_: plain values of single ranks: this one's, and those of the dead that it speaks for.
+        locals_: plain values of single ranks: those of this rank, and of dead ranks that it writes for.
         threads: extents hashed and written at the same time.
-        direct: past the page cache: less work for a busy machine, but who reads it back soon reads from the disk.
-            With several threads, or where the file system cannot, it means nothing.
-        progress: called with the size in bytes of everything that was written, piece by piece.
+        direct: write past the page cache. That is less work for a busy machine, but a read soon after comes from the
+            disk. It has no effect with several threads, or if the file system cannot do it.
+        progress: called with the size in bytes of each piece that was written.
+
+    Returns:
+        The size and the files of the share, and whether the checkpoint is sealed.
 
     Raises:
         StateError: a value cannot be saved (nothing was written), or the plan does not cover everything.
@@ -140,7 +154,10 @@ def _put_share(
     common: msgspec.Raw,
     own: dict[str, msgspec.Raw],
 ) -> tuple[int, tuple[str, ...]]:
-    """Catalogue, shards and manifest, with copies, or compare what is there; size in bytes and names of its files."""
+    """Write catalogue, shards and manifest, with copies, or compare them with those that exist.
+
+    Returns: size in bytes, and names of the share's files.
+    """
     directory, rank, name = share.directory, share.rank, form.rank_name(share.rank)
     _put_catalogue(directory, share.catalogue, rank, form.CATALOGUE_NAME)
     if plan.copies > 1:
@@ -162,7 +179,7 @@ def _put_share(
 
 
 def _make_durable(directory: Attempt, plan: SavePlan, rank: int) -> bool:
-    """Have the share appear for good; True when it was the last one, and the checkpoint is sealed."""
+    """Publish the files of the share durably. Return True when it was the last share and the checkpoint is sealed."""
     directory.publish()
     there = set(directory.names())  # these are durable after the next line
     directory.sync()
@@ -171,7 +188,9 @@ def _make_durable(directory: Attempt, plan: SavePlan, rank: int) -> bool:
 
 
 def _seal(directory: Attempt, owner: str) -> bool:
-    """Have the seal appear when the manifests prove full coverage. Its name need not be durable: it says nothing new.
+    """Publish the seal when the manifests prove full coverage.
+
+    Its name need not be durable, because the seal contains nothing new.
 
     Raises:
         StoreWriteError: the seal could not be written.
@@ -192,7 +211,7 @@ def _seal(directory: Attempt, owner: str) -> bool:
 
 
 class _Share:
-    """Writes (or only measures) the shard files of one rank."""
+    """The shard files of one rank: writes them, or only measures them."""
 
     def __init__(
         self,
@@ -217,7 +236,7 @@ class _Share:
         self.progress = progress
 
     def write(self, groups: Sequence[Sequence[WriteItem]]) -> tuple[list[FileEntry], list[BoxRecord]]:
-        """Write one file per group; returns what the manifest says about them."""
+        """Write one file per group. Return the entries of the manifest for them."""
         files: list[FileEntry] = []
         records: list[BoxRecord] = []
         for index, items in enumerate(groups):
@@ -232,7 +251,7 @@ class _Share:
         return files, records
 
     def measure(self, groups: Sequence[Sequence[WriteItem]]) -> tuple[list[FileEntry], list[BoxRecord]]:
-        """What :meth:`write` would return, without writing."""
+        """Return the same as :meth:`write`, without writing."""
         files: list[FileEntry] = []
         records: list[BoxRecord] = []
         for index, items in enumerate(groups):
@@ -248,7 +267,7 @@ class _Share:
         files: list[FileEntry],
         records: list[BoxRecord],
     ) -> None:
-        """Hash every extent of one file behind its header and hand it to ``put``."""
+        """Hash every extent of one file after its header and pass it to ``put``."""
         tensors = self.catalogue.by_fqn
         head, header = head_of_file
         spans = [_extents(place, self.extent_size_bytes) for place in header.tensors]
@@ -276,7 +295,7 @@ class _Share:
     def _piecewise(
         self, items: Sequence[WriteItem], header: Header, spans: Sequence[Sequence[_Span]], put: Put
     ) -> list[str]:
-        """Hash and put extent by extent, as many at a time as there are threads."""
+        """Hash and write extent by extent, as many at a time as there are threads."""
         extents: list[tuple[int, memoryview]] = []
         for item, place, cuts in zip(items, header.tensors, spans, strict=True):
             data = part_bytes(item, self.source, DTYPE_SIZE_BYTES[place.dtype])
@@ -294,10 +313,10 @@ class _Share:
             return list(pool.map(move, extents))
 
     def _beside(self, spans: Sequence[_Span], first: int, run: ByteRun, put: Put) -> list[str]:
-        """Put all data of a file in blocks that grow, and hash beside it, behind what the disk has.
+        """Write all data of a file in growing blocks. Hash them in another thread, after the disk has them.
 
-        One large write keeps the disk busy where after many small ones the writer waits for a processor each time.
-        The last block is hashed while it is written.
+        One large write keeps the disk busy. After many small ones the writer waits for a processor each time. The last
+        block is hashed while it is written.
         """
 
         def digest(span: _Span) -> str:
@@ -324,7 +343,7 @@ class _Share:
 
 
 def part_bytes(item: WriteItem, source: TensorSource, item_size_bytes: int) -> memoryview:
-    """The bytes of one part, from the box that holds it.
+    """Return the bytes of one part, from the box that holds it.
 
     Raises:
         StateError: the source offers another number of bytes than the box has.
@@ -342,7 +361,7 @@ def part_bytes(item: WriteItem, source: TensorSource, item_size_bytes: int) -> m
 
 
 def files_of(items: Sequence[WriteItem], catalogue: Catalogue) -> list[list[WriteItem]]:
-    """Deal items to files (invariant 3); wide elements first inside a file, so that all stay aligned."""
+    """Divide items among files (invariant 3). Wide elements come first inside a file, so that all stay aligned."""
     groups: list[list[WriteItem]] = []
     seen: dict[str, int] = {}
     for item in items:
@@ -357,7 +376,7 @@ def files_of(items: Sequence[WriteItem], catalogue: Catalogue) -> list[list[Writ
 
 
 def _extent_size_bytes(groups: Sequence[Sequence[WriteItem]], catalogue: Catalogue) -> int:
-    """Small ones, as long as the share has not too many of them."""
+    """Return the size of an extent: small, unless the share would have too many of them."""
     share = sum(i.part.numel * DTYPE_SIZE_BYTES[catalogue.by_fqn[i.fqn].dtype] for g in groups for i in g)
     size_bytes = EXTENT_SIZE_BYTES
     while size_bytes < EXTENT_SIZE_BYTES_MAX and share > EXTENTS_OF_SHARE * size_bytes:
@@ -388,7 +407,7 @@ def _encode_all(
 
 
 def _put_catalogue(directory: Attempt, catalogue: Catalogue, rank: int, name: str) -> None:
-    """Write the catalogue unless it is there; one that differs means that the ranks disagree."""
+    """Write the catalogue unless it is there. If the existing one differs, the ranks disagree, which is an error."""
     data = form.wrap(catalogue.to_json())
     made = directory.create(name, data, f"r{rank:05d}", later=True)
     if not made and _read(directory, name) != data:
@@ -399,7 +418,10 @@ def _put_catalogue(directory: Attempt, catalogue: Catalogue, rank: int, name: st
 
 
 def _put_manifest(directory: Attempt, data: bytes, rank: int, name: str) -> None:
-    """Write a manifest unless it is there; one that differs is another save's."""
+    """Write a manifest unless it is there.
+
+    If the existing one differs, it belongs to another save, which is an error.
+    """
     made = directory.create(name, data, f"r{rank:05d}", later=True)
     if not made and _read(directory, name) != data:
         raise StoreWriteError(

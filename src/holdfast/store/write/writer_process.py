@@ -1,11 +1,11 @@
-"""The writer process of one worker: writes what the worker staged, and survives it.
+"""The writer process of one worker: it writes the staged data of the worker, and survives the worker.
 
-``python -m holdfast.store.write.writer_process SOCKET_FD POOL_FD WORKER_PID``, started by
-``store/write/async_save.py`` in a session of its own. It takes one order after the other. When the worker is gone (its
-socket is closed, or its process ended) it does the order that is still in the socket, if any, and leaves. It begins an
-order while the worker still copies the tensors; when the worker ends before it has copied all of them, the order is
-dropped, and no manifest names what was written. Signals that end a job politely are answered by the worker: a writer
-that obeyed them would drop a save that is nearly done.
+``python -m holdfast.store.write.writer_process SOCKET_FD POOL_FD WORKER_PID`` is started by
+``store/write/async_save.py`` in a process session of its own. It executes one order after the other. When the worker
+has ended (its socket is closed, or its process is gone), the writer does the order that is still in the socket, if any,
+and ends. It begins an order while the worker still copies the tensors. When the worker ends before it has copied all of
+them, the order is dropped, and no manifest names the written data. The writer ignores the signals that end a job
+politely: the worker handles them, and a writer that obeyed would drop a save that is nearly done.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from holdfast.store.write.writer import WrittenShare, write_share
 
 
 class Dropped(Exception):
-    """The rest of an order will not come."""
+    """Raised when the rest of an order will not come."""
 
 
 class WorkerLine:
-    """What the worker says, until it is gone and all that it said was read."""
+    """The messages of the worker, until it has ended and all of them are read."""
 
     def __init__(self, line: socket.socket, worker_pid: int) -> None:
         self._line = line
@@ -52,20 +52,24 @@ class WorkerLine:
             self._poller.register(self._worker, select.POLLIN)
 
     def receive(self) -> StagedSave | Arrived | Withdrawn | None:
-        """The next message; None: there will be none."""
-        # What the worker said before it died still lies in the socket, so that is looked at first.
+        """Return the next message; None: there will be none."""
+        # Messages that the worker sent before it died are still in the socket, so the socket comes first.
         ready = [fd for fd, _ in self._poller.poll(0 if self._worker is None else None)]
         if self._line.fileno() not in ready or not (data := self._line.recv(MESSAGE_SIZE_BYTES_MAX)):
             return None
         return msgspec.msgpack.decode(data, type=StagedSave | Arrived | Withdrawn)
 
     def tell(self, outcome: SaveOutcome) -> None:
-        """Raises: BrokenPipeError, ConnectionResetError: nobody is there to be told."""
+        """Send the outcome to the worker.
+
+        Raises:
+            BrokenPipeError, ConnectionResetError: the worker has ended.
+        """
         self._line.send(msgspec.msgpack.encode(outcome), socket.MSG_NOSIGNAL)
 
 
 class Arrivals:
-    """How much of an order is in the pool."""
+    """The number of bytes of an order that are in the pool."""
 
     def __init__(self, line: WorkerLine, order: StagedSave) -> None:
         self._line = line
@@ -73,7 +77,11 @@ class Arrivals:
         self._size_bytes = order.arrived_size_bytes
 
     def wait(self, size_bytes: int) -> None:
-        """Return when so much is there; only one thread at a time may have to wait. Raises: Dropped."""
+        """Return when ``size_bytes`` bytes are there. Only one thread at a time may have to wait.
+
+        Raises:
+            Dropped: the rest will not come.
+        """
         while self._size_bytes < size_bytes:
             message = self._line.receive()
             if not isinstance(message, Arrived) or message.number != self._number:
@@ -82,11 +90,11 @@ class Arrivals:
 
 
 def run_job(job: SaveJob, pool: PoolReader, wait: Wait) -> WrittenShare:
-    """Write the share.
+    """Write the share of a job.
 
     Raises:
         StateError, StoreWriteError: as :func:`write_share`.
-        CheckpointInvalid: the job's values are none.
+        CheckpointInvalid: the values of the job are not valid.
     """
     plan = SavePlan(job.sources, job.copies, {job.rank: job.items()}, (), ())
     return write_share(
@@ -104,7 +112,11 @@ def run_job(job: SaveJob, pool: PoolReader, wait: Wait) -> WrittenShare:
 
 
 def obey(order: StagedSave, pool: PoolReader, wait: Wait) -> SaveOutcome:
-    """Carry out one order. Raises: Dropped."""
+    """Execute one order and return its outcome.
+
+    Raises:
+        Dropped: the rest of the order will not come.
+    """
     result: WrittenShare | HoldfastError
     try:
         result = run_job(pool.job(order), pool, wait)
@@ -118,29 +130,29 @@ def obey(order: StagedSave, pool: PoolReader, wait: Wait) -> SaveOutcome:
 
 
 def serve(line: WorkerLine, pool: PoolReader) -> None:
-    """Obey until the worker is gone and nothing is left to do."""
+    """Execute orders until the worker has ended and none is left."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         while (message := line.receive()) is not None:
-            # Of an order that failed early the rest may still be announced.
+            # After an order that failed early, messages about its rest may still come.
             if isinstance(message, StagedSave):
                 with contextlib.suppress(Dropped):
                     line.tell(obey(message, pool, Arrivals(line, message).wait))
 
 
 def watch(worker_pid: int) -> int | None:
-    """A descriptor that becomes readable when the worker ends; None when it has."""
+    """Return a descriptor that becomes readable when the worker ends; None when it has ended."""
     try:
         fd = os.pidfd_open(worker_pid)
     except ProcessLookupError:
         return None
-    if os.getppid() != worker_pid:  # it ended, and the number may belong to another process by now
+    if os.getppid() != worker_pid:  # it ended, and its number may belong to another process by now
         os.close(fd)
         return None
     return fd
 
 
 def main(argv: list[str]) -> int:
-    """Run one writer."""
+    """Run one writer. Return the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     line_fd, pool_fd, worker_pid = (int(argument) for argument in argv)
