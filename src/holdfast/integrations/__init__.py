@@ -1,1 +1,3 @@
-"""Training loops of other people: Hugging Face's ``Trainer`` and Lightning, each behind one line."""
+"""Sessions inside the training loops of other libraries: Hugging Face's ``Trainer``, Lightning, Megatron-core and
+Ray.
+"""
