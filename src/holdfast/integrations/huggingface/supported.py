@@ -11,9 +11,7 @@ from holdfast.errors import UnsupportedError
 
 
 def require_supported(trainer: object, methods: Iterable[str]) -> None:
-    """Raise UnsupportedError for another class, a Trainer without ``methods``, DeepSpeed, FSDP or an iterable
-    dataset.
-    """
+    """Raise UnsupportedError for another class, missing ``methods``, DeepSpeed, FSDP or an iterable dataset."""
     if not isinstance(trainer, transformers.Trainer):
         raise UnsupportedError(
             f"a {type(trainer).__name__} is no transformers.Trainer",

@@ -51,9 +51,7 @@ def protect(trainer: transformers.Trainer, **session: Any) -> transformers.Train
 
 
 class _Hooks(TrainerCallback):  # type: ignore[misc]
-    """Replacements for methods of the Trainer with the same names; each gets the original method as its first
-    argument.
-    """
+    """Replacements for methods of the Trainer with the same names; each gets the original one first."""
 
     def __init__(self, trainer: transformers.Trainer, session: dict[str, Any]) -> None:
         self._trainer = trainer
@@ -72,7 +70,7 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
         trainer = self._trainer
         if self._replay is not None:
             raise UsageError("train() was called before", hint="one train() per protected Trainer")
-        # Rank 0 on all ranks: the sampler draws for the whole job, and the loader then gives each rank its share.
+        # Rank 0's view on all ranks: the sampler draws for the whole job, and each rank takes its share of that.
         self._feed = TorchFeed(
             MapSource(trainer.callback_handler.train_dataloader, self._arguments["seed"], 0)
         )

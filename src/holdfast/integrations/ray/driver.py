@@ -140,9 +140,7 @@ def _actor(
 
 @contextmanager
 def _signals(job: Supervisor) -> Iterator[None]:
-    """Ask the job to save and leave at SIGTERM (``ray job stop``) or Ctrl-C, and to end at once at the second
-    signal.
-    """
+    """Ask the job to save and leave at SIGTERM (``ray job stop``) or Ctrl-C, and to end at a second signal."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
