@@ -111,7 +111,7 @@ class Follower:
         self._line = 0
 
     def skip_to(self, offset: int) -> None:
-        """Begin with the line at this offset."""
+        """Continue at the line that begins at this offset."""
         self._offset = offset
 
     def poll(self) -> Iterator[Event]:
@@ -180,7 +180,7 @@ def _whole_line(file: BinaryIO) -> bytes:
 
 
 class Said(NamedTuple):
-    """The time of an event, on the clocks of :class:`Event`."""
+    """The time of an event: ``t_wall`` and ``t_mono`` of :class:`Event`."""
 
     t_wall: float
     t_mono: float

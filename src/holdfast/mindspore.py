@@ -69,7 +69,7 @@ class _Guarded(nn.Optimizer):  # type: ignore[misc]
                 setattr(self, name, getattr(optimizer, name))
 
     def construct(self, gradients: Any) -> Any:
-        """Update the weights after the gate; compiled by MindSpore."""
+        """Pass the gradients through the gate, then update the weights. MindSpore compiles this method."""
         return self.opt(self.relay(gradients))
 
 

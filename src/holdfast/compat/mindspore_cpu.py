@@ -90,7 +90,7 @@ def apply() -> None:
 
 
 class _Context:
-    """``mindspore.context`` for a module that refuses to run on CPU."""
+    """A wrapper of ``mindspore.context`` for modules that refuse to run on CPU."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -186,7 +186,7 @@ def _wrapper_of(_cls: Any, origin: Any) -> Any:
     """Return an optimizer class for ``TrainFaultTolerance.get_optimizer_wrapper``."""
 
     class TFTOptSubCls(origin):  # type: ignore[misc]
-        """The optimizer with a report before its update."""
+        """The optimizer, which reports the beginning of its update first."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -201,7 +201,7 @@ def _wrapper_of(_cls: Any, origin: Any) -> Any:
 
 
 class OptTFTWrapper(nn.Optimizer):  # type: ignore[misc]
-    """``nn.OptTFTWrapper``: an optimizer with a report before its update."""
+    """``nn.OptTFTWrapper``: an optimizer that reports the beginning of its update first."""
 
     def __init__(self, opt: Any, **kwargs: Any) -> None:
         if not isinstance(opt, nn.Optimizer):
@@ -215,7 +215,7 @@ class OptTFTWrapper(nn.Optimizer):  # type: ignore[misc]
         _add_report(self)
 
     def construct(self, gradients: Any) -> Any:
-        """Update the weights after the report; compiled by MindSpore."""
+        """Report the beginning of the update, then update the weights. MindSpore compiles this method."""
         flag = self.tft_begin(self.tft_sum(self.tft_depend(self.tft_g_one_flag, gradients)))  # type: ignore[has-type]
         self.tft_g_one_flag = flag
         return self.opt(self.tft_depend(gradients, flag))
@@ -223,7 +223,7 @@ class OptTFTWrapper(nn.Optimizer):  # type: ignore[misc]
 
 @jit_class
 class ExitByRequest:
-    """``mindspore.utils.ExitByRequest``: all ranks learn in the graph that one was asked to leave."""
+    """``mindspore.utils.ExitByRequest``: a reduction in the graph that tells all ranks if one was asked to leave."""
 
     def __init__(self) -> None:
         self.reduce = ops.AllReduce()
@@ -236,7 +236,7 @@ class ExitByRequest:
         self.is_distributed = get_group_size() > 1
 
     def exit_by_request(self, grad: Any, init_value: Any, exit_value: Any) -> Any:
-        """Return the gradients after ``exit_value`` is set to whether any rank was asked to leave."""
+        """Set ``exit_value`` to whether any rank was asked to leave. Return the gradients, which depend on that."""
         if self.is_distributed:
             total = self.total(self.reduce(self.cast(init_value, ms.float32)))
             grad = self.depend(grad, self.assign(exit_value, self.greater(total, self.half)))

@@ -24,10 +24,10 @@ class StepState:
         bound: each state has its own arguments. If False, this holds once arguments are given that begin with a count.
 
     Example:
-        standing = Standing(bound=True)
-        standing.begin()
-        standing.end(1)                          # not whole: the arguments are those of step 0
-        standing.give((1, model))                # whole, step 1
+        state = StepState(bound=True)
+        state.begin()
+        state.end(1)                          # not whole: the arguments are those of step 0
+        state.give((1, model))                # whole, step 1
     """
 
     def __init__(self, bound: bool) -> None:
@@ -46,12 +46,12 @@ class StepState:
 
     @property
     def whole(self) -> bool:
-        """True if weights, arguments and number belong together."""
+        """True if weights, arguments and step number belong to the same step."""
         return not self.why
 
     @property
     def why(self) -> str:
-        """Why the state is not whole; empty: it is."""
+        """The reason why the state is not whole; empty: it is whole."""
         if self.updating:
             return "its update was not completed"
         if self._ended is not None:
@@ -94,7 +94,7 @@ class StepState:
             self.arguments = arguments
 
     def moves(self, arguments: Any) -> bool:
-        """Return whether these arguments would change the number or the arguments of a whole state."""
+        """Return whether these arguments would replace those of a whole state."""
         return bool(self.step) and self.whole and self._bound and arguments is not self.arguments
 
     def _complete(self, updates: int, least: int) -> None:

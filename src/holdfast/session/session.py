@@ -174,7 +174,7 @@ class Session(ScriptLoops):
         return self
 
     def _join(self) -> tuple[WorkerClient | None, bool]:
-        """Return the connection to the control plane, and whether this session started that."""
+        """Return the connection to the control plane, and whether this session started the agent."""
         client = WorkerClient.current()
         if client is not None or self._adapter.world_size == 1:
             return client, False
@@ -243,7 +243,7 @@ class Session(ScriptLoops):
     # ------------------------------------------------------------------ spare
 
     def _stand_by(self, stand_in: DeferredRank) -> None:
-        """Prepare a spare, which is in no generation yet: rehearse the first steps and wait with everything else."""
+        """Prepare a spare, which is in no generation yet, for rehearsals; everything else waits until it is called."""
         self._spare = stand_in
         self._attach()
         with self._rank.changed:
@@ -331,7 +331,7 @@ class Session(ScriptLoops):
 
     @contextmanager
     def _reading(self, step: int) -> Iterator[None]:
-        """Declare that the body reads the state of ``step``."""
+        """Let :attr:`step` return this ``step`` while the body reads the state of it."""
         self._collecting = step
         try:
             yield
@@ -355,7 +355,7 @@ class Session(ScriptLoops):
         return self._behind.exit_agreed
 
     def _asked(self) -> None:
-        """Make a spare wait until it belongs to the job, because only the job knows the answer to the caller."""
+        """Make a spare wait until it belongs to the job, before it answers a question about the job."""
         self._require_entered()
         if not self._rehearsing:
             self._go_on_stage()
@@ -408,10 +408,10 @@ class Session(ScriptLoops):
     def section(self, name: str) -> Iterator[None]:
         """Announce work between two steps that may take long (an evaluation): ``with s.section("eval"):``.
 
-        Its limit of time without progress is learned by name; the first run has an hour. A collective in it that loses
-        a peer raises PeerLost, and all ranks restart at the next step. They run a section before the block of that step
-        again (``if step.number % 50 == 0 and not step.again: with s.section("eval"): ...``), and one after the loop.
-        They warn that one after a block (``if step.committed and step.last_in_epoch``) does not run again.
+        How long it may show no progress is learned by name; the first run has an hour. If a collective in it loses a
+        peer, it raises PeerLost, and all ranks restart at the next step. A section before the block of that step then
+        runs again: ``if step.number % 50 == 0 and not step.again: with s.section("eval"): ...``. So does one after the
+        loop. One after a block (``if step.committed and step.last_in_epoch``) does not, which causes a warning.
 
         Raises:
             StepError: inside the block of a step, or inside another section.
@@ -482,7 +482,7 @@ class Session(ScriptLoops):
         return payload
 
     def after_ready(self, step: Step, tally: Tally) -> None:
-        """Save what was asked for, and leave if all ranks agreed to, after a step is committed."""
+        """Save, or leave, as the vote has decided, after a step is committed."""
         self._common.committed(self._loops.digests_of(step.number))
         if not self._rank.fenced:  # otherwise the vote after the recovery asks again
             self._behind.committed(tally)

@@ -45,7 +45,7 @@ class ReportedLosses:
         return self._norm
 
     def newest(self, norm: Any) -> Any:
-        """Return the norm of the newest attempt; the Trainer's ``norm`` may be from an aborted one."""
+        """Return the gradient norm of the newest attempt; the Trainer's ``norm`` may be from an aborted attempt."""
         return norm if self._norm is None else self._norm
 
     def correct(self) -> None:
@@ -61,15 +61,15 @@ class ReportedLosses:
             total += loss if usable else total / steps
 
     def reported(self) -> dict[str, Any]:
-        """Return the values that are equal on all ranks."""
+        """Return the values for a position that are equal on all ranks."""
         return {name: getattr(self._trainer, name) for name in SAME_ON_ALL_RANKS}
 
     def own(self) -> dict[str, Any]:
-        """Return the values of this rank."""
+        """Return the values for a position that belong to this rank."""
         return {"loss": self._trainer._tr_loss.item(), "flos": self._trainer.current_flos}
 
     def go_on(self, reported: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """Set the values of the position from which the job continues."""
+        """Restore the values of the position from which the job continues."""
         trainer = self._trainer
         vars(trainer).update(reported)
         # Otherwise the sums of this rank were logged and reset.

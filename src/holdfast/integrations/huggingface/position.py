@@ -35,7 +35,7 @@ def progress_of(trainer: Any) -> dict[str, Any]:
 
 
 def go_on(trainer: Any, position: Mapping[str, Any]) -> None:
-    """Set progress and callbacks from a position."""
+    """Restore the Trainer's progress and the state of its callbacks from ``position``."""
     vars(trainer.state).update(copy.deepcopy(position["progress"]))
     for callback in _exportable(trainer):
         vars(callback).update(position["callbacks"].get(type(callback).__name__, {}))
@@ -88,7 +88,9 @@ class Epochs(TrainerCallback):  # type: ignore[misc]
         self._ending = True
 
     def after(self, norm: Any) -> dict[str, Any]:
-        """Return the part ``after`` of a position; ``norm``: of the gradients, to be logged."""
+        """Return the part ``after`` of a position: the work that is still due. ``norm``: of the gradients, to be
+        logged.
+        """
         state, due = self._trainer.state, due_of(self._trainer)
         stopped = self._trainer.control.should_training_stop and state.global_step < state.max_steps
         logged = {"norm": None if norm is None else float(norm), "rate": self._rate} if due else {}

@@ -111,7 +111,7 @@ class HoldfastNode:
             return f"{error.filename or self._place.path}: {error.strerror}"
 
     def _prepare(self) -> str:
-        """Make private directories, and wait for the processes of an earlier call to leave. Return why that failed."""
+        """Make private directories and wait until processes of an earlier call have left. Return why it failed."""
         self._place.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if why := self._doubt():
             return why

@@ -124,7 +124,7 @@ class Supervisor:
             self._heed_time()
 
     def close(self) -> dict[int, Any]:
-        """Return the values of the ranks, by rank.
+        """Clean up the nodes, and return the values of the ranks, by rank.
 
         Raises:
             JobSaved: the job has saved and left.

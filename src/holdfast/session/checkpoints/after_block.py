@@ -39,7 +39,7 @@ class AfterBlock:
 
     Attributes:
         exit_agreed: all ranks leave.
-        exit_sealed: the checkpoint for that is sealed.
+        exit_sealed: the checkpoint of this exit is sealed.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class AfterBlock:
         self._left_with = ""  # digest of the state that was saved for the exit
 
     def committed(self, tally: Tally) -> None:
-        """Keep the requests of the vote until the script asks for the next step. Save for an agreed exit at once."""
+        """Keep the requests of the vote until the code after the block has run. Save for an agreed exit at once."""
         self._tally = tally
         if tally.exit:
             self._agree_exit()
@@ -80,7 +80,7 @@ class AfterBlock:
             self.forget()
 
     def come_back(self) -> None:
-        """Amend the kept state and make the saves of the last vote, when the script returns from after a block."""
+        """Amend the state in the memory tier and make the saves of the last vote, after the code after a block."""
         rank = self._rank
         self._tier.amend(rank.step)
         rank.moved(ScriptEvent.RETURNED)

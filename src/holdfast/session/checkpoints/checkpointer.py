@@ -229,7 +229,7 @@ class Checkpointer:
     # ------------------------------------------------------------------ saves of a running job
 
     def save(self, kind: str, *, wait: bool) -> bool:
-        """Save the state now, at READY. With ``wait``, return after it is written: True if the checkpoint is sealed.
+        """Save the state now, between two steps. With ``wait``, return after it is written: True if it is sealed.
 
         Raises:
             StoreWriteError: with ``wait``: it could not be written.
@@ -446,7 +446,7 @@ class Checkpointer:
             self._done(order.save_id, written)
 
     def _await_boundary(self, settle: Settle) -> bool:
-        """Wait until this rank is at the decided step. Return True if that is the start of an aborted block.
+        """Wait until this rank is at the step of the decision. Return True if it aborted the block of that step.
 
         The controller's time limits, or another fence, end the wait.
         """

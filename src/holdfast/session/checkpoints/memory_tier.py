@@ -132,7 +132,10 @@ class MemoryTier:
             self._slots.finish()
 
     def due(self, step: int) -> bool:
-        """Return for the ballot whether this rank can afford to keep ``step``, once another node has the last state."""
+        """Return for the ballot whether this rank can afford to keep its state of ``step``.
+
+        With several nodes, another node must first have the state that was kept before.
+        """
         if not self._said or (self.on and self._rank.catalogue_version > self._version):
             self._look()
         if self._every > 0:
@@ -163,7 +166,7 @@ class MemoryTier:
             self._record.note(step)
 
     def amend(self, step: int) -> None:
-        """Add to the kept state what the script has changed since the block before ``step``, now that it is back.
+        """Add the changes that the script has made after its last block to the kept state of ``step``.
 
         This includes the position of the next loop, if the script has left its loop by ``break``.
         """
@@ -178,7 +181,7 @@ class MemoryTier:
         self._slots.finish()
 
     def renew(self, step: int) -> None:
-        """Keep the state of ``step`` again if the kept one precedes a turn's end, or a loop's begin, at that step."""
+        """Replace the kept state of ``step`` after the end of a turn, or the begin of a loop, has changed it."""
         if self._slots is not None and step in self._slots.steps():
             self._keep(step, amended=True)
             self._slots.finish()
@@ -254,7 +257,7 @@ class MemoryTier:
             return
 
     def require_replayable(self, step: int) -> None:
-        """Check that only updates have made the state of this rank at ``step``. Raises: StateError."""
+        """Check that nothing but updates has changed this rank's weights at ``step``. Raises: StateError."""
         self._record.require_undisturbed(step)
 
     def replay(self, step: int) -> Collected:
@@ -328,7 +331,7 @@ class MemoryTier:
             raise
 
     def _require_whole(self, kept: StoredState) -> None:
-        """Refuse a state that was not amended after the block although the states of other ranks were.
+        """Refuse a kept state that lacks the changes after its block, while other ranks may have amended theirs.
 
         Raises:
             CheckpointInvalid: the state is then dropped, and all ranks go back further.

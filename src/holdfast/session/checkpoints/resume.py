@@ -208,7 +208,7 @@ def _warn_of_another_run(root: Root, valid: Sequence[Validity]) -> None:
 
 
 def _spelled(root: Place | None) -> str:
-    """Return the same text for the same place, resolving links on this host."""
+    """Return the place as text, with links resolved, so that equal places on this host have equal texts."""
     return os.path.realpath(root) if isinstance(root, Path) else str(root or "")
 
 

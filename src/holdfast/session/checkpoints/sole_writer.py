@@ -30,7 +30,7 @@ class SoleUse:
 
     Args:
         root: where the session saves.
-        tells: the run is new, and warns. A run that continues may meet the lock of its own lost rank.
+        tells: warn if another run holds the lock. False in a run that continues: its own lost rank may still hold it.
     """
 
     def __init__(self, root: Place | None = None, *, tells: bool = False) -> None:

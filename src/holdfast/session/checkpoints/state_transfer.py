@@ -228,7 +228,7 @@ def _put(want: Wanted, adapter: Adapter, again: Collected | None) -> None:
 def _holders(
     catalogue: Catalogue, places: Collection[tuple[str, Box]], rank: int, sources: Collection[int]
 ) -> dict[tuple[str, Box], tuple[int, ...]]:
-    """Return the holders of each place.
+    """Return the ranks that hold each place (tensor name and box).
 
     State that the lost rank had not published before its loss is found in the layouts of its peers.
     """

@@ -37,7 +37,7 @@ class Drawn:
         verify: compare; otherwise nothing is done.
 
     Attributes:
-        record: of the batches that were drawn last, for the local values of this rank; None: nothing is known.
+        record: digests of the batches that were drawn last, for the local values of this rank; None: not known.
     """
 
     def __init__(self, adapter: object, rank: int, *, verify: bool) -> None:

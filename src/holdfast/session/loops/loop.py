@@ -257,7 +257,7 @@ class Loops:
             self._others = {}
 
     def finish(self) -> None:
-        """Report that no step follows: a newcomer would join a loop that this rank has left before its end."""
+        """Report that the script does not return to a loop that it left early, and that a newcomer would join."""
         if self._rank.script.unfinished:
             self._rank.moved(ScriptEvent.STRAYED)
 
@@ -517,7 +517,10 @@ class Loops:
     # ------------------------------------------------------------------ in a step, and after it
 
     def entered(self, step: int) -> bytes | None:
-        """Note that the block of ``step`` has begun. Return changed rank-local values for the status page, or None."""
+        """Note that the block of ``step`` has begun. Return changed rank-local values for the status page, or None.
+
+        These are the values that only this rank has: ``Session.own``, its loader's state, the digest of its batches.
+        """
         if self.local.get("begun") == step:
             self.own = copy.deepcopy(self.local.get("own"))  # a block that did not count may have changed it
             return None
@@ -540,7 +543,7 @@ class Loops:
         return self._payload(local) if local else None
 
     def note(self) -> bytes | None:
-        """Note the place after this step. Return the rank-local values for the status page, or None."""
+        """Set the place of the job after this step. Return the rank-local values for the status page, or None."""
         self.local = {} if self.own is None else {"own": copy.deepcopy(self.own)}
         if self._feed is not None:
             self.place["at"] = self._feed.place()

@@ -112,7 +112,7 @@ def _together(found: Mapping[str, str]) -> dict[str, str]:
 
 
 def all_alike(drawn: Sequence[Sequence[int]]) -> int:
-    """Return the number of copies of the model if all have drawn the same batches; 0: not, or a rank's are not known.
+    """Return the number of copies of the model if all have drawn the same batches; 0: they have not, or unknown.
 
     Args:
         drawn: of each rank: the number of its copy, and the digests of the batches of one step.

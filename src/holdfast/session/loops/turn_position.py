@@ -111,7 +111,7 @@ class TurnPosition:
         self._passed = int(record.get("passed", 0))
 
     def missing(self, loop: int) -> str:
-        """Name a part or loop that the job has reached and this script has not; empty: none.
+        """Return the name of a part or loop that the job has reached and this script has not; empty: none.
 
         Args:
             loop: number of the last loop of the job.

@@ -65,11 +65,11 @@ class AccumulatingFeed:
         return {**at, "share": at["share"] * self._batches} if "share" in at else at
 
     def seek(self, place: Mapping[str, int], local: Plain = None) -> None:
-        """Go to a position."""
+        """Move to a position."""
         self._feed.seek(place, local)
 
     def local_state(self) -> Plain:
-        """The part of the position that only this rank knows, or None."""
+        """Return the part of the position that only this rank knows, or None."""
         return self._feed.local_state()
 
     def identity(self) -> DataIdentity | None:

@@ -88,7 +88,9 @@ class NonfiniteCheck:
         return self._mode == "skip" and self._gradients is not None and not tally.nonfinite
 
     def agreed(self, step: int) -> None:
-        """Stop, leave the update out or warn, after all ranks know of such gradients and no weight has changed.
+        """Stop, skip the update or warn, once all ranks know that gradients of ``step`` hold inf or nan.
+
+        No weight has changed yet.
 
         Raises:
             NonFiniteError: the mode is ``stop``.
@@ -130,7 +132,7 @@ class NonfiniteCheck:
             )
 
     def values(self) -> dict[str, int]:
-        """Return the values for a checkpoint."""
+        """Return the values of this check for a checkpoint."""
         return {KEY: self.since} if self.since >= 0 else {}
 
     def keeps(self, policy: KeepPolicy) -> KeepPolicy:

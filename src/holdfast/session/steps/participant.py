@@ -368,12 +368,12 @@ class StepParticipant:
             return self.machine.fail()
 
     def note_local(self, payload: bytes | None, step: int) -> None:
-        """Write the rank-local values of ``step`` to the page; None keeps the values that are there."""
+        """Write this rank's own values of ``step`` (data position, ``Session.own``) to the page; None: they stay."""
         if self.client is not None and payload is not None:
             self.client.page.write_local(step, payload)
 
     def commit(self, payload: bytes | None) -> None:
-        """UPDATING(s) -> READY(s+1). Before that, write the rank-local values of s+1 to the page."""
+        """UPDATING(s) -> READY(s+1). Before that, write this rank's own values of s+1 to the page."""
         page = None if self.client is None else self.client.page
         self.note_local(payload, self.step + 1)
         with self.changed:
@@ -530,7 +530,7 @@ class StepParticipant:
             self._wait(lambda: self.fenced)
 
     def pass_turn(self) -> bool:
-        """Count a turn that all ranks have finished. Return False if a fence came first: the decision then says."""
+        """Count a turn that all ranks have finished. Return False without counting if a fence came first."""
         with self.changed:
             self.turns += not self.fenced
             return not self.fenced

@@ -39,7 +39,7 @@ Slices = Sequence[tuple[ReplicaGroup, Sequence[Extent]]]
 
 
 class Verifier:
-    """Compares the copies of one session.
+    """Compares the copies of the state of one session.
 
     Args:
         rank, adapter, votes: of the session.

@@ -53,7 +53,10 @@ class StepOwner(Protocol):
         """Report the state of this rank after the vote of ``step`` has shown that copies of the state differ."""
 
     def entered(self, step: int) -> bytes | None:
-        """Note that the block of ``step`` has begun. Return changed rank-local values for the status page, or None."""
+        """Note that the block of ``step`` has begun. Return changed rank-local values for the status page, or None.
+
+        Rank-local values are those that only this rank has, such as its loader's state and ``Session.own``.
+        """
 
     def foresee(self) -> bytes | None:
         """Prepare for the coming vote. Return the rank-local values of the next step for the status page, or None."""
@@ -335,7 +338,7 @@ class StepRunner:
         self._vote(step, optimizer)
 
     def _writes(self) -> int | None:
-        """Return the writes to weights while no gradient exists and no step has changed a weight; else None."""
+        """Return a count of writes to weights, to find a change without a gradient; None: it is not needed."""
         if self._empty == NOT_EMPTY or not isinstance(self._adapter, SeesGradients):
             return None
         return self._adapter.gradients.weights_alone()
@@ -361,7 +364,7 @@ class StepRunner:
     # ------------------------------------------------------------------ vote
 
     def _vote(self, step: Step, optimizer: str = "") -> None:
-        """Return when the step may change weights, by ``optimizer`` if it is named. Raises: StepAborted."""
+        """Vote, and return if weights may change, by ``optimizer`` if it is named. Raises: StepAborted."""
         rank, adapter = self._rank, self._adapter
         if step.rehearsal:
             self._prover.note(step)
