@@ -1,5 +1,4 @@
-"""Holdfast keeps distributed training jobs alive: no committed step is lost, and the result is bit for bit the
-undisturbed one.
+"""Holdfast keeps distributed training jobs alive: no committed step lost, the same bits as an undisturbed run.
 
 ``with holdfast.session(...) as s: for step in s.steps(loader, until=N): with step as batch: ...`` protects a training;
 ``holdfast.load(path, model)`` reads weights. Importing this package loads no framework.

@@ -10,12 +10,12 @@ Tree::
     │   ├── DataError               a loader gives other batches than before
     │   ├── StateError              an object in the state cannot be saved or restored
     │   ├── StepError               the step protocol was misused (two updates without a name, ...)
-    │   │   └── ImpureBlockError    a block that runs again computes something else
+    │   │   └── ImpureBlockError    a block computes another result when it runs again
     │   ├── NonFiniteError          gradients hold inf or nan, and the session was asked to stop then
     │   ├── EmptyLoaderError        the loader yields no batch
     │   └── UnsupportedError        refused by name: feature, optimizer, framework version
     ├── FaultError                  the job was disturbed
-    │   ├── ComputeError            a rank computes something else than others from the same numbers
+    │   ├── ComputeError            a rank computes another result than others from the same numbers
     │   ├── PeerLost                a collective outside a step lost its peer
     │   ├── GroupError              a process group could not be built
     │   ├── JobError                a job that this process has started ended with another code than 0 (``code``)
@@ -30,7 +30,7 @@ Tree::
     │   ├── StoreUnreachable        a store that cannot be asked (network, credentials): nothing is known of its files
     │   │   └── StoreDenied         files that this process may not read (owner, mode)
     │   └── StoreWriteError         the store could not be written (full, read-only, not a directory)
-    └── InternalError               an invariant of ours is broken: please report it
+    └── InternalError               an invariant of Holdfast is broken: please report it
 
 Every message says what was wrong, where, and what to do next. ``hint`` holds the next command or change; the command
 line prints it on a line of its own, after the log path.

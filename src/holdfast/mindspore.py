@@ -219,7 +219,7 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
         self._release()
         self._session.__exit__(None, None, None)
 
-    # MindSpore calls these
+    # called by MindSpore
 
     def __enter__(self) -> Self:
         return self

@@ -3,9 +3,10 @@
 Theory. A rank reports its step only when it is asked. After a fault all living ranks are *stopped*: no update may
 begin. They finish the update in progress, and report the last step that they completed. The newest such step is saved.
 A *group* is a set of ranks that hold the same state, cut into ``shards``: ranks i and j of the list hold the same part
-when i % shards == j % shards. The step can be saved if each part of each group has a sound holder at that step. For
-each part the sound holder with the least to write becomes a *writer*. Once all writers have written, one of them
-publishes (renames), then all ranks exit. A writer that fails or dies is replaced by the next holder.
+when i % shards == j % shards. The step can be saved if each part of each group has a *sound* holder at that step, whose
+state is whole. For each part the sound holder with the least to write becomes a *writer*. Once all writers have
+written, one of them publishes (renames), then all ranks exit. A writer that fails or dies is replaced by the next
+holder.
 
 Invariants:
 1. A writer is sound, and its last completed step is that of the plan.
@@ -200,7 +201,7 @@ class DyingCheckpoint:
         self._done: set[int] = set()
         self._groups: dict[int, tuple[ShardGroup, ...]] = {}
         self._stood: dict[int, Stood] = {}
-        self._failed: set[tuple[int, int]] = set()  # rank, step
+        self._failed: set[tuple[int, int]] = set()  # (rank, step) of failed saves
         self._plan: dict[int, tuple[int, ...]] = {}
         self._written: set[int] = set()
         self._timer = 0

@@ -1,9 +1,9 @@
-"""``mindio_ttp.framework_ttp``: the functions that MindSpore 2.10 and Megatron scripts call, over Holdfast's
-controller.
+"""``mindio_ttp.framework_ttp``: the functions that MindSpore 2.10 and Megatron scripts call, for Holdfast's controller.
 
 ``tft_*`` are MindSpore's names, ``ttp_*`` the older ones of Megatron scripts. Supported is the dying checkpoint
-(``TTP:1``): choice of good ranks, plan, save, publish, exit. Any rank may die, also rank 0. Repair in place (``UCE``,
-``ARF``, ``HCCE``) and pauses (``TSP``) need Ascend's own communication, and are refused by name. See docs/compat.md.
+(``TTP:1``), the checkpoint that sound ranks write after a fault: choice of sound ranks, plan, save, publish, exit. Any
+rank may die, also rank 0. Repair in place (``UCE``, ``ARF``, ``HCCE``) and pauses (``TSP``) need Ascend's own
+communication, and are refused by name. See docs/compat.md.
 """
 
 from __future__ import annotations

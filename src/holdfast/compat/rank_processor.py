@@ -1,8 +1,8 @@
 """One rank's side of ``mindio_ttp``: a thread that receives the controller's orders while the training hangs.
 
 Theory. The training thread passes a gate before each update and reports when the update is done. Once the controller
-orders a stop, the gate stays shut. The thread first waits until an update that has begun is complete. So the state that
-its handlers save cannot change meanwhile.
+orders a stop, the gate stays shut. The thread of this module then waits until an update that has begun is complete,
+before it calls a handler. So the state that the handlers save cannot change meanwhile.
 
 Invariants:
 1. After :class:`Stood` was sent no update begins, except up to a step that the controller names.

@@ -4,7 +4,7 @@ Theory. A Megatron script reports the end of an update inside its optimizer. It 
 model, optimizer, schedule) later, in its loop. Between the two calls the weights are those of the next step, and the
 count and the schedule those of the last one. So a state is *whole* only when both calls were made since the update
 began, in either order. Its number is the iteration count with which the arguments begin. MindSpore gives one live
-object once, and a script may give none to handlers that need none. Then no arguments belong to single states, and a
+object once, and a script may give none to handlers that need none. Then arguments do not belong to single steps, and a
 state is whole when its update has ended.
 
 Invariants:
@@ -68,7 +68,7 @@ class StepState:
         forgotten = self.open and self._any and not self._told
         self._told = self._told or forgotten
         if self.open and not self._any:
-            self._bound = False  # the handlers of this script take none
+            self._bound = False  # the handlers of this script take no arguments
         self.updating, self._fresh, self._ended = True, False, None
         return forgotten
 

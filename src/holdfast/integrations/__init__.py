@@ -1,3 +1,1 @@
-"""Sessions inside the training loops of other libraries: Hugging Face's ``Trainer``, Lightning, Megatron-core and
-Ray.
-"""
+"""Integrations of Hugging Face's ``Trainer``, Lightning, Megatron-core and Ray."""

@@ -1,6 +1,4 @@
-"""The objects that a training script uses. ``holdfast.session(...)`` opens a session; this package is also that
-function.
-"""
+"""The objects that a training script uses; the package itself is the function ``holdfast.session(...)``."""
 
 from __future__ import annotations
 

@@ -88,9 +88,7 @@ class Epochs(TrainerCallback):  # type: ignore[misc]
         self._ending = True
 
     def after(self, norm: Any) -> dict[str, Any]:
-        """Return the part ``after`` of a position: the work that is still due. ``norm``: of the gradients, to be
-        logged.
-        """
+        """Return the part ``after`` of a position: the work that is still due. ``norm``: of the gradients, logged."""
         state, due = self._trainer.state, due_of(self._trainer)
         stopped = self._trainer.control.should_training_stop and state.global_step < state.max_steps
         logged = {"norm": None if norm is None else float(norm), "rate": self._rate} if due else {}

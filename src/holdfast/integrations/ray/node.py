@@ -51,7 +51,7 @@ class NodeHere:
     """The answer of an actor that is up."""
 
     address: str  # IP address of its node
-    contact: str  # a free port there
+    contact: str  # address and a free port of the node
     runs: bool  # it has taken over the launcher of an earlier actor
 
 

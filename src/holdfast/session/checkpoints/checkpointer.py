@@ -128,7 +128,7 @@ class Checkpointer:
         self._copies = copies
         self._sole = SoleUse()
         self._noting = threading.Lock()  # a small save is written before its cost is known
-        self._costs: dict[SaveId, tuple[float, int]] = {}  # seconds of stall, steps put off
+        self._costs: dict[SaveId, tuple[float, int]] = {}  # seconds of stall, steps of delay
         self._attempts: dict[tuple[Generation, int], int] = {}
         self._planned: tuple[Mapping[int, Layout], Catalogue, SavePlan] | None = None
         # All work that one decision orders shares one wait.

@@ -337,7 +337,7 @@ class ResumeSearch:
         key = f"{lists}/{xxhash.xxh3_128_hexdigest(data)}"
         if not client.kv("check", (key,)).ok:
             client.kv("set", (key,), data)
-            client.kv("append", (lists,), f"{key} ".encode())  # twice at worst
+            client.kv("append", (lists,), f"{key} ".encode())  # at worst it is in the list twice
         self._agree([1])  # after this the list of every rank is there
         known = client.kv("get", (lists,)).value.decode().split()
         replies = [client.kv("get", (each,)).value for each in sorted(set(known))]

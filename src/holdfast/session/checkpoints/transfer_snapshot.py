@@ -4,9 +4,9 @@ Theory. When a rank is lost, some ranks may have run the code before the block (
 that is noted) and others not. A newcomer that will run it needs the state from before this code. One that will not run
 it needs the state from after it. A survivor that waits at its block has run the code. The newcomer need not run it if
 the rank that it replaces had begun the block. But a newcomer's boxes come from several survivors. If such code changes
-state that ``Adapter.remember`` copies, these boxes may be of both kinds. So a survivor whose code has changed something
-does not give its state: all ranks restart at this step from the state before the code. A survivor that still runs the
-code, or was not given the step, gives the state from before it, and the newcomer runs the code, too.
+state that ``Adapter.remember`` copies, these boxes may come from two states. So a survivor whose code has changed
+something does not give its state: all ranks restart at this step from the state before the code. A survivor that still
+runs the code, or was not given the step, gives the state from before it, and the newcomer runs the code, too.
 """
 
 from __future__ import annotations

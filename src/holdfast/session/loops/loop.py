@@ -469,7 +469,7 @@ class Loops:
     def batch_of(self, copy: int) -> Any:
         """Return the batch of another copy of the model for this step. Raises: LookupError: it is not known here."""
         if self._feed is None:
-            return None  # the block draws it
+            return None  # the block draws its own batch
         if copy not in self._others:
             self._others[copy] = self._feed_of(copy)
         feed = self._others[copy]

@@ -11,7 +11,7 @@ Each rank answers the fence with the number of turns that it knows to be finishe
 that rank has seen the vote of all (``Settled.turns``, ``Settle.turns``).
 
 ``break`` out of a part ends it for the job. A closed generator cannot distinguish this from an exception, so the ranks
-agree on the end when the script next calls the session. After an exception it does not.
+agree on the end when the script next calls the session. After an exception the script makes no further call.
 
 Invariants:
 1. All ranks of a generation end the same turns at the same steps.

@@ -129,7 +129,7 @@ class Prover:
         if isinstance(error, ImpureBlockError) or len(self._proofs) >= RUNS:
             return False
         if not (self._first or adapter.partial):
-            return False  # the same error comes with peers
+            return False  # the error does not come from missing peers
         log.debug("holdfast: step %d cannot be checked without peers: %s", step.number, error)
         self._add(step, adapter, None)
         return True
@@ -240,7 +240,7 @@ def _variables() -> _Variables:
 def _changed(before: _Variables, after: _Variables) -> str:
     """Name the variables that have changed, and those that were drawn from, in words; whole numbers come first."""
     names = [name for name, value in after.plain.items() if before.plain.get(name, value) != value]
-    names.sort(key=lambda name: isinstance(after.plain[name], float))  # a time, mostly
+    names.sort(key=lambda name: isinstance(after.plain[name], float))  # last, as they are mostly times
     told = [f"{name} (was {before.plain[name]}, then {after.plain[name]})" for name in names[:_TOLD_MAX]]
     told += [f"{name} (drawn from)" for name in after.drawing[:_TOLD_MAX]]
     return f"it may use what the run before has changed: {', '.join(told)}" if told else ""

@@ -6,7 +6,8 @@ newcomer. On its own data the newcomer would silently compute another result tha
 learning rate or another early stop. So it does not join and reports this. All ranks then restart at this step and run
 the code together. A script that repeats such code when a block is tried again (without ``step.again``) gets a warning.
 Barriers are allowed: they return no data, so passing one alone is harmless. A framework that drives the loop may also
-make collectives during its setup, because their results are the same in each start.
+make collectives during its setup, because their results are the same in each start. The integrations
+tell such a framework which work is due between two steps.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ decision of the controller.
 Invariants:
 1. The page shows UPDATE(s) before a weight changes and READY(s+1) only after the block has ended.
 2. ``Settled`` is sent once per settled (state, step) of a fence, in order, and again when the script leaves its loop.
-3. A main thread stops to wait for the control plane on an order, or when agent and launcher are gone: then it leaves.
+3. A wait of the main thread for the control plane ends: by an order, or by leaving if agent and launcher are gone.
 """
 
 from __future__ import annotations
@@ -453,7 +453,7 @@ class StepParticipant:
         try:
             self._calls.rewind(step)
         except CheckpointInvalid:
-            leave_process(Exit.RESTART)  # half of one step and half of another: this process is lost
+            leave_process(Exit.RESTART)  # the state is a mix of two steps: this process is lost
         with self.changed:
             self.script.end_restore()
             self.machine.rewind(step)

@@ -1,9 +1,9 @@
 """The votes of one rank: cast here, counted here, and used to keep the layouts of all ranks known to all.
 
-Theory. The name of a vote serves as the version of a layout (``core/worker/layout_agreement.py``). Every vote must
-therefore be counted and must say whether this rank's layout has changed. After a vote in which any rank set ``moved``
-(its layout differs from the published one), every rank publishes its layout again. This module does that for all votes
-of a rank.
+Theory. The name of a vote (its generation and its number there) serves as the version of a layout
+(``core/worker/layout_agreement.py``). Every vote must therefore be counted and must say whether this rank's layout has
+changed. After a vote in which any rank set ``moved`` (its layout differs from the published one), every rank publishes
+its layout again. This module does that for all votes of a rank.
 
 Invariants:
 1. All ranks of a generation cast the same votes in the same order.
