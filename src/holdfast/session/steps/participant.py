@@ -62,10 +62,10 @@ class StepParticipant:
 
     Args:
         adapter: breaks and rebuilds collectives.
-        client: the connection to the agent. None in a process without a launcher, which no controller can fence.
+        client: the connection to the agent; None in a process without a launcher, which no controller can fence.
 
     Attributes:
-        script: the machine of the script's position. Call its methods with the lock held.
+        script: the position of the script. Call its methods with the lock held.
         turns: number of epochs and phases that the whole job has finished.
         catalogue_version, layouts: the newest layouts of all ranks, as the ranks sent them.
     """

@@ -87,7 +87,19 @@ class Verifier:
         self._collected = None
 
     def agree(self, collected: Collected | None) -> bool:
-        """Vote before state is saved or given, until all ranks know all layouts and the copies are equal."""
+        """Vote before state is saved or given, until all ranks know all layouts and the copies are equal.
+
+        Args:
+            collected: the published state of this rank (``VoteCaster.tell``). None: it is not known, and no rank
+                continues.
+
+        Returns:
+            False when copies differ: the controller has the digests, and orders what follows.
+
+        Raises:
+            PeerLost: the vote broke.
+            StateError: the ranks are not at the same step, or one of them cannot continue.
+        """
         if self._rank.client is None:
             return True
         here = (self._rank.machine.generation, self._rank.step)
