@@ -45,7 +45,7 @@ class TtpServer:
         )
 
     async def run(self) -> None:
-        """Return when the last rank has gone."""
+        """Serve until the last rank has gone."""
         try:
             await asyncio.wait_for(self._begun.wait(), EMPTY_S)
             await self._over.wait()

@@ -34,7 +34,7 @@ class TtpMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
 
 
 class Here(TtpMessage, frozen=True):
-    """A rank's first message."""
+    """Report: a rank has connected; its first message."""
 
     rank: int
     world_size: int
@@ -54,7 +54,7 @@ class ShardGroup(msgspec.Struct, frozen=True):
 
 
 class Replicas(TtpMessage, frozen=True):
-    """The groups that a rank belongs to."""
+    """Report: the groups that this rank belongs to."""
 
     rank: int
     groups: tuple[ShardGroup, ...]

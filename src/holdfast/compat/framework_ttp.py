@@ -152,7 +152,7 @@ def _register(name: str, call: Callable[..., Any], context: tuple[Any, ...]) -> 
 def tft_init_controller(
     rank: int, world_size: int, enable_local_copy: bool = False, enable_arf: bool = False, **options: Any
 ) -> int:
-    """Prepare the controller of ``world_size`` ranks; rank 0 calls it. Raises: UnsupportedError: ARF."""
+    """Prepare the controller of ``world_size`` ranks; rank 0 calls it. Raises: UnsupportedError: ARF is asked for."""
     if enable_arf:
         raise UnsupportedError("process-level recovery (ARF) is not served by this mindio_ttp",
                                hint="MS_ENABLE_TFT='{TTP:1}'; in place: holdfast.mindspore.train")  # fmt: skip
@@ -190,7 +190,7 @@ def tft_init_processor(
     rank: int, world_size: int, enable_local_copy: bool = False, enable_tls: bool = False, tls_key_dir: str = "",
     **options: Any,
 ) -> int:  # fmt: skip
-    """Prepare this rank's side. Raises: UnsupportedError: TLS, ARF."""
+    """Prepare this rank's side. Raises: UnsupportedError: TLS or ARF is asked for."""
     _init_processor(rank, world_size, False, enable_tls, options)
     return 0
 
@@ -309,7 +309,7 @@ def tft_end_updating_os(step: int) -> None:
 
 
 def tft_report_error(state: int) -> None:
-    """Report an exception in the training of this rank. Returns only if no exit handler ends the process."""
+    """Report an exception in the training of this rank. Returns only if the controller is lost."""
     processor = _state.need()
     processor.fault(f"reported {ReportState(state).name}")
     processor.wait_end()

@@ -216,7 +216,7 @@ class Processor:
         self._tell(Faulted(rank=self.rank, what=what[:TEXT_SIZE_MAX]))
 
     def wait_end(self) -> None:
-        """Wait until the exit handler ends the process. Return if the listening thread has ended."""
+        """Wait until the exit handler ends the process. Return only if the controller is lost."""
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(RETRY_S)
 

@@ -112,8 +112,8 @@ def load(
     Args:
         path: a checkpoint, a directory of checkpoints (the newest valid one is taken), or ``DIRECTORY@STEP``.
         model: a module or a dict of modules, as given to the session that saved.
-        strict: refuse a checkpoint in which a parameter, buffer or extra state of the model is missing, or is not the
-            model's.
+        strict: refuse a checkpoint that lacks a parameter, buffer or extra state of the model, or has an additional
+            one.
         optional: name patterns (``head.*``) of tensors that ``strict`` does not check. Such a tensor may be missing on
             either side, or have another shape or dtype; the model then keeps its own.
         cast: convert floating numbers to the model's dtype. A number that the dtype cannot hold is an error.

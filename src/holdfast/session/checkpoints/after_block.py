@@ -80,7 +80,7 @@ class AfterBlock:
             self.forget()
 
     def come_back(self) -> None:
-        """Amend the state in the memory tier and make the saves of the last vote, after the code after a block."""
+        """Amend the kept state and make the saves of the last vote, once the script's code after a block has run."""
         rank = self._rank
         self._tier.amend(rank.step)
         rank.moved(ScriptEvent.RETURNED)

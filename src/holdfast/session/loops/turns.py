@@ -102,7 +102,7 @@ class Turns:
         rank.moved(ScriptEvent.LOOP_AHEAD)
 
     def _pass_over(self) -> None:
-        """Pass over the code here, whose effect is in the restored state, if the job has begun a later loop."""
+        """Note that the restored state includes the effect of the code here, if the job has begun a later loop."""
         if self._loops.place["loop"] >= self._loops.walk.loops:
             self._loops.pass_over()
 

@@ -118,7 +118,11 @@ class Batches:
         self._set(drawn)
 
     def _learn(self, *, ended: bool) -> None:
-        """Learn the places where blocks have written; with ``ended``, also those where they have not."""
+        """Record the places where blocks have written.
+
+        Args:
+            ended: the last block ran to its end, so that places where it has not written are recorded, too.
+        """
         for given in self._given.values():
             for each in given:
                 if self._has_changed(each):

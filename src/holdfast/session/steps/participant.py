@@ -317,7 +317,7 @@ class StepParticipant:
                 self.enter(Phase.SECTION)
 
     def begin(self) -> bool:
-        """READY -> COMPUTE. Return False if a fence came first."""
+        """Begin the block (READY -> COMPUTE). Return False if a fence came first."""
         with self.changed:
             begun = self.machine.begin()
             self.script.handle(ScriptEvent.BLOCK_BEGUN if begun else ScriptEvent.HELD)
@@ -331,7 +331,7 @@ class StepParticipant:
         return begun
 
     def enter_vote(self) -> bool:
-        """COMPUTE -> VOTING. Return False if the step has been aborted."""
+        """Enter the vote (COMPUTE -> VOTING). Return False if the step has been aborted."""
         with self.changed:
             return self.machine.enter_vote()
 
@@ -373,7 +373,7 @@ class StepParticipant:
             self.client.page.write_local(step, payload)
 
     def commit(self, payload: bytes | None) -> None:
-        """UPDATING(s) -> READY(s+1). Before that, write this rank's own values of s+1 to the page."""
+        """Commit (UPDATING(s) -> READY(s+1)), after writing this rank's own values of s+1 to the page."""
         page = None if self.client is None else self.client.page
         self.note_local(payload, self.step + 1)
         with self.changed:
@@ -391,12 +391,14 @@ class StepParticipant:
             )
 
     def retry_now(self) -> bool:
-        """ABORTED -> READY in the same generation, as after a rehearsal. Return False if a fence came first."""
+        """Make an aborted step ready again (ABORTED -> READY) in this generation. Return False if a fence came
+        first.
+        """
         with self.changed:
             return self.machine.retry(self.machine.generation) if not self.fenced else False
 
     def await_decision(self) -> bool:
-        """Wait in IN_DOUBT for the decision of the controller. Return True if the update is to be applied."""
+        """Wait, IN_DOUBT, for the decision of the controller. Return True if the update is to be applied."""
         self.enter(Phase.IN_DOUBT)
         self.freed()
         with self.changed:
@@ -554,7 +556,9 @@ class StepParticipant:
             self.client.page[Word.REPEATED] += 1
 
     def finish(self, reason: str, sealed: bool) -> bool:
-        """READY -> FINISHED, and wait for all ranks. Return False if a recovery that needs this rank came first."""
+        """Finish (READY -> FINISHED) and wait for all ranks. Return False if a recovery that needs this rank came
+        first.
+        """
         with self.changed:
             if self.fenced and not self.orphaned:
                 return False

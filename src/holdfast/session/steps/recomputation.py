@@ -109,7 +109,7 @@ class Recomputation:
         """Compare the results of all ranks at the begin of the run that counts.
 
         Returns:
-            False: another rank computes wrong gradients, and this rank has to wait until it is replaced.
+            False: another rank computes wrong gradients, and this rank has to wait for the end of that rank.
 
         Raises:
             PeerLost: a rank is lost.
@@ -160,7 +160,7 @@ class Recomputation:
         return True
 
     def seed(self, step: Step) -> None:
-        """Give a run for the check the random numbers of its copy, and restore those of this copy after such runs."""
+        """Give the block the random numbers of its copy, in a run for the check or after a foreign batch was drawn."""
         others = self._others
         if others is not None and (self._running is not None or self._drew):
             offset = 0 if self._running is None else self._running[0]

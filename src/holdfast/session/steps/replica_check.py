@@ -125,7 +125,7 @@ class Verifier:
         return True
 
     def _said(self, step: int, collected: Collected | None, compares: bool) -> Ballot:
-        """Return the ballot of this rank. If its state cannot be read, vote so first, because the other ranks wait."""
+        """Return this rank's ballot. If its state cannot be read, cast a refusing vote before raising the error."""
         try:
             return self._comparing(step, collected, compares)
         except StateError:

@@ -61,10 +61,10 @@ class Sections:
                 rank.enter(Phase.READY)
 
     def pass_by(self, step: int, *, tell: bool) -> None:
-        """Warn about a section that was cut off and will not run again: training continues after ``step``, or ends
-        there.
+        """Warn about a section that was cut off and will not run again, as training continues after ``step`` or ends.
 
         Args:
+            step: the last committed step.
             tell: this rank writes the warning.
         """
         if self._owed and tell:

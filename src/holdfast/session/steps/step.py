@@ -94,8 +94,8 @@ class Step:
         committed: True after the block, when its update counts for the whole job.
         epoch: pass over the loader that the batch belongs to.
         last_in_epoch: True for the last batch of an epoch, where the length of the loader is known.
-        again: True when the code before the block has already run: this process was given the step before, or the
-            process that it replaces had begun the block.
+        again: True when the code before the block has already run: this process got this step earlier, or the process
+            that it replaces had begun the block.
         batch: the value of ``batch`` in ``with step as batch``.
         batches: number of batches of the loader in the list ``batch``; None: ``batch`` is one batch.
         part, parts: index and number of the blocks of this step. With fewer ranks than the job began with, a step has

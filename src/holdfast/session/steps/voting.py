@@ -58,7 +58,8 @@ class VoteCaster:
     def _sums(self, ballot: Ballot) -> list[int]:
         """Return the sums of the vote over all ranks.
 
-        During a vote between two steps the page shows that this rank waits for it. In a step the phase shows that.
+        During a vote between two steps the status page shows that this rank waits for it. In a step the phase shows
+        that.
         """
         if not ballot.between:
             return self._adapter.vote(ballot.encode())
