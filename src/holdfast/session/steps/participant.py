@@ -391,9 +391,7 @@ class StepParticipant:
             )
 
     def retry_now(self) -> bool:
-        """Make an aborted step ready again (ABORTED -> READY) in this generation. Return False if a fence came
-        first.
-        """
+        """Make an aborted step ready again (ABORTED -> READY), same generation. Return False if a fence came first."""
         with self.changed:
             return self.machine.retry(self.machine.generation) if not self.fenced else False
 
@@ -556,9 +554,7 @@ class StepParticipant:
             self.client.page[Word.REPEATED] += 1
 
     def finish(self, reason: str, sealed: bool) -> bool:
-        """Finish (READY -> FINISHED) and wait for all ranks. Return False if a recovery that needs this rank came
-        first.
-        """
+        """Finish (READY -> FINISHED) and wait for all ranks. Return False if a recovery that needs it came first."""
         with self.changed:
             if self.fenced and not self.orphaned:
                 return False
