@@ -14,12 +14,12 @@ from holdfast.session.steps.step import Step
 def steps_of_framework(session: Session, loader: Any = None) -> Iterator[Step]:
     """Return an iterator over all steps of the job.
 
-    Args:
-        loader: the source of the framework's batches, if the session gives them.
-
     The framework and its callbacks run code between this call and the first step (``on_epoch_begin``). Every process
     that starts again runs this code, although the restored state already contains its effect. So the code is placed
     between two loops of the session, where its effect counts once (``loop.py``). The first of these loops has no steps.
+
+    Args:
+        loader: the source of the framework's batches, if the session gives them.
     """
     session.takes_loops()
     for step in session.steps(until=0):

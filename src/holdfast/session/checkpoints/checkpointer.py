@@ -164,7 +164,7 @@ class Checkpointer:
         """Lock the checkpoint directory for this run, on rank 0.
 
         Args:
-            begins: the run is new, and warns if another live run saves here.
+            begins: the run is new. It then warns if another live run saves here.
         """
         if self._adapter.rank == 0:
             self._sole = SoleUse(self.root, tells=begins)
