@@ -327,7 +327,7 @@ def tft_is_reboot_node() -> bool:
 
 
 def tft_get_repair_type() -> str:
-    """Return the kind of the current repair, which is always a dump."""
+    """Return the current kind of repair: always ``dump``, a dying checkpoint."""
     return "dump"
 
 

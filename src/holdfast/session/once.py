@@ -69,7 +69,7 @@ def once(name: str, make: Callable[[], Value]) -> Value:
 
 
 def _ask(client: WorkerClient, name: str, value: str) -> str:
-    """Return the value that the controller keeps under ``name``, or let it keep ``value`` if that is not empty."""
+    """Ask the controller for the value of ``name``. Give it ``value``, unless empty, to keep if it has none."""
     told: list[OnceTold] = []
     heard = threading.Event()
 

@@ -219,7 +219,7 @@ class HoldfastNode:
 
 
 def _located(train: TrainFunction | str) -> tuple[str, str]:
-    """Return the directory of the code and the file in it that must exist; an empty file name: it is installed."""
+    """Return the directory of the code and the file in it that must exist; no file: the code is installed."""
     if isinstance(train, TrainFunction):
         return train.root, train.file
     return os.path.split(train)
