@@ -168,9 +168,7 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
         self._given: Step | None = None  # the next step, which has not begun
         self._step: Step | None = None
         self._dataset: Any = None
-        self._within = self._ended = (
-            False  # the training begins within an epoch; the last batch of an epoch was given
-        )
+        self._within = self._ended = False  # training begins within an epoch; an epoch's last batch was given
 
     @property
     def step(self) -> int:

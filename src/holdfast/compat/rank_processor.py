@@ -151,9 +151,7 @@ class Processor:
         self._thread = threading.Thread(target=self._listen, name="holdfast-ttp", daemon=True)
         self._thread.start()
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            with (
-                self._changed
-            ):  # a signal may come at once: it is judged by the handler that is installed here
+            with self._changed:  # a signal may come at once: _asked() waits for _handler
                 self._watch.start()
                 self._handler = signal.getsignal(signal.SIGTERM)
 

@@ -109,12 +109,8 @@ class Checkpointer:
         self._level = logging.DEBUG if watched else logging.INFO
         self.root = root
         self._saved: tuple[Generation, int] | None = None
-        self._unwritten: tuple[Generation, int] | None = (
-            None  # the save whose share this rank could not write
-        )
-        self._wrecks: list[
-            SaveId
-        ] = []  # this rank could not write its share; other ranks may still write theirs
+        self._unwritten: tuple[Generation, int] | None = None  # a save without this rank's share
+        self._wrecks: list[SaveId] = []  # saves without this rank's share; other ranks may still write
         self._rank = rank
         self._adapter = adapter
         self._run = run

@@ -207,9 +207,7 @@ class MemoryTier:
         )
         own = [(t, box) for t, box, who in catalogue.held_by(self._adapter.rank) if len(who) == 1]
         unlogged = self._record.allow({tensor.fqn for tensor, _ in own})
-        if (
-            self._version.vote and not self._said
-        ):  # the first layouts lack the tensors that the first update creates
+        if self._version.vote and not self._said:  # the first layouts lack what the first update creates
             self._said = True
             size_bytes = sum(box.numel * DTYPE_SIZE_BYTES[tensor.dtype] for tensor, box in own)
             log.log(

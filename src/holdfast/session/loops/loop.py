@@ -90,9 +90,7 @@ class Loops:
         self._tier = tier
         self._before = LoopMembers.ANOTHER_JOB
         self._passed_over = False  # a loop was passed over, and the loop of the job has not opened yet
-        self._first: Bound | None = (
-            None  # of the first loop; None: not known, or the number of ranks has changed
-        )
+        self._first: Bound | None = None  # of the first loop; None: not known, or of another number of ranks
         self._anew = False  # that loop is over, and its end seems to be counted from the current step
         self._feed: Feed | None = None
         self._others: dict[int, Feed | None] = {}  # batches of other copies, from the same loader
@@ -223,9 +221,7 @@ class Loops:
         if saved_loop < loop:
             self.place, self.local = {"loop": loop, "at": None if feed is None else feed.place()}, {}
         self._say_what_it_is()
-        if (
-            feed is not None and feed.rewinds and self._tier.on
-        ):  # a block that draws its own batches cannot go back
+        if feed is not None and feed.rewinds and self._tier.on:  # a block that draws its own cannot go back
             self._began = (self.place["at"], {"loader": feed.local_state()})
             self._allow_rewind()
         self._adapter.remember(self._rank.step)  # this place includes what the code since the last loop did

@@ -351,9 +351,7 @@ class StepParticipant:
         """Apply a completed vote to the step machine. Return the new state."""
         with self.changed:
             state = self.machine.vote_passed() if tally.passed else self.machine.vote_refused()
-        if not (
-            tally.passed or tally.differ or tally.nonfinite
-        ):  # those two cases are reported in detail elsewhere
+        if not (tally.passed or tally.differ or tally.nonfinite):  # these are reported in detail elsewhere
             self.fault_seen(f"step {self.step}: {tally.reason}")
         return state
 

@@ -56,9 +56,7 @@ class Verifier:
         self._unlike = False  # ranks hold different tensors under one name
         self._collected: Collected | None = None
         self._slices: Slices = ()  # of the last vote
-        self._voted = (
-            -1
-        )  # step of the last vote: when it is tried again, the restored state may be other tensors
+        self._voted = -1  # step of the last vote; when it is tried again, the state may be other tensors
         self._agreed: tuple[Generation, int] = (NO_GENERATION, -1)
         several = every > 0 and adapter.world_size > 1 and rank.client is not None
         self._compares = adapter if several and isinstance(adapter, ComparesCopies) else None

@@ -51,9 +51,7 @@ class Sections:
             self._owed = "" if self._owed == name else self._owed
         except BaseException:
             if rank.client is not None:
-                rank.client.page.announce(
-                    ""
-                )  # its duration must not be learned from a section that was cut off
+                rank.client.page.announce("")  # the duration of a section that was cut off is not learned
             raise
         finally:
             rank.moved(end)

@@ -217,10 +217,7 @@ class StepRunner:
         self._current: Step | None = None
         self._tally = Tally(passed=False)
         self._left = ""  # the exception by which the script left a block, in words
-        self._empty, self._empty_at = (
-            0,
-            "",
-        )  # blocks without a changed weight, and place of the last
+        self._empty, self._empty_at = 0, ""  # blocks without a changed weight, and place of the last
         self._stepped = False  # an optimizer stepped in the last of these blocks
         self._idle = (-1, 0)  # the newest step and part whose rehearsal computed nothing
 

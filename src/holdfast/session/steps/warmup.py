@@ -31,10 +31,7 @@ def rehearsals(adapter: Adapter, blocks: StepRunner, feed: Feed | None) -> Itera
         step = Step(blocks, 0, rehearsal=True, scrap=True)
         if feed is not None and batches.spoiled(0):
             batches.put([feed.draw()])
-        step.batch, step.again = (
-            batches.give(0),
-            True,
-        )  # the job has already run the code before the block
+        step.batch, step.again = batches.give(0), True  # the job has already run the code before the block
         step.batches = len(step.batch) if isinstance(feed, AccumulatingFeed) else None
         yield step
         if not step.entered or step.idle:
