@@ -1,13 +1,17 @@
 """The position of a Lightning training, as plain values and tensors: its loops, its callbacks and their metrics.
 
 Theory. A position is taken when a step ends. It is taken again when the next step begins, if a validation or the end of
-an epoch lies between: a newcomer must begin after all work of the other ranks. Lightning can restart from a position
-after a batch. From a position before a batch it counts that batch, and the validation before it, twice. A process that
-continues from such a position therefore sets the counters again when it trains its first batch. From a position after a
-batch Lightning leaves out the following validation or end of the epoch. A process that restarts there is sent back by
-one batch, and a substitute for training that batch sets the counters. A newcomer is not sent back, because the other
-ranks have done that work. Scores and other small tensors, which a validation replaces under other names, become plain
-values. So the layout of the state does not change.
+an epoch lies between: a newcomer must begin after all work of the other ranks. Lightning's own restart is made for
+positions at the end of a batch, and errs in two cases, which this module corrects:
+
+- From a position before a batch it counts that batch, and the validation before it, twice. So the process sets the
+  counters again when it trains its first batch.
+- From a position after a batch it leaves out the following validation or end of the epoch. So a process that restarts
+  there is sent back by one batch, and a substitute for the training of that batch sets the counters. A newcomer is not
+  sent back, because the other ranks have done that work.
+
+Scores and other small tensors, which a validation replaces under other names, become plain values. So the layout of the
+state does not change.
 """
 
 from __future__ import annotations

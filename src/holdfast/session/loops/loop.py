@@ -258,7 +258,7 @@ class Loops:
             self._rank.moved(ScriptEvent.STRAYED)
 
     def _leave(self, *, certain: bool) -> None:
-        """End the loop that the script has left by ``break``, or perhaps by an exception that the script may catch."""
+        """End the loop that the script has left, by ``break`` or perhaps by an exception that it may catch."""
         if certain or not (self._adapter.poisoned or self._rank.fenced):
             self.place["left"] = True
             self._tier.amend(self._rank.step)

@@ -487,7 +487,7 @@ class StepParticipant:
         self.await_resume()
 
     def take_step(self) -> bool:
-        """Fix the next step of the loop. Return False if a recovery came first: the job may be at another step now."""
+        """Determine the next step of the loop. Return False if a recovery came first: it may be another step now."""
         with self.changed:
             if not self.fenced:
                 self.script.handle(ScriptEvent.STEP_TAKEN)

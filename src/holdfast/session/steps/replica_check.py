@@ -67,7 +67,10 @@ class Verifier:
         return self._compares is not None
 
     def slice(self, step: int) -> tuple[int, int]:
-        """Return plan and digest for the ballot of ``step``; (0, 0) while the layouts of other ranks are not known."""
+        """Return the number of the plan of comparison, and the digest, for the ballot of ``step``.
+
+        Both are 0 while the layouts of the other ranks are not known.
+        """
         if not self.active:
             return 0, 0
         fresh = self._refresh()
