@@ -1,4 +1,4 @@
-"""The entry of a worker after fork or exec: client, status page, process groups, then the user's script as ``__main__``.
+"""The entry of a worker after fork or exec: client, status page, process groups, then the script as ``__main__``.
 
 All inputs are in the environment and in ``run.json``. Exit codes: that of the script; 1 after an uncaught exception;
 3 after a typed UserError or StoreError; 78 (RESTART) if the script failed while its job was fenced; 77 (ORPHANED) if

@@ -107,7 +107,7 @@ def agree(seat: ProcessPlace, exchange: Exchange) -> LibraryNodes:
 
 
 def own_address(master: str) -> str:
-    """Return the address of the node of rank 0: that of ``master`` if it is on this host, otherwise of the host's name."""
+    """Return the address of rank 0's node: that of ``master`` if this host has it, otherwise that of the host name."""
     for name in (master, socket.gethostname()):
         try:
             found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM) if name else []

@@ -69,7 +69,7 @@ def show_following(client: WorkerClient, error: BaseException) -> None:
 
 
 def _lost_peer(error: BaseException | None) -> bool:
-    """Return True if the exception is a ``FaultError``, or has one as text (torch, for an error in an autograd callback)."""
+    """Return True for a ``FaultError``, or one that torch has put into text (an error in a callback of autograd)."""
     while error is not None:
         if isinstance(error, FaultError) or "PeerLost: " in words_of(error):
             return True
@@ -110,7 +110,7 @@ def tell(
 
 
 def tell_exit(client: WorkerClient, error: SystemExit, step: int) -> None:
-    """Report that the script leaves the block of ``step`` by ``sys.exit()``: the others would wait, also after code 0."""
+    """Report that the script leaves the block of ``step`` by ``sys.exit()``: other ranks would wait for it forever."""
     if client.fenced:
         return
     frames = traceback.extract_tb(error.__traceback__)
@@ -139,7 +139,7 @@ def words_of(error: BaseException) -> str:
 
 
 def _with_cause(text: str) -> str:
-    """Put torch's first line, which says where an exception was caught, together with the last line, which says which."""
+    """Join torch's first line, which says where an exception was caught, and its last line, which has the exception."""
     caught = _CAUGHT.match(text)
     return (
         f"{caught[1]}: {text.rstrip().rpartition(chr(10))[2]}{text[caught.end(1) + 1 :]}" if caught else text

@@ -2,8 +2,8 @@
 
 The thread works while the main thread is in C++ (every collective releases the GIL), so a fence always arrives. When
 the agent dies, the thread reads the endpoint file until a successor answers. The queued messages are sent then. The
-last message of each kind in ``REPEATED`` is sent again, because the dead agent may not have passed it on. Orders that
-this process has received, and that the next agent may not know, are sent back to it (:meth:`WorkerClient.repeat`).
+last message of each kind in ``REPEATED`` is sent again, because the dead agent may not have passed it on. Messages that
+this process has received, and that the next agent may not know, are sent to it as well (:meth:`WorkerClient.repeat`).
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class WorkerClient:
         self._wake()
 
     def repeat(self, message: Message) -> None:
-        """Send ``message``, an order that this process has received, to every later agent after the hello."""
+        """Send ``message``, which this process has received, to every later agent after the hello."""
         self._repeated[type(message)] = message
 
     def on(self, kind: type[M], handler: Callable[[M], None]) -> None:
@@ -284,7 +284,10 @@ class WorkerClient:
             return  # the pipe is full of wake-ups already
 
     def _guard(self, body: Callable[[], None]) -> Callable[[], None]:
-        """Wrap the body of a thread: an exception in it ends the process, because a worker without it could hang the job."""
+        """Wrap the body of a thread.
+
+        An exception in it ends the process: a worker without the thread could hang the job.
+        """
 
         def run() -> None:
             try:
