@@ -150,7 +150,7 @@ def answer(argv: Sequence[str] | None = None) -> int:
 
 
 def _answer(args: list[str]) -> int:
-    """As :func:`answer`. Raises: OutputLost."""
+    """Run the command line without the handling of lost output, and return its exit code. Raises: OutputLost."""
     try:
         working_directory()
         colour = False if no_colour() else None
@@ -172,6 +172,6 @@ def _answer(args: list[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of the ``holdfast`` script."""
+    """Run the ``holdfast`` script."""
     watch()
     sys.exit(answer(argv))
