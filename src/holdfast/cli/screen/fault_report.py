@@ -96,8 +96,7 @@ class _Case:
         self.detected = detected
         self.hang: dict[str, Any] = {}
         self.corrupted: dict[str, Any] = {}  # set if copies of the state differed
-        # Number of differing copies on each suspected node, this one included.
-        self.again: dict[str, int] = {}
+        self.again: dict[str, int] = {}  # number of corruptions on each suspected node, this one included
         self.events: list[Event] = []
         self.open = True
 
