@@ -89,7 +89,7 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 
 def first_host(nodelist: str) -> str:
-    """Return the first name of Slurm's short form of a list: ``n1`` of ``n[1-4,7],m2``, ``r2n05`` of ``r[2-3]n[05-08]``.
+    """Return the first name of a list in Slurm's form: ``n1`` of ``n[1-4,7],m2``, ``r2n05`` of ``r[2-3]n[05-08]``.
 
     Raises:
         UsageError: no list of hosts.
