@@ -36,7 +36,7 @@ def digest_of_results(directory: Path, world_size: int, compared: Sequence[str] 
 
 
 def comparable(directory: Path, world_size: int) -> tuple[str, ...]:
-    """Return the fields by which such a run can be compared.
+    """Return the fields by which a disturbed run can be compared.
 
     A rank that was lost in the last save is replaced by one without a loss; then the loss is left out.
     """

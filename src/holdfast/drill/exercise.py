@@ -23,7 +23,7 @@ from holdfast.runtime.node.run_settings import RunSettings
 MODULE = "holdfast.drill.train"
 LAYOUTS = ("ddp", "hsdp", "fsdp", "tp", "pp", "pp-tp")
 NPROC_STEP = {"hsdp": 2, "tp": 2, "pp": 2, "pp-tp": 4}
-"""By layout, the number of which the number of workers must be a multiple."""
+"""By layout, the number that must divide the number of workers."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Drill:
         self._digest = ""
 
     def undisturbed(self) -> Outcome:
-        """Return the run without faults; the first call makes it.
+        """Return the outcome of the run without faults; the first call makes the run.
 
         Raises:
             ScriptError: it did not end well, so a drill would prove nothing.

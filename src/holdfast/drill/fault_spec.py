@@ -122,7 +122,7 @@ def check(spec: FaultSpec, *, world_size: int, steps: int | None) -> None:
 
 
 def expand(specs: Iterable[FaultSpec], *, world_size: int, steps: int, seed: int) -> list[InjectedFault]:
-    """Return the faults in the order of their steps; random choices are drawn from ``seed``.
+    """Return the faults to inject, in the order of their steps; random choices are drawn from ``seed``.
 
     Raises:
         UsageError: a rank or a step that the run does not have.

@@ -1,4 +1,4 @@
-"""The self-test of a torch that is newer than the tested ones: does recovery in place work with it?
+"""The self-test of recovery in place with a torch that is newer than the tested ones.
 
 ``python -m holdfast.drill.selftest`` starts a job of two ranks in the working directory, with a model under DDP and one
 under FSDP2 (replicated). Rank 1 is killed in a backward pass. The job must replace it beside the survivor, without a

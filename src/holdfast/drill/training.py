@@ -201,7 +201,7 @@ def tensor_bytes(tensor: Tensor) -> bytes:
 
 
 def digest_tensors(named: Iterator[tuple[str, Tensor]]) -> str:
-    """Return the xxh3-128 over names, types, shapes and bytes, in the order given."""
+    """Return the xxh3-128 digest over names, types, shapes and bytes, in the order given."""
     total = xxhash.xxh3_128()
     for name, tensor in named:
         total.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())

@@ -37,7 +37,7 @@ SWITCHES = frozenset(
     use-min-nodes container-entrypoint container-mount-home container-readonly container-remap-root
     container-writable no-container-entrypoint no-container-mount-home no-container-remap-root""".split()
 )
-"""Options of these without a value; with a value use ``--sbatch exclusive=user``."""
+"""Options above that take no value here. To give one a value, use for example ``--sbatch exclusive=user``."""
 OURS = {
     "nodes": "--nodes and --spares",
     "requeue": "it is always set",
@@ -62,7 +62,10 @@ NO_LIMIT = ("unlimited", "infinite")
 
 
 TASK = """trap : TERM USR1 USR2; "$@"; code=$?; if [ "$code" -eq 0 ]; then : > "$0"; fi; exit "$code\""""
-"""The shell of a task. A warning reaches both the shell and its child: the shell must wait for the child's answer."""
+"""The shell program of a task.
+
+A warning reaches both the shell and its child: the shell must wait for the child's answer.
+"""
 
 
 @dataclass(frozen=True)

@@ -361,7 +361,7 @@ def prune(
 
 
 def _mapped(texts: Iterable[str]) -> dict[str, str]:
-    """Return the part by key. Raises: UsageError."""
+    """Return the part (model, optimizer, ...) of each key, parsed from ``KEY=PART``. Raises: UsageError."""
     found: dict[str, str] = {}
     for text in texts:
         key, equals, part = text.partition("=")
@@ -400,7 +400,10 @@ def _say_made(made: Iterable[str], as_json: bool) -> None:
 
 @contextmanager
 def _checkpoint(text: str) -> Iterator[Place]:
-    """Yield the checkpoint that the user names. Print which ones were passed over, and add a hint if it is damaged."""
+    """Yield the checkpoint that the user means.
+
+    Print which checkpoints were skipped for it. Add a hint if it is damaged.
+    """
     found = find(text)
     for note in found.notes():
         say(f"note: {note}")
@@ -444,7 +447,7 @@ def _repair_first(paths: list[Place], dry_run: bool) -> tuple[Place, Repaired]:
 
 
 def _root(text: str) -> Root:
-    """Return the root that the user names. A missing directory is an error (a typing mistake), and no empty root."""
+    """Return the root that the user names. A missing directory is an error (a typing mistake), not an empty root."""
     place = place_of(text)
     mode = mode_of(place) if isinstance(place, Path) else stat.S_IFDIR
     if mode is None:

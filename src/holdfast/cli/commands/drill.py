@@ -121,7 +121,7 @@ def drill(
 
 @contextmanager
 def _interruptible(screen: Screen) -> Iterator[None]:
-    """Make SIGTERM and the end of the terminal end a drill like Ctrl-C: the job has a separate session of processes.
+    """Make SIGTERM and the end of the terminal end a drill like Ctrl-C: the job has a separate process session.
 
     After the first signal all others are ignored, so that the end is not interrupted.
     """

@@ -141,7 +141,7 @@ def _stays(path: Path, one: Listed, view: RunView, lost: bool) -> str:
 
 
 def _in_use(path: Path, runs: Iterable[tuple[Listed, RunView]]) -> str:
-    """Return which other living run saves in this directory; empty: none."""
+    """Return why the directory is in use: another active run saves in it; empty: it is not in use."""
     own = path.resolve()
     for one, view in runs:
         if (
@@ -155,7 +155,7 @@ def _in_use(path: Path, runs: Iterable[tuple[Listed, RunView]]) -> str:
 
 
 def _holds(path: Path) -> str:
-    """Return the content of a run that Holdfast cannot make again; empty: none."""
+    """Return why a run's content must stay: Holdfast cannot make it again; empty: it may be removed."""
     checkpoints = RunDir(path).checkpoints
     if checkpoints.is_dir() and not checkpoints.is_symlink() and any(checkpoints.iterdir()):
         return f"it holds checkpoints (to remove them, too: --checkpoints-of {path.name})"

@@ -18,7 +18,7 @@ _BY_PARAMETER = frozenset({"state", "members", "shared", "added"})
 
 
 class Total(msgspec.Struct):
-    """The totals of the tensors of one dtype. ``elements``: of the whole tensors."""
+    """The totals of the tensors of one dtype. ``elements``: the number of elements of the whole tensors."""
 
     tensors: int = 0
     elements: int = 0

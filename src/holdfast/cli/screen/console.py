@@ -38,7 +38,7 @@ def dated(text: str) -> str:
 
 
 def marked(rank: int, line: str) -> str:
-    """Return a line of a rank with its number, once. torch also puts the number before the lines of a traceback."""
+    """Return a line of a rank with the rank's number before it, in place of torch's own number in a traceback."""
     return f"[rank {rank}] {line.removeprefix(f'[rank{rank}]: ')}"
 
 

@@ -33,7 +33,7 @@ def rank_parts(view: RunView, *, all_ranks: bool = False) -> list[RenderableType
 
 
 def summary(view: RunView) -> str:
-    """Return how many ranks do what, the most common first: ``1,022 training, 1 loading, 1 stopped``."""
+    """Return the number of ranks per activity, the most common first: ``1,022 training, 1 loading, 1 stopped``."""
     counts = Counter(_doing(view, one) for one in view.ranks)
     return ", ".join(f"{count:,} {doing}" for doing, count in counts.most_common())
 

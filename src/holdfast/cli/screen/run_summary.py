@@ -57,7 +57,7 @@ def largest_loss(view: RunView) -> str:
 
 
 def kept(view: RunView) -> str:
-    """Return which checkpoint is left of a run that did not end well, and how many steps are lost."""
+    """Return a text with the newest checkpoint and the lost steps of a run that did not end well."""
     behind = 0 if view.cut_off else view.step - max(view.kept_step, 0)
     newest = f"newest checkpoint: step {view.kept_step:,}" if view.kept_step >= 0 else "no checkpoint"
     not_kept = "is not kept" if behind == 1 else "are not kept"

@@ -53,7 +53,7 @@ class RankView(msgspec.Struct):
 
 
 class SpareView(msgspec.Struct):
-    """A process that waits to become a rank. ``where``: empty while it is being built; ``age_s``: since it waits."""
+    """A process that waits to become a rank. ``where``: empty while it is built; ``age_s``: seconds in this state."""
 
     pid: int
     where: str
@@ -402,7 +402,7 @@ class RunHistory:
 
 
 class Watch:
-    """One run that is read again and again: each time only new events are read."""
+    """The state of one run, read repeatedly: each time only new events are read."""
 
     def __init__(self, directory: RunDir, settings: RunSettings) -> None:
         self.directory = directory

@@ -57,7 +57,7 @@ class Scroller:
 
     @property
     def _page(self) -> int:
-        """The lines of the text on a screen; one more line shows the position."""
+        """The number of text lines that fit on the screen; one more line shows the position."""
         return max(self._console.height - 1, 1)
 
     def window(self, whole: RenderableType) -> RenderableType:

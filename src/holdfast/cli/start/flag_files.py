@@ -26,7 +26,7 @@ from holdfast.text import closest
 FILES = ("holdfast.toml", "pyproject.toml")
 COMMAND_LINE, DEFAULT = "command line", "default"
 NEVER = frozenset({"explain", "print_completion"})
-"""Keys of flags that are about one call of the command."""
+"""Keys of flags that concern a single call of the command, so that no file can set them."""
 RIVALS = (
     frozenset({"grace_s", "shutdown_timeout"}),
     frozenset({"rdzv_endpoint", "master_addr"}),

@@ -70,7 +70,7 @@ def launch(request: Request) -> int:
     """Run a job to its end and return the documented exit code.
 
     Raises:
-        UsageError: no worker can be started, the run directory cannot be made, or the run still runs.
+        UsageError: no worker can be started, the run directory cannot be made, or the run is still active.
         UserError: the run directory was removed or moved, or had no room for a long time.
         InternalError: agents die one after the other.
     """
@@ -152,7 +152,7 @@ def prefixes(template: str, watch: Watch) -> Callable[[int], str]:
 
 
 class RunLauncher:
-    """One run, seen from the terminal."""
+    """The front process of one run: its output, its signals, and the successors of its agent."""
 
     def __init__(self, request: Request, run_dir: RunDir) -> None:
         self.request = request

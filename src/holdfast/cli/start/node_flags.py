@@ -54,14 +54,14 @@ class Contact(NamedTuple):
 
     @property
     def means_here(self) -> bool:
-        """True for the own name of this host if it means loopback, as on Debian.
+        """True if the name is this host's own and resolves to loopback, as on Debian.
 
-        Other hosts know it by another address.
+        Other hosts use another address.
         """
         return all(map(is_loopback, self.addresses)) and self.name not in (*self.addresses, "localhost")
 
     def reached(self, bind: str) -> tuple[str, ...]:
-        """Return the address and port of each of its addresses; for a name that means loopback, those of ``bind``."""
+        """Return address and port of each of its addresses; if the name resolves to loopback here, of ``bind``."""
         hosts = (bind,) if self.means_here else self.addresses
         return tuple(endpoint(host, self.port) for host in hosts)
 
@@ -134,7 +134,7 @@ def _contact(host: str, port: int, wait_s: float) -> Contact:
 
 
 def _addresses(host: str, flag: str, wait_s: float) -> tuple[str, ...]:
-    """Return the addresses of a host, loopback last; only those of IPv4, if it has any.
+    """Return the addresses of a host: those of IPv4 if it has any, and loopback only if there is no other.
 
     Link-local addresses of IPv6 are left out: each host reaches them through another interface. A name may become known
     later, for example that of a pod which is not up yet. It is looked up again until ``wait_s`` is over.
@@ -271,7 +271,7 @@ def read_secret(path: str | None, nodes: NodeFlags) -> bytes:
 
 
 def node_notes(nodes: NodeFlags, settings: RunSettings) -> tuple[str, ...]:
-    """Return the first notes to the user about several nodes."""
+    """Return the notes about several nodes that the user sees first."""
     if not nodes.several:
         return ()
     where = f"{nodes.node} at {nodes.bind}, first contact {nodes.contacts[0]}"

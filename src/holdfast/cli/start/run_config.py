@@ -69,7 +69,7 @@ class Request:
 
 
 def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args: tuple[str, ...]) -> Request:
-    """Check every flag and the script, and return the settings.
+    """Check every flag and the script, and return the checked request.
 
     Args:
         values: by :attr:`Flag.key`.

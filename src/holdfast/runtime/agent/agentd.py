@@ -323,7 +323,7 @@ class AgentDaemon:
     # ------------------------------------------------------------ job of several nodes
 
     def _join_job(self, job: str) -> None:
-        """Use the name of the job: checkpoints carry it, and by default all nodes save under it."""
+        """Store the job's name, which checkpoints carry and under which all nodes save by default."""
         self._settings = msgspec.structs.replace(self._settings, job=job)
         self._settings.save(self._run.path)
         self._procs.use(self._settings)
@@ -476,7 +476,7 @@ class AgentDaemon:
             raise InternalError(f"the agent cannot act on {type(message).__name__}")
 
     async def _start_when_written(self, order: StartMembers) -> None:
-        """Start members after the writers of dead workers have finished: the newest state may still be in a writer."""
+        """Start members after the writers (save processes) of dead workers end: one may hold the newest state."""
         since, pids = time.monotonic(), writers(self._run)
         left = await wait_written(self._run, WRITERS_WAIT_S)
         waited_s = round(time.monotonic() - since, 3)
@@ -545,7 +545,7 @@ class AgentDaemon:
 
 
 def committed_step(run: RunDir) -> int:
-    """Return the newest step that a worker here has committed. Of several processes of one rank the newest counts."""
+    """Return the newest step committed by a worker of this node. Of several processes of one rank the newest counts."""
     newest: dict[int, tuple[int, int]] = {}
     for page in each_page(run.pages_link, PAGE):
         rank, found = page[Word.RANK], (page[Word.MEMBER], page[Word.COMMITTED])
@@ -570,7 +570,7 @@ def agent_config(settings: RunSettings) -> AgentConfig:
 
 
 def lock_agent(run: RunDir) -> int:
-    """Take the lock of the only agent of this run directory, and return its fd.
+    """Take the lock that allows only one agent per run directory, and return its file descriptor.
 
     Raises:
         ProtocolError: another agent holds the lock.

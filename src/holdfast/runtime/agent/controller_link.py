@@ -1,4 +1,4 @@
-"""The connection of an agent to the controller: on another node, or in a process that this agent starts."""
+"""The connection of an agent to the controller, which runs on another node or in a process that this agent starts."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class ControllerLink:
     def send(self, message: Message) -> bool:
         """Send a message to the controller.
 
-        Return False without a connection (the state machine keeps what matters).
+        Return False without a connection; the state machine then keeps the messages that matter.
         """
         if isinstance(message, AgentHello | AgentBeat):
             message = msgspec.structs.replace(message, clock_ns=time.monotonic_ns())

@@ -28,7 +28,7 @@ class KvRouter:
     Args:
         me: this node.
         server: the store of this agent.
-        reply: sends to a worker of this node; False if the member is none.
+        reply: sends to a worker of this node; returns False if the member is not connected here.
         send: sends to another agent; a lost request is sent again.
     """
 

@@ -62,7 +62,7 @@ class _Key(msgspec.Struct, frozen=True, tag="key"):
 
 
 class _KvPlace(msgspec.Struct, frozen=True, tag="place"):
-    """A record of the log: the start of all workers that the keys belong to, and the node that serves the keys."""
+    """A record of the log: the number of the job start that the keys belong to, and the node that serves the keys."""
 
     attempt: int
     home: str
@@ -84,7 +84,7 @@ class KvServer:
     """The keys that one agent serves. A method returns the replies that its caller sends. Made by :meth:`open`.
 
     Attributes:
-        attempt: the start of all workers that the keys belong to; -1: not known.
+        attempt: the number of the start of all workers that the keys belong to; -1: not known.
         home: the node whose agent serves the workers of this node; empty: this node.
     """
 
@@ -152,7 +152,7 @@ class KvServer:
         self._drop([wait for wait in self._waits if wait[0] == who])
 
     def begin(self, attempt: int) -> None:
-        """Drop the keys of earlier starts of all workers, unless the ``attempt``-th start was known already."""
+        """Begin the ``attempt``-th start of all workers: drop the keys of earlier starts, once."""
         if attempt > self.attempt:
             self.attempt = attempt
             self._clear()

@@ -1,8 +1,8 @@
 """The agent's part in the choice of the controller: an election among the agents, and the connection to its winner.
 
-One node is the case of one voter. Several agents first connect to each other (``runtime/agent/peers.py``). The agent at
-the first contact (the address that all agents dial first) names the first voters as soon as enough nodes are connected.
-After that it has no special role.
+With one node the election has one voter. Several agents first connect to each other (``runtime/agent/peers.py``). The
+agent at the first contact (the address that all agents dial first) names the first voters as soon as enough nodes are
+connected. After that it has no special role.
 """
 
 from __future__ import annotations

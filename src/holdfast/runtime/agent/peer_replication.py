@@ -1,11 +1,12 @@
 """Copies of states on a second node: each agent sends the states of its ranks to its buddy, the agent of the next node.
 
 Theory. A state in shared memory is lost with its node. An agent therefore sends each state that one of its ranks has
-kept to the agent of the next node, as the bytes of the slot: data first, the marker last. It sends only after the
-script has run its code after the block: then nothing is sent twice, and no state lacks the effects of that code. The
-buddy accepts the state if all digests fit. The agent then writes the arrival to the rank's status page, and only after
-that do the ranks keep the next state (they vote on it). So at any moment every rank's state of one common step is on
-two nodes. A process that starts on another node asks all agents for the state that it needs.
+kept to the agent of the next node. It sends the slot (the file of the state in shared memory): data first, then the
+marker, which declares the data complete. It sends only after the script has run its code after the block: then nothing
+is sent twice, and no state lacks the effects of that code. The buddy accepts the state if all digests fit. The agent
+then writes the arrival to the rank's status page, and only after that do the ranks keep the next state (they vote on
+it). So at any moment every rank's state of one common step is on two nodes. A process that starts on another node asks
+all agents for the state that it needs.
 
 Invariants:
 1. A received slot has a marker only when all bytes are there. A slot that does not fit its digests is dropped.
@@ -60,7 +61,7 @@ class ReplicaBegin(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplicaBytes(msgspec.Struct, frozen=True, tag=True):
-    """Bytes of the slot, from offset ``start``."""
+    """Bytes of the announced slot, from offset ``start``."""
 
     rank: int
     start: int

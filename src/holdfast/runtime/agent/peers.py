@@ -154,7 +154,10 @@ class Peers:
         self._task = watched(self._dial(), self._fail)
 
     def name_job(self, job: str) -> None:
-        """Give the job its name, and publish it to all connected agents. Only the founder does so."""
+        """Give the job its name, and publish it to all connected agents.
+
+        Only the agent at the first contact does so.
+        """
         self.job = job
         self._publish()
 

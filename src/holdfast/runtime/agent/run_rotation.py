@@ -1,6 +1,6 @@
-"""The reuse of a run id: files of the earlier start are moved aside, and its checkpoints stay in their place.
+"""The reuse of a run id: files of the earlier start are moved aside, and its checkpoints keep their path.
 
-A scheduler that requeues a job repeats the command with its ``--run-id``. So does a user that follows the hint in a
+A scheduler that requeues a job repeats the command with its ``--run-id``. So does a user who follows the hint in a
 run's last line. As with rotated logs, the newest start has the plain name, and earlier ones are ``ID.1``, ``ID.2``, ...
 """
 

@@ -38,9 +38,9 @@ class ShmCleanup:
         self._newer.add(member_id)
 
     def clear(self, generation: Generation) -> None:
-        """Remove the files from before the previous recovery, as the job resumes in ``generation``.
+        """Remove the files of members that exited before the previous call.
 
-        Calls may be repeated.
+        Repeated calls for a generation do nothing.
         """
         if generation <= self._generation:
             return

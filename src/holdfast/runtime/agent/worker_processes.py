@@ -83,9 +83,9 @@ class Processes:
     """All workers of this node.
 
     Args:
-        on_started: (member, pid).
-        on_exited: (member, pid, code, signal, died_ns). Nothing of the process runs any more, and its group is killed.
-            The pid is 0 if no process of the member is known.
+        on_started: gets (member, pid).
+        on_exited: gets (member, pid, code, signal, died_ns). Nothing of the process runs any more, and its group is
+            killed. The pid is 0 if no process of the member is known.
         fail: gets an exception that no other code handles; the agent ends with it.
     """
 
@@ -566,12 +566,12 @@ def kill_ours(pid: int, run: RunDir) -> bool:
 
 
 def processes(run: RunDir) -> Iterator[int]:
-    """Return every process that inherited this run's environment, also from another session of processes."""
+    """Return the pid of every process that inherited this run's environment, even in another process session."""
     return (int(entry) for entry in os.listdir("/proc") if entry.isdigit() and belongs(int(entry), run))
 
 
 def writers(run: RunDir) -> list[int]:
-    """Return the writers of this run that still run, also those of dead workers (``writer_process.py``)."""
+    """Return the pids of this run's writers (processes that write saves), including those of dead workers."""
     return [pid for pid in processes(run) if WRITER_MODULE in command(pid)]
 
 

@@ -119,10 +119,7 @@ class Zygote:
         self._quit = False
 
     def serve(self) -> Spawn | None:
-        """Serve connections and fork on request.
-
-        Return the order of this process in a forked child, None at the end.
-        """
+        """Serve connections and fork on request. Return the Spawn order in a forked child, None at the end."""
         self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -360,7 +357,7 @@ def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
 
 
 def become_worker(spawn: Spawn) -> int:
-    """In a forked child, take over the worker's identity and run it. Return its exit code."""
+    """Take over the worker's identity in a forked child, and run the worker. Return its exit code."""
     del os.environ[FORKS]
     os.environ.update(spawn.env)
     from holdfast.runtime.worker import entry

@@ -247,7 +247,7 @@ class ControllerDaemon:
             channel.send(line)
 
     async def _check_shared(self, root: str) -> None:
-        """Log nodes that do not save to the same place: each node has left a probe file where it will save."""
+        """Log the nodes that do not save to the same place. Each node has left a probe file where it will save."""
         if not root or not isinstance(place_of(root), Path):  # a bucket is the same on all nodes
             return
         settings, names = self._settings, {str(node) for node in self._homes.values()}
@@ -270,7 +270,7 @@ class ControllerDaemon:
                 channel.send(ControllerBeat(term=self._term))
 
     async def _left_alone(self) -> None:
-        """Return when no agent has been connected for ``LONELY_S``."""
+        """Wait until no agent has been connected for ``LONELY_S``."""
         since_s = time.monotonic()
         while time.monotonic() - since_s < LONELY_S:
             await asyncio.sleep(1.0)

@@ -21,7 +21,7 @@ RETRY_S = 0.05
 
 
 def start_agent(run_dir: Path) -> subprocess.Popen[bytes]:
-    """Start the agent of a run directory (made, with settings saved) in a new session of processes.
+    """Start the agent of a run directory (made, with settings saved) in a new process session.
 
     The agent's exit code is that of the run. The agent watches its caller: when the caller dies, the agent asks for a
     graceful exit of the run.

@@ -43,25 +43,25 @@ class DeferredRank:
         return self._called.is_set()
 
     def install(self) -> None:
-        """Make reads of the rank variables of this process block. With a known rank nothing is to do."""
+        """Make reads of the rank variables of this process block, unless the rank is known."""
         os.register_at_fork(after_in_child=self._in_child)
         if not self.fixed:
             os.environ.__class__ = _Environment
             _Environment.stand_in = self
 
     def ask(self) -> None:
-        """Return when the rank is known, or at once where a placeholder is enough."""
+        """Block until the rank is known; return at once where a placeholder is enough."""
         if self.fixed or self.called or self._forked or self._exempt_depth():
             return
         self._stay("where its rank is asked for")
 
     def ask_once(self) -> None:
-        """Return when this process is a member: results of its rank's ``once`` are known to members only."""
+        """Block until this process is a member: results of its rank's ``once`` are known to members only."""
         if not self.called:
             self._stay("where its rank asks for what it has made once")
 
     def hold(self) -> None:
-        """Return when this process may use a device: it is a member, and lost processes have freed their devices."""
+        """Block until this process may use a device: it is a member, and lost processes have freed their devices."""
         if self._forked:
             return
         if not self.called:
@@ -83,7 +83,7 @@ class DeferredRank:
             self._local.exempt -= 1
 
     def wait(self) -> None:
-        """Report that this spare is completely built, and return when it is called."""
+        """Report that this spare is completely built, and block until it is called."""
         if not self.called:
             self._waits(True)
             self._called.wait()

@@ -18,7 +18,7 @@ PREFIXES = (
     "TORCH", "TRITON_", "VECLIB_",
 )  # fmt: skip
 LATER = ("TORCH_NCCL_", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_CUDA_ARCH_LIST", "TORCHELASTIC_")
-"""Of these prefixes, variables that are read at their use, so that a later value has an effect."""
+"""Exceptions: variables with these prefixes that are read only at their use, so that a later value has an effect."""
 COMPUTED = "a variable whose name is computed"
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
@@ -51,7 +51,7 @@ def sources(kind: str, target: str, cwd: Path) -> tuple[list[Path], Path]:
 
 
 class _Scan:
-    """A reader of sources in the order in which they run. ``over``: torch is imported."""
+    """A reader of sources in the order in which they run. ``over``: True after the import of torch."""
 
     def __init__(self, root: Path, env: Mapping[str, str]) -> None:
         self.over = False
@@ -75,7 +75,7 @@ class _Scan:
             yield f"{path.name}:{line}: {name}" if line else name
 
     def _walk(self, node: ast.AST, path: Path) -> Iterator[tuple[str, int]]:
-        """Yield (name, line) of each variable; line 0: the name already has its place."""
+        """Yield (name, line) of each variable; line 0: the name already includes file and line."""
         if self.over:
             return
         if isinstance(node, ast.Import | ast.ImportFrom):

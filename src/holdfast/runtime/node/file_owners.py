@@ -44,7 +44,7 @@ def doubt(path: Path) -> str:
 
 
 def planted(root: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return those of ``names`` in ``root`` that another user has made, with the reason for the doubt.
+    """Return those of ``names`` in ``root`` that another user has made, each with the reason to refuse it.
 
     If not every user can write in ``root``, the result is empty.
     """

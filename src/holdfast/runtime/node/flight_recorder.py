@@ -75,7 +75,7 @@ class Flight:
                 self._words[Word.FREED_NS] = now_ns
 
     def counted(self, count: int) -> None:
-        """Publish the number of collectives, for a script whose session does not."""
+        """Publish the number of collectives on the status page, if no session does so."""
         self._words[Word.COLLECTIVES] = self._words[Word.SEQUENCE] = count
 
     def waits(self) -> bool:

@@ -29,7 +29,7 @@ class _Log(io.FileIO):
 
 
 def by_line() -> None:
-    """Replace ``sys.stdout`` and ``sys.stderr`` of this process by such streams."""
+    """Replace ``sys.stdout`` and ``sys.stderr`` by streams that write each line at once and survive a full disk."""
     sys.stdout = _stream(1, sys.stdout)
     sys.stderr = _stream(2, sys.stderr)
 

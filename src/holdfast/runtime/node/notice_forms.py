@@ -1,8 +1,8 @@
 """The parsers of the answers of notice sources: clouds, Slurm, a file or a command of the user. Pure code.
 
-Theory. A notice announces that a node will leave. Each source has its own form and its own form of time; all become the
-same: whether the node leaves, and by when. An answer in an unknown form is an error of the source, and neither a notice
-nor its withdrawal. ``now`` is Unix time.
+Theory. A notice announces that a node will leave. Each source has its own form of answers and of times. All are
+converted to two values: whether the node leaves, and by when. An answer in an unknown form is an error of the source,
+and neither a notice nor its withdrawal. ``now`` is Unix time.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 END_STILL_S = 5.0
-"""A process that ends is waited for while its end makes progress. One without progress hangs in a device or a disk."""
+"""The longest wait for an ending process that makes no progress: it hangs in a device or a disk."""
 END_MOST_S = 60.0
 _EXITING = 0x4  # PF_EXITING of the kernel
 _TRACKER = b"from multiprocessing.resource_tracker import main"
@@ -201,7 +201,7 @@ def stopped_children(leaders: Collection[int]) -> dict[int, int]:
 
 
 def _group(leader: int) -> list[int]:
-    """Return the processes of this group."""
+    """Return the pids of the process group that ``leader`` leads."""
     return [pid for name in os.listdir("/proc") if name.isdecimal() and _leader(pid := int(name)) == leader]
 
 
@@ -238,7 +238,7 @@ def ignore_warnings() -> None:
 
 
 def heed_warnings() -> None:
-    """Restore the default action of these signals, which a worker and its child processes start with."""
+    """Restore the default action of SIGUSR1 and SIGUSR2, with which a worker and its child processes start."""
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
 

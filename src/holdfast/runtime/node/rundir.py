@@ -35,7 +35,7 @@ MODULES = {
     "controller": "holdfast.runtime.controller.controllerd",
     "zygote": "holdfast.runtime.agent.zygote",
 }
-"""The module that each endpoint of a run is started as."""
+"""The modules of the processes of a run that listen, by the name of the endpoint."""
 TAIL_SIZE_BYTES = 64 * 1024
 ROOM_SIZE_BYTES = 64 * 1024  # for the first lines of an agent
 
@@ -283,7 +283,7 @@ class RunDir:
         write_private(self.endpoint_path(name), msgspec.json.encode(endpoint))
 
     def read_endpoint(self, name: str) -> Endpoint | None:
-        """Return the address of ``name``; None if it is not published, or damaged."""
+        """Return the endpoint that the process ``name`` has published; None if there is none, or it is damaged."""
         try:
             return msgspec.json.decode(self.endpoint_path(name).read_bytes(), type=Endpoint)
         except (OSError, msgspec.MsgspecError, RecursionError):
@@ -318,7 +318,7 @@ def probe_path(root: str, job: str, node: str) -> Path:
 
 
 def attempt_dir(log_dir: Path | str, attempt: int) -> Path:
-    """Return the directory of the logs of one attempt."""
+    """Return the directory of the logs of one attempt (one start of all workers)."""
     return Path(log_dir) / f"{ATTEMPT}{attempt:03d}"
 
 

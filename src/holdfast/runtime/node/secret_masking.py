@@ -14,12 +14,12 @@ _SECRET = re.compile(
 _HARMLESS = frozenset(
     "file files path paths dir directory id ids name names type size len length dim dims".split()
 )
-"""Last words of a name that names the place of a secret, or no secret at all."""
+"""Last words that make a name harmless: it is the place of a secret (a path), or no secret at all."""
 _KNOWN = re.compile(
     r"\b(hf_[A-Za-z0-9]{20,}|sk-[\w-]{20,}|gh[pousr]_[A-Za-z0-9]{20,}|github_pat_\w{20,}|glpat-[\w-]{20,}|"
     r"(AKIA|ASIA)[A-Z0-9]{16}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)"
 )
-"""Forms of Hugging Face, OpenAI, GitHub, GitLab, AWS and Slack, and signed web tokens."""
+"""Forms of the tokens of Hugging Face, OpenAI, GitHub, GitLab, AWS and Slack, and of signed web tokens."""
 _LOGIN = re.compile(r"(?<=://)[^/\s@]*:[^/\s@]*(?=@)")
 _SIGNED = re.compile(r"(?i)([?&][\w-]*(?:signature|token|secret|key|sig|password)=)[^&\s#]+")
 _NAMED = re.compile(r"([+~-]*)([A-Za-z_][\w.-]*)=(.*)", re.DOTALL)

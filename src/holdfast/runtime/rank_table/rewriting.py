@@ -30,10 +30,9 @@ class NodeRanks(NamedTuple):
 
 
 class RewrittenTable(NamedTuple):
-    """The result of a rewrite.
+    """The table for the workers. ``path``: its file; ``kept``: why this is the user's table although it does not fit.
 
-    ``path``: of the table for the workers; ``kept``: why it is still the user's table, which does not fit. An empty
-    ``kept``: the table fits.
+    An empty ``kept`` means that the table fits.
     """
 
     path: str
@@ -63,7 +62,7 @@ def table_of(run: RunDir, settings: RunSettings, order: StartMembers) -> Rewritt
 
 
 def rewrite(data: bytes, blocks: Sequence[NodeRanks]) -> bytes:
-    """Return the table ``data`` for the nodes of ``blocks``, which are in rank order.
+    """Return the rank table ``data``, changed for the nodes of ``blocks``, which are in rank order.
 
     Raises:
         UsageError: the file no longer is a table of at least that many hosts, or the result would have mistakes.

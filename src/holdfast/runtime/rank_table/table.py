@@ -34,7 +34,7 @@ COMPLETED = "completed"
 
 
 class Device(NamedTuple):
-    """A place for one rank."""
+    """One device, which runs one rank."""
 
     rank: int
     device_id: int
@@ -135,7 +135,7 @@ def _check(data: bytes, found: _Mistakes) -> Check:
 
 
 class _TooMany(Exception):
-    """The file is no table: a list of millions of mistakes would take gigabytes."""
+    """The file has too many mistakes: a list of millions of them would take gigabytes."""
 
 
 class _Mistakes(list[Mistake]):

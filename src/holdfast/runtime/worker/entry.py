@@ -61,7 +61,7 @@ def client_from_env(orphan_s: float) -> WorkerClient:
 
 
 def redirect(log: str) -> None:
-    """Make a session of processes for this worker, with an empty stdin, and write stdout and stderr into ``log``."""
+    """Start a new process session with an empty stdin, and redirect stdout and stderr into ``log``."""
     os.setsid()
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)

@@ -1,6 +1,6 @@
 """Library mode: a script that was started by torchrun, srun, mpirun or a shell loop starts its agent itself.
 
-The process with local rank 0 starts the agent in a new session of processes. ``RunSettings.library`` makes it watch
+The process with local rank 0 starts the agent in a new process session. ``RunSettings.library`` makes it watch
 and save, but never start workers. That process also writes a pointer file, which names the run directory. All local
 ranks derive the file's name from the same variables. A pointer counts only while the process that wrote it lives, so
 it is never mistaken for that of an earlier run at the same address. It is in a private directory of this user, because

@@ -38,8 +38,10 @@ REMEDY = (
 
 
 class LibraryNodes(NamedTuple):
-    """What a node needs to meet the other nodes: its number and own ``address``, the number of nodes (``total``), the
-    ``contact`` ("host:port" of the agent of rank 0), and the token of the job.
+    """The values with which a node meets the other nodes.
+
+    ``number`` and ``address``: of this node; ``total``: the number of nodes; ``contact``: "host:port" of the agent of
+    rank 0; ``token``: of the job.
     """
 
     number: int
@@ -53,7 +55,7 @@ def refuse_unknown(seat: ProcessPlace, *, may_exchange: bool) -> None:
     """Refuse several nodes without an exchange between all ranks, or without a known number of ranks per node.
 
     Raises:
-        UnsupportedError: see above.
+        UnsupportedError: the exchange or the number is missing.
     """
     if may_exchange and seat.local_world_size:
         return

@@ -26,7 +26,7 @@ from holdfast.runtime.node.traceback_folding import is_own_mistake, without_own_
 from holdfast.runtime.worker.worker_client import WorkerClient
 
 FENCE_WAIT_S = 5.0
-"""A rank that has lost a peer is informed within milliseconds. The loss of a node is noticed within 3 s."""
+"""Limit of the wait for the report about a lost peer, which takes milliseconds, and up to 3 s for a lost node."""
 POLL_S = 0.005
 _CAUGHT = re.compile(r"(Caught \S+ in [^\n]*)\.\nOriginal Traceback ")
 NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
@@ -110,7 +110,7 @@ def tell(
 
 
 def tell_exit(client: WorkerClient, error: SystemExit, step: int) -> None:
-    """Report that the script leaves the block of ``step`` by ``sys.exit()``: other ranks would wait for it forever."""
+    """Report that the script leaves the block of ``step`` by ``sys.exit()``, even with code 0: others would wait."""
     if client.fenced:
         return
     frames = traceback.extract_tb(error.__traceback__)

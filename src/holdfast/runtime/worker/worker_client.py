@@ -482,7 +482,7 @@ class WorkerClient:
             task()
 
     def _forget(self) -> None:
-        """In a forked child (of a data loader), close the connection, which is the parent's."""
+        """Close the connection in a forked child (of a data loader): it belongs to the parent."""
         if WorkerClient._current is self:
             WorkerClient._current = None
             if self._channel is not None:
