@@ -264,7 +264,7 @@ class FaultInjector:
         )
 
     def _freed(self, survivors: list[Page], pids: list[int], limit_s: float) -> int:
-        """Return when the last survivor had left its collective; 0 if one did not report it."""
+        """Return the time in ns at which the last survivor left its collective; 0 if a survivor did not report it."""
         deadline_s = time.monotonic() + limit_s
         while time.monotonic() < deadline_s:
             moments = [page[Word.FREED_NS] for page in survivors]

@@ -279,5 +279,5 @@ def _command(pods: Pods, hosts: str) -> list[str]:
 
 
 def literal(word: str) -> str:
-    """Return a word in which Kubernetes expands nothing: ``$(NAME)`` would be a variable, and ``$$`` a ``$``."""
+    """Return the word with each ``$`` doubled, because Kubernetes expands ``$(NAME)`` as a variable."""
     return word.replace("$", "$$")

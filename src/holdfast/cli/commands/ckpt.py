@@ -392,7 +392,7 @@ def _needs_torch() -> None:
 
 def _say_made(made: Iterable[str], as_json: bool) -> None:
     if as_json:
-        # a name that is not valid Unicode is escaped as in the text output: JSON cannot hold it
+        # A name that is not valid Unicode is escaped as in the text output: JSON cannot hold it.
         _say_json([name.encode(errors="backslashreplace").decode() for name in made])
     else:
         echo("\n".join(made))

@@ -188,7 +188,7 @@ def show(verdict: DrillVerdict) -> None:
 
 
 def findings(verdict: DrillVerdict) -> Iterator[tuple[str, str]]:
-    """Yield the compared and measured values, by name."""
+    """Yield (name, value) of everything that the drill compared and measured."""
     yield "steps lost", str(verdict.steps_lost)
     if verdict.steps_redone:
         yield "", f"{verdict.steps_redone} computed again, from a compared state or one in memory"
@@ -204,7 +204,7 @@ def findings(verdict: DrillVerdict) -> Iterator[tuple[str, str]]:
 
 
 def headline(fault: InjectedFaultReport) -> str:
-    """Return what happened, in words."""
+    """Return a fault in words, such as ``kill -9 of rank 1 at step 14, phase update``."""
     ranks = "rank " + "+".join(map(str, fault.ranks))
     words = {
         "kill": f"kill -9 of {ranks}",

@@ -239,7 +239,7 @@ def k8s(ctx: click.Context, /, script: str | None, args: tuple[str, ...], **valu
 
 
 def _texts(flag: str, texts: tuple[str, ...]) -> dict[str, str]:
-    """Return the values by key. Raises: UsageError."""
+    """Parse the ``KEY=VALUE`` texts of a flag. Raises: UsageError: a text has no value."""
     found = {key: value for key, value in pairs(flag, texts).items() if value is not None}
     if len(found) < len(texts):
         raise UsageError(f"{flag} needs KEY=VALUE", hint="holdfast submit k8s --help")

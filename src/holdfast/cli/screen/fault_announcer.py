@@ -45,7 +45,7 @@ class FaultAnnouncer:
         self._faults = len(faults)
 
     def recoveries(self, screen: Screen, before: Callable[[], object]) -> None:
-        """Print the recoveries that have ended, after a call of ``before()``."""
+        """Call ``before()`` and print the recoveries that have ended, if there are new ones."""
         faults = self._watch.story.faults[self._recoveries :]
         if not (over := list(takewhile(lambda fault: fault.recovered_s is not None, faults))):
             return

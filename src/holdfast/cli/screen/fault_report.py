@@ -106,7 +106,7 @@ class _Case:
 
     @property
     def exited(self) -> dict[str, Any]:
-        """The end of this fault's process. Processes of other ranks may end within the same recovery."""
+        """The data of the event for the exit of this fault's process; other ranks may exit in the same recovery."""
         mine = (e for e in self.all("member_exited") if e.get("member_id") == self.fault.member_id)
         return next(mine, {})
 
@@ -165,7 +165,7 @@ class IncidentLog:
             if fault.kind == "corruption" and self._corrupted:
                 case.corrupted = self._corrupted[-1]
                 for node in sorted(set(case.corrupted["nodes"])):
-                    # at the same step again, the script is the cause
+                    # A repetition at the same step is caused by the script.
                     steps = {data["step"] for data in self._corrupted if node in data["nodes"]}
                     case.again[node] = len(steps)
             if fault.member_id in self._exits:

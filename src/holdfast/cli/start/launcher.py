@@ -249,8 +249,7 @@ class RunLauncher:
                 why = error.message if isinstance(error, HoldfastError) else str(error)
                 screen.say(f"{source}: the agent does not answer ({why}); it, or a successor, is asked again")
                 self._answered -= 1
-                # The wait for the answer counts as looking at the agent: `_stands_still` then kills an agent that is
-                # stopped.
+                # This wait counts as looking at the agent: `_stands_still` then kills an agent that is stopped.
                 self._agent_seen_s += min(time.monotonic() - began_s, ASK_S)
                 return
             screen.say(f"{source}: {answer.detail}" + (" (again to end at once)" if first else ""))
@@ -362,7 +361,7 @@ class RunLauncher:
         log = log_of(fault, self.run_dir, self.request.settings) if fault else None
         outcome(
             f"run {view.run_id}: {view.meaning}{_why(view, fault)}",
-            # the log of the rank that failed last, or the directory of all logs of this node
+            # The log of the rank that failed last, or the directory of all logs of this node.
             str(log) if log else view.logs,
             self._next(view, code, fault),
             str(written[fault.number - 1]) if fault and written else "",
@@ -408,13 +407,13 @@ class RunLauncher:
 
 
 def culprit(view: RunView) -> FaultView | None:
-    """Return the fault that the reason of the end names, or the newest one."""
+    """Return the fault that the reason for the end of the run names, or the newest fault."""
     about = (f for f in reversed(view.faults) if f.what and f.what in view.reason)
     return next(about, view.faults[-1] if view.faults else None)
 
 
 def _why(view: RunView, fault: FaultView | None) -> str:
-    """Return the first line of the reason, with the rank that it is about."""
+    """Return the first line of the reason for the end of the run, with the rank that the line is about."""
     why = first_line(view.reason).rstrip(":")  # the text after the colon is in the log
     if not why:
         return ""

@@ -107,7 +107,7 @@ def _agree(settled: FlagValues, step: SlurmStep) -> None:
 
 
 def _address(host: str) -> str:
-    """Return the host itself if its name is known here; otherwise its address in Slurm's configuration."""
+    """Return the host itself if its name resolves here; otherwise its address in Slurm's configuration."""
     try:
         socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return host

@@ -206,7 +206,7 @@ class KvServer:
             self._lacks = True
 
     def _shorten(self) -> None:
-        """Replace the log in one step: if this agent dies, its successor finds the old file or the new one."""
+        """Replace the log atomically by a shorter one with the same content. A successor finds one of the two."""
         lines: list[_Line] = [self._place]
         lines += [_Key(key, value) for key, value in self._data.items()]
         lines += [_Answer(who, reply) for who, kept in self._answers.items() for reply in kept.values()]

@@ -67,7 +67,7 @@ CLAIM_SIZE_BYTES_MAX = 1 << 20
 
 
 def load_kept(run: RunDir) -> HardState:
-    """Read the term and vote that this node has saved in elections. Nothing saved: a new ``HardState``.
+    """Return the term and vote that this node has saved in elections, or a new ``HardState`` if nothing is saved.
 
     Raises:
         UsageError: the file is damaged.

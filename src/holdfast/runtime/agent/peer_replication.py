@@ -52,7 +52,7 @@ ROLE = "peer"
 
 
 class ReplicaBegin(msgspec.Struct, frozen=True, tag=True):
-    """The announcement of a state of ``rank``, kept by a process of ``generation`` (packed)."""
+    """The announcement of a state of ``rank``, kept by a process of ``generation`` (packed into one integer)."""
 
     rank: int
     step: int
@@ -161,7 +161,7 @@ def push(
     """Send one state to the agent of ``node``, which listens at ``to``.
 
     Args:
-        generation: of the process that kept the state, packed.
+        generation: of the process that kept the state, packed into one integer.
 
     Returns:
         The digest of the state if that agent has verified it; otherwise 0.

@@ -64,7 +64,7 @@ def remove_forgotten() -> list[Path]:
 
 
 def _is_forgotten(directory: Path) -> bool:
-    """Return True if no process holds the directory and no worker of its run still saves."""
+    """Return True if no process holds the lock of the directory and no worker of its run still saves."""
     about = directory.lstat()
     if (
         about.st_uid != os.getuid()

@@ -525,7 +525,7 @@ def dismiss_spares(run: RunDir) -> None:
 
 
 async def wait_gone(pid: int, timeout_s: float) -> None:
-    """Return when process ``pid`` is gone, or after ``timeout_s``."""
+    """Wait until process ``pid`` is gone, but at most ``timeout_s``."""
     fd = pidfd(pid)
     if fd < 0:
         return

@@ -375,7 +375,10 @@ def become_worker(spawn: Spawn) -> int:
 
 
 def _early(settings: RunSettings) -> str:
-    """Return why the workers of this script cannot be forked: it sets variables that torch reads. Empty: they can."""
+    """Return why workers of this script cannot be forked: it sets variables that an import of torch reads.
+
+    Empty: they can.
+    """
     if settings.framework != "torch" or settings.kind == "executable":
         return ""
     env = {**os.environ, "OMP_NUM_THREADS": str(thread_count(settings)), **settings.env}

@@ -221,7 +221,10 @@ class ControllerDaemon:
         log.close()
 
     def _open_log(self) -> tuple[ControllerLog, ReplayedState]:
-        """Open the log, and read the lines of earlier controllers, with times of this machine's clock."""
+        """Open the log, and read the lines of earlier controllers.
+
+        Convert their times to this machine's monotonic clock.
+        """
         wall_s, mono_s = time.time(), time.monotonic()
         past, lines = ReplayedState(), 0
         for event in event_log.read_since(self._run.journal, SNAPSHOT):

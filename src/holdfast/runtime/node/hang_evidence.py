@@ -39,7 +39,7 @@ from holdfast.runtime.node.status_page import Page
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 SAMPLE_S = 0.12  # CPU time is counted in hundredths of a second
-ANSWER_S = 0.5  # without stacks within this time the process does not answer
+ANSWER_S = 0.5  # a process without stacks after this time does not answer
 POLL_S = 0.01
 STACKS_SIZE_BYTES_MAX = 256 * 1024
 RECORDS_SIZE_BYTES_MAX = 16 << 20
@@ -142,7 +142,7 @@ def sample(pid: int) -> ProcessSample:
 
 
 def compare(first: ProcessSample, second: ProcessSample) -> tuple[str, float]:
-    """Return state and share of a core between two readings. A state of "D" counts only if both readings have it."""
+    """Return process state and share of a core between two readings. State "D" counts only if both readings have it."""
     passed_s = max(second.at_s - first.at_s, 1e-6)
     cpu = min(1.0, max(0.0, (second.cpu_s - first.cpu_s) / passed_s))
     process = second.process if second.process != "D" or first.process == "D" else first.process

@@ -235,7 +235,7 @@ class RunDir:
         return self.pages_link
 
     def hold_pages(self) -> None:
-        """Mark the pages as used for the life of this process, even for a process that cannot see the run directory."""
+        """Lock the pages for the life of this process. The lock is visible even without access to the run directory."""
         with contextlib.suppress(FileNotFoundError):  # the pages are in the run directory
             fd = os.open(self.pages() / OWNER, os.O_RDONLY | os.O_CLOEXEC)
             fcntl.flock(fd, fcntl.LOCK_SH)

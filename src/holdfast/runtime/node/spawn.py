@@ -44,10 +44,10 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 
 
 FORKS = "HOLDFAST_FORKS"
-"""A variable in the start environment of the zygote, by which a fork of the zygote is recognised."""
+"""An environment variable that the zygote is started with, by which a fork of the zygote is recognised."""
 
 QUIET_DEVICES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""Variables for the zygote, whose modules may test at their import whether there is a GPU. torch then answers without
+"""Environment for the zygote, whose modules may test at their import whether there is a GPU. torch then answers without
 loading the driver's state into the process; with that state no fork could use a GPU.
 """
 

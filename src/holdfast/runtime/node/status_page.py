@@ -231,7 +231,7 @@ def _digest(sequence: int, step: int, payload: bytes) -> int:
 
 
 def each_page(directory: Path, prefix: str) -> Iterator[Page]:
-    """Yield the pages below ``directory`` whose names begin with ``prefix``, sorted; each is closed at the next one.
+    """Yield the pages below ``directory`` whose names begin with ``prefix``, sorted. Each is closed before the next.
 
     Pages that cannot be opened are left out: half-made, of another version, or removed in the meantime.
     """

@@ -39,7 +39,7 @@ TESTED = "2.12 to 2.15"
 """The versions of torch that ``make torches`` runs."""
 
 VARIABLE = "HOLDFAST_TORCH"
-"""A variable of workers: ``tried``, or why torch's own process groups are not replaced."""
+"""An environment variable of workers: ``tried``, or why torch's own process groups are not replaced."""
 
 TRIED = "tried"
 SELF_TEST = "holdfast.drill.selftest"

@@ -40,7 +40,10 @@ def is_own_mistake(error: BaseException) -> bool:
 
 
 def _parts(text: str) -> Iterator[tuple[str, str, list[str]]]:
-    """Yield (kind, margin, lines) of each frame and of the text between. The kind of Holdfast's frames is ``OWN``."""
+    """Yield (kind, margin, lines) of each frame and of the text between frames.
+
+    ``kind``: ``OWN`` for a frame of Holdfast; ``margin``: the text before the word "File" of a frame.
+    """
     kind, margin, lines = "", "", []
     for line in text.splitlines():
         found = _FRAME.match(line)

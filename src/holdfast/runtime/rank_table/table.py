@@ -135,7 +135,7 @@ def _check(data: bytes, found: _Mistakes) -> Check:
 
 
 class _TooMany(Exception):
-    """The file has too many mistakes: a list of millions of them would take gigabytes."""
+    """The end of a check after too many mistakes: a list of millions of them would take gigabytes."""
 
 
 class _Mistakes(list[Mistake]):

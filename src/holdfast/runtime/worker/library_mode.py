@@ -57,7 +57,10 @@ _OF_A_JOB = (
     "OMPI_MCA_ess_base_jobid",
     "MS_SCHED_PORT",
 )
-"""Variables that differ between two jobs at the same time. Without any of them the terminal's session id is used."""
+"""Environment variables that differ between two jobs at the same time.
+
+Without any, the terminal's session id is used.
+"""
 _ADDRESSES = ("MASTER_ADDR", "MS_SCHED_HOST")
 
 
