@@ -153,7 +153,10 @@ class FaultInjector:
         return None
 
     def _strike(self, page: Page, fault: InjectedFault, victims: list[PageSeen]) -> tuple[int, int] | None:
-        """Inject one fault. Return ``(moment_ns, committed_step)``, or None if the victim was replaced before."""
+        """Inject one fault.
+
+        Return ``(moment_ns, committed_step)``, or None if the victim was replaced before the fault.
+        """
         if fault.phase == MOMENT:
             if not self._wait_step(page, fault.step, victims[0].pid):
                 return None

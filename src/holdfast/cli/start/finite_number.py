@@ -1,4 +1,4 @@
-"""Numbers on the command line."""
+"""A click type for finite numbers on the command line."""
 
 from __future__ import annotations
 

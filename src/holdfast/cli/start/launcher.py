@@ -169,7 +169,7 @@ class RunLauncher:
         self._had_room = True
 
     def run(self) -> int:
-        """Run until the run is over, and return the exit code."""
+        """Start the agent, and show the run until it is over. Return the exit code."""
         outlive_full_disk()
         marked, prefix = len(self.request.shown_local_ranks) > 1, self.request.line_prefix
         with (

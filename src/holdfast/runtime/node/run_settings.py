@@ -29,7 +29,7 @@ TargetKind = Literal["script", "module", "executable"]
 
 
 def new_launch() -> str:
-    """Return a new value for ``RunSettings.launch``."""
+    """Return a new random id of one start of a run, for ``RunSettings.launch``."""
     return f"s{secrets.token_hex(3)}"
 
 
