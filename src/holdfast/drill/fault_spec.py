@@ -73,7 +73,7 @@ class InjectedFault:
 
 
 def parse_fault(text: str) -> FaultSpec:
-    """Parse one ``--fault``.
+    """Return one ``--fault`` as data.
 
     Raises:
         UsageError: it does not follow the grammar; the error names the part.

@@ -52,7 +52,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(DROPOUT)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the block; activations in and out have shape ``(batch, context, width)``."""
+        """Return the activations after the block; their shape in and out is ``(batch, context, width)``."""
         batch, context, width = x.shape
         q, k, v = self.qkv(self.norm_attention(x)).chunk(3, dim=-1)
         shape = (batch, context, self.heads, width // self.heads)
@@ -107,7 +107,7 @@ class Stage(nn.Module):
             self.norm, self.head = gpt.norm, gpt.head
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute the part: tokens (first part) or activations in, activations or logits (last part) out."""
+        """Return activations (from the last part: logits), computed from activations (in the first part: tokens)."""
         if self.is_first:
             x = embed(self, x)
         for block in self.blocks.values():

@@ -157,7 +157,7 @@ class Runner:
 def launch(
     directory: Path, command: Sequence[str], log: IO[bytes], root: Path, **flags: int
 ) -> subprocess.Popen[bytes]:
-    """Start ``holdfast run`` on ``command``: run directory ``directory``, checkpoints in ``root``, and these flags."""
+    """Start ``holdfast run`` on ``command`` with these directories and flags. Return the process."""
     all_flags = {"run_dir": directory.parent, "run_id": directory.name, **flags}
     given = [text for flag, value in all_flags.items() for text in (f"--{flag}", str(value))]
     return subprocess.Popen(

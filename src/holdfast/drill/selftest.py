@@ -73,7 +73,7 @@ def _weights(models: tuple[nn.Module, nn.Module]) -> torch.Tensor:
 
 
 def job() -> int:
-    """Train one rank as a plain script does, then in a session with a kill. Compare the weights of the survivor."""
+    """Train one rank plainly, then in a session with a kill. Compare the survivor's weights. Return the exit code."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     samples = torch.randn(STEPS * BATCH, 8, generator=torch.Generator().manual_seed(1))

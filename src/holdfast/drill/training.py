@@ -59,7 +59,7 @@ class DrillSettings:
 
 
 def parse(argv: Sequence[str] | None = None) -> DrillSettings:
-    """Parse the command line of the training script and of its twin."""
+    """Return the settings on the command line of the training script or of its twin."""
     parser = argparse.ArgumentParser(description="byte-level GPT on the sources of the standard library")
     parser.add_argument("--layout", choices=LAYOUTS, default="ddp")
     parser.add_argument("--size", choices=tuple(SIZES), default="tiny")

@@ -22,7 +22,7 @@ PASSED = tuple(flag for flag in FLAGS if flag.use == "used" and flag.key not in 
 
 
 def passes_flags(command: click.Command) -> click.Command:
-    """Add the flags of ``holdfast run`` that a command passes on."""
+    """Return the command with the flags of ``holdfast run`` that it passes on."""
     for flag in PASSED:
         names = [name for name in flag.spellings if name.startswith("--") or name == "-m"]
         command.params.append(
@@ -53,7 +53,7 @@ def _words(flag: RunFlag, value: object) -> tuple[str, ...]:
 
 
 def passes_options(command: click.Command) -> click.Command:
-    """Add the options of ``sbatch`` and of ``srun`` with pyxis to a command, under their own names."""
+    """Return the command with the options of ``sbatch``, and of ``srun`` with pyxis, under their own names."""
     for name in sorted({*OPTIONS, *OURS, *PYXIS} - {"nodes"}):
         switch = name in SWITCHES
         command.params.append(
@@ -76,7 +76,7 @@ def named(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, str | No
 
 
 def pairs(flag: str, texts: Sequence[str]) -> dict[str, str | None]:
-    """Parse ``KEY=VALUE``, or ``KEY`` for a switch.
+    """Return the value of each key in texts of the form ``KEY=VALUE``; None for a ``KEY`` alone, a switch.
 
     Raises:
         UsageError: the same key twice.

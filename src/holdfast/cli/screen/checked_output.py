@@ -49,7 +49,7 @@ class _Raw(io.FileIO):
         self._lost = False
 
     def write(self, data: Any) -> Any:
-        """Write like any file. Raises: OutputLost: the first failed write."""
+        """Write ``data``, and return the number of bytes taken. Raises: OutputLost: the first failed write."""
         try:
             return len(data) if self._lost else super().write(data)
         except OSError as error:

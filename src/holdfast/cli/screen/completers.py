@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Let the shell complete file names."""
+    """Return the request that the shell itself completes file names."""
     return [CompletionItem(incomplete, type="file")]
 
 
 def run_names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete names of runs, newest first; without a match, file names."""
+    """Return runs whose names begin with ``incomplete``, newest first; without a match, a request for file names."""
     from holdfast.cli.screen.run_lookup import RUNS, runs_below
 
     base = Path(str(ctx.params.get("run_dir") or RUNS))
@@ -31,7 +31,7 @@ def run_names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -
 
 
 def ranks(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete the ranks of the run named earlier on the line, or of the newest run."""
+    """Return the matching ranks of the run that is named earlier on the line, or of the newest run."""
     try:
         _, settings = _run_of(ctx)
     except HoldfastError:
@@ -40,7 +40,7 @@ def ranks(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> li
 
 
 def attempts(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete the attempts that have logs, of the run named on the line or of the newest one."""
+    """Return the matching attempts with logs, of the run that is named on the line or of the newest one."""
     from holdfast.cli.screen.log_tail import attempts as numbers
     from holdfast.cli.screen.run_view import Watch
 
@@ -52,7 +52,7 @@ def attempts(ctx: click.Context, parameter: click.Parameter, incomplete: str) ->
 
 
 def checkpoints(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Complete checkpoints below a root, newest first, or their steps after ``ROOT@``; otherwise file names."""
+    """Return checkpoints below a root, newest first, or their steps after ``ROOT@``; otherwise a request for files."""
     root, at, _ = incomplete.rpartition("@")
     parent = root if at else incomplete.rpartition("/")[0]
     newest_first = _attempts_in(Path(parent or "."))

@@ -51,7 +51,7 @@ class SafeConsole(Console):
         super().__init__(highlight=False, stderr=stderr, soft_wrap=soft_wrap, width=width_columns)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Render as rich does, with control characters escaped."""
+        """Yield the segments of rich, with control characters escaped."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=shown(segment.text))
 

@@ -19,7 +19,7 @@ NAMED_MAX = 4
 
 
 def run_dir_option(command: Any) -> Any:
-    """Add the option ``[--run-dir DIR]``, which every command that reads runs has."""
+    """Return the command with the option ``[--run-dir DIR]``, which every command that reads runs has."""
     return click.option(
         "--run-dir",
         "--run_dir",
@@ -31,7 +31,7 @@ def run_dir_option(command: Any) -> Any:
 
 
 def run_argument(command: Any) -> Any:
-    """Add ``[RUN] [--run-dir DIR]``, which every command that reads one run has."""
+    """Return the command with ``[RUN] [--run-dir DIR]``, which every command that reads one run has."""
     argument = click.argument("run", required=False, metavar="[RUN]", shell_complete=run_names)
     return argument(run_dir_option(command))
 

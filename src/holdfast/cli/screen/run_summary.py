@@ -78,7 +78,7 @@ def fault_what(fault: FaultView) -> str:
 
 
 def named(what: str) -> str:
-    """Add the name of the signal to its number."""
+    """Return the text with the name of the signal after its number."""
 
     def name(told: re.Match[str]) -> str:
         try:

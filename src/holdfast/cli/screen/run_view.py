@@ -151,8 +151,7 @@ class RunView(msgspec.Struct):
     root: str = ""  # where its session saves
     spares: list[SpareView] = []
     left: bool = False  # only this node has left; the job continues on the others
-    # Cut off from the other nodes, or ended here: they may have continued, or saved more.
-    cut_off: bool = False
+    cut_off: bool = False  # cut off, or ended here: other nodes may have continued, or saved more
     hosts: list[HostView] = []  # of a job of several hosts
     here: str = ""  # the name of this host
     heard_at: float = 0.0  # when the newest line of the event log was written, Unix time

@@ -14,7 +14,7 @@ class FiniteNumber(click.FloatRange):
     name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Convert as click does, and refuse a number that is not finite."""
+        """Return the number that click parses. Refuse one that is not finite."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number", param, ctx)

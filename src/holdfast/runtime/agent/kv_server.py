@@ -114,7 +114,7 @@ class KvServer:
 
     @classmethod
     def open(cls, log: Path) -> Self:
-        """Open the store whose changes are in the file ``log``, and read back what an earlier agent left there.
+        """Return the store whose changes are in the file ``log``, with everything that an earlier agent left there.
 
         Raises:
             OSError: the file cannot be written.

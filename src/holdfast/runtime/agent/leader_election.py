@@ -333,7 +333,7 @@ class LeaderElection:
 
 
 def claim_once(root: Place, job: str, claim: Claim) -> tuple[NodeId, ...]:
-    """Claim a change of the electorate at the witness, a directory that decides between two halves of the nodes.
+    """Claim a change of the electorate at the witness, a shared place that decides which of two nodes may continue.
 
     Returns:
         The voters of the first claim with this number: the claim of this node, or the earlier one of another node.

@@ -93,7 +93,7 @@ class Peers:
         )
 
     async def listen(self) -> Peer:
-        """Listen at the address that other agents dial first, if it is on this host and free; otherwise at any port.
+        """Listen at the first contact if it is on this host and free, otherwise at any port. Return this agent's entry.
 
         Raises:
             OSError: the address is not one of this machine.

@@ -310,7 +310,7 @@ def device_in_use(files: Path = Path("/proc/self/fd")) -> str:
 
 
 def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
-    """Import the modules that workers need, and trigger the lazy imports of a first optimizer.
+    """Import the modules that workers need, also those that a first optimizer imports. Return a report of the imports.
 
     Args:
         further: modules of the user to import as well.

@@ -124,7 +124,7 @@ class ControllerLog(EventLog):
     def append(
         self, kind: str, data: Mapping[str, Field], *, durable: bool = False, said: Said | None = None
     ) -> Event:
-        """Write one line, then pass it to ``on_line``."""
+        """Write one line, pass it to ``on_line``, and return it as an event."""
         event = self._show(kind, data, durable, said)
         self._past = self._past.after(LogRecord(kind=kind, data=dict(data)))
         self._since += 1

@@ -46,7 +46,7 @@ class AgentLink:
         self._run = RunDir(run_dir)
 
     def request(self, message: ExitRun | StopRun | DrainNode, *, timeout_s: float = 5.0) -> Ack:
-        """Send a request and wait for its answer.
+        """Send a request, wait for its answer, and return the answer.
 
         Raises:
             AuthError: the token of the run directory is not that of the agent, or cannot be read.

@@ -129,7 +129,7 @@ def records_path(run: RunDir, member_id: MemberId) -> Path:
 
 
 def sample(pid: int) -> ProcessSample:
-    """Read the state of a process from /proc; an empty state if it is gone."""
+    """Return the state of a process, read from /proc; an empty state if it is gone."""
     base = Path(f"/proc/{pid}/task/{pid}")
     try:
         fields = (base / "stat").read_text().rpartition(")")[2].split()

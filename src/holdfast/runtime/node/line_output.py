@@ -17,7 +17,7 @@ class _Log(io.FileIO):
     """A file descriptor that drops output for which there is no room."""
 
     def write(self, data: Any) -> int:
-        """Write like any file, but count all of ``data`` as written. Raises: OSError, except for a lack of room."""
+        """Write ``data``, and return its whole length even without room. Raises: OSError, except for a lack of room."""
         left = memoryview(data).cast("B")
         try:
             while left:

@@ -56,7 +56,7 @@ def _left_s(then: datetime, now: float) -> float:
 
 
 def aws_action(body: bytes, now: float) -> Foreseen:
-    """Parse ``spot/instance-action`` of the instance metadata, which exists only if the instance will be taken away.
+    """Return the notice in ``spot/instance-action``, which exists only if the instance will be taken away.
 
     Raises:
         ProtocolError: another form.
@@ -66,7 +66,11 @@ def aws_action(body: bytes, now: float) -> Foreseen:
 
 
 def gcp_preempted(body: bytes) -> Foreseen | None:
-    """Parse ``instance/preempted``, which is TRUE 30 s before the end. Raises: ProtocolError: another form."""
+    """Return the notice for ``instance/preempted``, which is TRUE 30 s before the end; None for FALSE.
+
+    Raises:
+        ProtocolError: another form.
+    """
     word = body.strip().upper()
     if word not in (b"TRUE", b"FALSE"):
         raise ProtocolError(f"instance/preempted says {body[:80]!r}, neither TRUE nor FALSE")
@@ -74,7 +78,7 @@ def gcp_preempted(body: bytes) -> Foreseen | None:
 
 
 def gcp_maintenance(body: bytes) -> Foreseen | None:
-    """Parse ``instance/maintenance-event``. An instance with GPUs is terminated; a live migration gives no notice."""
+    """Return the notice for ``instance/maintenance-event`` if it ends the instance; None for a live migration."""
     word = body.strip()
     if word == b"TERMINATE_ON_HOST_MAINTENANCE":
         return Foreseen("GCP: host maintenance", GCP_MAINTENANCE_LEAD_S)
@@ -82,7 +86,7 @@ def gcp_maintenance(body: bytes) -> Foreseen | None:
 
 
 def azure_events(body: bytes, name: str, now: float) -> list[Foreseen]:
-    """Parse the scheduled events that take the machine ``name`` away; events of other machines are left out.
+    """Return the notices for scheduled events that take the machine ``name`` away, without those of other machines.
 
     Raises:
         ProtocolError: another form.
@@ -102,7 +106,11 @@ def azure_events(body: bytes, name: str, now: float) -> list[Foreseen]:
 
 
 def slurm_end(variable: str, now: float) -> Foreseen | None:
-    """Parse ``SLURM_JOB_END_TIME`` (Unix time); 0 or empty: no limit. Raises: ProtocolError: another form."""
+    """Return the notice for ``SLURM_JOB_END_TIME`` (Unix time); None for 0 or empty (no limit).
+
+    Raises:
+        ProtocolError: another form.
+    """
     if not variable.strip() or variable.strip() == "0":
         return None
     if not variable.strip().isdecimal():
@@ -111,7 +119,7 @@ def slurm_end(variable: str, now: float) -> Foreseen | None:
 
 
 def slurm_node(line: str) -> Foreseen | None:
-    """Parse one line of ``scontrol --oneliner show node``. A node that is drained or set down still runs for now.
+    """Return the notice in a line of ``scontrol --oneliner show node``: the node is drained; otherwise None.
 
     Raises:
         ProtocolError: the line has no state of a node.
@@ -127,7 +135,7 @@ def slurm_node(line: str) -> Foreseen | None:
 
 
 def users_word(text: str, source: str, now: float, said_at: float) -> Foreseen:
-    """Parse the answer of a user's file or command: empty or "leave" (no deadline), seconds, or a date and time.
+    """Return the notice in the answer of a user's file or command: "leave" or empty, seconds, or a date and time.
 
     Args:
         said_at: the Unix time from which the seconds count.

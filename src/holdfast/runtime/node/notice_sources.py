@@ -93,7 +93,7 @@ class Aws:
         self._token, self._since_s = "", 0.0
 
     async def look(self) -> list[Foreseen]:
-        """Ask the instance metadata (see ``NoticeSource``)."""
+        """Return the notice in the instance metadata, if there is one."""
         if not self._token or time.monotonic() - self._since_s > AWS_TOKEN_AGAIN_S:
             ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(AWS_TOKEN_S)}
             token = await ask(self._base, "/latest/api/token", ttl, "PUT")
@@ -117,10 +117,7 @@ class Gcp:
         self._since: dict[str, float] = {}
 
     async def look(self) -> list[Foreseen]:
-        """Ask the instance metadata (see ``NoticeSource``).
-
-        The warning time counts from the first sight of a notice.
-        """
+        """Return the notices in the instance metadata. The warning time counts from the first sight of a notice."""
         preempted = await ask(self._base, "/preempted", GOOGLE)
         maintenance = await ask(self._base, "/maintenance-event", GOOGLE)
         found = [
@@ -148,7 +145,7 @@ class Azure:
         self._machine = ""
 
     async def look(self) -> list[Foreseen]:
-        """Ask for the scheduled events (see ``NoticeSource``)."""
+        """Return the notices for the scheduled events of this machine."""
         if not self._machine:
             path = "/instance/compute/name?api-version=2021-02-01&format=text"
             self._machine = (await ask(self._base, path, AZURE) or b"").decode("utf-8", "replace").strip()
@@ -166,7 +163,7 @@ class Slurm:
         self._end = environment.get("SLURM_JOB_END_TIME", "")
 
     async def look(self) -> list[Foreseen]:
-        """Read the end time, and ask Slurm for the state of the node (see ``NoticeSource``)."""
+        """Return the notices for the job's end time, and for the node's state, which is asked from Slurm."""
         end = slurm_end(self._end, time.time())
         found = [end] if end is not None else []
         if self._node:
@@ -188,7 +185,7 @@ class File:
         self._path = Path(path)
 
     async def look(self) -> list[Foreseen]:
-        """Read the file (see ``NoticeSource``)."""
+        """Return the notice in the file; empty without the file."""
         try:
             said_at = self._path.stat().st_mtime
             with self._path.open("rb") as file:
@@ -208,7 +205,7 @@ class CommandNotices:
         self._words = tuple(shlex.split(command))
 
     async def look(self) -> list[Foreseen]:
-        """Run the command (see ``NoticeSource``)."""
+        """Run the command, and return the notice that it prints; empty without output."""
         code, said = await output_of(self._words)
         if code != 0:
             raise ProtocolError(f"{self._words[0]}: code {code}: {said[:200]}")

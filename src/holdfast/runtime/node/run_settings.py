@@ -176,7 +176,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def load(run_dir: Path) -> RunSettings:
-        """Read ``run.json``.
+        """Return the settings in ``run.json``.
 
         Raises:
             UsageError: the file is missing, or does not have the settings of a run.

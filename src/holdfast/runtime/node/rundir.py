@@ -73,7 +73,7 @@ def write_private(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 
 def open_log(path: Path) -> int:
-    """Open a file descriptor that appends to ``path`` (made with mode 0600); the caller closes it.
+    """Return a file descriptor that appends to ``path`` (made with mode 0600); the caller closes it.
 
     Raises:
         OSError: the file cannot be written, or is a link, which could lead to any file of this user.

@@ -186,7 +186,7 @@ def worker_log(run: RunDir, settings: RunSettings, order: SpawnOrder) -> str:
 
 
 def open_worker_log(run: RunDir, settings: RunSettings, order: SpawnOrder) -> int:
-    """Open a file descriptor that appends to the log of a worker; the caller closes it.
+    """Return a file descriptor that appends to the log of a worker; the caller closes it.
 
     Raises:
         OSError: the log cannot be made.

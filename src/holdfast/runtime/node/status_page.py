@@ -60,7 +60,7 @@ class Page:
 
     @staticmethod
     def create(path: Path | str, *, generation: int = 0, member: int = 0, rank: int = 0) -> Page:
-        """Make the file (0600, zeroed, its memory reserved) and map it.
+        """Make the file (0600, zeroed, its memory reserved), and return it mapped.
 
         Raises:
             OSError: the file exists, or the memory behind it is full.
@@ -84,7 +84,7 @@ class Page:
 
     @staticmethod
     def open(path: Path | str) -> Page:
-        """Map an existing page, for reading and writing.
+        """Return an existing page, mapped for reading and writing.
 
         Raises:
             OSError: no such file.

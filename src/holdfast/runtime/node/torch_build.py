@@ -75,7 +75,7 @@ class SelfTestVerdict(msgspec.Struct, frozen=True):
 
 
 def version_of(text: str) -> Version:
-    """Parse ``2.15.0+cu132`` to (2, 15); (0, 0) for a text that does not begin with a version."""
+    """Return (2, 15) for ``2.15.0+cu132``, and (0, 0) for a text that does not begin with a version."""
     found = re.match(r"(\d+)\.(\d+)", text)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 

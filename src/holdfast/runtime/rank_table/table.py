@@ -83,7 +83,7 @@ class Check(NamedTuple):
 
 
 def read(path: Path) -> Check:
-    """Read and check a file.
+    """Read a file, and return the result of its check.
 
     Raises:
         UsageError: it cannot be read.
@@ -106,7 +106,7 @@ def refusal(path: Path, mistakes: Sequence[Mistake]) -> UsageError:
 
 
 def check(data: bytes) -> Check:
-    """Check the bytes of a table; never raises. After ``MISTAKES_MAX`` mistakes the check stops."""
+    """Return the result of the check of a table; never raises. After ``MISTAKES_MAX`` mistakes the check stops."""
     found = _Mistakes()
     try:
         return _check(data, found)
