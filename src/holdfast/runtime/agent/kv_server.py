@@ -191,7 +191,7 @@ class KvServer:
     def _write(self, line: _Change | _KvPlace) -> None:
         """Append a record to the log, before the change is made.
 
-        If shared memory is full, the workers are still served.
+        If shared memory is full, the workers are served without the record.
         """
         data = frame(_ENCODER.encode(line))
         try:
