@@ -1,4 +1,4 @@
-"""An agent's link to the controller: joins the one that leads, or runs one itself."""
+"""The connection of an agent to the controller, which runs on another node or in a process that this agent starts."""
 
 from __future__ import annotations
 
@@ -34,17 +34,19 @@ MODULE = MODULES["controller"]
 START_S = 20.0
 FOLLOW_S = 3.0
 POLL_S = 0.02
-STOOD_S = 3.0  # an agent that looks so much too late has not run in between
-SPAWN_AGAIN_S = 0.5  # a full disk or a full table of processes is not over at once
+# If the silence is noticed later than its bound by this much, the agent itself did not run in between.
+STOOD_S = 3.0
+SPAWN_AGAIN_S = 0.5  # pause before another try: a full disk or process table is not free at once
 END_WAIT_S = 5.0
 
 
 class ControllerLink:
-    """One connection at a time. ``post`` gets ControllerHere, ControllerGone and all that the controller says.
+    """The connection to at most one controller at a time.
 
     Args:
-        silent_s: a controller that says nothing for so long is gone.
-        fail: gets an exception that nothing else hears of.
+        post: gets ControllerHere, ControllerGone and every message of the controller.
+        silent_s: the controller is given up after a silence of this time.
+        fail: gets an exception that no other code handles.
     """
 
     def __init__(
@@ -77,7 +79,7 @@ class ControllerLink:
         )
 
     async def join_local(self) -> Endpoint | None:
-        """Join the controller that an agent before this one left on this node, if it lives."""
+        """Connect to the living controller that an earlier agent left on this node. Return its endpoint, or None."""
         endpoint = self._run.read_endpoint("controller")
         if endpoint is None or not serves(endpoint.pid, MODULE, self._run.path):
             return None
@@ -89,26 +91,32 @@ class ControllerLink:
         return endpoint
 
     def start(self, term: int, up: Callable[[Endpoint], None], *, alone: bool = False) -> None:
-        """Run the controller of ``term`` on this node and join it; ``up`` gets its endpoint.
+        """Start the controller of ``term`` on this node and connect to it; ``up`` gets its endpoint.
 
-        Ends with ControllerHere, or with ControllerGone (then the machine decides about another try).
+        The result is posted: ControllerHere, or ControllerGone (the state machine then decides about another try).
         """
         self._replace(self._start(term, up, alone))
 
     def follow(self, host: str, port: int, term: int) -> None:
-        """Join the controller of ``term`` on another node. Ends with ControllerHere or ControllerGone."""
+        """Connect to the controller of ``term`` on another node.
+
+        The result is posted: ControllerHere or ControllerGone.
+        """
         self.kill_local()
         self._replace(self._follow(host, port, controller_of(term)))
 
     def send(self, message: Message) -> bool:
-        """To the controller; False when it is away (the machine keeps what matters)."""
+        """Send a message to the controller.
+
+        Return False without a connection; the state machine then keeps the messages that matter.
+        """
         if isinstance(message, AgentHello | AgentBeat):
             message = msgspec.structs.replace(message, clock_ns=time.monotonic_ns())
         channel = self._channel
         return channel is not None and channel.send(message)  # type: ignore[arg-type]  # machines send wire messages
 
     async def end(self) -> None:
-        """Let the controller end by itself; kill it when it does not."""
+        """Wait until the controller of this node has ended; kill it if it has not ended in time."""
         self._ending = True
         await self._cancel()
         if self._channel is not None:
@@ -119,7 +127,7 @@ class ControllerLink:
         self._run.endpoint_path("controller").unlink(missing_ok=True)
 
     def kill_local(self) -> None:
-        """Whatever controller this node runs: its time is over."""
+        """Kill every controller that runs on this node."""
         endpoint = self._run.read_endpoint("controller")
         for pid in {self._pid, endpoint.pid if endpoint is not None else 0}:
             kill_if(pid, lambda pid: serves(pid, MODULE, self._run.path))
@@ -198,7 +206,7 @@ class ControllerLink:
         self._listen()
 
     def _listen(self) -> None:
-        """Cut the line when nothing has come for too long."""
+        """Close the connection if no message has come for ``silent_s``; otherwise look again later."""
         if self._watch is not None:
             self._watch.cancel()
         if self._channel is None or self._ending:

@@ -1,7 +1,8 @@
-"""Lines between the agents of a job: who is there, where, and one connection to each.
+"""The connections between the agents of a job: one to each agent, and a table of the agents and their addresses.
 
-An agent is told of one or more contacts (``--master-addr`` is one of them). It dials these until somebody answers, then
-everybody who is known; whom it knows is kept in ``peers.json``, so no contact is needed a second time.
+An agent gets one or more contacts, addresses of other agents (``--master-addr`` is one of them). It dials the contacts
+until an agent answers, and then every agent that it knows. It keeps these in ``peers.json``, so it needs no contact
+again.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from holdfast.wire import SAME_VERSION, Codec
 
 DIAL_S = 0.3
 DIAL_TIMEOUT_S = 2.0
-NEIGHBOUR_S = 5.0  # an agent on this machine answers within this, also on a busy one
-REFUSED_S = 10.0  # between two dials to an address at which this agent is refused
+NEIGHBOUR_S = 5.0  # an agent on this machine answers within this time, even if the machine is busy
+REFUSED_S = 10.0  # between two dials to an address that refuses this agent
 PEER_MESSAGES: Codec[PeerMessage] = Codec(PeerMessage)  # type: ignore[arg-type]  # a union is no type[M]
 
 
@@ -47,10 +48,10 @@ class Peers:
     """All other agents of the job.
 
     Args:
-        on_message: (node, message), in order per line.
-        on_here: a line to this node is up.
-        on_refused: this agent belongs to no job yet, and is refused: why. Later it is whoever answers there that does
-            not belong: another job, or a host that was started with a mistake, at the address of a node that was lost.
+        on_message: gets (node, message), in order per connection.
+        on_here: gets the node of a connection that is up.
+        on_refused: gets the reason when this agent is refused before it has joined a job. A refusal after that is only
+            logged: it comes from another job, or from a wrongly started host at the address of a lost node.
         fail: gets the exception that ended the dialling.
     """
 
@@ -76,15 +77,15 @@ class Peers:
         self._on_refused = on_refused
         self._fail = fail
         self._home = str(run.path)
-        self.memory_port = 0  # where this agent takes and gives states in memory
+        self.memory_port = 0  # port for the states in memory
         self._lines: dict[NodeId, Channel[PeerMessage]] = {}
         self._node_of: dict[Channel[PeerMessage], NodeId] = {}
-        self._refused: dict[tuple[str, int], float] = {}  # by address: when it is dialled again
-        self._unreached: dict[tuple[str, int], str] = {}  # why the last dial to it failed
-        self._sent_away: dict[NodeId, str] = {}  # why, in one line
-        # Of another interpreter nothing is known here.
+        self._refused: dict[tuple[str, int], float] = {}  # by address: the time of the next dial
+        self._unreached: dict[tuple[str, int], str] = {}  # by address: why the last dial failed
+        self._sent_away: dict[NodeId, str] = {}  # why the node was refused, in one line
+        # Nothing is known here about the packages of another interpreter.
         self._versions = {} if settings.python else {n: v[:VERSION_LENGTH_MAX] for n, v in alike().items()}
-        self._told: set[tuple[str, str]] = set()  # versions of others that were warned of
+        self._told: set[tuple[str, str]] = set()  # versions of other nodes that were warned about
         self._server: asyncio.Server | None = None
         self._task: asyncio.Task[None] | None = None
         self._hub: Hub[PeerMessage] = Hub(
@@ -92,11 +93,11 @@ class Peers:
         )
 
     async def listen(self) -> Peer:
-        """Listen where the others look first, if that is here and free; else on any port of the same address.
+        """Listen at the first contact if it is on this host and free, otherwise at any port. Return this agent's entry.
 
         Raises:
             OSError: the address is not one of this machine.
-            UsageError: the others look here first, and would find another program.
+            UsageError: another program listens at the first contact, where the other agents expect this host.
         """
         try:
             self.known = {peer.node_id: peer for peer in read_peers(self._run)}
@@ -120,7 +121,11 @@ class Peers:
         return peer
 
     async def _check_neighbour(self, host: str, port: int) -> None:
-        """The first contact is on this host, and not this agent: is it another one of the job, on the same machine?"""
+        """Check that the first contact, which is on this host but is not this agent, is another agent of the job.
+
+        Raises:
+            UsageError: another program listens there.
+        """
         try:
             async with asyncio.timeout(NEIGHBOUR_S):
                 await self._hub.connect(host, port, PEERS, "peer")
@@ -131,9 +136,9 @@ class Peers:
             ) from None
 
     def founds(self) -> bool:
-        """This agent owns the first contact: it says who the first voters are.
+        """Return True if this agent is at the first contact: it names the first voters.
 
-        Of several hosts behind one name the first one in the order of nodes does.
+        If several hosts have the name of the first contact, the first one in the order of nodes does.
         """
         owners = (n for n, peer in self.known.items() if (peer.host, peer.port) in self._first)
         return min(owners, key=node_order, default=None) == self.me
@@ -145,31 +150,34 @@ class Peers:
         return [split_endpoint(contact) for contact in first]
 
     def begin(self) -> None:
-        """Dial until everybody who is known has a line."""
+        """Start to dial all agents without a connection."""
         self._task = watched(self._dial(), self._fail)
 
     def name_job(self, job: str) -> None:
-        """The founder: from now on the job has a name, and whoever is here learns it."""
+        """Give the job its name, and publish it to all connected agents.
+
+        Only the agent at the first contact does so.
+        """
         self.job = job
         self._publish()
 
     def send(self, to: NodeId, message: PeerMessage) -> bool:
-        """To one agent; False when there is no line (the sender asks again)."""
+        """Send a message to one agent. Return False without a connection (the sender then repeats it)."""
         line = self._lines.get(to)
         return line is not None and line.send(message)
 
     def broadcast(self, message: PeerMessage) -> None:
-        """To everybody with a line."""
+        """Send a message to all connected agents."""
         for line in self._lines.values():
             line.send(message)
 
     @property
     def here(self) -> list[NodeId]:
-        """Everybody with a line, and this agent."""
+        """This node and all nodes with a connection."""
         return [self.me, *self._lines]
 
     async def end(self) -> None:
-        """Close all lines."""
+        """Stop dialling, and close all connections."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -194,7 +202,7 @@ class Peers:
                 await self._hub.connect(host, port, PEERS, "peer")
         except AuthError as error:
             self._turned_away((host, port), f"{error.message} ({endpoint(host, port)})\n  next: {error.hint}")
-        except (OSError, ProtocolError) as error:  # it is not up yet, or gone: dialled again
+        except (OSError, ProtocolError) as error:  # not up yet, or gone: it is dialled again
             self._unreached[host, port] = _why(error)
         else:
             self._unreached.pop((host, port), None)
@@ -209,7 +217,7 @@ class Peers:
 
     @property
     def trouble(self) -> str:
-        """Why agents may not have met: contacts that do not answer, and who was at the door with another token."""
+        """The possible reasons why agents have not met: failed dials, connections with another token, refused nodes."""
         said = [f"{endpoint(host, port)}: {why}" for (host, port), why in sorted(self._unreached.items())]
         if count := self._hub.refused["token"]:
             said.append(
@@ -236,7 +244,7 @@ class Peers:
             channel.close()
         elif isinstance(message, PeerList):
             if message.job and not is_run_id(message.job):
-                channel.close()  # it would be part of paths
+                channel.close()  # the name would become a part of paths
                 return
             self._learn(message.job, message.known)
         else:
@@ -246,7 +254,7 @@ class Peers:
         peer = hello.peer
         why = self._unfit(hello)
         if why and not channel.peer_role:
-            return  # this agent dialled: the other one judges
+            return  # this agent dialled: the other one decides
         if why:
             self._journal.append("peer_refused", {"node": peer.node_id, "home": peer.home, "reason": why})
             self._sent_away[peer.node_id] = why.partition("\n")[0]
@@ -269,10 +277,13 @@ class Peers:
     def _choose(
         self, node_id: NodeId, older: Channel[PeerMessage], newer: Channel[PeerMessage]
     ) -> Channel[PeerMessage]:
-        """The one of two lines to an agent that is used; the other one is closed, by one side only.
+        """Return the connection to use when there are two to one agent.
 
-        Whoever dials twice has lost its first line. When both have dialled, the line of the smaller name stays, and the
-        other agent closes its own: the smaller one cannot know whether its line is still up at the other end.
+        Close the other one if that is this side's part.
+
+        If one side dialled twice, it has lost its first connection. If both sides have dialled, the connection of the
+        smaller node name stays, and the agent of the larger name closes its own. The smaller one cannot know whether
+        its connection is still up at the other end.
         """
         if bool(older.peer_role) != bool(newer.peer_role):
             if self.me < node_id:
@@ -282,7 +293,7 @@ class Peers:
         return newer
 
     def _compare(self, hello: PeerHello) -> None:
-        """Tell what differs and may do: once, however many nodes have it."""
+        """Log tolerated differences between the versions of two nodes, once per version."""
         for name in sorted(self._versions.keys() & hello.versions.keys()):
             here, there = self._versions[name], hello.versions[name]
             if here != there and (name, there) not in self._told:
@@ -318,7 +329,7 @@ class Peers:
         return f"there is a {peer.node_id} already\n  next: give each host a --node-rank of its own"
 
     def _learn(self, job: str, known: tuple[Peer, ...], said_by: Peer | None = None) -> None:
-        """New names and, from an agent about itself, a new address."""
+        """Add unknown agents and the name of the job. Update the address of an agent if it sent the address itself."""
         changed = bool(job) and not self.job
         self.job = self.job or job
         for peer in known:
@@ -345,16 +356,16 @@ class Peers:
             self._journal.append("peer_gone", {"node": node_id})
         else:
             self._lines[node_id] = rest
-            self._on_here(node_id)  # what the closed one had not delivered is said again
+            self._on_here(node_id)  # lost messages of the closed connection are sent again
 
 
 def read_peers(run: RunDir) -> list[Peer]:
-    """All nodes that the agent of this run knew last, itself included. Raises: OSError, msgspec.MsgspecError."""
+    """Return all nodes that the agent of this run knew last, itself included. Raises: OSError, msgspec.MsgspecError."""
     return msgspec.json.decode(run.peers.read_bytes(), type=list[Peer])
 
 
 def _why(error: Exception) -> str:
-    """Why a dial failed, in a word."""
+    """Return the reason of a failed dial, in a few words."""
     if isinstance(error, TimeoutError):
         return "no answer"
     if isinstance(error, ConnectionRefusedError):
@@ -363,10 +374,10 @@ def _why(error: Exception) -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine that reaches ``host``; nothing is sent.
+    """Return the address of this machine that reaches ``host``. No packet is sent.
 
     Raises:
-        OSError: no route, or an unknown name.
+        OSError: there is no route, or the name is unknown.
     """
     with socket.socket(family_of(host), socket.SOCK_DGRAM) as sock:
         sock.connect((host, port))

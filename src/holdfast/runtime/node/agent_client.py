@@ -1,4 +1,4 @@
-"""What a launcher or a command line does with an agent: start it, ask it."""
+"""Start of an agent, and requests to it, for a launcher or a command line."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ RETRY_S = 0.05
 
 
 def start_agent(run_dir: Path) -> subprocess.Popen[bytes]:
-    """Start the agent of a run directory (made, with settings saved) in its own session.
+    """Start the agent of a run directory (made, with settings saved) in a new process session.
 
-    Its exit code is that of the run. It watches the caller: when the caller dies, it asks for a graceful exit.
+    The agent's exit code is that of the run. The agent watches its caller: when the caller dies, the agent asks for a
+    graceful exit of the run.
     """
     with os.fdopen(open_log(run_dir / "agent.log"), "ab") as log:
         return subprocess.Popen(
@@ -36,13 +37,16 @@ def start_agent(run_dir: Path) -> subprocess.Popen[bytes]:
 
 
 class AgentLink:
-    """Asks the agent of a run. ``request`` connects each time, so a successor agent is found by itself."""
+    """The requests to the agent of a run.
+
+    Each ``request`` opens a new connection, so it finds a successor of the agent.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._run = RunDir(run_dir)
 
     def request(self, message: ExitRun | StopRun | DrainNode, *, timeout_s: float = 5.0) -> Ack:
-        """Send a request and wait for its answer.
+        """Send a request, wait for its answer, and return the answer.
 
         Raises:
             AuthError: the token of the run directory is not that of the agent, or cannot be read.
