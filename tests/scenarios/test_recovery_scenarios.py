@@ -28,7 +28,7 @@ from typing import Any, cast
 
 import pytest
 
-from holdfast.core.decide.recovery_phases import RULES, Order, Phase, PhaseRules, Then
+from holdfast.core.decide.recovery_phases import RULES, Phase, PhaseRules
 from holdfast.core.protocol.health_messages import CopyDigest, StateDigests
 from holdfast.core.protocol.messages import (
     AgentBeat,
@@ -250,7 +250,7 @@ def changed(rules: PhaseRules) -> Iterator[tuple[str, PhaseRules]]:
     """Mutants of one row: the field, and the row with another value there."""
     for order in ("", "fence", "settle", "resume", "leave"):
         if order != rules.order:
-            yield "order", rules._replace(order=cast(Order, order))
+            yield "order", rules._replace(order=order)
     if rules.to_replacement is not None:
         yield "to_replacement", rules._replace(to_replacement=None)
     if rules.until:
@@ -258,7 +258,7 @@ def changed(rules: PhaseRules) -> Iterator[tuple[str, PhaseRules]]:
     if rules.then:
         for then in ("retry", "replace", "restart"):
             if then != rules.then:
-                yield "then", rules._replace(then=cast(Then, then))
+                yield "then", rules._replace(then=then)
         yield "compares", rules._replace(compares=not rules.compares)
     if rules.order in ("settle", "resume"):
         yield "in_place", rules._replace(in_place=not rules.in_place)

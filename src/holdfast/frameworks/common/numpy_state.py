@@ -97,12 +97,12 @@ def metas_to_fill(shards: Iterable[Shard]) -> list[tuple[TensorMeta, memoryview]
 
 
 def digests(source: TensorSource, layout: RankLayout) -> tuple[int, ...]:
-    """One per box: for frameworks that do not count what is written (``frameworks.common.adapter.CountsWrites``)."""
+    """One per box: for frameworks that do not count writes (``frameworks.common.optional_abilities.CountsWrites``)."""
     return tuple(xxhash.xxh3_64_intdigest(source.view(meta.fqn, meta.box)) for meta in layout.tensors)
 
 
 def digest_of(source: TensorSource, parts: Sequence[Extent]) -> int:
-    """xxh3-64 of these parts, in order (``frameworks.common.adapter.ComparesCopies``)."""
+    """xxh3-64 of these parts, in order (``frameworks.common.optional_abilities.ComparesCopies``)."""
     total = xxhash.xxh3_64()
     for part in parts:
         total.update(source.view(part.fqn, part.box)[part.start : part.stop])

@@ -169,11 +169,11 @@ class TcpGroupAdapter(Generic[Kept]):
         return "give all ranks the same seed before they make the model"
 
     def compares(self, fqn: str) -> bool:
-        """Weights and state of the optimizer (``frameworks.common.adapter.ComparesCopies``)."""
+        """Weights and state of the optimizer (``frameworks.common.optional_abilities.ComparesCopies``)."""
         return self.state.trains(fqn)
 
     def digest(self, collected: Collected, parts: Sequence[Extent]) -> int:
-        """64-bit digest of parts of the state (``frameworks.common.adapter.ComparesCopies``)."""
+        """64-bit digest of parts of the state (``frameworks.common.optional_abilities.ComparesCopies``)."""
         return digest_of(self._of_vote() or collected, parts)
 
     def _of_vote(self) -> Collected | None:

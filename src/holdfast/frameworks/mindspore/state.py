@@ -85,7 +85,7 @@ class MindSporeCollected:
         return RankLayout(rank, (*self._state.metas.values(), *self._extras.metas()), world_size)
 
     def writes(self) -> tuple[int, ...]:
-        """Digests: MindSpore does not count (``frameworks.common.adapter.CountsWrites``)."""
+        """Digests: MindSpore does not count (``frameworks.common.optional_abilities.CountsWrites``)."""
         return digests(self, self.layout(0, 1))
 
 

@@ -60,7 +60,7 @@ class TensorFlowCollected:
         return self._state.layout(rank, world_size)
 
     def writes(self) -> tuple[int, ...]:
-        """Digests: TensorFlow does not count (``frameworks.common.adapter.CountsWrites``)."""
+        """Digests: TensorFlow does not count (``frameworks.common.optional_abilities.CountsWrites``)."""
         return digests(self, self.layout(0, 1))
 
 

@@ -305,7 +305,7 @@ class TorchAdapter:
         )
 
     def digest(self, collected: TorchCollected, parts: Sequence[Extent]) -> int:
-        """64-bit digest of parts of the state (``frameworks.common.adapter.ComparesCopies``)."""
+        """64-bit digest of parts of the state (``frameworks.common.optional_abilities.ComparesCopies``)."""
         with named_errors("the copies of the state cannot be compared"):
             return digest_of(collected, parts)
 
@@ -330,11 +330,11 @@ class TorchAdapter:
         return self.state.restore(catalogue, values, (self.rank, self.world_size))
 
     def mark(self, item: Any) -> object:
-        """What shows that a tensor of a batch was written (``frameworks.common.adapter.MarksTensors``)."""
+        """What shows that a tensor of a batch was written (``frameworks.common.optional_abilities.MarksTensors``)."""
         return mark(item)
 
     def digest_batch(self, batch: Any) -> int:
-        """Of what a loader drew (``frameworks.common.adapter.DigestsBatches``)."""
+        """Of what a loader drew (``frameworks.common.optional_abilities.DigestsBatches``)."""
         return digest_of_batch(batch)
 
     def duplicate(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -384,7 +384,7 @@ class TorchAdapter:
         self._sample.note()
 
     def holds_weights(self) -> bool:
-        """The script has put no other ones in their place (``frameworks.common.adapter.KnowsWeights``)."""
+        """The script has put no other ones in their place (``frameworks.common.optional_abilities.KnowsWeights``)."""
         return self._sample.is_there()
 
     def _reseed(self, step: int, part: int, *, between: bool) -> None:
@@ -393,11 +393,11 @@ class TorchAdapter:
         reseed_generators(self.state.generators, self._seed, worker, step, between=between)
 
     def expect(self, batches: int | None) -> None:
-        """The next block has so many batches (``frameworks.common.adapter.Accumulates``)."""
+        """The next block has so many batches (``frameworks.common.optional_abilities.Accumulates``)."""
         self._accumulating.expect(batches)
 
     def share(self, part: int, parts: int) -> None:
-        """The block that begins next is a part of its step (``frameworks.common.adapter.TakesParts``)."""
+        """The block that begins next is a part of its step (``frameworks.common.optional_abilities.TakesParts``)."""
         if parts > 1:
             self.updates.refuse("a step runs in parts")
         self._parts.begin(part, parts)
@@ -505,7 +505,7 @@ class TorchAdapter:
         self._proving = ""
 
     def go_alone(self, *, first: bool, suspected: bool) -> bool:
-        """A run of the block without peers, for its check (``frameworks.common.adapter.ProvesBlocks``)."""
+        """A run of the block without peers, for its check (``frameworks.common.optional_abilities.ProvesBlocks``)."""
         if self._unready() and any(wrapper.static_graph for wrapper in self._ddp):
             return False  # its first passes are counted, and are other ones than those that follow
         if self._ddp and ((self.partial and not first) or 0 < self._passed < SETTLED):
@@ -523,7 +523,7 @@ class TorchAdapter:
 
     @property
     def others(self) -> OtherRanksBlocks | None:
-        """Blocks of other ranks, run here (``frameworks.common.adapter.StandsForOthers``)."""
+        """Blocks of other ranks, run here (``frameworks.common.optional_abilities.StandsForOthers``)."""
         return None if self.partial else OtherRanksBlocks(self._fabric, self.state, self._seed, self.copy)
 
     def found(self) -> Mapping[str, int]:

@@ -14,7 +14,7 @@ import xxhash
 
 from holdfast.core.worker.position import ScriptEvent
 from holdfast.errors import StateError
-from holdfast.frameworks.common.adapter import Adapter, Collected
+from holdfast.frameworks.common.adapter import Collected, StateAdapter
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.store.format.json_values import encode_values
 
@@ -22,7 +22,7 @@ from holdfast.store.format.json_values import encode_values
 class TransferSnapshot:
     """The state to give."""
 
-    def __init__(self, rank: StepParticipant, adapter: Adapter) -> None:
+    def __init__(self, rank: StepParticipant, adapter: StateAdapter) -> None:
         self._rank = rank
         self._adapter = adapter
 

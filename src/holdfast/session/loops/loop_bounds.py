@@ -19,7 +19,7 @@ import logging
 from enum import Enum
 
 from holdfast.errors import ProtocolError, UsageError
-from holdfast.frameworks.common.adapter import Adapter
+from holdfast.frameworks.common.adapter import StateAdapter
 from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.store.format.json_values import decode_values, encode_values
 from holdfast.store.format.manifest import attempt_key
@@ -141,7 +141,9 @@ def compare_bounds(
         )
 
 
-def compare_turns(client: WorkerClient | None, adapter: Adapter, way: str, kind: str, turns: int) -> None:
+def compare_turns(
+    client: WorkerClient | None, adapter: StateAdapter, way: str, kind: str, turns: int
+) -> None:
     """Compare with what the first rank that came to this part of the script has.
 
     Raises:

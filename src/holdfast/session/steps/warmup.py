@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holdfast.frameworks.common.adapter import Adapter, Feed
+from holdfast.frameworks.common.adapter import Feed, GroupAdapter
 from holdfast.session.steps.accumulation import AccumulatingFeed
 from holdfast.session.steps.batches import Batches
 from holdfast.session.steps.step import Step, StepRunner
 
 
-def rehearsals(adapter: Adapter, blocks: StepRunner, feed: Feed | None) -> Iterator[Step]:
+def rehearsals(adapter: GroupAdapter, blocks: StepRunner, feed: Feed | None) -> Iterator[Step]:
     """Steps that never count, on a batch of any rank: what they build and compile is there at the call.
 
     With the update, which a newcomer never rehearses: the survivors' state replaces all that it changes, and finds

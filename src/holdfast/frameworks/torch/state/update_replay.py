@@ -52,7 +52,7 @@ PIECES, PIECE_NUMEL = 4, 8192
 
 
 class UpdateReplay:
-    """Of the one optimizer of a session (``frameworks.common.adapter.Updates``).
+    """Of the one optimizer of a session (``frameworks.common.optional_abilities.Updates``).
 
     Args:
         state: of the session.

@@ -14,7 +14,7 @@ from holdfast.frameworks.torch.state.update_replay import UpdateReplay
 
 
 class TorchGradients:
-    """See :class:`holdfast.frameworks.common.adapter.SeesGradients`."""
+    """See :class:`holdfast.frameworks.common.optional_abilities.SeesGradients`."""
 
     def __init__(self, state: TorchState, updates: UpdateReplay) -> None:
         self._state = state
