@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import re
+from pathlib import Path
 
 import pytest
 
 from holdfast.frameworks.common.adapter import Adapter, GroupAdapter, StateAdapter, StepAdapter
 
 METHODS_MAX = 8
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "new-framework.md"
 PARTS = (StateAdapter, StepAdapter, GroupAdapter)
 
 
@@ -26,3 +29,9 @@ def test_the_adapter_is_its_parts_and_no_method_is_in_two_of_them() -> None:
     assert methods(Adapter) == set() and set(Adapter.__bases__) >= set(PARTS)
     names = [name for part in PARTS for name in methods(part)]
     assert len(names) == len(set(names))
+
+
+def test_the_document_names_the_methods_of_each_part() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (state|step|groups) \|", DOCUMENT.read_text(), re.MULTILINE)
+    found = [{method for method, part in rows if part == name} for name in ("state", "step", "groups")]
+    assert found == [methods(part) for part in PARTS]

@@ -76,7 +76,10 @@ class Feed(Protocol):
     rewinds: bool  # the loop that draws from it can be told to go back to an earlier place
 
     def place(self) -> Mapping[str, int]:
-        """The position after the last batch drawn."""
+        """The position after the last batch drawn.
+
+        Returns: ``epoch``, ``batch`` (of this rank, drawn in the epoch), and what else :meth:`seek` needs.
+        """
 
     def seek(self, place: Mapping[str, int], local: Plain = None) -> None:
         """Go to a position; ``local`` is what :meth:`local_state` said there."""
