@@ -27,14 +27,8 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.exit_codes import Exit
-from holdfast.frameworks.common.adapter import (
-    Adapter,
-    BeginsEqual,
-    Collected,
-    HasGroups,
-    StandsIn,
-    TakesParts,
-)
+from holdfast.frameworks.common.adapter import Adapter, Collected
+from holdfast.frameworks.common.optional_abilities import BeginsEqual, HasGroups, StandsIn, TakesParts
 from holdfast.frameworks.common.state_tree import Plain
 from holdfast.runtime.node.deferred_rank import DeferredRank
 from holdfast.runtime.node.disabled import refuse_session

@@ -356,9 +356,8 @@ class Departures:
         what = f"moves, {node_id} leaves the job ({source})"
         faults = []
         for member in job.roster.on_node(node_id):
-            member.is_excused = True
             faults.append(Fault.of(member, "leave", what, now))
-            job.kill(member, what)
+            job.kill(member, what, excused=True)
         self.recovery.fault(now, *faults)
 
     def _depart(self, now: float, node_id: NodeId, source: str) -> None:

@@ -182,7 +182,7 @@ class TcpGroupAdapter(Generic[Kept]):
         return self.state.trains(fqn)
 
     def digest(self, collected: Collected, parts: Sequence[Extent]) -> int:
-        """Return the 64-bit digest of parts of the state (``frameworks.common.adapter.ComparesCopies``)."""
+        """Return the 64-bit digest of parts of the state (``frameworks.common.optional_abilities.ComparesCopies``)."""
         return digest_of(self._of_vote() or collected, parts)
 
     def _of_vote(self) -> Collected | None:

@@ -86,7 +86,7 @@ class MindSporeCollected:
         return RankLayout(rank, (*self._state.metas.values(), *self._extras.metas()), world_size)
 
     def writes(self) -> tuple[int, ...]:
-        """Return digests, because MindSpore does not count writes (``frameworks.common.adapter.CountsWrites``)."""
+        """Return digests, because MindSpore does not count writes (``CountsWrites``)."""
         return digests(self, self.layout(0, 1))
 
 

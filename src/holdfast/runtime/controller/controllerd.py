@@ -356,7 +356,7 @@ class ControllerDaemon:
             raise InternalError(f"the controller cannot send to {command.to}")
         channel = self._nodes.get(node_id) if node_id is not None else None
         if channel is not None:  # a message that is lost is sent again after the next hello of the node
-            channel.send(message)  # the state machine sends wire messages only
+            channel.send(message)  # type: ignore[arg-type]  # the state machine sends wire messages only
 
 
 def main(run_dir: str, term: str, alone: bool) -> int:

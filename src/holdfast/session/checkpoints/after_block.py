@@ -20,7 +20,7 @@ from holdfast.core.protocol.messages import ExitAgreed
 from holdfast.core.worker.position import ScriptEvent
 from holdfast.core.worker.vote import Tally
 from holdfast.errors import PeerLost, StoreWriteError
-from holdfast.frameworks.common.adapter import Adapter
+from holdfast.frameworks.common.adapter import StateAdapter
 from holdfast.session.checkpoints.checkpointer import Checkpointer
 from holdfast.session.checkpoints.memory_tier import MemoryTier
 from holdfast.session.checkpoints.save_schedule import SaveSchedule
@@ -45,7 +45,7 @@ class AfterBlock:
     def __init__(
         self,
         rank: StepParticipant,
-        adapter: Adapter,
+        adapter: StateAdapter,
         pace: SaveSchedule,
         tier: MemoryTier,
         saver: Checkpointer,

@@ -27,7 +27,8 @@ from holdfast.core.protocol.status_page import Phase
 from holdfast.core.worker.position import ScriptEvent
 from holdfast.core.worker.vote import Ballot
 from holdfast.errors import HoldfastError, InternalError, PeerLost, StateError, StoreWriteError
-from holdfast.frameworks.common.adapter import Adapter, Collected, KnowsWeights, PinsMemory
+from holdfast.frameworks.common.adapter import Collected, StateAdapter
+from holdfast.frameworks.common.optional_abilities import KnowsWeights, PinsMemory
 from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.session.checkpoints.memory_tier import MemoryTier
 from holdfast.session.checkpoints.save_schedule import SaveSchedule
@@ -91,7 +92,7 @@ class Checkpointer:
     def __init__(
         self,
         rank: StepParticipant,
-        adapter: Adapter,
+        adapter: StateAdapter,
         root: Place | None,
         run: str,
         keep: KeepPolicy,

@@ -33,7 +33,8 @@ import numpy as np
 from holdfast.core.ids import NO_VERSION
 from holdfast.core.protocol.status_page import Word
 from holdfast.errors import CheckpointInvalid, StateError
-from holdfast.frameworks.common.adapter import Adapter, Collected, CountsWrites
+from holdfast.frameworks.common.adapter import Collected, StateAdapter
+from holdfast.frameworks.common.optional_abilities import CountsWrites
 from holdfast.session.checkpoints.resume import Resumed, refuse_another_model
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.update_log import ENTRIES_MAX, UpdateRecord
@@ -75,7 +76,7 @@ class MemoryTier:
     def __init__(
         self,
         rank: StepParticipant,
-        adapter: Adapter,
+        adapter: StateAdapter,
         directory: Path | None,
         every: int,
         values: Values,

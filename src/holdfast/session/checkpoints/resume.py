@@ -39,7 +39,7 @@ from holdfast.errors import (
     StoreError,
     UsageError,
 )
-from holdfast.frameworks.common.adapter import Adapter
+from holdfast.frameworks.common.adapter import StateAdapter
 from holdfast.frameworks.common.imported_checkpoint import import_id
 from holdfast.frameworks.common.weight_selection import beside_the_model, extra_states, joined_values
 from holdfast.runtime.node.file_owners import planted
@@ -224,7 +224,7 @@ class ResumeSearch:
 
     def __init__(
         self,
-        adapter: Adapter,
+        adapter: StateAdapter,
         client: WorkerClient | None,
         agree: Callable[[list[int]], list[int]],
         remember: Callable[[int], Resumed],
@@ -364,7 +364,7 @@ class ResumeSearch:
             return None, str(error), error
 
 
-def load_state(adapter: Adapter, path: Place, built: Collection[str] = ()) -> Resumed:
+def load_state(adapter: StateAdapter, path: Place, built: Collection[str] = ()) -> Resumed:
     """Load everything of one checkpoint into this rank.
 
     Args:
@@ -434,7 +434,7 @@ class _Built(NamedTuple):
     extra: frozenset[str]  # extra state of modules, under all of its names
 
 
-def _built(adapter: Adapter) -> _Built:
+def _built(adapter: StateAdapter) -> _Built:
     collected = adapter.collect()
     names = frozenset(meta.fqn for meta in collected.layout(adapter.rank, adapter.world_size).tensors)
     values = collected.values

@@ -20,7 +20,8 @@ import numpy as np
 from holdfast.core.ids import Generation
 from holdfast.core.protocol.messages import Receive, Settle, StateOffered, StateRefused
 from holdfast.errors import CheckpointInvalid, CheckpointMismatch, HoldfastError
-from holdfast.frameworks.common.adapter import Adapter, Collected, GivesPieces, LogsUpdates
+from holdfast.frameworks.common.adapter import Collected, StateAdapter
+from holdfast.frameworks.common.optional_abilities import GivesPieces, LogsUpdates
 from holdfast.frameworks.common.weight_selection import tensors_of, with_values_of
 from holdfast.runtime.net.service_names import state_of
 from holdfast.runtime.node.run_settings import RunSettings
@@ -157,7 +158,7 @@ def _pieces_of(collected: Collected) -> View:
 
 
 def take_over(
-    rank: StepParticipant, adapter: Adapter, client: WorkerClient, tier: MemoryTier, order: Receive
+    rank: StepParticipant, adapter: StateAdapter, client: WorkerClient, tier: MemoryTier, order: Receive
 ) -> Resumed:
     """Load the state of a newcomer from the survivors, or from the state that its predecessor left in memory.
 
@@ -174,7 +175,9 @@ def take_over(
         rank.await_end()
 
 
-def take(adapter: Adapter, client: WorkerClient, order: Receive, again: Collected | None = None) -> Resumed:
+def take(
+    adapter: StateAdapter, client: WorkerClient, order: Receive, again: Collected | None = None
+) -> Resumed:
     """Load this rank's state from the survivors.
 
     Args:
@@ -217,7 +220,7 @@ def take(adapter: Adapter, client: WorkerClient, order: Receive, again: Collecte
     return Resumed(Path("peers"), order.step, values["session"], local, begun)
 
 
-def _put(want: Wanted, adapter: Adapter, again: Collected | None) -> None:
+def _put(want: Wanted, adapter: StateAdapter, again: Collected | None) -> None:
     """Fill a box that no survivor holds. Raises: CheckpointInvalid: no update makes it."""
     if again is None or not (isinstance(adapter, LogsUpdates) and adapter.updates.rebuilds(want.fqn)):
         raise CheckpointInvalid(f"no survivor holds {want.fqn}{want.box}, and no update makes it")

@@ -15,7 +15,7 @@ import xxhash
 
 from holdfast.core.worker.position import ScriptEvent
 from holdfast.errors import StateError
-from holdfast.frameworks.common.adapter import Adapter, Collected
+from holdfast.frameworks.common.adapter import Collected, StateAdapter
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.store.format.json_values import encode_values
 
@@ -23,7 +23,7 @@ from holdfast.store.format.json_values import encode_values
 class TransferSnapshot:
     """Collects the state that this rank gives."""
 
-    def __init__(self, rank: StepParticipant, adapter: Adapter) -> None:
+    def __init__(self, rank: StepParticipant, adapter: StateAdapter) -> None:
         self._rank = rank
         self._adapter = adapter
 

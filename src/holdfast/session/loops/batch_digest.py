@@ -24,7 +24,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import DataError
-from holdfast.frameworks.common.adapter import DigestsBatches, Feed
+from holdfast.frameworks.common.adapter import Feed
+from holdfast.frameworks.common.optional_abilities import DigestsBatches
 from holdfast.frameworks.common.state_tree import Plain
 
 

@@ -8,7 +8,8 @@ from types import FrameType
 from typing import Any
 
 from holdfast.errors import UnsupportedError, UsageError
-from holdfast.frameworks.common.adapter import Adapter, StandsIn
+from holdfast.frameworks.common.adapter import Adapter
+from holdfast.frameworks.common.optional_abilities import StandsIn
 from holdfast.runtime.node.deferred_rank import DeferredRank
 from holdfast.session.checkpoints.after_block import AfterBlock
 from holdfast.session.loops.loop import Loops

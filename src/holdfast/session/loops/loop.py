@@ -31,7 +31,8 @@ from typing import Any, cast
 from holdfast.core.protocol.status_page import Phase
 from holdfast.core.worker.position import ScriptEvent
 from holdfast.errors import StepError, UsageError
-from holdfast.frameworks.common.adapter import Adapter, Feed, StandsForOthers
+from holdfast.frameworks.common.adapter import Adapter, Feed
+from holdfast.frameworks.common.optional_abilities import StandsForOthers
 from holdfast.frameworks.common.state_tree import Plain
 from holdfast.runtime.node.status_page import LOCAL_SIZE_BYTES_MAX
 from holdfast.session.checkpoints.memory_tier import MemoryTier

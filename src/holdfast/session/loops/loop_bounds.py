@@ -20,7 +20,7 @@ import logging
 from enum import Enum
 
 from holdfast.errors import ProtocolError, UsageError
-from holdfast.frameworks.common.adapter import Adapter
+from holdfast.frameworks.common.adapter import StateAdapter
 from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.store.format.json_values import decode_values, encode_values
 from holdfast.store.format.manifest import attempt_key
@@ -140,7 +140,9 @@ def compare_bounds(
         )
 
 
-def compare_turns(client: WorkerClient | None, adapter: Adapter, way: str, kind: str, turns: int) -> None:
+def compare_turns(
+    client: WorkerClient | None, adapter: StateAdapter, way: str, kind: str, turns: int
+) -> None:
     """Compare the number of turns of a part with that of the first rank that reached it.
 
     Args:

@@ -23,7 +23,8 @@ from typing import Any
 import xxhash
 
 from holdfast.core.protocol.messages import FRAME_SIZE_BYTES_MAX
-from holdfast.frameworks.common.adapter import Adapter, Collected, ComparesCopies, DigestsBatches
+from holdfast.frameworks.common.adapter import Collected, StateAdapter
+from holdfast.frameworks.common.optional_abilities import ComparesCopies, DigestsBatches
 from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.session.loops.dataset_check import repeat_on_first
 from holdfast.store.format.json_values import encode_values
@@ -46,7 +47,7 @@ of the model with the digests of the batches of its first step (empty if no load
 class ReplicaStateCheck:
     """Compares the user's state of all ranks, once in the life of a process that began with the other ranks."""
 
-    def __init__(self, adapter: Adapter, client: WorkerClient | None, state: Mapping[str, Any]) -> None:
+    def __init__(self, adapter: StateAdapter, client: WorkerClient | None, state: Mapping[str, Any]) -> None:
         self._adapter = adapter
         self._left_out = {name for name, item in state.items() if getattr(item, "may_differ", False)}
         self._client = None if client is None or client.joining or adapter.world_size == 1 else client
@@ -125,7 +126,7 @@ def all_alike(drawn: Sequence[Sequence[int]]) -> int:
 
 
 def digests(
-    adapter: Adapter, collected: Collected, left_out: Set[str]
+    adapter: StateAdapter, collected: Collected, left_out: Set[str]
 ) -> tuple[str, dict[str, str], dict[str, str]]:
     """Return a digest of the names of this rank's tensors, and those of each item of user state and of each buffer."""
     state = collected.values.get("state", {})

@@ -27,7 +27,8 @@ from collections.abc import Callable, Iterator
 from holdfast.core.worker.position import ScriptEvent
 from holdfast.core.worker.vote import Ballot, Tally
 from holdfast.errors import PeerLost
-from holdfast.frameworks.common.adapter import Adapter, KnowsWeights
+from holdfast.frameworks.common.adapter import StateAdapter
+from holdfast.frameworks.common.optional_abilities import KnowsWeights
 from holdfast.session.loops.loop import Loops
 from holdfast.session.loops.loop_bounds import compare_turns
 from holdfast.session.loops.turn_position import ScriptPart
@@ -48,7 +49,7 @@ class Turns:
     def __init__(
         self,
         rank: StepParticipant,
-        adapter: Adapter,
+        adapter: StateAdapter,
         loops: Loops,
         cast: Callable[[Ballot], Tally],
         leaving: Callable[[], bool],

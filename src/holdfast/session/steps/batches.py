@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdfast.errors import UnsupportedError
-from holdfast.frameworks.common.adapter import MarksTensors
 from holdfast.frameworks.common.batch_copies import Place, rebuilt
+from holdfast.frameworks.common.optional_abilities import MarksTensors
 
 
 class _Given(NamedTuple):

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.errors import ImpureBlockError
-from holdfast.frameworks.common.adapter import ProvesBlocks
+from holdfast.frameworks.common.optional_abilities import ProvesBlocks
 from holdfast.package import DIRECTORY
 
 if TYPE_CHECKING:

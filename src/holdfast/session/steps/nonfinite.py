@@ -22,7 +22,8 @@ import msgspec
 
 from holdfast.core.worker.vote import Tally
 from holdfast.errors import NonFiniteError, UnsupportedError, UsageError
-from holdfast.frameworks.common.adapter import Adapter, SeesGradients
+from holdfast.frameworks.common.adapter import GroupAdapter
+from holdfast.frameworks.common.optional_abilities import SeesGradients
 from holdfast.store.manage.retention import AgeOf, KeepPolicy
 from holdfast.store.read.validation import Validity
 
@@ -50,7 +51,7 @@ class NonfiniteCheck:
         since: the first step whose update used gradients with inf or nan; -1: none did.
     """
 
-    def __init__(self, adapter: Adapter, mode: NonFinite) -> None:
+    def __init__(self, adapter: GroupAdapter, mode: NonFinite) -> None:
         self.since = -1
         self._mode = mode
         self._first = adapter.rank == 0

@@ -49,7 +49,7 @@ from holdfast.core.worker.step import StepMachine
 from holdfast.core.worker.vote import Tally
 from holdfast.errors import CheckpointInvalid, GroupError
 from holdfast.exit_codes import Exit
-from holdfast.frameworks.common.adapter import Adapter, Unsevered
+from holdfast.frameworks.common.adapter import GroupAdapter, Unsevered
 from holdfast.runtime.worker.worker_client import WorkerClient, leave_process
 from holdfast.session.steps.participant_calls import ParticipantCalls
 
@@ -70,7 +70,7 @@ class StepParticipant:
         catalogue_version, layouts: the newest layouts of all ranks, as the ranks sent them.
     """
 
-    def __init__(self, adapter: Adapter, client: WorkerClient | None) -> None:
+    def __init__(self, adapter: GroupAdapter, client: WorkerClient | None) -> None:
         generation = NO_GENERATION if client is None else client.generation
         self.machine = StepMachine(generation, self._observe)
         self.changed = threading.Condition(threading.RLock())

@@ -29,7 +29,12 @@ from holdfast.core.watch.recomputation import (
     read,
 )
 from holdfast.errors import ComputeError, StepError, UnsupportedError
-from holdfast.frameworks.common.adapter import DigestsBatches, ForeignBlocks, ProvesBlocks, StandsForOthers
+from holdfast.frameworks.common.optional_abilities import (
+    DigestsBatches,
+    ForeignBlocks,
+    ProvesBlocks,
+    StandsForOthers,
+)
 
 if TYPE_CHECKING:
     from holdfast.session.steps.step import Step

@@ -24,7 +24,8 @@ from holdfast.core.ids import NO_GENERATION, NO_VERSION, Generation
 from holdfast.core.protocol.health_messages import CopiesDiffer, CopyDigest, ranks_text
 from holdfast.core.worker.vote import Ballot
 from holdfast.errors import StateError, StepError
-from holdfast.frameworks.common.adapter import Adapter, Collected, ComparesCopies
+from holdfast.frameworks.common.adapter import Collected, StateAdapter
+from holdfast.frameworks.common.optional_abilities import ComparesCopies
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.voting import VoteCaster
 from holdfast.store.layouts.layout import Catalogue
@@ -46,7 +47,7 @@ class Verifier:
         every: steps within which all of the state is compared; 0: never.
     """
 
-    def __init__(self, rank: StepParticipant, adapter: Adapter, votes: VoteCaster, every: int) -> None:
+    def __init__(self, rank: StepParticipant, adapter: StateAdapter, votes: VoteCaster, every: int) -> None:
         self._votes = votes
         self._rank = rank
         self._adapter = adapter

@@ -20,12 +20,10 @@ from holdfast.core.protocol.status_page import PageFlag, Phase
 from holdfast.core.worker.position import ScriptEvent
 from holdfast.core.worker.vote import Ballot, Tally
 from holdfast.errors import GroupError, PeerLost, StepError
-from holdfast.frameworks.common.adapter import (
-    Aborted,
+from holdfast.frameworks.common.adapter import Aborted, Adapter, Hooks
+from holdfast.frameworks.common.optional_abilities import (
     Accumulates,
-    Adapter,
     CommunicatesInUpdates,
-    Hooks,
     ProvesBlocks,
     SeesGradients,
     TakesParts,

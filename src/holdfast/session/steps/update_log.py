@@ -22,7 +22,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from holdfast.errors import CheckpointInvalid, StateError
-from holdfast.frameworks.common.adapter import Adapter, LogsUpdates, Updates
+from holdfast.frameworks.common.adapter import StateAdapter
+from holdfast.frameworks.common.optional_abilities import LogsUpdates, Updates
 from holdfast.store.shared_memory.update_log import UpdateLog, open_updates, reachable
 from holdfast.text import plural
 
@@ -48,7 +49,7 @@ class UpdateRecord:
         why_not: the reason why nothing is logged. Empty: updates are logged where some box has only one holder.
     """
 
-    def __init__(self, adapter: Adapter, every: int) -> None:
+    def __init__(self, adapter: StateAdapter, every: int) -> None:
         self.why_not = ""
         self._entries = min(every, ENTRIES_MAX) if every > 0 else ENTRIES_OF_AUTO
         self._measures = every < 1

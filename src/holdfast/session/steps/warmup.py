@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holdfast.frameworks.common.adapter import Adapter, Feed
+from holdfast.frameworks.common.adapter import Feed, GroupAdapter
 from holdfast.session.steps.accumulation import AccumulatingFeed
 from holdfast.session.steps.batches import Batches
 from holdfast.session.steps.step import Step, StepRunner
 
 
-def rehearsals(adapter: Adapter, blocks: StepRunner, feed: Feed | None) -> Iterator[Step]:
+def rehearsals(adapter: GroupAdapter, blocks: StepRunner, feed: Feed | None) -> Iterator[Step]:
     """Yield steps that never count, on a batch of any rank, so that their kernels and buffers exist when the spare is
     called.
 
