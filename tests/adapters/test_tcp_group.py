@@ -27,6 +27,7 @@ from holdfast.frameworks.common.tcp_group import (
     start_limit_s,
 )
 from holdfast.runtime.agent.kv_server import KvServer
+from holdfast.runtime.net.addresses import LOOPBACK, Address
 from holdfast.runtime.worker.worker_client import WorkerClient
 
 FIRST = Generation(1, 1)
@@ -65,11 +66,13 @@ class Line:
 class World:
     """Meshes of several ranks in threads."""
 
-    def __init__(self, folder: Path, size: int) -> None:
+    def __init__(self, folder: Path, size: int, at: Address = LOOPBACK) -> None:
         self.server = KvServer.open(folder / "kv")
         self.lock = threading.Lock()
         self.lines = [Line(self.server, self.lock, rank) for rank in range(size)]
-        self.meshes = [TcpGroup(cast(WorkerClient, line), rank, size) for rank, line in enumerate(self.lines)]
+        ranks = range(size)
+        own = [at._replace(host=f"{at.host}-{rank}") if at.is_path else at for rank in ranks]
+        self.meshes = [TcpGroup(cast(WorkerClient, self.lines[r]), r, size, own[r]) for r in ranks]
 
     def each(self, act: Callable[[TcpGroup], Any], but: int = -1) -> list[Any]:
         """Run ``act`` on every rank at the same time; what it returned or raised."""

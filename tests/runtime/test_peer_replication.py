@@ -12,6 +12,7 @@ from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.protocol.peer_messages import Peer
 from holdfast.core.protocol.status_page import Word
 from holdfast.runtime.agent.peer_replication import PeerReplication, ReplicaServer, pull, push
+from holdfast.runtime.net.addresses import LOOPBACK, Address
 from holdfast.runtime.node.status_page import Page
 from holdfast.store.shared_memory.memory_slots import Slots, kept_steps, marked_step
 from tests.store.test_memory_slots import LAYOUT, State, keep, proves
@@ -27,7 +28,7 @@ class Agent:
         directory.mkdir()
         self.held: list[int] = []
         self.server = ReplicaServer(directory, TOKEN, "n1", self.held.append)
-        self.at = ("127.0.0.1", self.server.start("127.0.0.1"))
+        self.at = self.server.start(LOOPBACK)
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_states_go_to_the_buddy_and_come_back_on_a_third_node(tmp_path: Path, bu
         assert push(home, 2, step, "n1", buddy.at, TOKEN)
     assert kept_steps(buddy.directory, 2) == (8, 12) and buddy.held == [2, 2, 2]
     proves(buddy.directory, 12)
-    assert pull(third, 2, 8, {"n0": ("127.0.0.1", 1), "n1": buddy.at}, TOKEN)
+    assert pull(third, 2, 8, {"n0": Address("127.0.0.1", 1), "n1": buddy.at}, TOKEN)
     proves(third, 8)
     assert not pull(third, 2, 4, {"n1": buddy.at}, TOKEN), "nobody has it any more"
     assert not push(home, 2, 4, "n1", buddy.at, TOKEN), "nor has this node"

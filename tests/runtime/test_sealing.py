@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.protocol.messages import AgentHello, StopRun
 from holdfast.errors import ProtocolError
+from holdfast.runtime.net.addresses import LOOPBACK, Address
 from holdfast.runtime.net.channel import BlockingChannel, Channel, Hub
 from holdfast.runtime.net.service_names import agent_of, controller_of, zygote_of
 from holdfast.runtime.node.spawn import ZYGOTE_MESSAGES, Exited, Spawn, ZygoteMessage
@@ -75,10 +76,10 @@ def test_a_relay_of_the_handshake_cannot_speak_for_the_client() -> None:
     ends, closed = Ends(), asyncio.Event()
 
     async def scenario() -> None:
-        server, port = await ends.hub.listen(AGENT)
+        server, listens = await ends.hub.listen(AGENT, LOOPBACK)
 
         async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            inner, outer = await asyncio.open_connection("127.0.0.1", port)
+            inner, outer = await asyncio.open_connection(*listens)
             writer.write(frame(await one(inner)))
             outer.write(frame(await one(reader)))
             writer.write(frame(await one(inner)))  # both ends are content
@@ -90,10 +91,8 @@ def test_a_relay_of_the_handshake_cannot_speak_for_the_client() -> None:
             closed.set()
 
         middle = await asyncio.start_server(relay, "127.0.0.1", 0)
-        at = middle.sockets[0].getsockname()[1]
-        line = await asyncio.to_thread(
-            lambda: BlockingChannel.connect(MESSAGES, "127.0.0.1", at, TOKEN, AGENT, "cli")
-        )
+        at = Address(*middle.sockets[0].getsockname())
+        line = await asyncio.to_thread(lambda: BlockingChannel.connect(MESSAGES, at, TOKEN, AGENT, "cli"))
         await asyncio.wait_for(closed.wait(), BOUND_S)
         line.close()
         middle.close()
@@ -110,10 +109,10 @@ def test_a_connection_for_one_service_cannot_be_led_to_another(renamed: bool) ->
     ends, told = Ends(), list[ZygoteMessage]()
 
     async def scenario() -> None:
-        server, port = await ends.hub.listen(CONTROLLER)
+        server, listens = await ends.hub.listen(CONTROLLER, LOOPBACK)
 
         async def freed_port(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            inner, outer = await asyncio.open_connection("127.0.0.1", port)
+            inner, outer = await asyncio.open_connection(*listens)
             writer.write(frame(await one(inner)))
             answer = msgspec.msgpack.decode(await one(reader))
             if renamed:
@@ -139,7 +138,7 @@ def test_a_connection_for_one_service_cannot_be_led_to_another(renamed: bool) ->
             on_close=lambda channel: None,
         )
         with pytest.raises(ProtocolError, match="wrong token" if renamed else "another service does"):
-            await agent.connect("127.0.0.1", fake.sockets[0].getsockname()[1], ZYGOTE, "agent")
+            await agent.connect(Address(*fake.sockets[0].getsockname()), ZYGOTE, "agent")
         fake.close()
         server.close()
         await ends.hub.close(1.0)

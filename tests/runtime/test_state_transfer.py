@@ -19,6 +19,7 @@ import pytest
 from holdfast.core.ids import Generation
 from holdfast.errors import AuthError, InternalError, PeerLost
 from holdfast.runtime.net import channel, request_server
+from holdfast.runtime.net.addresses import LOOPBACK, Address
 from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.service_names import state_of
 from holdfast.runtime.worker import state_transfer
@@ -54,14 +55,14 @@ class Servers:
     """Servers by rank, and the boxes that a newcomer wants."""
 
     def __init__(self) -> None:
-        self.at: dict[int, tuple[str, int]] = {}
+        self.at: dict[int, Address] = {}
         self.open: list[StateServer] = []
         self.buffers = {fqn: bytearray(size) for fqn, size in SIZES.items()}
 
     def add(self, rank: int, token: bytes = TOKEN, **changed: object) -> StateServer:
         """One more server."""
         server = StateServer(changed.get("view", view), VALUES, token, state_of(rank, FIRST))  # type: ignore[arg-type]
-        self.at[rank] = ("127.0.0.1", server.start("127.0.0.1"))
+        self.at[rank] = server.start(LOOPBACK)
         self.open.append(server)
         return server
 
@@ -149,7 +150,7 @@ def test_bytes_that_a_stranger_has_changed_are_not_taken(
     servers.add(0)
     servers.add(1)
     with changing(servers.at[0][1], at) as port:
-        servers.at[0] = ("127.0.0.1", port)
+        servers.at[0] = Address("127.0.0.1", port)
         assert fetch(servers.at, servers.wanted((0, 1)), TOKEN, FIRST, (1,)) == VALUES
         servers.check()
         alone = {0: servers.at[0]}
@@ -169,6 +170,7 @@ CHILD = """
 import sys, time
 from tests.runtime.test_state_transfer import TOKEN, VALUES, view
 from holdfast.core.ids import Generation
+from holdfast.runtime.net.addresses import LOOPBACK
 from holdfast.runtime.worker.state_transfer import StateServer
 from holdfast.runtime.net.service_names import state_of
 FIRST = Generation(1, 1)
@@ -177,7 +179,7 @@ def slow(fqn, box, start, stop):
         print("asked", flush=True)
         time.sleep(60)
     return view(fqn, box, start, stop)
-print(StateServer(slow, VALUES, TOKEN, state_of(0, FIRST)).start("127.0.0.1"), flush=True)
+print(StateServer(slow, VALUES, TOKEN, state_of(0, FIRST)).start(LOOPBACK).port, flush=True)
 time.sleep(60)
 """
 
@@ -188,7 +190,7 @@ def test_a_holder_that_is_killed_while_it_serves(servers: Servers) -> None:
         [sys.executable, "-c", CHILD], stdout=subprocess.PIPE, env=env, cwd=SOURCE.parent
     ) as child:
         assert child.stdout is not None
-        servers.at[0] = ("127.0.0.1", int(child.stdout.readline()))
+        servers.at[0] = Address("127.0.0.1", int(child.stdout.readline()))
         servers.add(1)
 
         def kill(fqn: str, at: Box, start: int, stop: int) -> memoryview:
@@ -224,7 +226,7 @@ def test_a_question_for_bytes_that_are_not_there_is_refused(
 ) -> None:
     servers.add(0)
     line: BlockingChannel[state_transfer.Talk] = BlockingChannel.connect(
-        state_transfer._CODEC, *servers.at[0], TOKEN, state_of(0, FIRST), state_transfer.ROLE
+        state_transfer._CODEC, servers.at[0], TOKEN, state_of(0, FIRST), state_transfer.ROLE
     )
     piece = state_transfer.Piece("big", (0,), (BIG,), start, size_bytes)
     for pieces in ((piece,), ()):

@@ -20,6 +20,7 @@ from holdfast.compat.dying_checkpoint import (
 )
 from holdfast.compat.endpoint import LINES, Message, drop_token
 from holdfast.event_log import EventLog
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.channel import Channel, Hub
 from holdfast.runtime.net.connection_limits import raise_limit
 from holdfast.runtime.net.service_names import TTP
@@ -90,7 +91,7 @@ async def serve(host: str, port: int, world_size: int, token: bytes, log: Path) 
     deadline_s = loop.time() + BIND_S
     while True:
         try:
-            listener, _ = await server.hub.listen(TTP, host, port)
+            listener, _ = await server.hub.listen(TTP, Address(host, port))
             break
         except OSError as error:
             if loop.time() > deadline_s:

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from holdfast.cli.screen.error_output import say
 from holdfast.errors import NotMet, UnsupportedError, UsageError
 from holdfast.runtime.agent.peers import address_towards
-from holdfast.runtime.net.addresses import endpoint, family_of, is_loopback, read_endpoint, read_host
+from holdfast.runtime.net.addresses import Address, endpoint, family_of, is_loopback, read_endpoint, read_host
+from holdfast.runtime.net.stream_sockets import dial
 from holdfast.runtime.node.interfaces import GLOO, NCCL, interface_of
 from holdfast.runtime.node.run_settings import JOIN_S, RunSettings, shape
 from holdfast.runtime.node.rundir import read_token
@@ -209,7 +210,7 @@ def _that_answer(addresses: Iterable[str], port: int) -> Iterable[str]:
     """The addresses at which a host is up, whatever listens there."""
     for address in addresses:
         try:
-            socket.create_connection((address, port), ANSWER_S).close()
+            dial(Address(address, port), ANSWER_S).close()
         except ConnectionRefusedError:
             yield address
         except OSError:

@@ -1,4 +1,4 @@
-"""A process group over plain TCP that can be rebuilt: sums of NumPy vectors, for frameworks whose own group cannot.
+"""A process group over plain sockets that can be rebuilt: sums of NumPy vectors, for frameworks whose own group cannot.
 
 Theory. Every rank is connected to every other. A sum is done in two exchanges: rank r receives the r-th part of all
 vectors and adds them in the order of the ranks, then everybody fetches the sums; a short vector is sent to all and
@@ -34,10 +34,11 @@ from numpy.typing import NDArray
 
 from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, InternalError, PeerLost, UsageError
-from holdfast.runtime.net.addresses import family_of
-from holdfast.runtime.net.channel import is_local, tune
-from holdfast.runtime.net.connection_limits import ACCEPT_AGAIN_S, BACKLOG, BURST, ConnectionLimits
+from holdfast.runtime.net.addresses import LOOPBACK, Address
+from holdfast.runtime.net.connection_limits import ACCEPT_AGAIN_S, BURST, ConnectionLimits
+from holdfast.runtime.net.stream_sockets import dial, is_local, listen, tune
 from holdfast.runtime.node.run_settings import RunSettings
+from holdfast.runtime.node.rundir import RunDir
 from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.sealing import KEY_SIZE_BYTES, TAG_SIZE_BYTES, ConnectionKeys, FrameSeal, Sealing, same, tag_of
 
@@ -71,11 +72,11 @@ class TcpGroup:
     Args:
         client: the line to the agent; None only in a world of one.
         rank, world_size: place of this process.
-        host: address of this node.
+        at: where this rank listens, the same for each generation.
     """
 
     def __init__(
-        self, client: WorkerClient | None, rank: int, world_size: int, host: str = "127.0.0.1"
+        self, client: WorkerClient | None, rank: int, world_size: int, at: Address = LOOPBACK
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -84,7 +85,7 @@ class TcpGroup:
         self.on_fault: Callable[[str], None] = _ignore
         self.on_collective: Callable[[int, str], None] = _ignore_count
         self._client = client
-        self._host = host
+        self._at = at
         self._peers: dict[int, _PeerLine] = {}
         self._number = 0
         self._met = False
@@ -115,8 +116,9 @@ class TcpGroup:
             return
         limit_s = start_limit_s() if timeout_s is None else timeout_s
         key = secrets.token_bytes(KEY_SIZE_BYTES)
-        with socket.create_server((self._host, 0), family=family_of(self._host), backlog=BACKLOG) as listener:
-            own = GroupAddress(self._host, int(listener.getsockname()[1]), key)
+        listener, at = listen(self._at)
+        with listener:
+            own = GroupAddress(*at, key)
             places = meet(self._kv(), f"mesh/{generation}", self.rank, self.world_size, own, limit_s)
             deadline_s = time.monotonic() + max(limit_s, HANDSHAKE_S)
             for rank in range(self.rank):
@@ -170,7 +172,7 @@ class TcpGroup:
     def _greet(self, rank: int, place: GroupAddress, generation: Generation, key: bytes) -> _PeerLine:
         """A connection to ``rank`` on which both have proved that they are members. Raises: OSError."""
         nonce = secrets.token_bytes(KEY_SIZE_BYTES)
-        sock = socket.create_connection((place.host, place.port), HANDSHAKE_S)
+        sock = dial(Address(place.host, place.port), HANDSHAKE_S)
         try:
             sock.sendall(_HELLO.pack(MAGIC, generation.pack(), self.rank, nonce))
             proof, theirs = _ANSWER.unpack(_read(sock, _ANSWER.size))
@@ -492,10 +494,17 @@ def start_limit_s() -> float:
 
 
 def host_of(client: WorkerClient | None) -> str:
-    """The address under which the workers of this node are reached by those of others."""
+    """The host at which a framework's own connections reach the workers of this node."""
     if client is None or client.run_dir is None:
-        return "127.0.0.1"
+        return LOOPBACK.host
     return RunSettings.load(client.run_dir).bind
+
+
+def group_address(client: WorkerClient | None) -> Address:
+    """Where this rank listens for the others."""
+    if client is None or client.run_dir is None:
+        return LOOPBACK
+    return RunSettings.load(client.run_dir).address_of(RunDir(client.run_dir), f"group-{client.rank}")
 
 
 def _keys(

@@ -182,9 +182,9 @@ class AgentDaemon:
         Raises:
             HoldfastError: the machine or its surroundings broke; the launcher starts a successor.
         """
-        server, port = await self._hub.listen(agent_of(self._settings.node))
-        self._run.write_endpoint("agent", "127.0.0.1", port, node=self._settings.node)
-        self._journal.append("agent_started", {"pid": os.getpid(), "port": port})
+        server, at = await self._hub.listen(agent_of(self._settings.node), self._run.socket_of("agent"))
+        self._run.write_endpoint("agent", at, node=self._settings.node)
+        self._journal.append("agent_started", {"pid": os.getpid(), "at": str(at)})
         self._driver.guard_loop()
         self._driver.start()
         loop = asyncio.get_running_loop()

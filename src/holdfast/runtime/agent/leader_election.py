@@ -51,6 +51,7 @@ from holdfast.event_log import EventSink
 from holdfast.exit_codes import Exit
 from holdfast.runtime.agent.controller_link import ControllerLink
 from holdfast.runtime.agent.peers import Peers
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.driver import Driver, watched
 from holdfast.runtime.node.event_log_writer import EventLogWriter
 from holdfast.runtime.node.run_settings import RunSettings
@@ -277,7 +278,7 @@ class LeaderElection:
             self._mirror.flush()  # it reads what this node has of the log
             self._link.start(command.term, self._up)
         elif isinstance(command, Follow):
-            self._link.follow(command.lead.host, command.lead.port, command.lead.term)
+            self._link.follow(Address(command.lead.host, command.lead.port), command.lead.term)
         elif isinstance(command, StepDown):
             self._journal.append("stood_down", {"node": self._me, "reason": command.reason})
             self._link.kill_local()

@@ -27,6 +27,7 @@ from holdfast.core.protocol.messages import HeldStates
 from holdfast.core.protocol.peer_messages import Peer
 from holdfast.core.protocol.status_page import Word
 from holdfast.errors import CheckpointInvalid, ProtocolError, StateError
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.driver import watched
 from holdfast.runtime.net.request_server import AnswerServer
@@ -152,7 +153,7 @@ def push(
     rank: int,
     step: int,
     node: str,
-    to: tuple[str, int],
+    to: Address,
     token: bytes,
     generation: int = 0,
 ) -> int:
@@ -162,7 +163,7 @@ def push(
         generation: of the process whose state it is, packed.
     """
     try:
-        line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, *to, token, memory_of(node), ROLE)
+        line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, to, token, memory_of(node), ROLE)
     except (OSError, ProtocolError):
         return 0
     try:
@@ -181,11 +182,11 @@ def push(
         line.close()
 
 
-def pull(directory: Path, rank: int, step: int, peers: Mapping[str, tuple[str, int]], token: bytes) -> bool:
+def pull(directory: Path, rank: int, step: int, peers: Mapping[str, Address], token: bytes) -> bool:
     """Take a state from whichever agent has it; True when it is here, its bytes still to be verified."""
     for node, at in peers.items():
         try:
-            line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, *at, token, memory_of(node), ROLE)
+            line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, at, token, memory_of(node), ROLE)
         except (OSError, ProtocolError):
             continue
         try:
@@ -247,7 +248,7 @@ class PeerReplication:
 
     def begin(self, host: str, fail: Callable[[BaseException], None]) -> int:
         """Take states from others at the returned port, and begin to give; ``fail`` gets what ends that."""
-        port = self._server.start(host)
+        port = self._server.start(Address(host)).port
         self._task = watched(self._run(), fail)
         return port
 
@@ -282,7 +283,7 @@ class PeerReplication:
             buddy = self._buddy()
             arrived = newest.digest
             if buddy is not None:
-                at, generation = (buddy.host, buddy.memory_port), page[Word.GENERATION]
+                at, generation = Address(buddy.host, buddy.memory_port), page[Word.GENERATION]
                 arrived = await asyncio.to_thread(
                     push, self._directory, rank, newest.step, buddy.node_id, at, self._token, generation
                 )
@@ -307,7 +308,9 @@ def puller(run: RunDir, me: str) -> Callable[[int, int], bool]:
             known = msgspec.json.decode(run.peers.read_bytes(), type=list[Peer])
         except (OSError, msgspec.MsgspecError):
             return False
-        others = {str(p.node_id): (p.host, p.memory_port) for p in known if p.node_id != me and p.memory_port}
+        others = {
+            str(p.node_id): Address(p.host, p.memory_port) for p in known if p.node_id != me and p.memory_port
+        }
         return pull(run.pages(), rank, step, others, run.token())
 
     return get

@@ -168,7 +168,7 @@ class Processes:
         self._zygote_pid = endpoint.pid
         service = zygote_of(self._settings.node)
         try:
-            await self._hub.connect(endpoint.host, endpoint.port, service, "agent")
+            await self._hub.connect(endpoint.at, service, "agent")
         except (OSError, ProtocolError):
             return False
         return True

@@ -27,16 +27,16 @@ from pathlib import Path
 
 from holdfast.errors import ProtocolError
 from holdfast.exit_codes import Exit
-from holdfast.runtime.net.channel import RECEIVE_SIZE_BYTES, SEND_TIMEOUT_S, tune
+from holdfast.runtime.net.channel import RECEIVE_SIZE_BYTES, SEND_TIMEOUT_S
 from holdfast.runtime.net.connection_limits import (
     ACCEPT_AGAIN_S,
-    BACKLOG,
     BURST,
     HANDSHAKE_TIMEOUT_S,
     ConnectionLimits,
     raise_limit,
 )
 from holdfast.runtime.net.service_names import zygote_of
+from holdfast.runtime.net.stream_sockets import listen, tune
 from holdfast.runtime.node.early_variables import early_variable, sources
 from holdfast.runtime.node.env_record import versions
 from holdfast.runtime.node.framework_registry import COMMON_PRELOADS, FRAMEWORKS, FrameworkName, note_broken
@@ -99,14 +99,12 @@ class _AgentPeer:
 class Zygote:
     """The server loop. :meth:`serve` returns a :class:`Spawn` in a forked child, None when the zygote ends."""
 
-    def __init__(
-        self, run: RunDir, token: bytes, preloaded: Preloaded, listener: socket.socket, node: str
-    ) -> None:
+    def __init__(self, run: RunDir, token: bytes, preloaded: Preloaded, node: str) -> None:
         self._run = run
         self._service = zygote_of(node)
         self._token = token
         self._preloaded = preloaded
-        self._listener = listener
+        self._listener, _ = listen(run.socket_of("zygote"))
         self._peers: dict[int, _AgentPeer] = {}
         self._strangers: ConnectionLimits[_AgentPeer] = ConnectionLimits()
         self._accepts_at_s = 0.0
@@ -126,7 +124,7 @@ class Zygote:
         ignore_warnings()
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._listener.setblocking(False)
-        self._run.write_endpoint("zygote", "127.0.0.1", int(self._listener.getsockname()[1]))
+        self._run.write_endpoint("zygote", self._run.socket_of("zygote"))
         while not self._over():
             deaf = time.monotonic() < self._accepts_at_s
             poller = select.poll()
@@ -386,8 +384,7 @@ def main(run_dir: str) -> int:
     settings = RunSettings.load(run.path)
     early = _early(settings)
     preloaded = Preloaded({}, {}, 1, early) if early else preload(settings.framework, settings.preload)
-    listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-    spawn = Zygote(run, run.token(), preloaded, listener, settings.node).serve()
+    spawn = Zygote(run, run.token(), preloaded, settings.node).serve()
     if spawn is None:
         atexit._run_exitfuncs()  # of modules that the user has preloaded
         sys.stdout.flush()

@@ -16,14 +16,10 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from holdfast.errors import ProtocolError
-from holdfast.runtime.net.addresses import family_of
-from holdfast.runtime.net.channel import RECEIVE_SIZE_BYTES, is_local, tune
-from holdfast.runtime.net.connection_limits import (
-    ACCEPT_AGAIN_S,
-    BACKLOG,
-    HANDSHAKE_TIMEOUT_S,
-    ConnectionLimits,
-)
+from holdfast.runtime.net.addresses import Address
+from holdfast.runtime.net.channel import RECEIVE_SIZE_BYTES
+from holdfast.runtime.net.connection_limits import ACCEPT_AGAIN_S, HANDSHAKE_TIMEOUT_S, ConnectionLimits
+from holdfast.runtime.net.stream_sockets import is_local, listen, tune
 from holdfast.sealing import tag_of
 from holdfast.wire import NONCE_SIZE_BYTES, Codec, Link
 
@@ -57,13 +53,16 @@ class AnswerServer(ABC, Generic[M]):
     def _answer(self, message: M) -> tuple[M, Sequence[memoryview]]:
         """The answer, and what follows it on the line as raw bytes. In the thread of the line."""
 
-    def start(self, host: str) -> int:
-        """Listen on ``host``; returns the port."""
-        self._listener = socket.create_server((host, 0), family=family_of(host), backlog=BACKLOG)
+    def start(self, at: Address) -> Address:
+        """Listen at ``at``; returns where that is: port 0 means any free one.
+
+        Raises: as ``stream_sockets.listen``.
+        """
+        self._listener, at = listen(at)
         threading.Thread(
             target=self._accept, args=(self._listener,), name="holdfast-serve", daemon=True
         ).start()
-        return int(self._listener.getsockname()[1])
+        return at
 
     def close(self) -> None:
         """Stop; lines under way are cut."""

@@ -68,9 +68,7 @@ class AgentLink:
 
     def _ask(self, to: Endpoint, token: bytes, message: WireMessage, deadline_s: float) -> Ack:
         left_s = max(RETRY_S, deadline_s - time.monotonic())
-        channel = BlockingChannel.connect(
-            MESSAGES, to.host, to.port, token, agent_of(to.node), "cli", timeout_s=left_s
-        )
+        channel = BlockingChannel.connect(MESSAGES, to.at, token, agent_of(to.node), "cli", timeout_s=left_s)
         try:
             channel.send(message)
             while True:

@@ -15,8 +15,9 @@ import msgspec
 from holdfast.core.ids import RUN_ID_LENGTH_MAX
 from holdfast.core.watch.stall_detector import Limits
 from holdfast.errors import UsageError
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.node.framework_registry import FrameworkName
-from holdfast.runtime.node.rundir import write_private
+from holdfast.runtime.node.rundir import RunDir, write_private
 from holdfast.runtime.node.secret_masking import masked
 from holdfast.text import plural
 
@@ -156,6 +157,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     def several(self) -> bool:
         """More than one node may take part."""
         return self.nnodes_max > 1
+
+    def address_of(self, run: RunDir, name: str) -> Address:
+        """Where a process of this node listens as ``name`` for all nodes: on the network only if there are several."""
+        return Address(self.bind) if self.several else run.socket_of(name)
 
     @property
     def node_of_several(self) -> str:

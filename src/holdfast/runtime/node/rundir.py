@@ -16,6 +16,7 @@ import msgspec
 
 from holdfast.core.ids import MemberId
 from holdfast.errors import AuthError, UsageError
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.multiprocessing_sockets import remove_sockets_of
 from holdfast.runtime.node.process_info import serves
 from holdfast.store.backends.durable_files import sync_directory
@@ -48,6 +49,11 @@ class Endpoint(msgspec.Struct, frozen=True):
     pid: int
     term: int = 0  # of a controller
     node: str = ""
+
+    @property
+    def at(self) -> Address:
+        """Both as one."""
+        return Address(self.host, self.port)
 
 
 def write_private(path: Path, data: bytes, *, durable: bool = False) -> None:
@@ -274,9 +280,13 @@ class RunDir:
         """File of the endpoint of ``agent``, ``controller`` or ``zygote``."""
         return self.path / f"{name}.json"
 
-    def write_endpoint(self, name: str, host: str, port: int, term: int = 0, node: str = "") -> None:
+    def socket_of(self, name: str) -> Address:
+        """Where ``name`` listens for processes of this host: a Unix socket in the private directory of the pages."""
+        return Address(str(self.pages() / f"{name}.socket"))
+
+    def write_endpoint(self, name: str, at: Address, term: int = 0, node: str = "") -> None:
         """Publish where this process listens."""
-        endpoint = Endpoint(host, port, os.getpid(), term, node)
+        endpoint = Endpoint(*at, os.getpid(), term, node)
         write_private(self.endpoint_path(name), msgspec.json.encode(endpoint))
 
     def read_endpoint(self, name: str) -> Endpoint | None:

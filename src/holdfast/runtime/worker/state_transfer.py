@@ -23,6 +23,7 @@ import msgspec
 
 from holdfast.core.ids import Generation
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.request_server import TIMEOUT_S, AnswerServer
 from holdfast.runtime.net.service_names import state_of
@@ -129,7 +130,7 @@ class StateServer(AnswerServer[Talk]):
 
 
 def fetch(
-    sources: Mapping[int, tuple[str, int]],
+    sources: Mapping[int, Address],
     wanted: Sequence[Wanted],
     token: bytes,
     generation: Generation,
@@ -139,7 +140,7 @@ def fetch(
     """Fill all buffers from their holders, and return the plain values.
 
     Args:
-        sources: rank -> host and port of its server.
+        sources: rank -> where its server listens.
         generation: for which they serve.
         values_from: sources to ask for the values, the next one when one does not answer; by rank when empty.
         moved: called with the number of bytes of each batch that was taken.
@@ -184,7 +185,7 @@ class _FetchedPart(msgspec.Struct):
 class _SourcePeer:
     """One connection, made at its first use. ``lost`` says why it is not used any more."""
 
-    def __init__(self, rank: int, at: tuple[str, int], token: bytes, service: str) -> None:
+    def __init__(self, rank: int, at: Address, token: bytes, service: str) -> None:
         self.rank = rank
         self.lost = ""
         self._at = at
@@ -209,7 +210,7 @@ class _SourcePeer:
             raise PeerLost(self.lost)
         try:
             if self._channel is None:
-                self._channel = BlockingChannel.connect(_CODEC, *self._at, self._token, self._service, ROLE)
+                self._channel = BlockingChannel.connect(_CODEC, self._at, self._token, self._service, ROLE)
             self._channel.send(question)
             answer = self._channel.receive_answer(TIMEOUT_S)
             if isinstance(answer, kind):

@@ -22,6 +22,7 @@ from holdfast.core.protocol.messages import Receive, Settle, StateOffered, State
 from holdfast.errors import CheckpointInvalid, CheckpointMismatch, HoldfastError
 from holdfast.frameworks.common.adapter import Adapter, Collected, GivesPieces, LogsUpdates
 from holdfast.frameworks.common.weight_selection import tensors_of, with_values_of
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.service_names import state_of
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir
@@ -37,7 +38,8 @@ from holdfast.store.layouts.value_sources import speakers
 
 log = logging.getLogger("holdfast")
 
-LOOPBACK = "127.0.0.1"
+NOWHERE = Address("")
+"""Of a rank that has nothing to give: each reads its own copy."""
 
 
 class MemoryTierQuery(Protocol):
@@ -75,8 +77,7 @@ class StateSource:
         self._boundary = boundary
         self._collect = collect
         self._server: StateServer | None = None
-        self._given: tuple[Settle, int] | None = None  # what the server is for, and its port
-        self._host = _reachable(client)
+        self._given: tuple[Settle, Address] | None = None  # what the server is for, and where it listens
 
     def give(self, settle: Settle) -> None:
         """Serve the state of ``settle.step``, or see that the one to go back to is sound; in the task thread.
@@ -97,7 +98,7 @@ class StateSource:
             except HoldfastError as error:
                 log.error("holdfast: this rank cannot go back: %s", error)  # as below
             else:
-                self._offer(settle.generation, settle.rewind, 0)
+                self._offer(settle.generation, settle.rewind, NOWHERE)
             return
         try:
             frozen = self._boundary(settle)
@@ -112,19 +113,19 @@ class StateSource:
             service = state_of(self._client.rank, settle.generation)
             token = _token(self._client)
             server = StateServer(_pieces_of(collected), values, token, service, self._client.moved)
-            port = server.start(self._host)
+            at = server.start(_own_address(self._client))
         except (HoldfastError, OSError) as error:
             log.error("holdfast: this rank cannot give its state: %s", error)
             self._decline(settle, error)
             return
         self.stop()
-        self._server, self._given = server, (settle, port)
-        self._offer(settle.generation, settle.step, port)
+        self._server, self._given = server, (settle, at)
+        self._offer(settle.generation, settle.step, at)
 
-    def _offer(self, generation: Generation, step: int, port: int) -> None:
+    def _offer(self, generation: Generation, step: int, at: Address) -> None:
         self._client.send(
             StateOffered(
-                member_id=self._client.member_id, generation=generation, step=step, host=self._host, port=port
+                member_id=self._client.member_id, generation=generation, step=step, host=at.host, port=at.port
             )
         )
 
@@ -184,7 +185,7 @@ def take(adapter: Adapter, client: WorkerClient, order: Receive, again: Collecte
         PeerLost: a box has no holder left.
     """
     token = _token(client)
-    sources = {int(rank): at for rank, at in order.sources.items()}
+    sources = {int(rank): Address(*at) for rank, at in order.sources.items()}
     catalogue = catalogue_of(order.layouts.by_rank())
     own = {t.fqn for t in catalogue.tensors if adapter.rank in catalogue.grids[t.grid].ranks}
     asked = dict.fromkeys([*speakers(catalogue, own, sources), *sorted(sources)])
@@ -236,12 +237,11 @@ def _holders(
     return found
 
 
-def _reachable(client: WorkerClient) -> str:
-    """The address at which newcomers find this process: loopback, unless they may be on other hosts."""
-    if client.run_dir is None:
-        return LOOPBACK
+def _own_address(client: WorkerClient) -> Address:
+    """Where newcomers find this process: they may be on other hosts only where the run has several."""
+    assert client.run_dir is not None
     settings = RunSettings.load(client.run_dir)
-    return settings.bind if settings.several and not settings.library else LOOPBACK
+    return settings.address_of(RunDir(client.run_dir), f"state-{client.rank}")
 
 
 def _token(client: WorkerClient) -> bytes:
