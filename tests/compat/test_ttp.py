@@ -21,6 +21,7 @@ from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.service_names import TTP
 from holdfast.runtime.node.spawn import free_port
+from holdfast.sealing import Secret
 from holdfast.store.backends.location import ROOT_VARIABLE
 from holdfast.store.manage.checkpoint_root import Root
 from tests.cli.command import clean_environment
@@ -219,7 +220,7 @@ def test_a_host_may_be_given_by_its_name(tmp_path: Path, monkeypatch: pytest.Mon
     try:
         until("it listens", lambda: event_log.read(path).events)
         rank = BlockingChannel.connect(
-            LINES, Address("localhost", port), token("localhost", port), TTP, "worker"
+            LINES, Address("localhost", port), Secret(token("localhost", port)), TTP, "worker"
         )
         rank.close()
     finally:
@@ -239,9 +240,9 @@ def test_a_stranger_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     try:
         until("it listens", lambda: path.exists() and event_log.read(path).events)
         with pytest.raises(AuthError):
-            BlockingChannel.connect(LINES, Address("127.0.0.1", port), b"y" * 64, TTP, "worker")
+            BlockingChannel.connect(LINES, Address("127.0.0.1", port), Secret(b"y" * 64), TTP, "worker")
         honest = BlockingChannel.connect(
-            LINES, Address("127.0.0.1", port), token("127.0.0.1", port), TTP, "worker"
+            LINES, Address("127.0.0.1", port), Secret(token("127.0.0.1", port)), TTP, "worker"
         )
         honest.send(Here(rank=0, world_size=1, pid=1))
         until("it is heard", lambda: [e for e in event_log.read(path).events if e.kind == "here"])
@@ -278,7 +279,7 @@ def test_a_stopped_rank_leaves_when_the_controller_is_lost(
     until("it listens", lambda: event_log.read(path).events)
     rank = subprocess.Popen([sys.executable, "-c", STOPPED, str(port)], stderr=subprocess.PIPE, text=True)
     other = BlockingChannel.connect(
-        LINES, Address("127.0.0.1", port), token("127.0.0.1", port), TTP, "worker"
+        LINES, Address("127.0.0.1", port), Secret(token("127.0.0.1", port)), TTP, "worker"
     )
     try:
         other.send(Here(rank=1, world_size=2, pid=1))

@@ -42,6 +42,7 @@ from holdfast.runtime.node.agent_client import AgentLink
 from holdfast.runtime.node.rundir import RunDir, try_lock
 from holdfast.runtime.node.status_page import Page
 from holdfast.runtime.worker.worker_client import WorkerClient
+from holdfast.sealing import Secret
 from holdfast.wire import MESSAGES, WireMessage
 from tests.runtime.runs import until
 
@@ -75,7 +76,7 @@ class Desk:
         self._stop = asyncio.Event()
         hub: Hub[WireMessage] = Hub(
             MESSAGES,
-            self.run.token(),
+            self.run.secret(),
             on_open=self.channels.append,
             on_message=self._hear,
             on_close=lambda channel: self.channels.remove(channel),
@@ -141,7 +142,7 @@ def test_a_wrong_token_is_refused(run: RunDir) -> None:
         endpoint = run.read_endpoint("agent")
         assert endpoint is not None
         with pytest.raises(AuthError, match="wrong token"):
-            BlockingChannel.connect(MESSAGES, endpoint.at, b"x" * 64, agent_of("node0"), "worker")
+            BlockingChannel.connect(MESSAGES, endpoint.at, Secret(b"x" * 64), agent_of("node0"), "worker")
         until("counted", lambda: desk.refused.get("token") == 1)
         assert desk.heard == []
         run.token_file.write_bytes(secrets.token_hex(32).encode())
@@ -152,14 +153,14 @@ def test_a_wrong_token_is_refused(run: RunDir) -> None:
 def test_a_token_that_others_can_read_is_refused(run: RunDir) -> None:
     run.token_file.chmod(0o644)
     with pytest.raises(AuthError, match="can be read by others"):
-        run.token()
+        run.secret()
 
 
 def test_a_file_that_is_no_token_is_not_read_whole(run: RunDir) -> None:
     with run.token_file.open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(AuthError, match="more than 4096 bytes") as refused:
-        run.token()
+        run.secret()
     assert refused.value.hint == "check the path"
 
 
@@ -182,7 +183,7 @@ def test_an_oversized_frame_after_the_handshake_is_cut_off(run: RunDir) -> None:
     with Desk(run) as desk:
         endpoint = run.read_endpoint("agent")
         assert endpoint is not None
-        channel = BlockingChannel.connect(MESSAGES, endpoint.at, run.token(), agent_of("node0"), "worker")
+        channel = BlockingChannel.connect(MESSAGES, endpoint.at, run.secret(), agent_of("node0"), "worker")
         with socket.socket(fileno=os.dup(channel.fileno())) as sock:
             sock.sendall(b"\x7f\xff\xff\xff")
             with pytest.raises(ConnectionError):

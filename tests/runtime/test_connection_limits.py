@@ -27,7 +27,7 @@ from holdfast.runtime.worker.state_transfer import fetch
 from holdfast.wire import MESSAGES, frame
 from tests.runtime.runs import BOUND_S, SOURCE, Run, until
 from tests.runtime.strangers import LIMIT, Crowd, many_files
-from tests.runtime.test_state_transfer import FIRST, TOKEN, VALUES
+from tests.runtime.test_state_transfer import FIRST, SECRET, VALUES
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_the_limit_is_raised_to_the_hard_one(monkeypatch: pytest.MonkeyPatch) ->
 CHILD = f"""
 import os, resource, sys, threading
 from holdfast.runtime.net.addresses import Address
-from tests.runtime.test_state_transfer import FIRST, TOKEN, VALUES, view
+from tests.runtime.test_state_transfer import FIRST, SECRET, VALUES, view
 resource.setrlimit(resource.RLIMIT_NOFILE, ({LIMIT}, {LIMIT}))
 
 def own_work():
@@ -94,7 +94,7 @@ from holdfast.runtime.net.addresses import LOOPBACK, Address
 from holdfast.runtime.net.channel import Hub
 from holdfast.wire import MESSAGES, frame
 async def main():
-    hub = Hub(MESSAGES, TOKEN, on_open=lambda c: None, on_message=lambda c, m: c.send(m), on_close=lambda c: None)
+    hub = Hub(MESSAGES, SECRET, on_open=lambda c: None, on_message=lambda c, m: c.send(m), on_close=lambda c: None)
     server, at = await hub.listen("echo", Address(sys.argv[2]))
     print(*at, flush=True)
     await asyncio.to_thread(own_work)
@@ -103,7 +103,7 @@ asyncio.run(main())
 ANSWERS = """
 from holdfast.runtime.worker.state_transfer import StateServer
 from holdfast.runtime.net.service_names import state_of
-print(*StateServer(view, VALUES, TOKEN, state_of(0, FIRST)).start(Address(sys.argv[2])), flush=True)
+print(*StateServer(view, VALUES, SECRET, state_of(0, FIRST)).start(Address(sys.argv[2])), flush=True)
 own_work()
 """
 ZYGOTE = """
@@ -111,7 +111,7 @@ from holdfast.runtime.node.rundir import RunDir
 from holdfast.runtime.node.spawn import Preloaded
 from holdfast.runtime.agent.zygote import Zygote
 run = RunDir(sys.argv[1])
-zygote = Zygote(run, TOKEN, Preloaded({}, {}, 1), "node0")
+zygote = Zygote(run, SECRET, Preloaded({}, {}, 1), "node0")
 print(*run.socket_of("zygote"), flush=True)
 threading.Thread(target=own_work, daemon=True).start()
 zygote.serve()
@@ -190,19 +190,19 @@ def befriend(code: str, at: Address) -> None:
     """A member comes, and is answered."""
     if code == HUB:
         with closing(
-            BlockingChannel.connect(MESSAGES, at, TOKEN, "echo", "worker", timeout_s=BOUND_S)
+            BlockingChannel.connect(MESSAGES, at, SECRET, "echo", "worker", timeout_s=BOUND_S)
         ) as hub:
             hub.send(StopRun(reason="echo"))
             assert hub.receive(BOUND_S) == StopRun(reason="echo")
     elif code == ZYGOTE:
         with closing(
             BlockingChannel.connect(
-                ZYGOTE_MESSAGES, at, TOKEN, zygote_of("node0"), "agent", timeout_s=BOUND_S
+                ZYGOTE_MESSAGES, at, SECRET, zygote_of("node0"), "agent", timeout_s=BOUND_S
             )
         ) as line:
             assert isinstance(line.receive(BOUND_S), Preloaded)
     else:
-        assert fetch({0: at}, [], TOKEN, FIRST) == VALUES
+        assert fetch({0: at}, [], SECRET, FIRST) == VALUES
 
 
 @pytest.mark.processes

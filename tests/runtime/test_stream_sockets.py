@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from holdfast.errors import UsageError
-from holdfast.runtime.net import stream_sockets
 from holdfast.runtime.net.addresses import LOOPBACK, Address
 from holdfast.runtime.net.stream_sockets import (
     PATH_SIZE_BYTES_MAX,
@@ -105,7 +104,7 @@ def test_a_file_system_without_sockets_is_named(private: Path, monkeypatch: pyte
         def bind(self, address: object) -> None:
             raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(stream_sockets.socket, "socket", Unable)
+    monkeypatch.setattr("holdfast.runtime.net.stream_sockets.socket.socket", Unable)
     with pytest.raises(UsageError, match=f"no socket can be made in {private}: Operation not") as refused:
         listen(Address(str(private / "agent")))
     assert "--run-dir" in refused.value.hint

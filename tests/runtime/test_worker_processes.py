@@ -261,7 +261,7 @@ async def hangs_up(run: RunDir, times: int) -> AsyncIterator[None]:
 
     hub: Hub[ZygoteMessage] = Hub(
         ZYGOTE_MESSAGES,
-        run.token(),
+        run.secret(),
         on_open=opened,
         on_message=lambda channel, message: None,
         on_close=lambda channel: None,

@@ -31,7 +31,7 @@ def test_an_order_that_comes_again_leaves_the_server_as_it_is(tmp_path: Path) ->
         return SimpleNamespace(view=lambda fqn, box: memoryview(b"")), {"collected": collected}
 
     def read(offer: StateOffered) -> object:
-        found = fetch({0: Address(offer.host, offer.port)}, [], run.token(), offer.generation, (0,))
+        found = fetch({0: Address(offer.host, offer.port)}, [], run.secret(), offer.generation, (0,))
         return decode_mapping(found, "values")["collected"]
 
     def require(step: int) -> None:

@@ -25,6 +25,7 @@ from holdfast.runtime.net.channel import Channel, Hub
 from holdfast.runtime.net.connection_limits import raise_limit
 from holdfast.runtime.net.service_names import TTP
 from holdfast.runtime.node.rundir import read_token
+from holdfast.sealing import Secret
 
 EMPTY_S = 300.0  # nobody came within this
 BIND_S = 10.0  # the controller of the job before may still hold the port
@@ -35,14 +36,14 @@ CLOSE_S = 2.0
 class TtpServer:
     """Carries out the controller's commands."""
 
-    def __init__(self, controller: DyingCheckpoint, journal: EventLog, token: bytes) -> None:
+    def __init__(self, controller: DyingCheckpoint, journal: EventLog, secret: Secret) -> None:
         self._controller = controller
         self._journal = journal
         self._lines: dict[int, Channel[Message]] = {}
         self._begun = asyncio.Event()
         self._over = asyncio.Event()
         self.hub: Hub[Message] = Hub(
-            LINES, token, on_open=lambda channel: None, on_message=self._heard, on_close=self._closed
+            LINES, secret, on_open=lambda channel: None, on_message=self._heard, on_close=self._closed
         )
 
     async def run(self) -> None:
@@ -83,10 +84,10 @@ class TtpServer:
                     self._over.set()
 
 
-async def serve(host: str, port: int, world_size: int, token: bytes, log: Path) -> int:
+async def serve(host: str, port: int, world_size: int, secret: Secret, log: Path) -> int:
     """Listen and decide; returns 1 when the port stays taken."""
     journal = EventLog.open(log, "ttp")
-    server = TtpServer(DyingCheckpoint(world_size), journal, token)
+    server = TtpServer(DyingCheckpoint(world_size), journal, secret)
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + BIND_S
     while True:
@@ -112,7 +113,7 @@ def main(host: str, port: str, world_size: str, token_file: str, log: str) -> in
     path = Path(token_file)
     secret = read_token(path)
     try:
-        return asyncio.run(serve(host, int(port), int(world_size), secret, Path(log)))
+        return asyncio.run(serve(host, int(port), int(world_size), Secret(secret), Path(log)))
     finally:
         drop_token(path, secret)
 

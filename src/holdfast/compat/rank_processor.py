@@ -51,6 +51,7 @@ from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.service_names import TTP
 from holdfast.runtime.node.rundir import open_log
+from holdfast.sealing import Secret
 from holdfast.session.exit_requests import ExitWatch
 
 log = logging.getLogger("holdfast")
@@ -141,7 +142,7 @@ class Processor:
         while True:
             try:
                 self._channel = BlockingChannel.connect(
-                    LINES, Address(host, port), token(host, port), TTP, ROLE
+                    LINES, Address(host, port), Secret(token(host, port)), TTP, ROLE
                 )
                 break
             except (OSError, AuthError, ProtocolError) as error:

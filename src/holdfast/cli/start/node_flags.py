@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from holdfast.cli.screen.error_output import say
 from holdfast.errors import NotMet, UnsupportedError, UsageError
+from holdfast.frame_encryption import require_encryption
 from holdfast.runtime.agent.peers import address_towards
 from holdfast.runtime.net.addresses import Address, endpoint, family_of, is_loopback, read_endpoint, read_host
 from holdfast.runtime.net.stream_sockets import dial
@@ -26,6 +27,7 @@ NPROC_MAX = 4096
 LOOK_S = 1.0
 ANSWER_S = 2.0  # a host that is up answers a dial within this, be it by a refusal
 RUN_HELP = "holdfast run --help"
+ENCRYPTED = "what Holdfast sends to other hosts is encrypted; what gloo and NCCL send is not"
 
 
 class NodeFlags(NamedTuple):
@@ -266,6 +268,14 @@ def read_secret(path: str | None, nodes: NodeFlags) -> bytes:
     return read_token(Path(path))
 
 
+def encrypts(values: Mapping[str, Any], nodes: NodeFlags) -> bool:
+    """What Holdfast sends between hosts is encrypted. Raises: UsageError: the package is missing."""
+    if not (values["encrypt"] and nodes.several):
+        return False
+    require_encryption()
+    return True
+
+
 def node_notes(nodes: NodeFlags, settings: RunSettings) -> tuple[str, ...]:
     """What the user reads first about several nodes."""
     if not nodes.several:
@@ -277,6 +287,8 @@ def node_notes(nodes: NodeFlags, settings: RunSettings) -> tuple[str, ...]:
         notes.append(
             f"{nodes.bind} is this machine only: hosts of their own need --master-addr (or --bind ADDRESS)"
         )
+    if settings.encrypts:
+        notes.append(ENCRYPTED)
     if nodes.most == 2 and not settings.witness:
         notes.append(
             "two nodes are no majority of each other: when one is lost, the other one saves a checkpoint and "

@@ -74,7 +74,9 @@ def threads_of(user: int) -> int:
 
 def _require_interpreter(settings: RunSettings) -> None:
     """It runs Holdfast's worker. Raises: UsageError."""
-    words = [settings.python, "-c", "import holdfast.runtime.worker.entry"]
+    checks = "from holdfast.frame_encryption import require_encryption; require_encryption()"
+    code = f"import holdfast.runtime.worker.entry{f'; {checks}' if settings.encrypts else ''}"
+    words = [settings.python, "-c", code]
     named = f"PYTHON_EXEC={settings.python}"
     hint = "name an interpreter that has Holdfast installed, or leave PYTHON_EXEC out"
     try:

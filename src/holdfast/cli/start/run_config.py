@@ -24,6 +24,7 @@ from holdfast.cli.start.misplaced_flags import misplaced
 from holdfast.cli.start.node_flags import (
     RUN_HELP,
     NodeFlags,
+    encrypts,
     node_notes,
     read_counts,
     read_nodes,
@@ -111,6 +112,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         first_contacts=nodes.first_contacts,
         join_s=nodes.join_s,
         bind=nodes.bind,
+        encrypts=encrypts(values, nodes),
         witness=str(absolute(values["witness"])) if values["witness"] is not None else "",
         master_addr=read_host(str(values["master_addr"]).strip(), "--master-addr"),
         master_port=0 if nodes.several else int(values["master_port"] or 0),
@@ -159,8 +161,11 @@ def _refuse_and_note(values: Mapping[str, Any], given: frozenset[str]) -> tuple[
         )
     if "rdzv_backend" in given:
         notes.append(f"--rdzv-backend has no effect: {BY_KEY['local_addr'].about}")
-    if "rdzv_endpoint" in given and str(values["nnodes"]) in ("1", "1:1"):
-        notes.append("--rdzv-endpoint has no effect: one node meets nobody")
+    if str(values["nnodes"]) in ("1", "1:1"):
+        if "rdzv_endpoint" in given:
+            notes.append("--rdzv-endpoint has no effect: one node meets nobody")
+        if values["encrypt"]:
+            notes.append("--encrypt has no effect: on one node nothing that Holdfast sends leaves the host")
     return tuple(notes)
 
 

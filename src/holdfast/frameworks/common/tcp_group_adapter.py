@@ -71,7 +71,7 @@ class TcpGroupAdapter(Generic[Kept]):
         """Our connections, not met before they are used: the session finds its agent first."""
         if self._mesh is None:
             client = WorkerClient.current()
-            self._mesh = TcpGroup(client, self.rank, self.world_size, group_address(client))
+            self._mesh = TcpGroup(client, self.rank, self.world_size, *group_address(client))
         return self._mesh
 
     @property

@@ -157,7 +157,7 @@ class AgentDaemon:
         )
         self._hub: Hub[WireMessage] = Hub(
             MESSAGES,
-            run.token(),
+            run.secret(),
             on_open=lambda channel: None,
             on_message=self._heard,
             on_close=self._closed,
@@ -223,7 +223,7 @@ class AgentDaemon:
         self._buddies = PeerReplication(
             self._node_id,
             self._run.pages(),
-            self._run.token(),
+            self._settings.secret_of(self._run),
             lambda: [self._run.page_path(member_id) for member_id in self._procs.living],
             lambda: {n: peers.known[n] for n in peers.here if n != self._node_id},
             self._driver.post,

@@ -28,6 +28,7 @@ from holdfast.runtime.net.channel import Channel, Hub
 from holdfast.runtime.net.driver import watched
 from holdfast.runtime.net.service_names import controller_of
 from holdfast.runtime.node.process_info import kill_if, serves
+from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import MODULES, Endpoint, RunDir, open_log
 from holdfast.wire import MESSAGES, WireMessage
 
@@ -51,6 +52,7 @@ class ControllerLink:
     def __init__(
         self,
         run: RunDir,
+        settings: RunSettings,
         journal: EventSink,
         post: Callable[[Message], None],
         *,
@@ -71,7 +73,7 @@ class ControllerLink:
         self._ending = False
         self._hub: Hub[WireMessage] = Hub(
             MESSAGES,
-            run.token(),
+            settings.secret_of(run),
             on_open=self._opened,
             on_message=self._message,
             on_close=self._closed,

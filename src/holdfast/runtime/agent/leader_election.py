@@ -134,7 +134,9 @@ class LeaderElection:
         self._election = Election(config, self._kept)
         self._driver = Driver(self._election, journal, self._execute)
         silent_s = SILENT_S if settings.several else SILENT_ALONE_S
-        self._link = ControllerLink(run, journal, self._from_link, silent_s=silent_s, fail=self._driver.fail)
+        self._link = ControllerLink(
+            run, settings, journal, self._from_link, silent_s=silent_s, fail=self._driver.fail
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self.peers: Peers | None = None
         if settings.several:

@@ -32,8 +32,10 @@ from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.driver import watched
 from holdfast.runtime.net.request_server import AnswerServer
 from holdfast.runtime.net.service_names import memory_of
+from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir
 from holdfast.runtime.node.status_page import Page
+from holdfast.sealing import Secret
 from holdfast.store.shared_memory.memory_slots import (
     Incoming,
     Slots,
@@ -105,8 +107,8 @@ class ReplicaServer(AnswerServer[Talk]):
         on_held: told of each rank whose states have changed, in a thread of the server.
     """
 
-    def __init__(self, directory: Path, token: bytes, node: str, on_held: Callable[[int], None]) -> None:
-        super().__init__(_CODEC, token, memory_of(node))
+    def __init__(self, directory: Path, secret: Secret, node: str, on_held: Callable[[int], None]) -> None:
+        super().__init__(_CODEC, secret, memory_of(node))
         self._directory = directory
         self._on_held = on_held
         self._incoming: dict[int, Incoming] = {}
@@ -154,7 +156,7 @@ def push(
     step: int,
     node: str,
     to: Address,
-    token: bytes,
+    secret: Secret,
     generation: int = 0,
 ) -> int:
     """Send one state to the agent of ``node``, which listens at ``to``; its digest when that has it, verified, else 0.
@@ -163,7 +165,7 @@ def push(
         generation: of the process whose state it is, packed.
     """
     try:
-        line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, to, token, memory_of(node), ROLE)
+        line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, to, secret, memory_of(node), ROLE)
     except (OSError, ProtocolError):
         return 0
     try:
@@ -182,11 +184,11 @@ def push(
         line.close()
 
 
-def pull(directory: Path, rank: int, step: int, peers: Mapping[str, Address], token: bytes) -> bool:
+def pull(directory: Path, rank: int, step: int, peers: Mapping[str, Address], secret: Secret) -> bool:
     """Take a state from whichever agent has it; True when it is here, its bytes still to be verified."""
     for node, at in peers.items():
         try:
-            line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, at, token, memory_of(node), ROLE)
+            line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, at, secret, memory_of(node), ROLE)
         except (OSError, ProtocolError):
             continue
         try:
@@ -230,19 +232,19 @@ class PeerReplication:
         self,
         me: NodeId,
         directory: Path,
-        token: bytes,
+        secret: Secret,
         pages: Callable[[], list[Path]],
         peers: Callable[[], Mapping[NodeId, Peer]],
         tell: Callable[[HeldStates], None],
     ) -> None:
         self._me = me
         self._directory = directory
-        self._token = token
+        self._secret = secret
         self._pages = pages
         self._peers = peers
         self._tell = tell
         self._loop = asyncio.get_running_loop()
-        self._server = ReplicaServer(directory, token, me, self._received)
+        self._server = ReplicaServer(directory, secret, me, self._received)
         self._held: dict[str, tuple[int, ...]] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -285,7 +287,7 @@ class PeerReplication:
             if buddy is not None:
                 at, generation = Address(buddy.host, buddy.memory_port), page[Word.GENERATION]
                 arrived = await asyncio.to_thread(
-                    push, self._directory, rank, newest.step, buddy.node_id, at, self._token, generation
+                    push, self._directory, rank, newest.step, buddy.node_id, at, self._secret, generation
                 )
             if arrived:
                 page[Word.ARRIVED] = arrived
@@ -311,6 +313,6 @@ def puller(run: RunDir, me: str) -> Callable[[int, int], bool]:
         others = {
             str(p.node_id): Address(p.host, p.memory_port) for p in known if p.node_id != me and p.memory_port
         }
-        return pull(run.pages(), rank, step, others, run.token())
+        return pull(run.pages(), rank, step, others, RunSettings.load(run.path).secret_of(run))
 
     return get

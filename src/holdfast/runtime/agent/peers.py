@@ -88,7 +88,11 @@ class Peers:
         self._server: asyncio.Server | None = None
         self._task: asyncio.Task[None] | None = None
         self._hub: Hub[PeerMessage] = Hub(
-            PEER_MESSAGES, run.token(), on_open=self._greet, on_message=self._heard, on_close=self._closed
+            PEER_MESSAGES,
+            settings.secret_of(run),
+            on_open=self._greet,
+            on_message=self._heard,
+            on_close=self._closed,
         )
 
     async def listen(self) -> Peer:

@@ -119,7 +119,7 @@ class Processes:
         self._connecting: asyncio.Task[None] | None = None
         self._hub: Hub[ZygoteMessage] = Hub(
             ZYGOTE_MESSAGES,
-            run.token(),
+            run.secret(),
             on_open=self._zygote_found,
             on_message=self._heard,
             on_close=self._zygote_lost,

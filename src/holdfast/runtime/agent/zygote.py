@@ -54,6 +54,7 @@ from holdfast.runtime.node.spawn import (
     ZygoteMessage,
     thread_count,
 )
+from holdfast.sealing import Secret
 from holdfast.text import plural
 from holdfast.wire import NONCE_SIZE_BYTES, Link
 
@@ -66,12 +67,12 @@ DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/davinci")
 class _AgentPeer:
     """One connection; only an authenticated agent is listened to."""
 
-    def __init__(self, sock: socket.socket, token: bytes, service: str, refused: Counter[str]) -> None:
+    def __init__(self, sock: socket.socket, secret: Secret, service: str, refused: Counter[str]) -> None:
         self.sock = sock
         self.deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
         self.link: Link[ZygoteMessage] = Link(
             ZYGOTE_MESSAGES,
-            token,
+            secret,
             os.urandom(NONCE_SIZE_BYTES),
             service=service,
             role=None,
@@ -99,10 +100,10 @@ class _AgentPeer:
 class Zygote:
     """The server loop. :meth:`serve` returns a :class:`Spawn` in a forked child, None when the zygote ends."""
 
-    def __init__(self, run: RunDir, token: bytes, preloaded: Preloaded, node: str) -> None:
+    def __init__(self, run: RunDir, secret: Secret, preloaded: Preloaded, node: str) -> None:
         self._run = run
         self._service = zygote_of(node)
-        self._token = token
+        self._secret = secret
         self._preloaded = preloaded
         self._listener, _ = listen(run.socket_of("zygote"))
         self._peers: dict[int, _AgentPeer] = {}
@@ -163,7 +164,7 @@ class Zygote:
                 self._drop(stranger)
 
     def _greet(self, sock: socket.socket) -> None:
-        peer = _AgentPeer(sock, self._token, self._service, self._refused)
+        peer = _AgentPeer(sock, self._secret, self._service, self._refused)
         self._peers[sock.fileno()] = peer
         for stranger in self._strangers.admit(peer, sock.fileno()):
             self._drop(stranger)
@@ -384,7 +385,7 @@ def main(run_dir: str) -> int:
     settings = RunSettings.load(run.path)
     early = _early(settings)
     preloaded = Preloaded({}, {}, 1, early) if early else preload(settings.framework, settings.preload)
-    spawn = Zygote(run, run.token(), preloaded, settings.node).serve()
+    spawn = Zygote(run, run.secret(), preloaded, settings.node).serve()
     if spawn is None:
         atexit._run_exitfuncs()  # of modules that the user has preloaded
         sys.stdout.flush()

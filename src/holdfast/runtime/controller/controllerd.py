@@ -186,7 +186,7 @@ class ControllerDaemon:
         self._driver = Driver(Controller(config, past, uncovered), log, self._execute, log.sync)
         hub: Hub[WireMessage] = Hub(
             MESSAGES,
-            self._run.token(),
+            self._settings.secret_of(self._run),
             on_open=lambda channel: None,
             on_message=self._heard,
             on_close=self._closed,

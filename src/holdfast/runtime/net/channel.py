@@ -16,7 +16,7 @@ from holdfast.errors import ProtocolError
 from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.connection_limits import BACKLOG, BURST, HANDSHAKE_TIMEOUT_S, ConnectionLimits
 from holdfast.runtime.net.stream_sockets import dial, dial_protocol, is_local, listen, tune
-from holdfast.sealing import TAG_SIZE_BYTES, same, tag_of
+from holdfast.sealing import TAG_SIZE_BYTES, Secret
 from holdfast.wire import NONCE_SIZE_BYTES, PREFIX_SIZE_BYTES, Codec, Link
 
 SEND_TIMEOUT_S = 10.0
@@ -28,7 +28,7 @@ M = TypeVar("M")
 
 
 class Hub(Generic[M]):
-    """What all channels of one asyncio process share: token, codec, callbacks, counters.
+    """What all channels of one asyncio process share: secret, codec, callbacks, counters.
 
     Callbacks run in the event loop, in order. ``on_close`` comes once for each channel that was opened.
     """
@@ -36,14 +36,14 @@ class Hub(Generic[M]):
     def __init__(
         self,
         codec: Codec[M],
-        token: bytes,
+        secret: Secret,
         *,
         on_open: Callable[[Channel[M]], None],
         on_message: Callable[[Channel[M], M], None],
         on_close: Callable[[Channel[M]], None],
     ) -> None:
         self.codec = codec
-        self.token = token
+        self.secret = secret
         self.on_open = on_open
         self.on_message = on_message
         self.on_close = on_close
@@ -125,7 +125,7 @@ class Channel(asyncio.Protocol, Generic[M]):
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._role = role
         nonce = os.urandom(NONCE_SIZE_BYTES)
-        self._link = Link(hub.codec, hub.token, nonce, service=service, role=role, refused=hub.refused)
+        self._link = Link(hub.codec, hub.secret, nonce, service=service, role=role, refused=hub.refused)
         self._transport: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -261,7 +261,7 @@ class BlockingChannel(Generic[M]):
     def connect(
         codec: Codec[M],
         at: Address,
-        token: bytes,
+        secret: Secret,
         service: str,
         role: str,
         *,
@@ -277,7 +277,7 @@ class BlockingChannel(Generic[M]):
         try:
             tune(sock)
             nonce = os.urandom(NONCE_SIZE_BYTES)
-            link = Link(codec, token, nonce, service=service, role=role, refused=Counter())
+            link = Link(codec, secret, nonce, service=service, role=role, refused=Counter())
             channel = BlockingChannel(sock, link)
             deadline_s = time.monotonic() + timeout_s
             while not link.open:
@@ -346,11 +346,11 @@ class BlockingChannel(Generic[M]):
             ConnectionError: the peer closed.
             ProtocolError: the peer did not send these bytes.
         """
-        seal, tag = self._link.unseal_batch(local=is_local(self._sock)), bytearray(TAG_SIZE_BYTES)
+        batch, tag = self._link.open_batch(local=is_local(self._sock)), bytearray(TAG_SIZE_BYTES)
         for goal in goals:
-            self._fill(goal, timeout_s, seal.update)
+            self._fill(goal, timeout_s, batch.open)
         self._fill(memoryview(tag), timeout_s)
-        if not same(tag_of(seal), bytes(tag)):
+        if not batch.fits(bytes(tag)):
             raise ProtocolError("bytes have come that the other end has not sent in this place")
 
     def _fill(self, goal: memoryview, timeout_s: float, take: Callable[[memoryview], None] = _pass) -> None:

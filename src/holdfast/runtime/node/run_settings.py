@@ -19,6 +19,7 @@ from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.node.framework_registry import FrameworkName
 from holdfast.runtime.node.rundir import RunDir, write_private
 from holdfast.runtime.node.secret_masking import masked
+from holdfast.sealing import Secret
 from holdfast.text import plural
 
 SETTINGS_FILE = "run.json"
@@ -76,6 +77,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     first_contacts: int = 1  # so many of them are addresses of the first one
     join_s: float = JOIN_S  # the nodes meet within this
     bind: str = "127.0.0.1"  # where this node listens for others
+    encrypts: bool = False  # what Holdfast sends to other nodes
     notices: str = "auto"  # sources that say that this node will leave, see ``notice_sources``
     health: str = ""  # command that says whether this node is fit to train
     health_every_s: float = 300.0
@@ -161,6 +163,14 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     def address_of(self, run: RunDir, name: str) -> Address:
         """Where a process of this node listens as ``name`` for all nodes: on the network only if there are several."""
         return Address(self.bind) if self.several else run.socket_of(name)
+
+    def secret_of(self, run: RunDir) -> Secret:
+        """What the processes of all nodes share.
+
+        Raises:
+            AuthError: the token is missing, readable by others, or too short.
+        """
+        return run.secret()._replace(encrypts=self.encrypts)
 
     @property
     def node_of_several(self) -> str:

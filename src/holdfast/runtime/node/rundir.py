@@ -19,6 +19,7 @@ from holdfast.errors import AuthError, UsageError
 from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.multiprocessing_sockets import remove_sockets_of
 from holdfast.runtime.node.process_info import serves
+from holdfast.sealing import Secret
 from holdfast.store.backends.durable_files import sync_directory
 
 TOKEN_SIZE_BYTES = 32
@@ -212,13 +213,13 @@ class RunDir:
         """
         return self.launcher_lock.exists() and is_free(self.launcher_lock)
 
-    def token(self) -> bytes:
-        """The secret of the run.
+    def secret(self) -> Secret:
+        """What the processes of this host share; what leaves the host may be encrypted: ``RunSettings.secret_of``.
 
         Raises:
             AuthError: missing, readable by others, or too short.
         """
-        return read_token(self.token_file)
+        return Secret(read_token(self.token_file))
 
     def pages(self) -> Path:
         """The directory of the status pages, made at need: in shared memory, or in the run directory."""

@@ -27,6 +27,7 @@ from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.request_server import TIMEOUT_S, AnswerServer
 from holdfast.runtime.net.service_names import state_of
+from holdfast.sealing import Secret
 from holdfast.store.layouts.layout import Box
 from holdfast.wire import Codec
 
@@ -94,15 +95,15 @@ class StateServer(AnswerServer[Talk]):
         view: bytes of a box that this rank holds; raises :class:`HoldfastError` for others, and where it
             cannot read it.
         values: the encoded plain values.
-        token: of the run.
+        secret: of the run.
         service: whose state this is, see ``service_names.py``.
         moved: called with the number of bytes that are about to be given.
     """
 
     def __init__(
-        self, view: View, values: bytes, token: bytes, service: str, moved: Callable[[int], object] = int
+        self, view: View, values: bytes, secret: Secret, service: str, moved: Callable[[int], object] = int
     ) -> None:
-        super().__init__(_CODEC, token, service)
+        super().__init__(_CODEC, secret, service)
         self._moved = moved
         self._view = view
         self._values = values
@@ -132,7 +133,7 @@ class StateServer(AnswerServer[Talk]):
 def fetch(
     sources: Mapping[int, Address],
     wanted: Sequence[Wanted],
-    token: bytes,
+    secret: Secret,
     generation: Generation,
     values_from: Sequence[int] = (),
     moved: Callable[[int], object] = int,
@@ -148,7 +149,7 @@ def fetch(
     Raises:
         PeerLost: a piece has no holder left that gives it.
     """
-    peers = {rank: _SourcePeer(rank, at, token, state_of(rank, generation)) for rank, at in sources.items()}
+    peers = {rank: _SourcePeer(rank, at, secret, state_of(rank, generation)) for rank, at in sources.items()}
     try:
         with ThreadPoolExecutor(max(1, len(peers)), thread_name_prefix="holdfast-fetch") as pool:
             order = [peers[rank] for rank in values_from or sorted(peers)]
@@ -185,11 +186,11 @@ class _FetchedPart(msgspec.Struct):
 class _SourcePeer:
     """One connection, made at its first use. ``lost`` says why it is not used any more."""
 
-    def __init__(self, rank: int, at: Address, token: bytes, service: str) -> None:
+    def __init__(self, rank: int, at: Address, secret: Secret, service: str) -> None:
         self.rank = rank
         self.lost = ""
         self._at = at
-        self._token = token
+        self._secret = secret
         self._service = service
         self._lock = threading.Lock()
         self._channel: BlockingChannel[Talk] | None = None
@@ -210,7 +211,7 @@ class _SourcePeer:
             raise PeerLost(self.lost)
         try:
             if self._channel is None:
-                self._channel = BlockingChannel.connect(_CODEC, self._at, self._token, self._service, ROLE)
+                self._channel = BlockingChannel.connect(_CODEC, self._at, self._secret, self._service, ROLE)
             self._channel.send(question)
             answer = self._channel.receive_answer(TIMEOUT_S)
             if isinstance(answer, kind):

@@ -336,7 +336,7 @@ class WorkerClient:
             return None
         try:
             service = agent_of(endpoint.node)
-            return BlockingChannel.connect(MESSAGES, endpoint.at, run.token(), service, "worker")
+            return BlockingChannel.connect(MESSAGES, endpoint.at, run.secret(), service, "worker")
         except (OSError, ProtocolError):
             return None  # a successor may be about to publish another endpoint; bounded by orphan_s
 

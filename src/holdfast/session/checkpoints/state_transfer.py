@@ -28,6 +28,7 @@ from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir
 from holdfast.runtime.worker.state_transfer import StateServer, View, Wanted, fetch
 from holdfast.runtime.worker.worker_client import WorkerClient
+from holdfast.sealing import Secret
 from holdfast.session.checkpoints.memory_tier import MemoryTier
 from holdfast.session.checkpoints.resume import Resumed, refuse_another_model
 from holdfast.session.steps.participant import TEXT_LENGTH_MAX, StepParticipant
@@ -111,8 +112,8 @@ class StateSource:
             collected, plain = self._collect(frozen)
             values = encode_values(dict(plain))
             service = state_of(self._client.rank, settle.generation)
-            token = _token(self._client)
-            server = StateServer(_pieces_of(collected), values, token, service, self._client.moved)
+            secret = _secret(self._client)
+            server = StateServer(_pieces_of(collected), values, secret, service, self._client.moved)
             at = server.start(_own_address(self._client))
         except (HoldfastError, OSError) as error:
             log.error("holdfast: this rank cannot give its state: %s", error)
@@ -184,12 +185,14 @@ def take(adapter: Adapter, client: WorkerClient, order: Receive, again: Collecte
         CheckpointInvalid: what a survivor gave are no values.
         PeerLost: a box has no holder left.
     """
-    token = _token(client)
+    secret = _secret(client)
     sources = {int(rank): Address(*at) for rank, at in order.sources.items()}
     catalogue = catalogue_of(order.layouts.by_rank())
     own = {t.fqn for t in catalogue.tensors if adapter.rank in catalogue.grids[t.grid].ranks}
     asked = dict.fromkeys([*speakers(catalogue, own, sources), *sorted(sources)])
-    values = decode_mapping(fetch(sources, [], token, order.generation, tuple(asked)), "values of a survivor")
+    values = decode_mapping(
+        fetch(sources, [], secret, order.generation, tuple(asked)), "values of a survivor"
+    )
     if again is not None and not tensors_of(again.values) <= tensors_of(values):
         # A stage of a pipeline: no survivor knows the optimizer state of its parameters.
         values = with_values_of(values, [again.values], "the values of a survivor and of this rank in memory")
@@ -209,7 +212,7 @@ def take(adapter: Adapter, client: WorkerClient, order: Receive, again: Collecte
         )
     for want in lost:
         _put(want, adapter, again)
-    fetch(sources, [w for w in wanted if w not in lost], token, order.generation, moved=client.moved)
+    fetch(sources, [w for w in wanted if w not in lost], secret, order.generation, moved=client.moved)
     restore.finish()
     local = decode_mapping(order.local, "locals of the rank that is replaced") if order.local else {}
     begun = local.get("begun") == order.step and bool(values["at_block"])
@@ -244,6 +247,6 @@ def _own_address(client: WorkerClient) -> Address:
     return settings.address_of(RunDir(client.run_dir), f"state-{client.rank}")
 
 
-def _token(client: WorkerClient) -> bytes:
+def _secret(client: WorkerClient) -> Secret:
     assert client.run_dir is not None
-    return RunDir(client.run_dir).token()
+    return RunSettings.load(client.run_dir).secret_of(RunDir(client.run_dir))
