@@ -18,15 +18,23 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 PACKAGE = "cryptography"
+PRELOADS = ("cryptography.exceptions", "cryptography.hazmat.primitives.ciphers.aead")
+"""Modules that the first encrypted frame imports."""
 INSTALL = "pip install 'holdfast[encrypt]'"
 _FRAME, _BATCH = b"fram", b"btch"
 _COUNT_SIZE_BYTES = 8
 
 
+def missing() -> str:
+    """Why this interpreter cannot encrypt, or an empty string."""
+    found = importlib.util.find_spec(PACKAGE) is not None
+    return "" if found else f"encryption needs the package {PACKAGE}, which is not installed"
+
+
 def require_encryption() -> None:
     """Raises: UsageError: the package is missing."""
-    if importlib.util.find_spec(PACKAGE) is None:
-        raise UsageError(f"encryption needs the package {PACKAGE}, which is not installed", hint=INSTALL)
+    if why := missing():
+        raise UsageError(why, hint=INSTALL)
 
 
 def direction(key: bytes, *, encrypts: bool) -> DirectionSeal:

@@ -74,8 +74,8 @@ def threads_of(user: int) -> int:
 
 def _require_interpreter(settings: RunSettings) -> None:
     """It runs Holdfast's worker. Raises: UsageError."""
-    checks = "from holdfast.frame_encryption import require_encryption; require_encryption()"
-    code = f"import holdfast.runtime.worker.entry{f'; {checks}' if settings.encrypts else ''}"
+    asks = "; import sys; from holdfast.frame_encryption import missing; sys.exit(missing() or 0)"
+    code = "import holdfast.runtime.worker.entry" + (asks if settings.encrypts else "")
     words = [settings.python, "-c", code]
     named = f"PYTHON_EXEC={settings.python}"
     hint = "name an interpreter that has Holdfast installed, or leave PYTHON_EXEC out"

@@ -27,6 +27,7 @@ from pathlib import Path
 
 from holdfast.errors import ProtocolError
 from holdfast.exit_codes import Exit
+from holdfast.frame_encryption import PRELOADS
 from holdfast.runtime.net.channel import RECEIVE_SIZE_BYTES, SEND_TIMEOUT_S
 from holdfast.runtime.net.connection_limits import (
     ACCEPT_AGAIN_S,
@@ -384,7 +385,8 @@ def main(run_dir: str) -> int:
     run = RunDir(Path(run_dir))
     settings = RunSettings.load(run.path)
     early = _early(settings)
-    preloaded = Preloaded({}, {}, 1, early) if early else preload(settings.framework, settings.preload)
+    further = (*settings.preload, *(PRELOADS if settings.encrypts else ()))
+    preloaded = Preloaded({}, {}, 1, early) if early else preload(settings.framework, further)
     spawn = Zygote(run, run.secret(), preloaded, settings.node).serve()
     if spawn is None:
         atexit._run_exitfuncs()  # of modules that the user has preloaded
