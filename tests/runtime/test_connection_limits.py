@@ -12,21 +12,25 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.core.protocol.messages import StopRun
+from holdfast.core.protocol.peer_messages import Peer
+from holdfast.runtime.agent.peers import read_peers
 from holdfast.runtime.net.addresses import LOOPBACK, Address
 from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.connection_limits import RESERVE, ConnectionLimits, is_accept, raise_limit
 from holdfast.runtime.net.service_names import zygote_of
 from holdfast.runtime.net.stream_sockets import dial
-from holdfast.runtime.node.rundir import RunDir
+from holdfast.runtime.node.rundir import Endpoint, RunDir
 from holdfast.runtime.node.spawn import ZYGOTE_MESSAGES, Preloaded
 from holdfast.runtime.worker.state_transfer import fetch
 from holdfast.wire import MESSAGES, frame
 from tests.runtime.runs import BOUND_S, SOURCE, Run, until
 from tests.runtime.strangers import LIMIT, Crowd, many_files
+from tests.runtime.test_meeting import Nodes
 from tests.runtime.test_state_transfer import FIRST, SECRET, VALUES
 
 
@@ -255,3 +259,48 @@ def test_a_run_among_strangers_loses_nothing(tmp_path: Path) -> None:
         assert counts["agent_started"] == counts["controller_started"] == counts["zygote_ready"] == 1
         assert counts["zygote_lost"] == 0
         assert counts["recovered"] == 1
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("encrypts", [False, True], ids=["plain", "encrypted"])
+def test_a_run_of_two_nodes_among_strangers_loses_nothing(tmp_path: Path, encrypts: bool) -> None:
+    """At all that listens on TCP: controller, agents for each other, states in memory."""
+    nodes = Nodes(tmp_path, 2)
+    settings: dict[str, Any] = {"args": ("100000",), "encrypts": encrypts}
+    with many_files(), nodes.node(0, **settings) as first, nodes.node(1, **settings) as second:
+        runs = (first, second)
+        for run in runs:
+            run.start()
+        until("a rank trains", lambda: "rank" in second.logs())
+        leader = until("controller", lambda: next(filter(None, map(controller_of_run, runs)), None))
+        known = until("both", lambda: peers if len(peers := peers_of(first)) == 2 else None)
+        agents = [until("agent", partial(run.dir.read_endpoint, "agent")) for run in runs]
+        for end in (*agents, leader):
+            resource.prlimit(end.pid, resource.RLIMIT_NOFILE, (LIMIT, LIMIT))
+        doors = [Address(p.host, port) for p in known for port in (p.port, p.memory_port)]
+        assert len(doors) == 4 and not any(door.is_path for door in (*doors, leader.at))
+        with Crowd(*doors, leader.at) as crowd:
+            (worker,) = second.pids().values()
+            os.kill(worker, 9)
+            first.wait_event("recovered")
+            crowd.drip()
+            for run in runs:
+                run.let_end()
+            assert [run.wait() for run in runs] == [0, 0]
+        for run in runs:
+            counts = Counter(event.kind for event in run.events())
+            assert counts["agent_started"] == counts["zygote_ready"] == counts["recovered"] == 1
+            assert counts["controller_started"] == 1
+
+
+def controller_of_run(run: Run) -> Endpoint | None:
+    """The controller that a node runs, if it is this one."""
+    return run.dir.read_endpoint("controller")
+
+
+def peers_of(run: Run) -> list[Peer]:
+    """The agents that a node knows."""
+    try:
+        return read_peers(run.dir)
+    except FileNotFoundError:
+        return []
