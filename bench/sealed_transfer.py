@@ -1,8 +1,9 @@
 """Rate at which a rank gives its state to one newcomer, by the way on which it travels.
 
 ``python -m bench.sealed_transfer [--size-mib 256] [--rounds 5]``: a server in a process of its own, one connection, the
-ways in turn; GB/s, median and best. ``unix socket`` and ``loopback`` carry a digest. ``plain``, ``authenticated`` and
-``encrypted`` are TCP as between hosts: without any tag, with HMAC-SHA256 and with AES-256-GCM.
+ways in turn; GB/s, and the CPU time of both ends, which other work on the machine changes less. ``unix socket`` and
+``loopback`` carry a digest. ``plain``, ``authenticated`` and ``encrypted`` are TCP as between hosts: without any tag,
+with HMAC-SHA256 and with AES-256-GCM.
 """
 
 from __future__ import annotations
@@ -61,16 +62,22 @@ def serve(way: str, size_bytes: int, at: Address) -> None:
     sys.stdin.read()
 
 
-def rate(way: str, size_bytes: int, rounds: int) -> list[float]:
-    """GB/s of each round, in a process of its own."""
+def rates(way: str, size_bytes: int, rounds: int) -> list[tuple[float, float]]:
+    """GB/s, and CPU seconds of both ends per GiB, of each round; in a process of its own."""
     words = [sys.executable, "-m", "bench.sealed_transfer", "--way", way]
     words += ["--size-mib", str(size_bytes >> 20), "--rounds", str(rounds)]
     said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
-    return [float(word) for word in said.split()]
+    return [(float(rate), float(cpu_s)) for rate, cpu_s in map(str.split, said.splitlines())]
+
+
+def cpu_s_of(pid: int) -> float:
+    """CPU time that a process has used."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure(way: str, size_bytes: int, rounds: int) -> None:
-    """Print GB/s of each round."""
+    """Print GB/s and CPU seconds per GiB of each round."""
     with tempfile.TemporaryDirectory() as private:
         at = Address(str(Path(private) / "state")) if way == "unix socket" else LOOPBACK
         words = [sys.executable, "-m", "bench.sealed_transfer", "--serve", at.host, "--way", way]
@@ -84,9 +91,11 @@ def measure(way: str, size_bytes: int, rounds: int) -> None:
             host, port = server.stdout.readline().split()
             secret, box, goal = take_way(way), Box((0,), (size_bytes,)), memoryview(bytearray(size_bytes))
             for _ in range(rounds):
-                began_s = time.perf_counter()
+                began_s, used_s = time.perf_counter(), time.process_time() + cpu_s_of(server.pid)
                 fetch({0: Address(host, int(port))}, [Wanted("w", box, goal, (0,))], secret, FIRST)
-                print(size_bytes / (time.perf_counter() - began_s) / 1e9, flush=True)
+                took_s = time.perf_counter() - began_s
+                used_s = time.process_time() + cpu_s_of(server.pid) - used_s
+                print(size_bytes / took_s / 1e9, used_s * 2**30 / size_bytes, flush=True)
             server.stdin.close()
 
 
@@ -104,13 +113,17 @@ def main() -> None:
     elif given.way:
         measure(given.way, size_bytes, given.rounds)
     else:
-        found: dict[str, list[float]] = {way: [] for way in WAYS}
+        found: dict[str, list[tuple[float, float]]] = {way: [] for way in WAYS}
         for _ in range(given.rounds):
             for way in WAYS:
-                found[way] += rate(way, size_bytes, 2)[1:]  # the first one touches the memory
-        print(f"one holder, {given.size_mib} MiB, GB/s, load {os.getloadavg()[0]:.1f}")
-        for way, rates in found.items():
-            print(f"{way:14} median {statistics.median(rates):.2f}  best {max(rates):.2f}")
+                found[way] += rates(way, size_bytes, 3)[1:]  # the first one touches the memory
+        print(f"one holder, {given.size_mib} MiB, load {os.getloadavg()[0]:.1f}")
+        for way, pairs in found.items():
+            speeds, costs = zip(*pairs, strict=True)
+            print(
+                f"{way:14} GB/s median {statistics.median(speeds):.2f} best {max(speeds):.2f}, "
+                f"CPU s/GiB median {statistics.median(costs):.2f} best {min(costs):.2f}"
+            )
 
 
 if __name__ == "__main__":
