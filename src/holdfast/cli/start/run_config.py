@@ -131,8 +131,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         redirects=str(values["redirects"]),
         tee=str(values["tee"]),
     )
-    if not nodes.several:
-        _check_address(settings, given)
+    _check_address(settings, given)
     notes += told + node_notes(nodes, settings) + tuple(filter(None, [misplaced(target, args)]))
     token = read_secret(values["token_file"], nodes)
     shown = shown_local_ranks(nproc, settings.tee, settings.redirects, str(values["local_ranks_filter"]))
@@ -432,6 +431,8 @@ def _grace_s(values: Mapping[str, Any], given: frozenset[str]) -> float:
 
 
 def _check_address(settings: RunSettings, given: frozenset[str]) -> None:
+    if settings.several:  # the agents look for each other there
+        return
     port = settings.master_port
     if not 0 <= port <= 65535:
         raise UsageError(f"--master-port {port} is no port number", hint="leave it out: a free one is chosen")
