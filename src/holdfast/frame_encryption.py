@@ -8,6 +8,7 @@ authenticates, in place of HMAC. A batch is encrypted as a stream, and its one t
 from __future__ import annotations
 
 import importlib.util
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from holdfast.errors import ProtocolError, UsageError
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.ciphers.modes import GCM
 
 PACKAGE = "cryptography"
+MAJOR_MIN = 44  # older ones cannot decrypt in place
 PRELOADS = ("cryptography.exceptions", "cryptography.hazmat.primitives.ciphers.aead")
 """Modules that the first encrypted frame imports."""
 INSTALL = "pip install 'holdfast[encrypt]'"
@@ -27,8 +29,11 @@ _COUNT_SIZE_BYTES = 8
 
 def missing() -> str:
     """Why this interpreter cannot encrypt, or an empty string."""
-    found = importlib.util.find_spec(PACKAGE) is not None
-    return "" if found else f"encryption needs the package {PACKAGE}, which is not installed"
+    needed = f"encryption needs the package {PACKAGE}, version {MAJOR_MIN} or newer, and"
+    if importlib.util.find_spec(PACKAGE) is None:
+        return f"{needed} it is not installed"
+    found = version(PACKAGE)
+    return "" if int(found.partition(".")[0]) >= MAJOR_MIN else f"{needed} {found} is installed"
 
 
 def require_encryption() -> None:
@@ -42,9 +47,6 @@ def direction(key: bytes, *, encrypts: bool) -> DirectionSeal:
 
     Args:
         key: of this direction, ``KEY_SIZE_BYTES`` bytes.
-
-    Raises:
-        UsageError: it is to encrypt, and the package is missing.
     """
     return EncryptedFrames(key) if encrypts else FrameSeal(key)
 
@@ -53,14 +55,10 @@ class EncryptedFrames:
     """A ``DirectionSeal`` that encrypts and authenticates.
 
     Args:
-        key: of this direction, 32 bytes.
-
-    Raises:
-        UsageError: the package is missing.
+        key: of this direction, 32 bytes. The package is there: :func:`require_encryption`.
     """
 
     def __init__(self, key: bytes) -> None:
-        require_encryption()
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
         self._key = key
