@@ -22,6 +22,7 @@ from holdfast.runtime.net.stream_sockets import (
     is_private,
     listen,
 )
+from holdfast.runtime.node.rundir import RunDir
 from tests.runtime.runs import BOUND_S
 
 
@@ -99,15 +100,31 @@ def test_a_directory_of_another_user_is_refused(private: Path) -> None:
         listen(Address(str(private / "agent")))
 
 
-def test_a_file_system_without_sockets_is_named(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Unable(socket.socket):
-        def bind(self, address: object) -> None:
-            raise OSError(95, "Operation not supported")
+class Unable(socket.socket):
+    """On a file system that takes no sockets."""
 
+    def bind(self, address: object) -> None:
+        """As of a socket."""
+        raise OSError(95, "Operation not supported")
+
+
+def test_a_file_system_without_sockets_is_named(private: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.runtime.net.stream_sockets.socket.socket", Unable)
     with pytest.raises(UsageError, match=f"no socket can be made in {private}: Operation not") as refused:
         listen(Address(str(private / "agent")))
     assert "--run-dir" in refused.value.hint
+
+
+def test_a_run_whose_directory_takes_no_sockets_is_refused_before_it_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, pages = RunDir(tmp_path / "run"), list[Path]()
+    monkeypatch.setattr("holdfast.runtime.net.stream_sockets.socket.socket", Unable)
+    made = run.pages
+    monkeypatch.setattr(run, "pages", lambda: pages.append(made()) or pages[-1])
+    with pytest.raises(UsageError, match="no socket can be made in /"):
+        run.create()
+    assert pages and not pages[0].exists() and not run.path.exists(), "nothing was begun"
 
 
 @pytest.fixture

@@ -18,6 +18,7 @@ from holdfast.core.ids import MemberId
 from holdfast.errors import AuthError, UsageError
 from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.multiprocessing_sockets import remove_sockets_of
+from holdfast.runtime.net.stream_sockets import listen
 from holdfast.runtime.node.process_info import serves
 from holdfast.sealing import Secret
 from holdfast.store.backends.durable_files import sync_directory
@@ -168,7 +169,7 @@ class RunDir:
         """Make the directory (0700), its token (by default a new one) and its private directory for status pages.
 
         Raises:
-            UsageError: it exists already or cannot be written.
+            UsageError: it exists already, cannot be written, or takes no sockets.
         """
         try:
             self.path.mkdir(mode=0o700, parents=True)
@@ -191,6 +192,14 @@ class RunDir:
                 f"no room for status pages in {SHARED_MEMORY}: {error.strerror}",
                 hint=f"df -h {SHARED_MEMORY}; in a container: --shm-size",
             ) from error
+        try:
+            listener, at = listen(self.socket_of("probe"))
+        except UsageError:
+            self.remove_pages()
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
+        listener.close()
+        Path(at.host).unlink()
 
     def no_room(self) -> str:
         """Why nothing can be written here now; empty: it can."""
