@@ -119,9 +119,14 @@ def test_a_run_whose_directory_takes_no_sockets_is_refused_before_it_begins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, pages = RunDir(tmp_path / "run"), list[Path]()
-    monkeypatch.setattr("holdfast.runtime.net.stream_sockets.socket.socket", Unable)
     made = run.pages
-    monkeypatch.setattr(run, "pages", lambda: pages.append(made()) or pages[-1])
+
+    def noted() -> Path:
+        pages.append(made())
+        return pages[-1]
+
+    monkeypatch.setattr("holdfast.runtime.net.stream_sockets.socket.socket", Unable)
+    monkeypatch.setattr(run, "pages", noted)
     with pytest.raises(UsageError, match="no socket can be made in /"):
         run.create()
     assert pages and not pages[0].exists() and not run.path.exists(), "nothing was begun"
