@@ -240,6 +240,21 @@ def test_nothing_is_loaded_by_executing_it() -> None:
     refuse(found, "no pickle: neither on a wire nor in a file that we read")
 
 
+def test_connections_are_made_in_one_module() -> None:
+    """Else some process of a run on one host listens on TCP."""
+    makes = {"create_server", "create_connection", "create_unix_server", "create_unix_connection"}
+    given = {"sock"}  # of asyncio, for a socket that was made there
+    found = [
+        f"{where(path, node)}: {node.func.attr}"
+        for path in python_files("src/holdfast")
+        if path.name != "stream_sockets.py"
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in makes
+        if not given & {keyword.arg for keyword in node.keywords}
+    ]
+    refuse(found, "listen() and dial() of runtime/net/stream_sockets.py")
+
+
 def test_exceptions_are_not_swallowed() -> None:
     found = []
     for path in python_files("src"):

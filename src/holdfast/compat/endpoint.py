@@ -7,7 +7,6 @@ import ipaddress
 import os
 import secrets
 import socket
-import stat
 from pathlib import Path
 
 from holdfast.compat.dying_checkpoint import (
@@ -24,6 +23,7 @@ from holdfast.compat.dying_checkpoint import (
     Stop,
 )
 from holdfast.errors import UsageError
+from holdfast.runtime.net.stream_sockets import is_private
 from holdfast.runtime.node.rundir import SHARED_MEMORY, TOKEN_SIZE_BYTES, read_token, write_private
 from holdfast.wire import Codec
 
@@ -53,8 +53,7 @@ def token_path(host: str, port: int) -> Path:
     home = SHARED_MEMORY / f"holdfast-ttp-{os.getuid()}"
     with contextlib.suppress(FileExistsError):  # an existing path may be anything: it is checked below
         home.mkdir(mode=0o700)
-    about = home.lstat()
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
+    if not is_private(home):
         raise UsageError(
             f"{home} is not a private directory of this user", hint=f"remove it, or set {TOKEN_VARIABLE}"
         )

@@ -47,9 +47,11 @@ from holdfast.compat.dying_checkpoint import (
 from holdfast.compat.endpoint import LINES, LOG_NAME, LOG_VARIABLE, ROLE, Message, make_token, token
 from holdfast.compat.step_state import StepState
 from holdfast.errors import AuthError, GroupError, ProtocolError, UsageError
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.service_names import TTP
 from holdfast.runtime.node.rundir import open_log
+from holdfast.sealing import Secret
 from holdfast.session.exit_requests import ExitWatch
 
 log = logging.getLogger("holdfast")
@@ -139,7 +141,9 @@ class Processor:
         deadline_s = time.monotonic() + CONNECT_S
         while True:
             try:
-                self._channel = BlockingChannel.connect(LINES, host, port, token(host, port), TTP, ROLE)
+                self._channel = BlockingChannel.connect(
+                    LINES, Address(host, port), Secret(token(host, port)), TTP, ROLE
+                )
                 break
             except (OSError, AuthError, ProtocolError) as error:
                 # The controller of an earlier job may still be there, with another secret.

@@ -122,6 +122,8 @@ FLAGS: tuple[RunFlag, ...] = (
     _own("--rank-table", "text", "JSON file that names the hosts and their devices (docs/rank-tables.md): gives "
          "--nnodes, --nproc-per-node, --node-rank, --master-addr and --bind", variable="RANK_TABLE_FILE"),
     _own("--token-file", "text", "secret of the job, the same on every host (mode 0600); needed for several nodes"),
+    _own("--encrypt", "switch", "encrypt what Holdfast sends between hosts, the same on every host (needs "
+         "holdfast[encrypt]); gloo and NCCL encrypt nothing", False),
     _own("--bind", "text", "address of this host that the others reach (default: the one towards the first contact)"),
     _own("--witness", "text", "directory on shared storage, or s3://bucket/prefix: of two nodes, the one that claims "
          "it first goes on alone"),

@@ -20,8 +20,8 @@ EXAMPLES = (
 COMMON = ("nproc_per_node", "nnodes", "rdzv_endpoint", "run_id", "root", "max_restarts")
 TOPICS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("What everybody needs", COMMON),
-    ("Several nodes", ("node_rank", "token_file", "master_addr", "master_port", "bind", "shrink_to", "witness",
-                       "rank_table", "rdzv_backend", "rdzv_conf")),
+    ("Several nodes", ("node_rank", "token_file", "encrypt", "master_addr", "master_port", "bind", "shrink_to",
+                       "witness", "rank_table", "rdzv_backend", "rdzv_conf")),
     ("The script", ("module", "no_python", "run_path", "framework", "preload", "role")),
     ("Console and logs", ("tee", "redirects", "local_ranks_filter", "log_line_prefix_template", "run_dir", "log_dir")),
     ("Faults", ("spares", "on_fault", "restart_window", "memory_every", "verify_every", "replace_slower_than")),

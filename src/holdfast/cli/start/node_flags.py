@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 from holdfast.cli.screen.error_output import say
 from holdfast.errors import NotMet, UnsupportedError, UsageError
+from holdfast.frame_encryption import require_encryption
 from holdfast.runtime.agent.peers import address_towards
-from holdfast.runtime.net.addresses import endpoint, family_of, is_loopback, read_endpoint, read_host
+from holdfast.runtime.net.addresses import Address, endpoint, family_of, is_loopback, read_endpoint, read_host
+from holdfast.runtime.net.stream_sockets import dial
 from holdfast.runtime.node.interfaces import GLOO, NCCL, interface_of
 from holdfast.runtime.node.run_settings import JOIN_S, RunSettings, shape
 from holdfast.runtime.node.rundir import read_token
@@ -25,6 +27,7 @@ NPROC_MAX = 4096
 LOOK_S = 1.0
 ANSWER_S = 2.0  # a host that is up answers a dial within this time, if only by a refusal
 RUN_HELP = "holdfast run --help"
+ENCRYPTED = "what Holdfast sends to other hosts is encrypted; what gloo and NCCL send is not"
 
 
 class NodeFlags(NamedTuple):
@@ -214,7 +217,7 @@ def _that_answer(addresses: Iterable[str], port: int) -> Iterable[str]:
     """Yield the addresses at which a host is up, even if no process listens on the port."""
     for address in addresses:
         try:
-            socket.create_connection((address, port), ANSWER_S).close()
+            dial(Address(address, port), ANSWER_S).close()
         except ConnectionRefusedError:
             yield address
         except OSError:
@@ -270,6 +273,14 @@ def read_secret(path: str | None, nodes: NodeFlags) -> bytes:
     return read_token(Path(path))
 
 
+def encrypts(values: Mapping[str, Any], nodes: NodeFlags) -> bool:
+    """What Holdfast sends between hosts is encrypted. Raises: UsageError: the package is missing."""
+    if not (values["encrypt"] and nodes.several):
+        return False
+    require_encryption()
+    return True
+
+
 def node_notes(nodes: NodeFlags, settings: RunSettings) -> tuple[str, ...]:
     """Return the notes about several nodes that the user sees first."""
     if not nodes.several:
@@ -281,6 +292,8 @@ def node_notes(nodes: NodeFlags, settings: RunSettings) -> tuple[str, ...]:
         notes.append(
             f"{nodes.bind} is this machine only: hosts of their own need --master-addr (or --bind ADDRESS)"
         )
+    if settings.encrypts:
+        notes.append(ENCRYPTED)
     if nodes.most == 2 and not settings.witness:
         notes.append(
             "two nodes are no majority of each other: when one is lost, the other one saves a checkpoint and "

@@ -74,7 +74,9 @@ def threads_of(user: int) -> int:
 
 def _require_interpreter(settings: RunSettings) -> None:
     """Check that the interpreter can import Holdfast's worker. Raises: UsageError."""
-    words = [settings.python, "-c", "import holdfast.runtime.worker.entry"]
+    asks = "; import sys; from holdfast.frame_encryption import missing; sys.exit(missing() or 0)"
+    code = "import holdfast.runtime.worker.entry" + (asks if settings.encrypts else "")
+    words = [settings.python, "-c", code]
     named = f"PYTHON_EXEC={settings.python}"
     hint = "name an interpreter that has Holdfast installed, or leave PYTHON_EXEC out"
     try:

@@ -24,6 +24,7 @@ from holdfast.cli.start.misplaced_flags import misplaced
 from holdfast.cli.start.node_flags import (
     RUN_HELP,
     NodeFlags,
+    encrypts,
     node_notes,
     read_counts,
     read_nodes,
@@ -111,6 +112,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         first_contacts=nodes.first_contacts,
         join_s=nodes.join_s,
         bind=nodes.bind,
+        encrypts=encrypts(values, nodes),
         witness=str(absolute(values["witness"])) if values["witness"] is not None else "",
         master_addr=read_host(str(values["master_addr"]).strip(), "--master-addr"),
         master_port=0 if nodes.several else int(values["master_port"] or 0),
@@ -129,8 +131,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         redirects=str(values["redirects"]),
         tee=str(values["tee"]),
     )
-    if not nodes.several:
-        _check_address(settings, given)
+    _check_address(settings, given)
     notes += told + node_notes(nodes, settings) + tuple(filter(None, [misplaced(target, args)]))
     token = read_secret(values["token_file"], nodes)
     shown = shown_local_ranks(nproc, settings.tee, settings.redirects, str(values["local_ranks_filter"]))
@@ -159,8 +160,11 @@ def _refuse_and_note(values: Mapping[str, Any], given: frozenset[str]) -> tuple[
         )
     if "rdzv_backend" in given:
         notes.append(f"--rdzv-backend has no effect: {BY_KEY['local_addr'].about}")
-    if "rdzv_endpoint" in given and str(values["nnodes"]) in ("1", "1:1"):
-        notes.append("--rdzv-endpoint has no effect: one node meets nobody")
+    if str(values["nnodes"]) in ("1", "1:1"):
+        if "rdzv_endpoint" in given:
+            notes.append("--rdzv-endpoint has no effect: one node meets nobody")
+        if values["encrypt"]:
+            notes.append("--encrypt has no effect: on one node nothing that Holdfast sends leaves the host")
     return tuple(notes)
 
 
@@ -428,6 +432,8 @@ def _grace_s(values: Mapping[str, Any], given: frozenset[str]) -> float:
 
 
 def _check_address(settings: RunSettings, given: frozenset[str]) -> None:
+    if settings.several:  # the agents look for each other there
+        return
     port = settings.master_port
     if not 0 <= port <= 65535:
         raise UsageError(f"--master-port {port} is no port number", hint="leave it out: a free one is chosen")

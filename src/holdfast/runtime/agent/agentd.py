@@ -157,7 +157,7 @@ class AgentDaemon:
         )
         self._hub: Hub[WireMessage] = Hub(
             MESSAGES,
-            run.token(),
+            run.secret(),
             on_open=lambda channel: None,
             on_message=self._heard,
             on_close=self._closed,
@@ -182,9 +182,9 @@ class AgentDaemon:
         Raises:
             HoldfastError: the agent or its environment broke; the launcher starts a successor.
         """
-        server, port = await self._hub.listen(agent_of(self._settings.node))
-        self._run.write_endpoint("agent", "127.0.0.1", port, node=self._settings.node)
-        self._journal.append("agent_started", {"pid": os.getpid(), "port": port})
+        server, at = await self._hub.listen(agent_of(self._settings.node), self._run.socket_of("agent"))
+        self._run.write_endpoint("agent", at, node=self._settings.node)
+        self._journal.append("agent_started", {"pid": os.getpid(), "at": str(at)})
         self._driver.guard_loop()
         self._driver.start()
         loop = asyncio.get_running_loop()
@@ -223,7 +223,7 @@ class AgentDaemon:
         self._buddies = PeerReplication(
             self._node_id,
             self._run.pages(),
-            self._run.token(),
+            self._settings.secret_of(self._run),
             lambda: [self._run.page_path(member_id) for member_id in self._procs.living],
             lambda: {n: peers.known[n] for n in peers.here if n != self._node_id},
             self._driver.post,

@@ -23,10 +23,12 @@ from holdfast.core.protocol.messages import (
 from holdfast.errors import ProtocolError
 from holdfast.event_log import EventSink
 from holdfast.runtime.agent.worker_processes import wait_gone
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.channel import Channel, Hub
 from holdfast.runtime.net.driver import watched
 from holdfast.runtime.net.service_names import controller_of
 from holdfast.runtime.node.process_info import kill_if, serves
+from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import MODULES, Endpoint, RunDir, open_log
 from holdfast.wire import MESSAGES, WireMessage
 
@@ -52,6 +54,7 @@ class ControllerLink:
     def __init__(
         self,
         run: RunDir,
+        settings: RunSettings,
         journal: EventSink,
         post: Callable[[Message], None],
         *,
@@ -72,7 +75,7 @@ class ControllerLink:
         self._ending = False
         self._hub: Hub[WireMessage] = Hub(
             MESSAGES,
-            run.token(),
+            settings.secret_of(run),
             on_open=self._opened,
             on_message=self._message,
             on_close=self._closed,
@@ -84,7 +87,7 @@ class ControllerLink:
         if endpoint is None or not serves(endpoint.pid, MODULE, self._run.path):
             return None
         try:
-            await self._hub.connect(endpoint.host, endpoint.port, controller_of(endpoint.term), "agent")
+            await self._hub.connect(endpoint.at, controller_of(endpoint.term), "agent")
         except (OSError, ProtocolError):
             return None
         self._pid = endpoint.pid
@@ -97,13 +100,13 @@ class ControllerLink:
         """
         self._replace(self._start(term, up, alone))
 
-    def follow(self, host: str, port: int, term: int) -> None:
+    def follow(self, at: Address, term: int) -> None:
         """Connect to the controller of ``term`` on another node.
 
         The result is posted: ControllerHere or ControllerGone.
         """
         self.kill_local()
-        self._replace(self._follow(host, port, controller_of(term)))
+        self._replace(self._follow(at, controller_of(term)))
 
     def send(self, message: Message) -> bool:
         """Send a message to the controller.
@@ -176,16 +179,18 @@ class ControllerLink:
         await asyncio.sleep(pause_s)
         self._lost()
 
-    async def _follow(self, host: str, port: int, service: str) -> None:
+    async def _follow(self, at: Address, service: str) -> None:
         deadline = time.monotonic() + FOLLOW_S
         while True:
             try:
                 async with asyncio.timeout(FOLLOW_S):
-                    self._channel = await self._hub.connect_soon(host, port, service, "agent")
+                    self._channel = await self._hub.connect_soon(at, service, "agent")
                 break
             except (OSError, ProtocolError) as error:
                 if time.monotonic() > deadline:
-                    self._journal.append("controller_unreachable", {"host": host, "error": str(error)[:200]})
+                    self._journal.append(
+                        "controller_unreachable", {"host": at.host, "error": str(error)[:200]}
+                    )
                     self._lost()
                     return
             await asyncio.sleep(10 * POLL_S)

@@ -52,6 +52,7 @@ from holdfast.event_log import EventSink
 from holdfast.exit_codes import Exit
 from holdfast.runtime.agent.controller_link import ControllerLink
 from holdfast.runtime.agent.peers import Peers
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.driver import Driver, watched
 from holdfast.runtime.node.event_log_writer import EventLogWriter
 from holdfast.runtime.node.run_settings import RunSettings
@@ -135,7 +136,9 @@ class LeaderElection:
         self._election = Election(config, self._kept)
         self._driver = Driver(self._election, journal, self._execute)
         silent_s = SILENT_S if settings.several else SILENT_ALONE_S
-        self._link = ControllerLink(run, journal, self._from_link, silent_s=silent_s, fail=self._driver.fail)
+        self._link = ControllerLink(
+            run, settings, journal, self._from_link, silent_s=silent_s, fail=self._driver.fail
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self.peers: Peers | None = None
         if settings.several:
@@ -282,7 +285,7 @@ class LeaderElection:
             self._mirror.flush()  # the new controller reads this node's part of the log
             self._link.start(command.term, self._up)
         elif isinstance(command, Follow):
-            self._link.follow(command.lead.host, command.lead.port, command.lead.term)
+            self._link.follow(Address(command.lead.host, command.lead.port), command.lead.term)
         elif isinstance(command, StepDown):
             self._journal.append("stood_down", {"node": self._me, "reason": command.reason})
             self._link.kill_local()

@@ -28,12 +28,15 @@ from holdfast.core.protocol.messages import HeldStates
 from holdfast.core.protocol.peer_messages import Peer
 from holdfast.core.protocol.status_page import Word
 from holdfast.errors import CheckpointInvalid, ProtocolError, StateError
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.driver import watched
 from holdfast.runtime.net.request_server import AnswerServer
 from holdfast.runtime.net.service_names import memory_of
+from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir
 from holdfast.runtime.node.status_page import Page
+from holdfast.sealing import Secret
 from holdfast.store.shared_memory.memory_slots import (
     Incoming,
     Slots,
@@ -108,8 +111,8 @@ class ReplicaServer(AnswerServer[Talk]):
         on_held: gets each rank whose stored states have changed, in a thread of the server.
     """
 
-    def __init__(self, directory: Path, token: bytes, node: str, on_held: Callable[[int], None]) -> None:
-        super().__init__(_CODEC, token, memory_of(node))
+    def __init__(self, directory: Path, secret: Secret, node: str, on_held: Callable[[int], None]) -> None:
+        super().__init__(_CODEC, secret, memory_of(node))
         self._directory = directory
         self._on_held = on_held
         self._incoming: dict[int, Incoming] = {}
@@ -154,8 +157,8 @@ def push(
     rank: int,
     step: int,
     node: str,
-    to: tuple[str, int],
-    token: bytes,
+    to: Address,
+    secret: Secret,
     generation: int = 0,
 ) -> int:
     """Send one state to the agent of ``node``, which listens at ``to``.
@@ -167,7 +170,7 @@ def push(
         The digest of the state if that agent has verified it; otherwise 0.
     """
     try:
-        line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, *to, token, memory_of(node), ROLE)
+        line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, to, secret, memory_of(node), ROLE)
     except (OSError, ProtocolError):
         return 0
     try:
@@ -186,11 +189,11 @@ def push(
         line.close()
 
 
-def pull(directory: Path, rank: int, step: int, peers: Mapping[str, tuple[str, int]], token: bytes) -> bool:
+def pull(directory: Path, rank: int, step: int, peers: Mapping[str, Address], secret: Secret) -> bool:
     """Fetch a state from the first agent that has it. Return True if it is here; the caller verifies its bytes."""
     for node, at in peers.items():
         try:
-            line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, *at, token, memory_of(node), ROLE)
+            line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, at, secret, memory_of(node), ROLE)
         except (OSError, ProtocolError):
             continue
         try:
@@ -234,19 +237,19 @@ class PeerReplication:
         self,
         me: NodeId,
         directory: Path,
-        token: bytes,
+        secret: Secret,
         pages: Callable[[], list[Path]],
         peers: Callable[[], Mapping[NodeId, Peer]],
         tell: Callable[[HeldStates], None],
     ) -> None:
         self._me = me
         self._directory = directory
-        self._token = token
+        self._secret = secret
         self._pages = pages
         self._peers = peers
         self._tell = tell
         self._loop = asyncio.get_running_loop()
-        self._server = ReplicaServer(directory, token, me, self._received)
+        self._server = ReplicaServer(directory, secret, me, self._received)
         self._held: dict[str, tuple[int, ...]] = {}
         self._task: asyncio.Task[None] | None = None
 
@@ -255,7 +258,7 @@ class PeerReplication:
 
         Return the port; ``fail`` gets the error that ends the sending.
         """
-        port = self._server.start(host)
+        port = self._server.start(Address(host)).port
         self._task = watched(self._run(), fail)
         return port
 
@@ -290,9 +293,9 @@ class PeerReplication:
             buddy = self._buddy()
             arrived = newest.digest
             if buddy is not None:
-                at, generation = (buddy.host, buddy.memory_port), page[Word.GENERATION]
+                at, generation = Address(buddy.host, buddy.memory_port), page[Word.GENERATION]
                 arrived = await asyncio.to_thread(
-                    push, self._directory, rank, newest.step, buddy.node_id, at, self._token, generation
+                    push, self._directory, rank, newest.step, buddy.node_id, at, self._secret, generation
                 )
             if arrived:
                 page[Word.ARRIVED] = arrived
@@ -315,7 +318,9 @@ def puller(run: RunDir, me: str) -> Callable[[int, int], bool]:
             known = msgspec.json.decode(run.peers.read_bytes(), type=list[Peer])
         except (OSError, msgspec.MsgspecError):
             return False
-        others = {str(p.node_id): (p.host, p.memory_port) for p in known if p.node_id != me and p.memory_port}
-        return pull(run.pages(), rank, step, others, run.token())
+        others = {
+            str(p.node_id): Address(p.host, p.memory_port) for p in known if p.node_id != me and p.memory_port
+        }
+        return pull(run.pages(), rank, step, others, RunSettings.load(run.path).secret_of(run))
 
     return get

@@ -26,7 +26,7 @@ from holdfast.core.protocol.peer_messages import (
 )
 from holdfast.errors import AuthError, ProtocolError, UsageError
 from holdfast.event_log import EventSink
-from holdfast.runtime.net.addresses import endpoint, family_of, split_endpoint
+from holdfast.runtime.net.addresses import Address, family_of, split_endpoint
 from holdfast.runtime.net.channel import Channel, Hub
 from holdfast.runtime.net.driver import watched
 from holdfast.runtime.net.service_names import PEERS
@@ -80,8 +80,8 @@ class Peers:
         self.memory_port = 0  # port for the states in memory
         self._lines: dict[NodeId, Channel[PeerMessage]] = {}
         self._node_of: dict[Channel[PeerMessage], NodeId] = {}
-        self._refused: dict[tuple[str, int], float] = {}  # by address: the time of the next dial
-        self._unreached: dict[tuple[str, int], str] = {}  # by address: why the last dial failed
+        self._refused: dict[Address, float] = {}  # by address: the time of the next dial
+        self._unreached: dict[Address, str] = {}  # by address: why the last dial failed
         self._sent_away: dict[NodeId, str] = {}  # why the node was refused, in one line
         # Nothing is known here about the packages of another interpreter.
         self._versions = {} if settings.python else {n: v[:VERSION_LENGTH_MAX] for n, v in alike().items()}
@@ -89,7 +89,11 @@ class Peers:
         self._server: asyncio.Server | None = None
         self._task: asyncio.Task[None] | None = None
         self._hub: Hub[PeerMessage] = Hub(
-            PEER_MESSAGES, run.token(), on_open=self._greet, on_message=self._heard, on_close=self._closed
+            PEER_MESSAGES,
+            settings.secret_of(run),
+            on_open=self._greet,
+            on_message=self._heard,
+            on_close=self._closed,
         )
 
     async def listen(self) -> Peer:
@@ -109,18 +113,18 @@ class Peers:
         ports += [port for _, port in contacts]
         for port in (*ports, 0):
             try:
-                self._server, bound = await self._hub.listen(PEERS, self._settings.bind, port)
+                self._server, own = await self._hub.listen(PEERS, Address(self._settings.bind, port))
                 break
             except OSError:
                 if port == 0:
                     raise
-        peer = self.known[self.me] = Peer(self.me, self._home, self._settings.bind, bound, self.memory_port)
-        for host, port in self._first:
-            if not self.job and host == peer.host and port != bound:
-                await self._check_neighbour(host, port)
+        peer = self.known[self.me] = Peer(self.me, self._home, *own, self.memory_port)
+        for first in self._first:
+            if not self.job and first.host == own.host and first.port != own.port:
+                await self._check_neighbour(first)
         return peer
 
-    async def _check_neighbour(self, host: str, port: int) -> None:
+    async def _check_neighbour(self, first: Address) -> None:
         """Check that the first contact, which is on this host but is not this agent, is another agent of the job.
 
         Raises:
@@ -128,10 +132,10 @@ class Peers:
         """
         try:
             async with asyncio.timeout(NEIGHBOUR_S):
-                await self._hub.connect(host, port, PEERS, "peer")
+                await self._hub.connect(first, PEERS, "peer")
         except (OSError, ProtocolError):
             raise UsageError(
-                f"the others look for this host at {endpoint(host, port)}, where another program listens",
+                f"the others look for this host at {first}, where another program listens",
                 hint="end it, or another --master-port, the same on every host",
             ) from None
 
@@ -140,11 +144,11 @@ class Peers:
 
         If several hosts have the name of the first contact, the first one in the order of nodes does.
         """
-        owners = (n for n, peer in self.known.items() if (peer.host, peer.port) in self._first)
+        owners = (n for n, peer in self.known.items() if _at(peer) in self._first)
         return min(owners, key=node_order, default=None) == self.me
 
     @property
-    def _first(self) -> list[tuple[str, int]]:
+    def _first(self) -> list[Address]:
         """Every address of the first contact."""
         first = self._settings.contacts[: self._settings.first_contacts]
         return [split_endpoint(contact) for contact in first]
@@ -186,39 +190,41 @@ class Peers:
         await self._hub.close(DIAL_TIMEOUT_S)
 
     async def _dial(self) -> None:
-        own = {(self.known[self.me].host, self.known[self.me].port)}
+        own = {_at(self.known[self.me])}
         while True:
-            targets = {(p.host, p.port) for n, p in self.known.items() if n not in self._lines}
+            targets = {_at(p) for n, p in self.known.items() if n not in self._lines}
             if len(self.known) == 1 or not self.job:
-                reached = {(p.host, p.port) for n, p in self.known.items() if n in self._lines}
+                reached = {_at(p) for n, p in self.known.items() if n in self._lines}
                 targets |= {split_endpoint(contact) for contact in self._settings.contacts} - reached
             shut = {address for address, until_s in self._refused.items() if until_s > time.monotonic()}
-            await asyncio.gather(*(self._connect(host, port) for host, port in targets - own - shut))
+            await asyncio.gather(*(self._connect(at) for at in targets - own - shut))
             await asyncio.sleep(DIAL_S)
 
-    async def _connect(self, host: str, port: int) -> None:
+    async def _connect(self, at: Address) -> None:
         try:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
-                await self._hub.connect(host, port, PEERS, "peer")
+                await self._hub.connect(at, PEERS, "peer")
         except AuthError as error:
-            self._turned_away((host, port), f"{error.message} ({endpoint(host, port)})\n  next: {error.hint}")
+            self._turned_away(at, f"{error.message} ({at})\n  next: {error.hint}")
         except (OSError, ProtocolError) as error:  # not up yet, or gone: it is dialled again
-            self._unreached[host, port] = _why(error)
+            self._unreached[at] = _why(error)
         else:
-            self._unreached.pop((host, port), None)
+            self._unreached.pop(at, None)
 
-    def _turned_away(self, address: tuple[str, int], reason: str) -> None:
+    def _turned_away(self, address: Address, reason: str) -> None:
         if not self.job:
             self._on_refused(reason)
             return
         if address not in self._refused:
-            self._journal.append("peer_foreign", {"host": address[0], "port": address[1], "reason": reason})
+            self._journal.append(
+                "peer_foreign", {"host": address.host, "port": address.port, "reason": reason}
+            )
         self._refused[address] = time.monotonic() + REFUSED_S
 
     @property
     def trouble(self) -> str:
         """The possible reasons why agents have not met: failed dials, connections with another token, refused nodes."""
-        said = [f"{endpoint(host, port)}: {why}" for (host, port), why in sorted(self._unreached.items())]
+        said = [f"{at}: {why}" for at, why in sorted(self._unreached.items())]
         if count := self._hub.refused["token"]:
             said.append(
                 f"{plural(count, 'connection')} with another token {'was' if count == 1 else 'were'} refused"
@@ -262,7 +268,7 @@ class Peers:
             channel.close()
             return
         self._node_of[channel] = peer.node_id
-        self._refused.pop((peer.host, peer.port), None)
+        self._refused.pop(_at(peer), None)
         self._sent_away.pop(peer.node_id, None)
         self._compare(hello)
         before = self._lines.get(peer.node_id)
@@ -357,6 +363,10 @@ class Peers:
         else:
             self._lines[node_id] = rest
             self._on_here(node_id)  # lost messages of the closed connection are sent again
+
+
+def _at(peer: Peer) -> Address:
+    return Address(peer.host, peer.port)
 
 
 def read_peers(run: RunDir) -> list[Peer]:

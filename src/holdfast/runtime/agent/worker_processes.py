@@ -120,7 +120,7 @@ class Processes:
         self._connecting: asyncio.Task[None] | None = None
         self._hub: Hub[ZygoteMessage] = Hub(
             ZYGOTE_MESSAGES,
-            run.token(),
+            run.secret(),
             on_open=self._zygote_found,
             on_message=self._heard,
             on_close=self._zygote_lost,
@@ -170,7 +170,7 @@ class Processes:
         self._zygote_pid = endpoint.pid
         service = zygote_of(self._settings.node)
         try:
-            await self._hub.connect(endpoint.host, endpoint.port, service, "agent")
+            await self._hub.connect(endpoint.at, service, "agent")
         except (OSError, ProtocolError):
             return False
         return True

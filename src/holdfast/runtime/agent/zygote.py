@@ -27,16 +27,17 @@ from pathlib import Path
 
 from holdfast.errors import ProtocolError
 from holdfast.exit_codes import Exit
-from holdfast.runtime.net.channel import RECEIVE_SIZE_BYTES, SEND_TIMEOUT_S, tune
+from holdfast.frame_encryption import PRELOADS
+from holdfast.runtime.net.channel import RECEIVE_SIZE_BYTES, SEND_TIMEOUT_S
 from holdfast.runtime.net.connection_limits import (
     ACCEPT_AGAIN_S,
-    BACKLOG,
     BURST,
     HANDSHAKE_TIMEOUT_S,
     ConnectionLimits,
     raise_limit,
 )
 from holdfast.runtime.net.service_names import zygote_of
+from holdfast.runtime.net.stream_sockets import listen, tune
 from holdfast.runtime.node.early_variables import early_variable, sources
 from holdfast.runtime.node.env_record import versions
 from holdfast.runtime.node.framework_registry import COMMON_PRELOADS, FRAMEWORKS, FrameworkName, note_broken
@@ -54,6 +55,7 @@ from holdfast.runtime.node.spawn import (
     ZygoteMessage,
     thread_count,
 )
+from holdfast.sealing import Secret
 from holdfast.text import plural
 from holdfast.wire import NONCE_SIZE_BYTES, Link
 
@@ -66,12 +68,12 @@ DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/davinci")
 class _AgentPeer:
     """One connection to the zygote. Only an authenticated agent gets answers."""
 
-    def __init__(self, sock: socket.socket, token: bytes, service: str, refused: Counter[str]) -> None:
+    def __init__(self, sock: socket.socket, secret: Secret, service: str, refused: Counter[str]) -> None:
         self.sock = sock
         self.deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
         self.link: Link[ZygoteMessage] = Link(
             ZYGOTE_MESSAGES,
-            token,
+            secret,
             os.urandom(NONCE_SIZE_BYTES),
             service=service,
             role=None,
@@ -99,14 +101,12 @@ class _AgentPeer:
 class Zygote:
     """The server loop of the zygote. :meth:`serve` returns a :class:`Spawn` in a forked child, and None at the end."""
 
-    def __init__(
-        self, run: RunDir, token: bytes, preloaded: Preloaded, listener: socket.socket, node: str
-    ) -> None:
+    def __init__(self, run: RunDir, secret: Secret, preloaded: Preloaded, node: str) -> None:
         self._run = run
         self._service = zygote_of(node)
-        self._token = token
+        self._secret = secret
         self._preloaded = preloaded
-        self._listener = listener
+        self._listener, _ = listen(run.socket_of("zygote"))
         self._peers: dict[int, _AgentPeer] = {}
         self._strangers: ConnectionLimits[_AgentPeer] = ConnectionLimits()
         self._accepts_at_s = 0.0
@@ -126,7 +126,7 @@ class Zygote:
         ignore_warnings()
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._listener.setblocking(False)
-        self._run.write_endpoint("zygote", "127.0.0.1", int(self._listener.getsockname()[1]))
+        self._run.write_endpoint("zygote", self._run.socket_of("zygote"))
         while not self._over():
             deaf = time.monotonic() < self._accepts_at_s
             poller = select.poll()
@@ -165,7 +165,7 @@ class Zygote:
                 self._drop(stranger)
 
     def _greet(self, sock: socket.socket) -> None:
-        peer = _AgentPeer(sock, self._token, self._service, self._refused)
+        peer = _AgentPeer(sock, self._secret, self._service, self._refused)
         self._peers[sock.fileno()] = peer
         for stranger in self._strangers.admit(peer, sock.fileno()):
             self._drop(stranger)
@@ -393,9 +393,9 @@ def main(run_dir: str) -> int:
     run = RunDir(Path(run_dir))
     settings = RunSettings.load(run.path)
     early = _early(settings)
-    preloaded = Preloaded({}, {}, 1, early) if early else preload(settings.framework, settings.preload)
-    listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-    spawn = Zygote(run, run.token(), preloaded, listener, settings.node).serve()
+    further = (*settings.preload, *(PRELOADS if settings.encrypts else ()))
+    preloaded = Preloaded({}, {}, 1, early) if early else preload(settings.framework, further)
+    spawn = Zygote(run, run.secret(), preloaded, settings.node).serve()
     if spawn is None:
         atexit._run_exitfuncs()  # exit handlers of modules that the user has preloaded
         sys.stdout.flush()

@@ -190,15 +190,16 @@ class ControllerDaemon:
         self._driver = Driver(Controller(config, past, uncovered), log, self._execute, log.sync)
         hub: Hub[WireMessage] = Hub(
             MESSAGES,
-            self._run.token(),
+            self._settings.secret_of(self._run),
             on_open=lambda channel: None,
             on_message=self._heard,
             on_close=self._closed,
         )
         self._driver.guard_loop()
         self._driver.start()
-        server, port = await hub.listen(controller_of(self._term), self._settings.bind)
-        self._run.write_endpoint("controller", self._settings.bind, port, self._term)
+        own = self._settings.address_of(self._run, "controller")
+        server, at = await hub.listen(controller_of(self._term), own)
+        self._run.write_endpoint("controller", at, self._term)
         beats = watched(self._beat(hub), self._driver.fail)
         alone = watched(self._left_alone(), self._driver.fail)
         await asyncio.wait({self._ended, self._driver.failure, alone}, return_when=asyncio.FIRST_COMPLETED)

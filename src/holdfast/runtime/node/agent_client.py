@@ -15,6 +15,7 @@ from holdfast.errors import AuthError, FaultError, ProtocolError
 from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.service_names import agent_of
 from holdfast.runtime.node.rundir import Endpoint, RunDir, open_log
+from holdfast.sealing import Secret
 from holdfast.wire import MESSAGES, WireMessage
 
 RETRY_S = 0.05
@@ -52,14 +53,14 @@ class AgentLink:
             AuthError: the token of the run directory is not that of the agent, or cannot be read.
             FaultError: no agent answers: the run is over, or its agent just died.
         """
-        token = self._run.token()
+        secret = self._run.secret()
         deadline_s = time.monotonic() + timeout_s
         reason = "it never published where it listens"
         while time.monotonic() < deadline_s:
             endpoint = self._run.read_endpoint("agent")
             if endpoint is not None:
                 try:
-                    return self._ask(endpoint, token, message, deadline_s)
+                    return self._ask(endpoint, secret, message, deadline_s)
                 except AuthError:
                     raise
                 except (OSError, ProtocolError) as error:
@@ -70,11 +71,9 @@ class AgentLink:
             hint=f"holdfast status {shlex.quote(str(self._run.path))}",
         )
 
-    def _ask(self, to: Endpoint, token: bytes, message: WireMessage, deadline_s: float) -> Ack:
+    def _ask(self, to: Endpoint, secret: Secret, message: WireMessage, deadline_s: float) -> Ack:
         left_s = max(RETRY_S, deadline_s - time.monotonic())
-        channel = BlockingChannel.connect(
-            MESSAGES, to.host, to.port, token, agent_of(to.node), "cli", timeout_s=left_s
-        )
+        channel = BlockingChannel.connect(MESSAGES, to.at, secret, agent_of(to.node), "cli", timeout_s=left_s)
         try:
             channel.send(message)
             while True:

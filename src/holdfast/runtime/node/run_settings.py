@@ -15,9 +15,11 @@ import msgspec
 from holdfast.core.ids import RUN_ID_LENGTH_MAX
 from holdfast.core.watch.stall_detector import Limits
 from holdfast.errors import UsageError
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.node.framework_registry import FrameworkName
-from holdfast.runtime.node.rundir import write_private
+from holdfast.runtime.node.rundir import RunDir, write_private
 from holdfast.runtime.node.secret_masking import masked
+from holdfast.sealing import Secret
 from holdfast.text import plural
 
 SETTINGS_FILE = "run.json"
@@ -76,6 +78,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     first_contacts: int = 1  # how many of them are addresses of the first contact
     join_s: float = JOIN_S  # time limit for the nodes to meet
     bind: str = "127.0.0.1"  # address at which this node listens for others
+    encrypts: bool = False  # True if what Holdfast sends to other nodes is encrypted
     notices: str = "auto"  # sources of notices that this node will leave, see ``notice_sources``
     health: str = ""  # command that tests whether this node is fit to train
     health_every_s: float = 300.0
@@ -158,6 +161,18 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     def several(self) -> bool:
         """True if more than one node may take part."""
         return self.nnodes_max > 1
+
+    def address_of(self, run: RunDir, name: str) -> Address:
+        """Where a process of this node listens as ``name`` for all nodes: on the network only if there are several."""
+        return Address(self.bind) if self.several else run.socket_of(name)
+
+    def secret_of(self, run: RunDir) -> Secret:
+        """What the processes of all nodes share.
+
+        Raises:
+            AuthError: the token is missing, readable by others, or too short.
+        """
+        return run.secret()._replace(encrypts=self.encrypts)
 
     @property
     def node_of_several(self) -> str:

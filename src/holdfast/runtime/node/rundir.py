@@ -16,8 +16,11 @@ import msgspec
 
 from holdfast.core.ids import MemberId
 from holdfast.errors import AuthError, UsageError
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.multiprocessing_sockets import remove_sockets_of
+from holdfast.runtime.net.stream_sockets import listen
 from holdfast.runtime.node.process_info import serves
+from holdfast.sealing import Secret
 from holdfast.store.backends.durable_files import sync_directory
 
 TOKEN_SIZE_BYTES = 32
@@ -48,6 +51,11 @@ class Endpoint(msgspec.Struct, frozen=True):
     pid: int
     term: int = 0  # of a controller
     node: str = ""
+
+    @property
+    def at(self) -> Address:
+        """Both as one."""
+        return Address(self.host, self.port)
 
 
 def write_private(path: Path, data: bytes, *, durable: bool = False) -> None:
@@ -161,7 +169,7 @@ class RunDir:
         """Make the directory (0700), its token (by default a new one) and its private directory for status pages.
 
         Raises:
-            UsageError: it exists already or cannot be written.
+            UsageError: it exists already, cannot be written, or takes no sockets.
         """
         try:
             self.path.mkdir(mode=0o700, parents=True)
@@ -184,6 +192,14 @@ class RunDir:
                 f"no room for status pages in {SHARED_MEMORY}: {error.strerror}",
                 hint=f"df -h {SHARED_MEMORY}; in a container: --shm-size",
             ) from error
+        try:
+            listener, at = listen(self.socket_of("probe"))
+        except UsageError:
+            self.remove_pages()
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
+        listener.close()
+        Path(at.host).unlink()
 
     def no_room(self) -> str:
         """Return why nothing can be written to the run directory now; empty: it can be written."""
@@ -209,13 +225,13 @@ class RunDir:
         """
         return self.launcher_lock.exists() and is_free(self.launcher_lock)
 
-    def token(self) -> bytes:
-        """Return the secret of the run.
+    def secret(self) -> Secret:
+        """Return the secret that the processes of this host share. ``RunSettings.secret_of`` is for other hosts.
 
         Raises:
             AuthError: missing, readable by others, or too short.
         """
-        return read_token(self.token_file)
+        return Secret(read_token(self.token_file))
 
     def pages(self) -> Path:
         """Return the directory of the status pages, made on first use: in shared memory, or in the run directory."""
@@ -277,9 +293,13 @@ class RunDir:
         """Return the file of the endpoint of ``agent``, ``controller`` or ``zygote``."""
         return self.path / f"{name}.json"
 
-    def write_endpoint(self, name: str, host: str, port: int, term: int = 0, node: str = "") -> None:
+    def socket_of(self, name: str) -> Address:
+        """Return the Unix socket, in the private directory of the pages, at which ``name`` listens for this host."""
+        return Address(str(self.pages() / f"{name}.socket"))
+
+    def write_endpoint(self, name: str, at: Address, term: int = 0, node: str = "") -> None:
         """Publish the address at which this process listens."""
-        endpoint = Endpoint(host, port, os.getpid(), term, node)
+        endpoint = Endpoint(*at, os.getpid(), term, node)
         write_private(self.endpoint_path(name), msgspec.json.encode(endpoint))
 
     def read_endpoint(self, name: str) -> Endpoint | None:

@@ -24,9 +24,11 @@ import msgspec
 
 from holdfast.core.ids import Generation
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.request_server import TIMEOUT_S, AnswerServer
 from holdfast.runtime.net.service_names import state_of
+from holdfast.sealing import Secret
 from holdfast.store.layouts.layout import Box
 from holdfast.wire import Codec
 
@@ -94,15 +96,15 @@ class StateServer(AnswerServer[Talk]):
         view: returns bytes of a box that this rank holds; raises :class:`HoldfastError` for other boxes, and for a box
             that it cannot read.
         values: the encoded plain values.
-        token: of the run.
+        secret: of the run.
         service: the name of the rank and generation, see ``service_names.py``.
         moved: called with the number of bytes that are about to be sent.
     """
 
     def __init__(
-        self, view: View, values: bytes, token: bytes, service: str, moved: Callable[[int], object] = int
+        self, view: View, values: bytes, secret: Secret, service: str, moved: Callable[[int], object] = int
     ) -> None:
-        super().__init__(_CODEC, token, service)
+        super().__init__(_CODEC, secret, service)
         self._moved = moved
         self._view = view
         self._values = values
@@ -130,9 +132,9 @@ class StateServer(AnswerServer[Talk]):
 
 
 def fetch(
-    sources: Mapping[int, tuple[str, int]],
+    sources: Mapping[int, Address],
     wanted: Sequence[Wanted],
-    token: bytes,
+    secret: Secret,
     generation: Generation,
     values_from: Sequence[int] = (),
     moved: Callable[[int], object] = int,
@@ -140,7 +142,7 @@ def fetch(
     """Fill all buffers from their holders, and return the plain values.
 
     Args:
-        sources: rank -> host and port of its server.
+        sources: rank -> address of its server.
         generation: that of the servers.
         values_from: ranks to ask for the plain values, in this order until one answers; empty: in the order of ranks.
         moved: called with the number of bytes of each batch that has arrived.
@@ -148,7 +150,7 @@ def fetch(
     Raises:
         PeerLost: no holder of a piece is left that gives it.
     """
-    peers = {rank: _SourcePeer(rank, at, token, state_of(rank, generation)) for rank, at in sources.items()}
+    peers = {rank: _SourcePeer(rank, at, secret, state_of(rank, generation)) for rank, at in sources.items()}
     try:
         with ThreadPoolExecutor(max(1, len(peers)), thread_name_prefix="holdfast-fetch") as pool:
             order = [peers[rank] for rank in values_from or sorted(peers)]
@@ -185,11 +187,11 @@ class _FetchedPart(msgspec.Struct):
 class _SourcePeer:
     """The connection to one holder, made at its first use. ``lost``: why it is not used any more; empty: it is used."""
 
-    def __init__(self, rank: int, at: tuple[str, int], token: bytes, service: str) -> None:
+    def __init__(self, rank: int, at: Address, secret: Secret, service: str) -> None:
         self.rank = rank
         self.lost = ""
         self._at = at
-        self._token = token
+        self._secret = secret
         self._service = service
         self._lock = threading.Lock()
         self._channel: BlockingChannel[Talk] | None = None
@@ -210,7 +212,7 @@ class _SourcePeer:
             raise PeerLost(self.lost)
         try:
             if self._channel is None:
-                self._channel = BlockingChannel.connect(_CODEC, *self._at, self._token, self._service, ROLE)
+                self._channel = BlockingChannel.connect(_CODEC, self._at, self._secret, self._service, ROLE)
             self._channel.send(question)
             answer = self._channel.receive_answer(TIMEOUT_S)
             if isinstance(answer, kind):

@@ -348,8 +348,8 @@ class WorkerClient:
         if endpoint is None:
             return None
         try:
-            at, service = (endpoint.host, endpoint.port), agent_of(endpoint.node)
-            return BlockingChannel.connect(MESSAGES, *at, run.token(), service, "worker")
+            service = agent_of(endpoint.node)
+            return BlockingChannel.connect(MESSAGES, endpoint.at, run.secret(), service, "worker")
         except (OSError, ProtocolError):
             return None  # a successor may be about to publish another endpoint; bounded by orphan_s
 

@@ -23,11 +23,13 @@ from holdfast.errors import CheckpointInvalid, CheckpointMismatch, HoldfastError
 from holdfast.frameworks.common.adapter import Collected, StateAdapter
 from holdfast.frameworks.common.optional_abilities import GivesPieces, LogsUpdates
 from holdfast.frameworks.common.weight_selection import tensors_of, with_values_of
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.service_names import state_of
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir
 from holdfast.runtime.worker.state_transfer import StateServer, View, Wanted, fetch
 from holdfast.runtime.worker.worker_client import WorkerClient
+from holdfast.sealing import Secret
 from holdfast.session.checkpoints.memory_tier import MemoryTier
 from holdfast.session.checkpoints.resume import Resumed, refuse_another_model
 from holdfast.session.steps.participant import TEXT_LENGTH_MAX, StepParticipant
@@ -38,7 +40,8 @@ from holdfast.store.layouts.value_sources import speakers
 
 log = logging.getLogger("holdfast")
 
-LOOPBACK = "127.0.0.1"
+NOWHERE = Address("")
+"""Of a rank that has nothing to give: each reads its own copy."""
 
 
 class MemoryTierQuery(Protocol):
@@ -76,8 +79,9 @@ class StateSource:
         self._boundary = boundary
         self._collect = collect
         self._server: StateServer | None = None
-        self._given: tuple[Settle, int] | None = None  # the order that the server answers, and its port
-        self._host = _reachable(client)
+        self._given: tuple[Settle, Address] | None = (
+            None  # the order that the server answers, and its address
+        )
 
     def give(self, settle: Settle) -> None:
         """Serve the state of ``settle.step``, or check the kept state to go back to. Runs in the task thread.
@@ -100,7 +104,7 @@ class StateSource:
                 # The time limit for joining ends the wait of the newcomers.
                 log.error("holdfast: this rank cannot go back: %s", error)
             else:
-                self._offer(settle.generation, settle.rewind, 0)
+                self._offer(settle.generation, settle.rewind, NOWHERE)
             return
         try:
             frozen = self._boundary(settle)
@@ -113,21 +117,21 @@ class StateSource:
             collected, plain = self._collect(frozen)
             values = encode_values(dict(plain))
             service = state_of(self._client.rank, settle.generation)
-            token = _token(self._client)
-            server = StateServer(_pieces_of(collected), values, token, service, self._client.moved)
-            port = server.start(self._host)
+            secret = _secret(self._client)
+            server = StateServer(_pieces_of(collected), values, secret, service, self._client.moved)
+            at = server.start(_own_address(self._client))
         except (HoldfastError, OSError) as error:
             log.error("holdfast: this rank cannot give its state: %s", error)
             self._decline(settle, error)
             return
         self.stop()
-        self._server, self._given = server, (settle, port)
-        self._offer(settle.generation, settle.step, port)
+        self._server, self._given = server, (settle, at)
+        self._offer(settle.generation, settle.step, at)
 
-    def _offer(self, generation: Generation, step: int, port: int) -> None:
+    def _offer(self, generation: Generation, step: int, at: Address) -> None:
         self._client.send(
             StateOffered(
-                member_id=self._client.member_id, generation=generation, step=step, host=self._host, port=port
+                member_id=self._client.member_id, generation=generation, step=step, host=at.host, port=at.port
             )
         )
 
@@ -188,12 +192,14 @@ def take(
         CheckpointInvalid: a survivor sent malformed values.
         PeerLost: a box has no holder left.
     """
-    token = _token(client)
-    sources = {int(rank): at for rank, at in order.sources.items()}
+    secret = _secret(client)
+    sources = {int(rank): Address(*at) for rank, at in order.sources.items()}
     catalogue = catalogue_of(order.layouts.by_rank())
     own = {t.fqn for t in catalogue.tensors if adapter.rank in catalogue.grids[t.grid].ranks}
     asked = dict.fromkeys([*speakers(catalogue, own, sources), *sorted(sources)])
-    values = decode_mapping(fetch(sources, [], token, order.generation, tuple(asked)), "values of a survivor")
+    values = decode_mapping(
+        fetch(sources, [], secret, order.generation, tuple(asked)), "values of a survivor"
+    )
     if again is not None and not tensors_of(again.values) <= tensors_of(values):
         # In a pipeline no survivor knows the optimizer state of this stage's parameters.
         values = with_values_of(values, [again.values], "the values of a survivor and of this rank in memory")
@@ -213,7 +219,7 @@ def take(
         )
     for want in lost:
         _put(want, adapter, again)
-    fetch(sources, [w for w in wanted if w not in lost], token, order.generation, moved=client.moved)
+    fetch(sources, [w for w in wanted if w not in lost], secret, order.generation, moved=client.moved)
     restore.finish()
     local = decode_mapping(order.local, "locals of the rank that is replaced") if order.local else {}
     begun = local.get("begun") == order.step and bool(values["at_block"])
@@ -244,14 +250,13 @@ def _holders(
     return found
 
 
-def _reachable(client: WorkerClient) -> str:
-    """Return the address at which newcomers find this process: loopback, unless they may be on other hosts."""
-    if client.run_dir is None:
-        return LOOPBACK
-    settings = RunSettings.load(client.run_dir)
-    return settings.bind if settings.several and not settings.library else LOOPBACK
-
-
-def _token(client: WorkerClient) -> bytes:
+def _own_address(client: WorkerClient) -> Address:
+    """Return the address at which newcomers find this process: a path, unless the run has several hosts."""
     assert client.run_dir is not None
-    return RunDir(client.run_dir).token()
+    settings = RunSettings.load(client.run_dir)
+    return settings.address_of(RunDir(client.run_dir), f"state-{client.rank}")
+
+
+def _secret(client: WorkerClient) -> Secret:
+    assert client.run_dir is not None
+    return RunSettings.load(client.run_dir).secret_of(RunDir(client.run_dir))
