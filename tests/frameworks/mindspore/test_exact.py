@@ -129,3 +129,12 @@ def test_a_copy_that_changes_alone_is_found(tmp_path: Path) -> None:
         assert run.wait() == 1, run.output
         assert "holds a wrong copy of the state: 1.weight" in run.output
         assert not run.events("sealed")
+
+
+def test_denormal_numbers_are_flushed_in_the_thread_of_the_script_as_in_mindspores(tmp_path: Path) -> None:
+    """Without that, the bits of a small moment depend on the thread in which MindSpore runs the graph."""
+    with Launched(tmp_path, *flags(2), str(Path(JOB).with_name("denormals_job.py"))) as run:
+        assert run.wait() == 0, run.output
+        found = run.said(r"kept before (\d+), in the session (\d+)")
+    assert len(found) == 2
+    assert all(int(before) > 0 and during == "0" for before, during in found), found
