@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from itertools import chain
 from pathlib import Path
 
@@ -74,6 +75,23 @@ def test_and_in_the_next_run(tmp_path: Path, undisturbed: set[str]) -> None:
         assert run.wait() == 0, run.output
         assert "step 11\n" not in run.logs()
         assert digests(run) == undisturbed
+
+
+def test_fewer_processors_in_the_next_run_are_named(tmp_path: Path) -> None:
+    """As mpirun gives a rank one of them: MindSpore's kernels then round differently."""
+    env = {"JOB_CHECKPOINT": str(tmp_path / "ckpts")}
+    allowed = os.sched_getaffinity(0)
+    with Launched(tmp_path, *flags(2), JOB, env={**env, "JOB_TERM": "0@3"}) as run:
+        assert run.wait() == 75, run.output
+        assert "this rank may use" not in run.logs()
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        with Launched(tmp_path, *flags(2), JOB, env=env, name="u") as run:
+            assert run.wait() == 0, run.output
+    finally:
+        os.sched_setaffinity(0, allowed)
+    expected = f"this rank may use 1 processor, and the rank that wrote the state {len(allowed)};"
+    assert (expected in run.logs()) == (len(allowed) > 1)
 
 
 def test_a_python_function_that_draws_is_refused_by_name(tmp_path: Path) -> None:
