@@ -112,7 +112,7 @@ def load(
     Args:
         path: a checkpoint, a directory of checkpoints (the newest valid one is taken), or ``DIRECTORY@STEP``.
         model: a module or a dict of modules, as given to the session that saved.
-        strict: every parameter, buffer and extra state of the model must be there, and no other.
+        strict: every parameter, buffer and extra state (but None) of the model must be there, and no other.
         optional: name patterns (``head.*``) of tensors that may be missing on either side whatever ``strict`` says, or
             have another shape or dtype; then the model keeps its own.
         cast: convert floating numbers to the model's dtype; one that it cannot hold is an error.
@@ -140,7 +140,8 @@ def load(
     for note in meant.notes():
         log.warning("holdfast: %s", note)
     state = TorchState(model, {})
-    ours = state.names.extra.keys()
+    ours = state.names.extra
+    needed = {fqn for fqn, module in ours.items() if module.get_extra_state() is not None}
     with hinted(CheckpointInvalid, repair_command(meant.path)), opened(meant.path) as source:
         catalogue, saved = load_catalogue(source), joined_values(source)
         values: dict[str, Any] = {"optimizers": {}, "schedulers": {}, "state": {}}
@@ -155,8 +156,8 @@ def load(
             source,
             targets,
             known=known,
-            missing=sorted(ours - theirs),
-            unexpected=sorted(theirs - ours),
+            missing=sorted(needed - theirs),
+            unexpected=sorted(theirs - ours.keys()),
             optional=patterns,
             strict=strict,
             first=restore.converted(),
