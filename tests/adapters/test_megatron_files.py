@@ -200,7 +200,7 @@ def test_nothing_in_the_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def write_distributed(folder: Path, model: dict[str, Any], **arguments: Any) -> Path:
     """As Megatron's ``--ckpt-format torch_dist`` lays it out; returns the directory of the iteration."""
-    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint import FileSystemWriter, state_dict_saver
 
     stored: dict[str, Any] = {}
     for name, tensor in model.items():
@@ -216,7 +216,8 @@ def write_distributed(folder: Path, model: dict[str, Any], **arguments: Any) -> 
     where.mkdir(parents=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that it saves in a single process
-        checkpoint.save(stored | moments | {"rng_state/shard_0_1": [1, 2]}, checkpoint_id=where, no_dist=True)
+        tree = stored | moments | {"rng_state/shard_0_1": [1, 2]}
+        state_dict_saver.save(tree, storage_writer=FileSystemWriter(where), no_dist=True)
     arguments_of = argparse.Namespace(
         params_dtype=torch.bfloat16, attention_backend=Backend.LOCAL, **arguments
     )
