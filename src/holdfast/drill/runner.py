@@ -155,14 +155,22 @@ class Runner:
 
 
 def launch(
-    directory: Path, command: Sequence[str], log: IO[bytes], root: Path, **flags: int
+    directory: Path,
+    command: Sequence[str],
+    log: IO[bytes],
+    root: Path,
+    cwd: Path | None = None,
+    **flags: int,
 ) -> subprocess.Popen[bytes]:
-    """Start ``holdfast run`` on ``command`` with these directories and flags. Return the process."""
+    """Start ``holdfast run`` on ``command`` with these directories and flags. Return the process.
+
+    ``cwd``: working directory of the run; None: that of this process.
+    """
     all_flags = {"run_dir": directory.parent, "run_id": directory.name, **flags}
     given = [text for flag, value in all_flags.items() for text in (f"--{flag}", str(value))]
     return subprocess.Popen(
         [sys.executable, "-m", "holdfast", "run", *given, *command],
-        stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=cwd,
         env={**os.environ, ROOT_VARIABLE: str(root)},
     )  # fmt: skip
 

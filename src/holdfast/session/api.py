@@ -112,8 +112,8 @@ def load(
     Args:
         path: a checkpoint, a directory of checkpoints (the newest valid one is taken), or ``DIRECTORY@STEP``.
         model: a module or a dict of modules, as given to the session that saved.
-        strict: refuse a checkpoint that lacks a parameter, buffer or extra state of the model, or has an additional
-            one.
+        strict: refuse a checkpoint that lacks a parameter, buffer or extra state (other than None) of the model, or has
+            an additional one.
         optional: name patterns (``head.*``) of tensors that ``strict`` does not check. Such a tensor may be missing on
             either side, or have another shape or dtype; the model then keeps its own.
         cast: convert floating numbers to the model's dtype. A number that the dtype cannot hold is an error.
@@ -141,7 +141,8 @@ def load(
     for note in meant.notes():
         log.warning("holdfast: %s", note)
     state = TorchState(model, {})
-    ours = state.names.extra.keys()
+    ours = state.names.extra
+    needed = {fqn for fqn, module in ours.items() if module.get_extra_state() is not None}
     with hinted(CheckpointInvalid, repair_command(meant.path)), opened(meant.path) as source:
         catalogue, saved = load_catalogue(source), joined_values(source)
         values: dict[str, Any] = {"optimizers": {}, "schedulers": {}, "state": {}}
@@ -156,8 +157,8 @@ def load(
             source,
             targets,
             known=known,
-            missing=sorted(ours - theirs),
-            unexpected=sorted(theirs - ours),
+            missing=sorted(needed - theirs),
+            unexpected=sorted(theirs - ours.keys()),
             optional=patterns,
             strict=strict,
             first=restore.converted(),
