@@ -75,6 +75,9 @@ def decide(on_fault: str = "auto", **changes: Any) -> LadderVerdict:
         ("crash:replace,hang:restart", {"causes": ("crash", "hang")}, "restart", "restart_last_gasp"),
         ("restart,crash:replace", {}, "replace", "replace"),
         ("node:job", NODE, "requeue", "requeue"),
+        ("auto", {"exits": "asked to exit (SIGTERM)"}, "requeue", "requeue"),
+        ("auto", {**WHOLE, "exits": "asked to exit (SIGTERM)"}, "retry", "retry_in_place"),
+        ("auto", {**UNCOVERED, "exits": "asked to exit (SIGTERM)", "memory_here": 20}, "memory", "replace_from_memory"),
     ],
 )  # fmt: skip
 def test_the_table(on_fault: str, changes: dict[str, Any], rung: str, action: str) -> None:

@@ -13,7 +13,7 @@ an input line, from left to right:
   any new process;
 - ``reaches RANK STEP``: the first step in a generation; ``connects RANK``: a member says hello again;
 - ``tick NAME``: a timer is over; ``room N``: the node can hold N ranks; ``successor``: another controller takes over;
-- ``stop``: the run is stopped.
+- ``exit``, ``cancel``: a graceful exit is asked for, or taken back; ``stop``: the run is stopped.
 
 The output has the phases that were entered, the orders, and the orders to start processes. To write the output of
 changed files: ``python -m tests.scenarios.test_recovery_scenarios FILE ...``, then read the difference.
@@ -33,6 +33,7 @@ from holdfast.core.protocol.health_messages import CopyDigest, StateDigests
 from holdfast.core.protocol.messages import (
     AgentBeat,
     AgentHello,
+    ExitRun,
     FaultSeen,
     Fence,
     Finish,
@@ -201,6 +202,12 @@ class RecoveryPlayer:
 
     def _tick(self, name: str) -> None:
         self.job.post(Tick(name=name))
+
+    def _exit(self) -> None:
+        self.job.post(ExitRun(grace_s=60.0, source="SIGTERM"))
+
+    def _cancel(self) -> None:
+        self.job.post(ExitRun(grace_s=0.0, source="SIGTERM", cancel=True))
 
     def _stop(self) -> None:
         self.job.post(StopRun(reason="test"))

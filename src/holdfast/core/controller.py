@@ -195,7 +195,7 @@ class Controller:
                 self._worker_failed(now, member, event)
             case ExitAsked():
                 if not self.job.exit_source:  # a request in force has a deadline, which may be shorter
-                    self.ending.request(event.source, self.job.config.grace_s)
+                    self.ending.request(now, event.source, self.job.config.grace_s)
             case ExitAgreed():
                 self.ending.agreed(event.step)
             case Finished():

@@ -445,6 +445,12 @@ def judge(now: float, situation: Situation, history: Sequence[Answered], config:
     if stop is not None and answers:
         progress = case.savable and case.step > situation.base_step
         return msgspec.structs.replace(stop, save=progress)
+    if situation.exits and case.savable and not situation.all_alive:
+        # A replacement may need longer than the time until the deadline, and only to leave.
+        reason = f"{situation.exits}: the living save step {case.step}, and no lost rank is replaced"
+        return LadderVerdict(
+            action="requeue", reason=reason, evidence=case.failures, save=True, rung="requeue"
+        )
     refused: list[str] = []
     for rung in Ladder.parse(config.on_fault).rungs(situation.causes):
         answer = rung.consider(case)

@@ -123,6 +123,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     causes: tuple[str, ...] = ()  # of the faults of this recovery, see ``ladder.CAUSES``
     planned: bool = False  # no fault: ranks are moved
     again: bool = False  # all faults were answered before, but the save of that answer has failed
+    exits: str = ""  # the request to leave that is in force; empty: none
 
 
 class LadderVerdict(msgspec.Struct, frozen=True, kw_only=True):

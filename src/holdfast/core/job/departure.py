@@ -105,7 +105,7 @@ class Departures:
         """Handle a request to end the whole job, or only the node whose launcher was asked."""
         job, node_id = self.job, NodeId(request.node_id)
         if not node_id or job.exit_source or self.ending.stopping is not None or not job.roster.members:
-            self._leave_all(request.source, request.grace_s)
+            self._leave_all(now, request.source, request.grace_s)
             return
         launchers = {node for (node, _), standing in self._standing.items() if standing.at_once}
         if node_id in launchers:
@@ -294,7 +294,7 @@ class Departures:
         job, phase = self.job, self.recovery.phase
         source = next(s.source for (node, _), s in sorted(self._standing.items()) if node == node_id)
         if answer == "save":
-            self._leave_all(source, max(0.0, facts.left_s or 0.0))
+            self._leave_all(now, source, max(0.0, facts.left_s or 0.0))
             return
         if self._move is None or self._move.node_id != node_id:
             self._abandon()
@@ -389,7 +389,7 @@ class Departures:
         for node in sorted(self.job.slots, key=node_order):
             self.job.send_node(node, NoticeOver(node_id=node_id, source=source))
 
-    def _leave_all(self, source: str, grace_s: float) -> None:
+    def _leave_all(self, now: float, source: str, grace_s: float) -> None:
         self._standing = {}
         self._abandon()
-        self.ending.request(source, grace_s)
+        self.ending.request(now, source, grace_s)

@@ -93,6 +93,18 @@ class Recovery:
         """The row of the phase."""
         return RULES[self.phase]
 
+    @property
+    def only_replaces(self) -> bool:
+        """True while replacements of lost ranks are built whose state the survivors hold."""
+        replaces = self.plan is not None and self.plan.verdict.action == "replace"
+        return replaces and self.phase in ("preparing", "replacing")
+
+    @property
+    def ends(self) -> bool:
+        """True while the last checkpoint of the run is written, or all leave after it."""
+        ends = self.plan is not None and self.plan.end(library=self.job.config.library) is not None
+        return ends and self.phase in ("comparing", "saving", "ending")
+
     # ---------------------------------------------------------------- events
 
     def launch(self, now: float) -> None:

@@ -10,8 +10,9 @@ and have no steps left.
 Invariants:
 1. Release is sent only when every rank of the generation has finished.
 2. A run that was asked to exit ends with REQUEUE only when a checkpoint of its last step is sealed.
-3. A process that dies after the Release is a fault if a checkpoint of the end is sealed: all restart from it.
-4. Once ``stopping`` is set, every death is expected, and no process is started.
+3. A rank that is lost after the request is not replaced where the others hold its state: they save it and leave.
+4. A process that dies after the Release is a fault if a checkpoint of the end is sealed: all restart from it.
+5. Once ``stopping`` is set, every death is expected, and no process is started.
 """
 
 from __future__ import annotations
@@ -46,25 +47,29 @@ class Shutdown:
         if self.job.exit_source:
             self.job.timer("exit", self.job.config.grace_s)
 
-    def request(self, source: str, grace_s: float) -> None:
+    def request(self, now: float, source: str, grace_s: float) -> None:
         """Exit gracefully within ``grace_s`` seconds. A repeated request changes only the deadline."""
         job = self.job
         if self.stopping is not None or job.released:
             return
-        if not job.exit_source:
+        first = not job.exit_source
+        if first:
             job.exit_source = source
             job.record("exit_requested", source=source, grace_s=grace_s)
         job.timer("exit", grace_s)
         if not job.session:
             self._stop(Exit.UNSAVED, self._asked(), min(grace_s, job.config.term_grace_s))
             return
+        if first and self.recovery.only_replaces:
+            self.recovery.fence(now, self._asked())
         for member in job.roster.living:
             self.remind(member)
 
     def cancel(self, source: str) -> None:
         """Withdraw the request, unless the ranks have agreed already."""
         job = self.job
-        done = bool(job.exit_source) and job.agreed_step is None and self.stopping is None
+        begun = job.agreed_step is not None or self.stopping is not None or self.recovery.ends
+        done = bool(job.exit_source) and not begun
         job.record("exit_cancelled", source=source, done=done)
         if done or not job.exit_source:
             for node_id in sorted(job.slots, key=node_order):

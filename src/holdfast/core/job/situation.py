@@ -89,6 +89,7 @@ class Survey:
             lost_nodes=tuple(sorted({str(m.node_id) for m in members if not m.alive} - job.heard())),
             causes=tuple(sorted({self._cause_of(f) for f in faults})),
             planned=bool(faults) and all(fault.kind == "leave" for fault in faults),
+            exits=f"asked to exit ({job.exit_source})" if job.exit_source else "",
             again=self.gasp.failures > 0 and all("planned" in f.passed for f in faults),
             room=f"there is room for {plural(room, 'rank')}, {job.world_size} now"
             if room > job.world_size
