@@ -31,7 +31,10 @@ KINDS: tuple[Hang, ...] = ("stop", "loop", "deadlock")
 
 
 class Found:
-    """One hang: seconds until the suspicion, the death of the culprit and the next committed step, and its median step."""
+    """Times of one hang in seconds, and its median step.
+
+    Each time begins at the hang and ends at the suspicion, the death of the culprit or the next committed step.
+    """
 
     def __init__(self, suspected_s: float, killed_s: float, resumed_s: float, step_s: float) -> None:
         self.suspected_s = suspected_s

@@ -296,7 +296,7 @@ class Contenders:
         return nothing
 
     def dcp_async(self, where: Path) -> Begun:
-        """Save with torch's distributed checkpoint in its fastest way: background process, shared-memory stager kept."""
+        """Save with torch's distributed checkpoint in its fastest way: a background process and a kept stager."""
         future = async_save(
             self.state,
             storage_writer=FileSystemWriter(str(where), sync_files=True),
