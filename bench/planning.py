@@ -151,9 +151,8 @@ def join(file: Path, kind: str, ranks: int, tensors: int, *, many: bool) -> dict
 def share(file: Path, ranks: int, dead: int) -> dict[str, Any]:
     """Compute the share of one rank in the middle from the encoded catalogue, and return the measurements."""
     data = file.read_bytes()
-    np.add.at(
-        np.zeros(1), [0], 1
-    )  # loads what numpy imports at its first use, which is no cost of the planner
+    # loads what numpy imports at its first use, which is no cost of the planner
+    np.add.at(np.zeros(1), [0], 1)
 
     def work() -> tuple[SavePlan, int]:
         found = plan(Catalogue.from_json(data), frozenset(range(dead, ranks)))

@@ -211,9 +211,8 @@ def test_import_of_what_people_save(tmp_path: Path) -> None:
 
 def test_optimizer_state_that_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
     net = Net()
-    net.register_buffer(
-        "table", torch.ones(4)
-    )  # found by its name, as a parameter is: positions say nothing about it
+    # found by its name, as a parameter is: positions say nothing about it
+    net.register_buffer("table", torch.ones(4))
     optimizer = torch.optim.Adam(net.parameters())
     step(net, optimizer)
     torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}, tmp_path / "a.pt")
@@ -298,9 +297,8 @@ def test_hostile_metadata_is_refused(tmp_path: Path) -> None:
     refuse(b"\x80\x04\x96" + b"\xff" * 8 + b".")  # a bytearray of 2^64 bytes
     name = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
     refuse(name + b"}b.")  # the state of a class
-    refuse(
-        b"\x80\x02}" + b"(" * 200_000 + b"t" * 200_000 + b"Ns."
-    )  # a key that is nested 200,000 levels deep
+    # a key that is nested 200,000 levels deep
+    refuse(b"\x80\x02}" + b"(" * 200_000 + b"t" * 200_000 + b"Ns.")
     refuse(name + b").")  # two values
     refuse(name + name + b"R.")  # arguments that are not a tuple
     metadata = pickle.loads(good)

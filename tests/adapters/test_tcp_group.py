@@ -128,9 +128,8 @@ def test_a_lost_rank_ends_every_wait_and_the_next_generation_works(tmp_path: Pat
     assert all(isinstance(results[rank], PeerLost) for rank in (0, 1, 3))
     assert sorted(faults) == [0, 1, 3]
     results = world.each(lambda mesh: mesh.sum(vector(mesh.rank, 3, "int64")), but=2)
-    assert all(
-        isinstance(results[rank], PeerLost) for rank in (0, 1, 3)
-    )  # no sum passes before a new generation
+    # no sum passes before a new generation
+    assert all(isinstance(results[rank], PeerLost) for rank in (0, 1, 3))
     for result in world.each(lambda mesh: mesh.reconfigure(FIRST.next())):
         assert result is None
     results = world.each(lambda mesh: mesh.sum(np.ones(3, np.int64)))

@@ -1,4 +1,4 @@
-"""Heartbeats in, rare events out; seats and layouts."""
+"""Liveness: frequent heartbeats become rare events; seats and layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A controller that takes over in the middle of something: what was decided holds, and nobody is left out."""
+"""A controller that takes over in the middle of a recovery: earlier decisions stay valid, and no rank is left out."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NODES = (A, B, C)
 
 
 def test_an_end_that_was_decided_is_carried_out_by_the_next_controller() -> None:
-    """Those that had not raised have left as they were told; what they left with looked like a crash of theirs."""
+    """Regression: ranks that had not raised exited as ordered; the next controller took the exit codes for crashes."""
     job = live()
     raises(job, 0, user_error=True)
     for rank in range(3):
@@ -66,7 +66,7 @@ def test_an_end_that_was_decided_saves_under_the_next_controller() -> None:
 
 
 def test_all_that_died_without_a_controller_are_one_fault() -> None:
-    """The first of them started everybody again, the next ones ended that start."""
+    """Regression: the first death started all ranks again, and the next deaths ended that start."""
     job = Job().up(3)
     second = successor(job)
     second.post(AgentHello(node_id=NODE, slots=3, pid=1))
@@ -92,12 +92,12 @@ def test_a_step_that_all_go_back_to_is_told_by_the_next_controller() -> None:
 
 
 def taken_over() -> Job:
-    """The next controller of three nodes with one rank each, at step 6; nobody has come to it so far."""
+    """Return the next controller of three nodes with one rank each, at step 6. No node has connected so far."""
     return Job(world_size=3, nnodes=3, voters=NODES, term=2, past=past_of(smaller(0, nodes=3, per_node=1)))
 
 
 def come(job: Job, node: NodeId, *, died: bool = False) -> None:
-    """The agent of a node says hello, and what it knows of its rank; its list stays open."""
+    """Connect the agent of a node with its knowledge of its rank. Its list stays open."""
     rank = NODES.index(node)
     here = MemberSeen(MemberId(rank + 1), Generation(1, 1), rank, 102, "ready", 6)
     job.post(AgentHello(node_id=node, slots=1, pid=1, members=() if died else (here,), host=node, port=7))
@@ -110,7 +110,7 @@ def come(job: Job, node: NodeId, *, died: bool = False) -> None:
 
 
 def test_a_node_that_is_lost_before_its_list_is_closed_is_not_waited_for() -> None:
-    """The others were neither judged nor reminded any more, and the run ended with an internal error after 120 s."""
+    """Regression: the other nodes were neither judged nor reminded; the run ended as an internal error after 120 s."""
     job = taken_over()
     for node in NODES:
         come(job, node)
@@ -125,7 +125,10 @@ def test_a_node_that_is_lost_before_its_list_is_closed_is_not_waited_for() -> No
 
 
 def test_who_comes_after_the_fence_hears_of_it() -> None:
-    """Another rank was found dead when the last list was closed: who came last was killed for his silence."""
+    """Regression: a rank was found dead when the last list was complete.
+
+    The last node's rank missed the fence and was killed.
+    """
     job = taken_over()
     come(job, A)
     job.post(FaultSeen(member_id=MemberId(1), generation=Generation(1, 1), step=6, what="reset"))

@@ -1,4 +1,4 @@
-"""Megatron-core's GPT on CPU: which rank holds what is declared, and a lost rank's part comes from its replica."""
+"""Megatron-core's GPT on CPU: the boxes of each rank are declared, and a lost rank's part comes from its replica."""
 
 from __future__ import annotations
 
