@@ -373,9 +373,8 @@ def ddp_join(rank: int, size: int) -> Numbers:
 def zero_one(rank: int, size: int) -> Numbers:
     torch.manual_seed(0)
     model = DDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    from torch.distributed.optim import (
-        ZeroRedundancyOptimizer,
-    )  # the import warns, which is an error under pytest
+    # The import warns, which is an error under pytest.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
     model(torch.randn(3, 4)).sum().backward()

@@ -190,9 +190,7 @@ print(backend.rank(), backend.size(), able, backend.supports_tensor_alloc(torch.
     assert done.returncode == 0, done.stderr
     rank, size, able = done.stdout.split(maxsplit=2)
     assert (rank, size) == ("1", "3")
-    assert (
-        able.replace("'supports_splitting'", "") == "[] False\n"
-    )  # torch's own fake supports it from 2.14 on
+    assert able.replace("'supports_splitting'", "") == "[] False\n"  # torch's fake supports it from 2.14 on
 
 
 def test_store_passes_torchs_own_test(client: LocalClient) -> None:

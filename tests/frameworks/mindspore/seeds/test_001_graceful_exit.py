@@ -1,4 +1,4 @@
-"""Seed 001: the file requests an exit from step 1 on; all processes save that step and exit; the next start continues."""
+"""Seed 001: the file requests an exit at once; all processes save that step and exit; the next start continues."""
 
 from __future__ import annotations
 
