@@ -1,4 +1,4 @@
-"""A short run of the fuzzer in ``fuzz.py``, in a child process of bounded memory; ``make fuzz-store`` runs it for long."""
+"""A short run of the fuzzer in ``fuzz.py``, in a child process of bounded memory; ``make fuzz-store`` runs longer."""
 
 from __future__ import annotations
 

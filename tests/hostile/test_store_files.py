@@ -1,4 +1,4 @@
-"""Hostile checkpoint files: each is refused by the rule that it breaks, quickly, in bounded memory; no code in it runs."""
+"""Hostile checkpoint files: each is refused by the rule that it breaks, quickly, in bounded memory; no code runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scripts in the styles of other authors: unmodified as under torchrun; adapted exact after faults, or refused by name."""
+"""Scripts in other authors' styles: unmodified as under torchrun; adapted exact after faults, or refused by name."""
 
 from __future__ import annotations
 

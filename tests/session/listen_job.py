@@ -1,4 +1,4 @@
-"""Says where processes listen in its network namespace, after a rank was replaced; see ``test_listening.py``."""
+"""Prints where processes listen in its network namespace, after a rank was replaced; see ``test_listening.py``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LISTENS = "0A"
 
 
 def listeners() -> list[str]:
-    """Addresses, in hexadecimal and the byte order of the machine, of all sockets that wait for connections."""
+    """Return the addresses of all listening sockets, in hexadecimal and in the byte order of the machine."""
     tables = [Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")]
     lines = [
         line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]
