@@ -64,7 +64,7 @@ def test_a_last_save_that_fails_leaves_nothing(tiny_disk: Path, fails: bool) -> 
 
 @pytest.mark.processes
 def test_a_last_step_that_one_rank_had_no_room_for_is_saved_by_all(tmp_path: Path) -> None:
-    """Regression: the periodic save failed on one rank, and the other ranks, with their shares written, waited for ever."""
+    """Regression: the periodic save failed on one rank. The others had handed theirs over, and waited for ever."""
     done = run_job(tmp_path, 2, str(Path(__file__).with_name("room_job.py")))
     assert done.returncode == 0, done.stdout
     assert f"rank 1 could not save step {STEPS}: no memory for a copy" in done.stdout
@@ -74,7 +74,7 @@ def test_a_last_step_that_one_rank_had_no_room_for_is_saved_by_all(tmp_path: Pat
 
 @pytest.mark.processes
 def test_every_rank_says_what_the_disk_of_one_has_said(tmp_path: Path) -> None:
-    """Regression: the run ended with "its log says why" from another rank, depending on the order of the reports."""
+    """Regression: depending on the order of reports, the run ended with the other rank's "its log says why"."""
     done = run_job(tmp_path, 2, str(Path(__file__).with_name("room_job.py")), "stays")
     assert done.returncode == Exit.BAD_INPUT, done.stdout
     (log,) = tmp_path.glob("runs/*/attempt-000/rank-00000.log")

@@ -1,4 +1,4 @@
-"""A fault is answered while a script runs the code after a block: its changes are kept, and all ranks stay in one loop."""
+"""A fault is answered while a script runs the code after a block: no change is lost, and all ranks stay in one loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pure FSDP, where one rank alone holds its shards: real kills, torn copies and flipped bits against the memory tier."""
+"""Pure FSDP, where one rank alone holds its shards: kills, torn copies and flipped bits against the memory tier."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def actions(where: Path) -> list[str]:
         pytest.param(1, ("--die", "2@4"), (), "replace_from_memory", 0, marks=long),
         # No log: all ranks go back, and the optimizer has other tensors, which are compared afterwards.
         (3, ("--die", "0@5", "--hook"), ("--verify-every", "2"), "replace_from_memory", 2),
-        # Rank dies in its update, and the update of another rank breaks off.
+        # The rank dies in its update, and the update of another rank breaks off.
         pytest.param(5, ("--die-late", "1@8", "--tear", "3@8"), (), "replace_from_memory", 0, marks=long),
         pytest.param(3, ("--die", "0@5"), (), "replace_from_memory", 0, marks=long),
         pytest.param(4, ("--die-late", "2@2"), (), "replace_from_memory", 0, marks=long),

@@ -1,4 +1,4 @@
-"""A step that runs in parts equals the step of the whole batch, with accumulation, clipping, loss scaling and resume."""
+"""A step that runs in parts equals the step of the whole batch: accumulation, clipping, loss scaling and resume."""
 
 from __future__ import annotations
 
