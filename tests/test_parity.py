@@ -62,7 +62,7 @@ def test_every_row_is_backed() -> None:
 
 
 def test_what_runs_a_proof_is_said() -> None:
-    """The column also shows proofs that CI skips on two cores (a switch, ``more``, another framework)."""
+    """The column also names the command of proofs that CI skips on two cores (switches, ``more``, frameworks)."""
     faults = [f"{row[0]}: {row[3]}, not {said}" for row in rows() if row[3] != (said := said_of(row[4]))]
     assert not faults, "python -m tests.test_parity writes the column"
 

@@ -98,10 +98,7 @@ def width_of(node: ast.ClassDef) -> tuple[int, int]:
 
 
 def test_classes_are_narrow() -> None:
-    """A wide class has several jobs.
-
-    The allowances are those of the day on which the rule was made; they only shrink.
-    """
+    """A wide class has several jobs. The allowances were set when the rule was made, and only shrink."""
     found, met = [], set()
     for path in python_files("src"):
         for node in ast.walk(tree_of(path)):
@@ -363,7 +360,7 @@ def _modules_named(path: Path) -> set[str]:
 
 
 def test_rings_are_checked_for_every_package() -> None:
-    """The layers contract is exhaustive, so a new package cannot escape it. This test shows that the contract runs."""
+    """The layers contract covers every package. This test shows that the contract really runs."""
     result = subprocess.run(
         [str(Path(sys.executable).parent / "lint-imports"), "--no-logo", "--no-cache"],
         cwd=ROOT, capture_output=True, text=True, timeout=100, check=False,

@@ -72,7 +72,7 @@ def _built(*backends: Nccl) -> BuiltGroup:
 
 
 def test_a_refused_attempt_leaves_the_old_group_alive() -> None:
-    """The store is gone, as when another fault stops the attempt."""
+    """An attempt to replace connections fails here because the store is gone, as after another fault."""
     stores: list[Callable[[], Store]] = [HashStore]
     communicator = FreshGroups(CommState(), _spec(), lambda uuid, timeout: stores[-1]())
     communicator.reconfigure("1.1", communicator.all_handles(), LIMIT)

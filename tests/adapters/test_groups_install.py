@@ -168,7 +168,7 @@ def test_this_torch_is_the_one_known() -> None:
 
 
 def test_a_newcomer_that_rehearses_has_a_backend_that_can_nothing() -> None:
-    """The fake backend must exist and offer no feature.
+    """During a rehearsal, the group's fake backend must exist and offer no feature.
 
     Inductor asks every group for its backend when it finds compiled code. FSDP2 and others ask for its features.
     """

@@ -116,7 +116,10 @@ def test_any_grid_is_merged(
 def test_the_command_writes_a_verified_checkpoint(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The names of ``moments.w`` and ``global_step`` show what they are. Any layout can be loaded."""
+    """The names ``moments.w`` and ``global_step`` identify optimizer state and step.
+
+    Any layout can load the checkpoint.
+    """
     root = tmp_path / "ckpts"
     arguments = ["ckpt", "import", "--strategy", str(tmp_path / "s.ckpt"), str(source), str(root)]
     assert answer(arguments) == 0

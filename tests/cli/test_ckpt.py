@@ -62,7 +62,7 @@ def test_names_are_shown_as_they_are_and_in_columns(
 
 
 def test_thousands_of_rows_are_laid_out_plainly_on_a_terminal_too(tmp_path: Path) -> None:
-    """The code that folds cells to the width of a terminal takes a third of a millisecond per row."""
+    """rich takes a third of a millisecond per row to fold cells, so the cells of very many rows are not folded."""
     save(tmp_path, replicated(1, {f"w{n}[red]" * 20: np.zeros(1) for n in range(1001)}), save_id(1))
     code, said = on_terminal("ckpt", "show", str(tmp_path), cwd=tmp_path, env={"COLUMNS": "80"})
     assert code == 0 and f"\n{'w7[red]' * 20} " in said
@@ -72,7 +72,7 @@ def test_thousands_of_rows_are_laid_out_plainly_on_a_terminal_too(tmp_path: Path
 def test_an_attempt_is_looked_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
-    """At 20,000 tensors, each inspection takes half a second."""
+    """One inspection of a save with 20,000 tensors takes half a second."""
     looks: list[str] = []
 
     def counted(directory: Attempt) -> Index:

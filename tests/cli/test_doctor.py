@@ -74,7 +74,7 @@ def test_what_a_lost_rank_costs(tmp_path: Path, replicas: int, grade: str, says:
 
 
 def test_temporary_files_of_long_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes of a data loader connect through a socket in the directory for temporary files."""
+    """Data loader processes connect through sockets in this directory, and a socket's path has a maximal length."""
     place = tmp_path / ("x" * 100)
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))

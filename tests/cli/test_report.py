@@ -125,7 +125,7 @@ def test_one_screen_says_who_why_and_what_next(
 
 
 def test_the_end_of_another_rank_is_not_evidence(tmp_path: Path) -> None:
-    """Ranks that a recovery does not need exit for a restart, within the same recovery."""
+    """Ranks whose processes the recovery cannot use exit for a restart. Their exits belong to the same recovery."""
     (report,) = faulty(tmp_path, "signal", "was killed by signal 9")
     assert "its process ended with signal 9" in report.evidence[0]
     assert not [line for line in report.evidence if "78" in line] and "dmesg" in report.next_steps[0]
@@ -235,7 +235,7 @@ def test_stacks_of_a_living_run(tmp_path: Path, holdfast: Run) -> None:
 
 @pytest.mark.parametrize("words", ["last words\n", ""])
 def test_the_output_of_a_fault_is_not_that_of_its_successor(tmp_path: Path, words: str) -> None:
-    """A newcomer writes into the same log, and reports are made repeatedly."""
+    """A newcomer writes into the log of the lost rank, and reports are made again after that."""
     made = Made(tmp_path, "it")
     made.start(0, 1)
     made.journal.append("member_exited", {"member_id": 2, "rank": 1, "code": None, "signal": 6, "state": "compute",

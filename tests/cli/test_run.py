@@ -99,7 +99,10 @@ def test_a_run_to_its_end(holdfast: Run, tmp_path: Path) -> None:
 
 
 def test_a_host_that_stood_still_keeps_its_agent(tmp_path: Path) -> None:
-    """The launcher resumes first. Its clock shows a long stop of the agent, but it did not look in that time."""
+    """After the host resumes, the launcher's clock shows a long stop of the agent.
+
+    The launcher must look again first.
+    """
     process = start(tmp_path)
     endpoint = RunDir(tmp_path / "runs" / "mine").read_endpoint("agent")
     assert endpoint is not None
@@ -168,7 +171,7 @@ def test_a_script_that_fails(holdfast: Run, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_leaves_with_the_documented_code(tmp_path: Path) -> None:
-    """Without a session there is nothing to save: code 76."""
+    """The exit code is 76, because without a session there is nothing to save."""
     process = start(tmp_path)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=BOUND_S)

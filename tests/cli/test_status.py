@@ -258,10 +258,7 @@ def test_after_the_end(holdfast: Run, made: Made) -> None:
 
 
 def test_how_far_a_run_came_that_was_stopped_at_once(holdfast: Run, made: Made) -> None:
-    """The controller learns no step between its decisions.
-
-    At the end, the agent reports the steps of the status pages.
-    """
+    """The controller learns no steps between decisions, so the agent reports those of the status pages at the end."""
     made.start(0, 1)
     made.journal.append("session_opened", {"step": 0, "root": "", "generation": "1.1"})
     for page, step in zip(made.pages, (11, 10), strict=True):
@@ -298,7 +295,7 @@ def view_of(made: Made, code: int = 130) -> RunView:
     ],
 )
 def test_a_bad_end_says_what_is_kept(made: Made, code: int, sealed: int, says: str) -> None:
-    """No step was lost in a recovery. The steps after the newest checkpoint are still lost."""
+    """No step was lost in a recovery, but the end of the run loses the steps after the newest checkpoint."""
     made.start(0, 1)
     made.fault()
     made.recover()

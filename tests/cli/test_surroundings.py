@@ -90,7 +90,7 @@ def test_the_next_step_works_where_it_is_shown(
 
 
 def test_shared_memory_that_is_full_is_named_and_nothing_stays(tmp_path: Path) -> None:
-    """A limit on file sizes stands for full shared memory: no file may grow."""
+    """The test stands for full shared memory: a limit on file sizes lets no file grow."""
     run = RunDir(tmp_path / "run")
     memory = tmp_path / "shm"  # a directory of this test only: other tests start runs at the same time
     memory.mkdir()
@@ -140,7 +140,7 @@ def test_the_first_process_of_a_container_leaves_no_zombies(tmp_path: Path) -> N
 
 
 def test_a_run_on_a_terminal(tmp_path: Path) -> None:
-    """The last lines of the run have colours if they contain anything to colour."""
+    """The last lines have colours on a terminal."""
     code, shown = on_terminal("run", "train.py", cwd=tmp_path)
     assert code == 0 and "rank 0 says" in shown and "the job ran to its end" in shown
     code, shown = on_terminal("run", "train.py", "raise", cwd=tmp_path)

@@ -198,7 +198,7 @@ def test_a_rank_that_is_asked_to_leave_leaves_a_checkpoint(tmp_path: Path, undis
 def test_a_rank_whose_training_ends_while_it_writes_writes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank is killed in the last step, when the others have all that they need from it for that step."""
+    """A rank is killed in the last step, when the others no longer need its part of that step."""
     monkeypatch.setenv("SAVE_TAKES_S", "1")
     codes, _ = run(tmp_path, f"0@{STEPS - 1}:late")
     assert codes == [-9, 1, 1, 1]

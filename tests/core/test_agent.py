@@ -96,10 +96,7 @@ def exited(member: int) -> MemberExited:
 
 
 def test_workers_tell_the_next_agent_what_all_ranks_hold() -> None:
-    """The agent forwards the catalogue once, since all workers got the same one.
-
-    Its workers get the controller's message.
-    """
+    """The agent forwards one catalogue of the layouts, since all workers got the same one."""
     desk = Desk().running()
     old, new = (Catalogued(MemberId(1), G1, LayoutVersion(G1, vote), Layouts((), {})) for vote in (0, 3))
     assert desk.post(old) == [Send(to="controller", message=old)]
@@ -302,7 +299,7 @@ def test_a_request_that_is_taken_back_in_time_ends_nothing() -> None:
 
 
 def test_a_controller_that_dies_again_and_again_ends_the_run() -> None:
-    """This includes controllers that connect first and fail on what they read."""
+    """A controller that connects first and then fails on its input also counts as dead."""
     desk = Desk(restarts_max=3)
     for _ in range(3):
         desk.post(ControllerGone())

@@ -344,9 +344,9 @@ def test_a_failed_save_is_tried_without_the_rank_that_failed() -> None:
 
 @pytest.mark.parametrize("on_fault", ["restart", "crash:restart"])
 def test_another_attempt_to_save_answers_no_other_fault(on_fault: str) -> None:
-    """Regression: the last fault that the budget allowed ended the run when its save failed once.
+    """Regression: the last fault within the budget ended the run when its save failed once.
 
-    A rung that was chosen for its cause was forgotten.
+    A rung that the user had named for this kind of fault (``crash:restart``) was forgotten.
     """
     job = Job(max_restarts=1, on_fault=on_fault).up()
     for member in job.controller.job.roster.members:
@@ -551,7 +551,10 @@ def test_an_agent_that_returns_in_time_is_no_fault_and_one_that_does_not_is() ->
 
 
 def test_who_was_to_be_killed_is_killed_by_the_next_agent() -> None:
-    """Regression: the process was given up after 30 s, and lived on beside its replacement."""
+    """Regression: the agent that had the order to kill died.
+
+    The process was given up and lived beside its replacement.
+    """
     job = Job().up()
     job.exit(1)
     job.settle(0, "aborted", 5)

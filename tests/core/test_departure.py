@@ -91,7 +91,7 @@ def test_a_spare_that_is_asked_leaves_and_disturbs_no_rank() -> None:
 
 
 def test_a_job_whose_launchers_are_all_asked_leaves_as_a_whole_at_once() -> None:
-    """The second request leaves too few nodes, so the job does not wait."""
+    """After the second request too few nodes would remain, so the job does not wait for the third one."""
     job = started()
     ask(job, A, B, C)
     assert job.record("exit_requested")["source"] == "SIGTERM"
@@ -109,7 +109,7 @@ def test_without_a_spare_the_job_leaves_as_a_whole_at_once() -> None:
 
 
 def test_fewer_nodes_are_enough_where_they_may_be_but_not_without_a_majority() -> None:
-    """With ``--shrink-to``, one of three nodes departs, and none of two departs."""
+    """With ``--shrink-to``, one of three nodes departs. Of two nodes none departs, since one node is no majority."""
     for nodes, left in (((A, B, C), True), ((A, B), False)):
         job = Job(world_size=len(nodes), nnodes=len(nodes), nodes_min=1, voters=nodes)
         for node in nodes:
@@ -262,7 +262,7 @@ def test_a_process_that_cannot_be_built_does_not_keep_the_node() -> None:
 
 
 def test_ranks_that_do_not_stop_are_not_waited_for_beyond_the_deadline() -> None:
-    """A step takes for ever. The swap comes in the middle of the step, which is run again."""
+    """A step takes for ever. The move to the new node comes in the middle of the step, which is run again."""
     job = training()
     notice(job, B, left_s=8.0)
     prepared(job)
@@ -301,7 +301,7 @@ def test_a_spare_that_comes_in_time_takes_the_ranks() -> None:
 
 
 def test_the_end_of_the_whole_job_is_met_with_a_save() -> None:
-    """The end time comes from the scheduler. Spares do not change it."""
+    """A scheduler has set the end time, and spare nodes cannot avoid it."""
     job = training()
     notice(job, NodeId(""), left_s=3600.0, source="slurm")
     job.post(Tick(name="depart"), 3500.0)
@@ -339,7 +339,7 @@ def test_ranks_are_placed_as_usual_while_a_notice_only_waits() -> None:
 
 
 def test_a_node_that_has_left_and_come_back_is_asked_again() -> None:
-    """The second life of the node counts as a node again: the job does not wait for the departure of the first life."""
+    """After its return the node is a member like any other: its first departure does not delay the second one."""
     job = started()
     ask(job, C)
     job.post(Tick(name="depart"), 5.0)
@@ -350,7 +350,7 @@ def test_a_node_that_has_left_and_come_back_is_asked_again() -> None:
 
 @pytest.mark.parametrize("left_s", [-1.0, 20.0])
 def test_fewer_nodes_go_on_where_they_may_before_the_deadline(left_s: float) -> None:
-    """Three nodes run with ``--shrink-to``, and none waits as a spare."""
+    """The three nodes run with ``--shrink-to``, and none of them is a spare."""
     nodes = (A, B, C)
     job = Job(world_size=3, nnodes=3, nodes_min=1, voters=nodes)
     for node in nodes:

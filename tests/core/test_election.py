@@ -93,7 +93,10 @@ def test_a_trial_binds_nobody_and_a_vote_is_given_once() -> None:
 
 
 def test_who_has_voted_waits_as_long_as_the_controller_of_that_one_starts() -> None:
-    """On a busy host a controller starts in seconds. Regression: three agents deposed each other for a minute."""
+    """A controller may need seconds to start.
+
+    Regression: three agents did not wait and deposed each other for a minute.
+    """
     machine, electorate = agent(A, nodes(A, B, C)), VoterSet(0, 1, (A, B, C))
     vote, trial = (
         RequestVote(candidate=B, term=1, electorate=electorate, trial=False),
@@ -235,7 +238,7 @@ def test_a_change_of_a_later_leader_ends_what_an_older_one_is_at(leads: bool) ->
 
 
 def test_a_voter_that_has_lost_its_files_hears_who_votes_and_replaces_the_leader() -> None:
-    """The host is started again in an empty run directory while the leader still counts it as a voter."""
+    """The leader still counts the host as a voter when the host is started again with an empty run directory."""
     leader = agent(A, nodes(A, B, C))
     lead(leader, B)
     told = post(leader, PeerHere(node_id=B))

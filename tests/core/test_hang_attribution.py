@@ -75,7 +75,7 @@ def test_collectives_are_compared_only_where_all_ranks_have_the_same_number() ->
 
 
 def test_of_several_at_one_place_only_those_that_compute_are_killed() -> None:
-    """A shard group waits for one of its own ranks. Only a fence can tell which."""
+    """Two ranks of a shard group are at one place, and one waits for the other. Only a fence can tell which."""
     group = [seen(0), seen(1), seen(2, "forward:20:1"), seen(3, "forward:20:1")]
     found = blame(group)
     assert (found.answer, found.ranks) == ("retry", ()) and "one of ranks 2, 3" in found.reason

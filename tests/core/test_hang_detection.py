@@ -107,7 +107,10 @@ def test_nobody_to_blame_is_a_fence_and_a_retry_in_place() -> None:
 
 
 def test_a_hang_of_all_at_the_same_step_twice_ends_the_run() -> None:
-    """The collectives do not match. Earlier there were 16 rounds, each as long as the detection of a hang."""
+    """The ranks call collectives that do not match.
+
+    Regression: 16 rounds of this, each with the delay of a detection.
+    """
     job = Job().up()
     for number in range(2):
         job.post(stalled(job))
@@ -331,10 +334,10 @@ def test_the_same_hang_at_the_same_step_twice_is_a_bug_of_the_script() -> None:
 
 
 def test_what_an_agent_said_before_its_successor_came_is_no_stall_any_more() -> None:
-    """Regression: the report of the agent's predecessor was never taken back.
+    """Regression: a stall that a dead agent had reported was never taken back by its successor.
 
-    The report of the other node alone then stopped the job. The rank that it waited for could be blamed, however long
-    it was allowed to take.
+    With the report of one other node, the job then seemed to make no progress. A rank within its own bound could be
+    blamed.
     """
     job = Job(world_size=2, nnodes=2)
     nodes = [NodeId("a"), NodeId("b")]

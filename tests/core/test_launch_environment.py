@@ -176,7 +176,7 @@ def test_what_cannot_be_is_refused_with_the_variables_and_their_values(name: str
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda each: each.name)
 def test_no_launcher_leaves_one_of_eight_alone(launcher: LauncherVariables) -> None:
-    """Each row's pair of variables says one of eight. A second pair that says "alone" is an error."""
+    """One pair of variables says "one of eight". If a second pair says "alone", the start is refused."""
     assert seat_of({launcher.rank: "5", launcher.size: "8"})[:2] == (5, 8)
     other = LAUNCHERS[0] if launcher is not LAUNCHERS[0] else LAUNCHERS[1]
     with pytest.raises(UsageError, match=f"{launcher.size}=8"):

@@ -1,4 +1,4 @@
-"""Liveness: frequent heartbeats become rare events; seats and layouts."""
+"""Liveness turns heartbeats of agents into rare events (suspected, lost); the roster keeps seats and layouts."""
 
 from __future__ import annotations
 

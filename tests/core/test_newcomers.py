@@ -64,10 +64,7 @@ def test_a_torn_rank_gives_its_seat_to_a_newcomer() -> None:
 
 
 def test_a_torn_rank_that_has_left_its_loop_is_replaced_too() -> None:
-    """An exception of the script breaks the update and leaves the loop.
-
-    Reports of the removed process no longer count.
-    """
+    """An exception of the script has broken the rank's update. Reports of the removed process no longer count."""
     job = at_work(4)
     job.exit(1, "updating", 5)
     job.settle(0, "torn", 5, away=True)
@@ -116,9 +113,9 @@ def has_state(job: Job, rank: int, step: int) -> None:
 
 
 def test_a_newcomer_that_has_its_state_is_fenced_and_not_killed() -> None:
-    """Regression: a newcomer was rehearsing when the only other holder was lost.
+    """Regression: the only other holder was lost during a newcomer's rehearsal.
 
-    It was killed, and all steps were lost.
+    The newcomer was killed, with all steps.
     """
     job = at_work(2)
     job.exit(1)
@@ -191,9 +188,9 @@ def test_a_decision_asks_the_planner_once() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_rank_whose_layout_is_lost_is_not_replaced_from_memory(known: bool) -> None:
-    """Agent and controller died with the rank before it had published its layout again.
+    """Agent and controller died with the rank, before the rank had published its layout again.
 
-    No newcomer can learn its boxes.
+    No newcomer can learn it.
     """
     job = Job(2)
     job.controller.job.uncovered = lambda layouts, sources: (

@@ -302,9 +302,9 @@ def test_too_few_nodes_wait() -> None:
 
 
 def test_a_node_that_was_silent_for_a_while_is_not_waited_for_when_it_is_back() -> None:
-    """Regression: the connection was never closed, so no second hello came.
+    """Regression: the node's connection stayed open, so it sent no second hello.
 
-    The job waited for it, and ended after 120 s.
+    The job waited 120 s for one, and ended.
     """
     job = Job(world_size=2).up(3)
     job.exit(0)
@@ -321,7 +321,7 @@ def test_a_node_that_was_silent_for_a_while_is_not_waited_for_when_it_is_back() 
 
 
 def test_who_waits_for_nodes_waits_for_enough_of_them_and_not_for_ever() -> None:
-    """Regression: a node that came and went made the others wait another 120 s each time."""
+    """Regression: each return of an unstable node made the others wait another 120 s."""
     job = smaller(nodes_min=4)
     drop(job, NodeId("node1"))
     said = len(job.log)

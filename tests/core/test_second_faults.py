@@ -204,7 +204,7 @@ def test_an_exception_that_was_answered_is_no_second_one_to_a_successor() -> Non
 
 
 def test_who_was_to_die_before_it_was_started_is_not_started_by_the_next_agent() -> None:
-    """A rank is found dead before the list of the new agent is complete. The agent has none of the other ranks."""
+    """A rank is found dead before the new agent has listed all its processes."""
     job = Job(3)
     job.post(AgentHello(node_id=NODE, slots=3, pid=1))
     first = MemberSeen(

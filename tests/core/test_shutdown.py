@@ -45,7 +45,7 @@ def test_graceful_exit_is_told_agreed_and_coded() -> None:
 
 
 def test_a_worker_that_asks_as_well_puts_no_deadline_off() -> None:
-    """A signal of a scheduler also reaches the workers."""
+    """A scheduler's signal reaches the workers as well as the launcher."""
     job = Job().up()
     job.post(ExitAsked(member_id=job.members[0], generation=job.generation, source="SIGTERM"))
     assert SetTimer(name="exit", delay_s=300.0) in job.last
@@ -143,7 +143,10 @@ def test_a_death_after_the_training_lets_all_ranks_repeat_what_follows() -> None
 
 
 def test_a_death_after_the_training_ends_the_run_where_nothing_can_be_repeated() -> None:
-    """There is no checkpoint of the end, or the script had ended. The rank that died first is named."""
+    """Either there is no final checkpoint, or the script itself had ended.
+
+    The report names the rank that died first.
+    """
     job = trained(sealed=False)
     failed = WorkerFailed(
         member_id=job.members[0], generation=job.generation, step=9, kind="PeerLost", what="all_reduce",

@@ -107,7 +107,7 @@ def test_the_bound_of_the_one_that_is_waited_for_counts() -> None:
 
 
 def test_who_waits_for_all_between_two_steps_does_nothing_that_takes_long() -> None:
-    """The rank has left the loop, the others have not."""
+    """The rank waits outside its loop, which the others have not left."""
     world = World()
     world.train(20)
     world.stop()
@@ -444,7 +444,7 @@ def test_a_script_that_has_made_few_collectives_is_not_judged_by_them() -> None:
 @pytest.mark.parametrize("phase", [Phase.READY, Phase.FINISHED])
 @pytest.mark.parametrize("steps", [0, 20])
 def test_a_rank_that_has_left_its_loop_gives_the_others_no_time(phase: Phase, steps: int) -> None:
-    """A first step may take ten minutes, and a rank that waits for all may take 15 s. Neither can end here."""
+    """The others may be in a first step, with a bound of ten minutes, or wait for all with a bound of 15 s."""
     world = World()
     world.train(steps)
     world.phase[1], world.left, world.meets = phase, {1}, {1}

@@ -97,7 +97,7 @@ def test_the_same_exception_in_three_recoveries_in_a_row_is_a_bug(
 
 
 def test_an_exception_that_every_successor_hears_of_again_came_once() -> None:
-    """Two controllers died while one exception was handled. This is no third recovery with it."""
+    """Two controllers died while one exception was handled. The reports to their successors are no new exceptions."""
     once = Answered(at_s=1.0, action="replace", step=20, failures=(FAILURE.mark,))
     assert not judge(5.0, situation(failures=(FAILURE,)), (once, once), CONFIG).stops
     before = Answered(at_s=0.0, action="replace", step=18, failures=(("d1", 18, 0),))

@@ -88,7 +88,10 @@ def test_what_a_node_without_workers_said_does_not_count() -> None:
 
 
 def test_many_slow_ranks_are_judged_again_when_as_many_were_told_of() -> None:
-    """Half of a job on two kinds of machines may be slow. The controller does not scan all ranks for every message."""
+    """In a job on two kinds of machines, half of the ranks may be slow.
+
+    A scan of all ranks per message would be too much.
+    """
     job = Job(world_size=64).up()
 
     def tell(ranks: range, busy_s: float) -> None:

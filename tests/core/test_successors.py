@@ -66,7 +66,7 @@ def test_an_end_that_was_decided_saves_under_the_next_controller() -> None:
 
 
 def test_all_that_died_without_a_controller_are_one_fault() -> None:
-    """Regression: the first death started all ranks again, and the next deaths ended that start."""
+    """Regression: the new controller restarted all ranks for the first death, and ended that start for the next."""
     job = Job().up(3)
     second = successor(job)
     second.post(AgentHello(node_id=NODE, slots=3, pid=1))
@@ -125,10 +125,7 @@ def test_a_node_that_is_lost_before_its_list_is_closed_is_not_waited_for() -> No
 
 
 def test_who_comes_after_the_fence_hears_of_it() -> None:
-    """Regression: a rank was found dead when the last list was complete.
-
-    The last node's rank missed the fence and was killed.
-    """
+    """Regression: a node that connected after the fence did not get it, and its silent rank was killed."""
     job = taken_over()
     come(job, A)
     job.post(FaultSeen(member_id=MemberId(1), generation=Generation(1, 1), step=6, what="reset"))

@@ -21,7 +21,7 @@ def test_a_slice_of_chaos(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_stops_while_an_agent_takes_over_is_found(tmp_path: Path) -> None:
-    """The new agent has not seen a step. The step time that the agent before it had learned is kept."""
+    """The new agent has not seen a step. It uses the step time that the last agent had learned."""
     tally = Tally()
     one = Chaos(tmp_path, small("ddp", 300, SAVE_EVERY, 2), random.Random(4), tally)
     try:
@@ -44,10 +44,7 @@ def test_a_newcomer_that_is_stopped_in_its_start_is_replaced(tmp_path: Path) -> 
 
 
 def test_an_agent_that_is_stopped_is_replaced_by_the_launcher(tmp_path: Path) -> None:
-    """Only the launcher can replace it.
-
-    The agent does not end, so its node would be given up with all its processes.
-    """
+    """Without the launcher, the stopped agent would neither end nor be replaced, and its node would be given up."""
     tally = Tally()
     one = Chaos(tmp_path, small("ddp", 300, SAVE_EVERY, 2), random.Random(4), tally)
     try:

@@ -163,7 +163,7 @@ def test_a_rank_that_came_after_the_last_step_has_the_same_state(tmp_path: Path)
 
 
 def test_a_shard_that_was_made_again_is_no_wrong_copy(tmp_path: Path) -> None:
-    """The optimizer has other tensors afterwards. Those are compared."""
+    """The new optimizer has other tensors than the lost one. The comparison must use the new ones."""
     flags = ("--memory-every", "3", "--verify-every", "2")
     exercise = Exercise.builtin(nproc=NPROC, size="tiny", layout="fsdp", steps=24, save_every=50, flags=flags)
     runner = Runner(tmp_path, NPROC, exercise.command, lambda _name, _step, _done: None)

@@ -85,7 +85,7 @@ def test_a_death_in_the_middle_of_an_update_that_communicates_undoes_it(
 def test_what_cannot_be_exact_is_refused_by_name(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The refusal comes before a fault, and before the update that could not be repeated."""
+    """A script is refused before a fault, and before an update that could not be repeated."""
     output, ended = run(tmp_path, "adapted", name, monkeypatch, code=Exit.BAD_INPUT)
     assert re.search(REFUSED[name], output) and not ended, output
 

@@ -111,9 +111,9 @@ def test_the_interfaces_of_collectives(
     set_by_us: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On one host this is loopback, on several hosts the interface of the address in use.
+    """Collectives use loopback on one host, and the interface of the address in use on several.
 
-    The user's setting is kept.
+    A user's setting is kept.
     """
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)

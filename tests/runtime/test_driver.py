@@ -198,7 +198,7 @@ def test_a_broken_machine_executor_or_callback_is_a_failure(tmp_path: Path) -> N
 
 
 def test_a_connection_that_cannot_be_accepted_is_no_failure(tmp_path: Path) -> None:
-    """Regression: asyncio reports this like a defect, so any process that connected often enough ended the daemon."""
+    """Regression: asyncio reports such connections like defects, so any process could end the daemon with them."""
     said: list[str] = []
 
     def full(driver: Driver) -> None:

@@ -134,7 +134,7 @@ def test_random_tokens_are_taken(tmp_path: Path) -> None:
 def test_what_lies_in_the_place_of_the_ttp_secret_is_refused(
     made: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: a dangling link there led to an unnamed exception."""
+    """Regression: a dangling link in the place of the secret gave an untyped exception."""
     monkeypatch.setattr("holdfast.compat.endpoint.SHARED_MEMORY", tmp_path)
     home = tmp_path / f"holdfast-ttp-{os.getuid()}"
     if made == "file":

@@ -65,7 +65,7 @@ def test_one_node_owns_the_keys_and_a_lost_question_is_asked_again(tmp_path: Pat
 
 
 def test_a_new_start_of_all_begins_with_its_first_request(tmp_path: Path) -> None:
-    """Any node may get this request first. Messages from before the new start no longer count."""
+    """The first request of the new start may reach any node. Messages from before that start no longer count."""
     home, away = Node(A, HERE, tmp_path), Node(B, THERE, tmp_path)
     for node in (home, away):
         node.keys.begin(0)

@@ -76,7 +76,7 @@ def test_where_nothing_can_be_kept_the_looks_go_on(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("what", ["not entered", "its child", "spare"])
 def test_a_stopped_process_is_late_wherever_it_is(tmp_path: Path, what: str) -> None:
-    """The stopped process has no record yet, or is waited for, or is one that no process waits for."""
+    """The stopped process may have no record yet, may block other ranks, or may be a spare that blocks none."""
     run = RunDir(tmp_path / "run")
     run.create()
     member_id = MemberId(-7 if what == "spare" else 3)

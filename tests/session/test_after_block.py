@@ -76,10 +76,7 @@ def test_a_periodic_save_has_what_the_script_did_behind_the_block(tmp_path: Path
 
 
 def test_a_save_that_a_break_leaves_behind_is_made_at_the_next_step(tmp_path: Path, calm: Calm) -> None:
-    """A resumed process runs the code after the loop again.
-
-    Its changes must not be in the save of the step before it.
-    """
+    """A resumed process runs the code after the loop again, so the save must not contain the changes of that code."""
     arguments = ("--loops", "--leave", "7")
     code, output, told = run(tmp_path, *arguments, "--checkpoint", "first", "--pause-s", "1")
     assert code == 0 and told == calm("--loops"), output

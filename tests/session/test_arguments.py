@@ -78,7 +78,7 @@ def test_a_misspelled_word_for_resume_is_answered_with_the_right_one(tmp_path: P
 @pytest.mark.processes
 @pytest.mark.parametrize("words", ["checkpiont=x", pytest.param("resume=atuo", marks=pytest.mark.more)])
 def test_a_typing_error_ends_the_run_at_once(tmp_path: Path, words: str) -> None:
-    """Regression: this was a crash of each rank, which was restarted once."""
+    """Regression: a misspelled argument counted as a crash of each rank, and the run was restarted once."""
     (tmp_path / "train.py").write_text(SCRIPT)
     done = run_job(tmp_path, 2, "--run-id", "it", "train.py", words)
     assert done.returncode == 3 and "did you mean" in done.stdout, done.stdout

@@ -104,7 +104,7 @@ def test_the_same_data_is_no_error_wherever_the_job_is(
 
 
 def test_more_epochs_are_no_other_data(tmp_path: Path) -> None:
-    """The number of epochs belongs to the loop that resumes."""
+    """A later start may ask for more epochs, because their number is a bound of its loop and no part of the data."""
     for rounds in (2, 3):
         torch.manual_seed(0)
         net = nn.Linear(4, 1)

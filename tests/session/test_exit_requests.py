@@ -189,7 +189,7 @@ def test_a_forked_process_that_is_terminated_ends_and_asks_nobody(watched: Watch
 
 
 def test_a_forked_process_stays_while_its_parent_is_asked_too(watched: Watched, child: Child) -> None:
-    """Schedulers also signal the parent. The running step may need its data loader."""
+    """A scheduler signals the parent, too. Its running step may need the forked process, such as a data loader."""
     process, line = child
     assert process.pid is not None
     os.kill(process.pid, signal.SIGTERM)
@@ -226,7 +226,7 @@ with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt") as s:
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_every_process_of_a_job_is_graceful(tmp_path: Path, number: signal.Signals) -> None:
-    """Some schedulers send it to launcher, agent, controller, zygote and workers."""
+    """Some schedulers send the signal to launcher, agent, controller, zygote and workers."""
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [str(BIN / "holdfast"), "run", "--nproc-per-node", "2", "--run-id", "mine", "train.py"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as launcher:

@@ -77,7 +77,7 @@ def test_an_exception_in_every_life_ends_the_run_and_is_named(tmp_path: Path) ->
 def test_an_exception_between_two_steps_that_comes_back_ends_the_run(tmp_path: Path) -> None:
     """No restart runs that code again at the same step.
 
-    After the next step it is the same exception, apart from numbers.
+    After the next step, the message is equal except for its numbers.
     """
     done, _ = run(tmp_path / "job", "check")
     assert done.returncode == Exit.FAILED, done.stdout
@@ -90,7 +90,7 @@ def test_an_exception_between_two_steps_that_comes_back_ends_the_run(tmp_path: P
 def test_an_end_that_cannot_be_saved_is_said_and_nothing_is_trained_again(
     tmp_path: Path, save_every: str
 ) -> None:
-    """This includes a periodic save of the last step that was handed over and could not be written."""
+    """The end may have been handed over as a periodic save, which then could not be written."""
     done, digests = run(tmp_path / "job", "spoil", "ddp", "--save-every", save_every)
     assert done.returncode == Exit.BAD_INPUT and digests == [], done.stdout
     assert "StoreWriteError" in done.stdout

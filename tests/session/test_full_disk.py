@@ -29,7 +29,7 @@ def is_written(path: Path, size_bytes: int) -> bool:
 
 
 def test_failed_saves_leave_nothing_on_a_full_disk(tiny_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Otherwise the space that is freed would be too little for the next save."""
+    """Remains of failed saves would take the space that is freed for the next save."""
     job, ballast, root = Job(width=1500), tiny_disk / "ballast", Root(tiny_disk / "ckpt")
     full = freed = 0
     with job.session(checkpoint=tiny_disk / "ckpt", save=1, keep=1) as s:

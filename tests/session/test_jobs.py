@@ -91,7 +91,10 @@ def test_killed_rank_loses_nothing(
 
 
 def test_a_torn_survivor_is_replaced_too(tmp_path: Path, bare: Callable[[str], Result]) -> None:
-    """Rank 1 dies in its update, and rank 2 leaves its own update half done. Both get the state from the two others."""
+    """Rank 1 dies in its update.
+
+    Rank 2 leaves its update half done. Both seats get the state of the two other ranks.
+    """
     got = start("holdfast", tmp_path, "--layout", "ddp", "--die-late", "1@4", "--tear", "2@4")
     assert got.code == 0, got.output
     assert got.digests == bare("ddp").digests

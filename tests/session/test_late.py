@@ -56,7 +56,7 @@ def test_nobody_comes_into_a_loop_that_the_others_have_left(
 
 
 def test_all_start_again_when_one_that_has_left_its_loop_is_not_to_be_had(tmp_path: Path) -> None:
-    """The state of that rank belongs to a place that no newcomer can reach any more."""
+    """Rank 0 has left its loop, so its state belongs to a place in the script that no newcomer can reach."""
     output, told = run(tmp_path, "pause")
     assert ", 1 fault, 0 steps lost" in output and told[0] == told[1], output
 

@@ -180,7 +180,7 @@ def test_what_was_healed_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 
 def test_an_empty_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unset shell variable gives an empty text. Regression: this meant the current directory."""
+    """An unset shell variable gives an empty text. Regression: an empty text meant the current directory."""
     monkeypatch.chdir(tmp_path)
     model = net()
     with pytest.raises(UsageError, match="empty text"):

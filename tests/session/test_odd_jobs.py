@@ -106,7 +106,7 @@ def test_kills_leave_the_bits_as_they_are(
 def test_a_block_that_changes_its_batch_finds_it_whole_again(
     tmp_path: Path, calm: Callable[[str], Calm], monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
-    """The block runs in the rehearsal of a resume, or of a spare."""
+    """The block runs first in the rehearsal of a resume, or of a spare."""
     kills = ["1:9:mid"] if flags else []
     if not flags:
         monkeypatch.setenv("UNTIL", "8")

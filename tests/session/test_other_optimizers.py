@@ -30,9 +30,9 @@ def test_another_optimizer_is_refused_and_nothing_is_written(tmp_path: Path) -> 
 
 
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
-    """torch also refuses this.
+    """torch refuses such a load, too.
 
-    Otherwise the moments of a layer would silently start at zero, or be lost at the next save.
+    Otherwise a layer's moments would silently start at zero or be lost at the next save.
     """
 
     def train(first: list[nn.Parameter], *more: list[nn.Parameter], job: Job) -> list[int]:

@@ -64,7 +64,7 @@ def test_two_ranks_that_differ_for_good_end_the_run(tmp_path: Path) -> None:
 @pytest.mark.more
 @pytest.mark.processes
 def test_a_block_that_depends_on_its_rank_is_said_to_be_unchecked(tmp_path: Path) -> None:
-    """This is no fault of a device. The job continues with the same bits as without the check."""
+    """A different result is no fault of the device here. The job continues with the same bits as without the check."""
     plain, _ = ends(tmp_path / "plain", 2, "ranked", 0)
     told, output = ends(tmp_path / "ranked", 2, "ranked", 2)
     assert told == plain and output.count("verify_ranks checks nothing") == 1, output

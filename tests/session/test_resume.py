@@ -55,7 +55,10 @@ def test_damage_that_one_rank_meets_is_answered_by_all(tmp_path: Path) -> None:
 def test_a_first_save_that_was_never_finished_is_no_reason_not_to_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """This is as after a loss of power. Once a complete checkpoint existed, damage to it prevents a start."""
+    """An unfinished first save is what a loss of power leaves.
+
+    If the save was complete once (``SEALED``), its damage prevents a start.
+    """
     Job().train(3, checkpoint=tmp_path, save_every_steps=3)
     (only,) = (Path(v.path) for v in Root(tmp_path).list())
     (only / "rank-r00000.json").unlink()

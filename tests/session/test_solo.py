@@ -552,10 +552,7 @@ def test_compilation_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parts_copied_for_a_save_are_the_bytes_that_a_view_shows() -> None:
-    """The tensors have unusual dtypes, strides and sizes.
-
-    A GPU's tensors are copied to the staging memory in this way.
-    """
+    """The tensors have unusual dtypes, strides and sizes. GPU tensors reach the staging memory by the same copy."""
     state = TorchState(nn.Linear(2, 2), {})
     collected = state.collect()
     transposed = torch.arange(35.0).reshape(5, 7).t()

@@ -149,7 +149,10 @@ def test_spares_take_the_place_of_the_lost(tmp_path: Path, undisturbed: dict[str
 def test_a_spare_that_gets_no_state_is_one_more_lost_rank(
     tmp_path: Path, undisturbed: dict[str, list[str]]
 ) -> None:
-    """The reason is no bug of the script. The newcomer after the spare also fails, and then all ranks start again."""
+    """The spare reports an error that is no bug of the script.
+
+    Its newcomer also fails, and then all ranks start again.
+    """
     with running(tmp_path, "--gates", "3", "--refuse", spares=1) as job:
         job.wait("spare_waits", 1)
         job.kill(1)
@@ -167,7 +170,7 @@ def test_a_session_that_never_opened_ends_with_the_error_that_kept_it_closed(
 ) -> None:
     """A called spare cannot take its state.
 
-    It learns this by a question in the block, or at the end of an empty block.
+    It finds this when the block reads ``s.step``, or when an empty block ends.
     """
     client: Any = SimpleNamespace(
         **{"generation": Generation(1, 2), "member_id": MemberId(4), "rank": 0, "joining": True},

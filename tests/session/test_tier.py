@@ -44,7 +44,7 @@ def test_a_spare_asks_other_nodes_for_the_states_of_the_rank_that_it_became(tmp_
 def test_a_state_of_another_model_is_refused_before_anything_changes(
     tmp_path: Path, kind: torch.dtype, width: int
 ) -> None:
-    """This includes a model of the same size in bytes. Regression: its bytes were read as numbers of the other type."""
+    """The other model may have the same size. Regression: its bytes were read as numbers of another type."""
 
     def tier_of(net: nn.Module) -> MemoryTier:
         adapter = TorchAdapter(net, torch.optim.SGD(net.parameters()), None, None, {}, seed=0)
@@ -137,7 +137,10 @@ def test_weights_that_the_script_changes_end_the_log(tmp_path: Path) -> None:
 
 
 def test_what_a_kept_state_has_of_the_script_no_log_has(tmp_path: Path) -> None:
-    """The state of step 2 contains the change. A lost rank that had not kept that state yet would lack it."""
+    """The state kept at step 2 contains the script's change.
+
+    A rank without that state must not be rebuilt from its log.
+    """
     record, updates = record_in(tmp_path, 2)
     record.note(0)
     record.note(1)

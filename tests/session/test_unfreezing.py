@@ -159,7 +159,7 @@ def test_a_parameter_of_no_module_is_refused_at_the_next_step(tmp_path: Path) ->
 
 @pytest.mark.processes
 def test_a_newcomer_gets_what_its_script_has_not_built(tmp_path: Path) -> None:
-    """It gets the added group, the extra state of a module, and a tensor to which the script itself refers."""
+    """The newcomer gets the added group, a module's extra state, and a tensor that the script itself refers to."""
     ends = []
     for name, dies in (("whole", False), ("cut", True)):
         place = tmp_path / name

@@ -28,7 +28,7 @@ def digests(where: Path, what: str, *kill: int) -> list[str]:
 
 
 def test_ddp_around_a_compiled_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newcomer finds compiled code, for which inductor asks every group for its backend."""
+    """The newcomer finds compiled code in the cache. On loading it, inductor asks every group for its backend."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     calm = digests(tmp_path / "calm", "compiled")
     assert digests(tmp_path / "struck", "compiled", STEPS - 3) == calm

@@ -51,7 +51,7 @@ def test_newest_valid_and_the_reason_of_each_rejected_one(tmp_path: Path) -> Non
 def test_a_checkpoint_that_a_newer_one_replaces_while_the_root_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The newest save was unfinished when it was inspected. The save before it was removed after that."""
+    """The newest save is unfinished when it is inspected. The save before it is then removed by a newer one."""
     save(tmp_path, WORLD, save_id(1))
     unfinished = wreck(tmp_path, 2)
     swapped: list[Path] = []
@@ -151,7 +151,7 @@ def test_prune_spares_what_is_being_read_and_finishes_interrupted_removals(tmp_p
 
 
 def test_an_interrupted_removal_is_not_in_the_way_of_the_next_one_of_that_name(tmp_path: Path) -> None:
-    """Regression: after a failed import that was removed and made again, nothing could be pruned in this root."""
+    """Regression: after an import failed, was removed and was made again, nothing could be pruned in this root."""
     left = tmp_path / f".removing-{save_id(5).directory()}"
     left.mkdir()
     (left / "shard-r00000-000.safetensors").touch()
@@ -235,7 +235,7 @@ def test_files_are_private(tmp_path: Path) -> None:
 
 
 def test_many_try_a_root_at_the_same_time(tmp_path: Path) -> None:
-    """All have one process id, as two containers may have that share the directory."""
+    """All processes have the same id, as those of two containers that share the directory may have."""
 
     def probe(_: int) -> None:
         open_store(tmp_path / "root").probe()

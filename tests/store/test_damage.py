@@ -228,7 +228,7 @@ def test_a_bad_extent_is_healed_from_the_other_copy(tmp_path: Path) -> None:
 
 
 def test_what_is_judged_valid_loads_wherever_two_extents_are_bad(tmp_path: Path) -> None:
-    """The copies are cut differently: the rest of a damaged box repairs another one."""
+    """The copies are cut into different extents: intact parts of one copy repair a damaged extent of another."""
     world = replicated(3, {"w": random_array((3, 140_000), "float64", 1)})
     save(tmp_path, world, save_id(), copies=2)
     path = tmp_path / save_id().directory()
@@ -267,7 +267,7 @@ def test_two_bad_copies_of_one_extent_are_fatal(tmp_path: Path) -> None:
 
 
 def test_saving_the_same_again_heals_what_was_damaged_meanwhile(saved: tuple[Path, World]) -> None:
-    """The existence of a manifest is no proof that its share exists."""
+    """A save must check the share itself: an existing manifest does not prove that its share is intact."""
     path, world = saved
     before = {p.name: p.read_bytes() for p in path.iterdir()}
     for file in path.glob("shard-*"):

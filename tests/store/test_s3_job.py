@@ -135,7 +135,10 @@ def test_the_result_is_that_of_an_undisturbed_job(tmp_path: Path, bucket: Url) -
 def test_a_server_that_is_away_costs_saves_and_no_step(
     s3_url: str, bucket: Url, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The save fails by name, training continues, and a later save succeeds. Other runs resume from a given place."""
+    """The save fails by name, training continues, and a later save succeeds.
+
+    Another session resumes from a named place.
+    """
     import torch
     from torch import nn
 

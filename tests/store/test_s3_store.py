@@ -401,7 +401,7 @@ def test_an_answer_cut_in_the_middle(s3_url: str, bucket: Url, monkeypatch: pyte
 
 
 def test_a_bucket_is_a_witness(s3_url: str, bucket: Url, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If two nodes lose each other, the first to claim continues. Both get the same answer for ever."""
+    """If two nodes lose each other, the first one to claim continues. Every later claim gets the same answer."""
     first, second = Claim(1, (NodeId("a"),)), Claim(1, (NodeId("b"),))
     assert claim_once(bucket, "job", first) == claim_once(bucket, "job", second) == ("a",)
     assert claim_once(bucket, "other", second) == ("b",)
@@ -506,7 +506,7 @@ def test_a_time_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: s
     ],
 )
 def test_an_endpoint_that_is_no_url_is_refused(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    """obstore panics on some of them, with an exception that `except Exception` does not catch."""
+    """obstore panics on some texts, with an exception that `except Exception` does not catch."""
     monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
     monkeypatch.setenv("AWS_ENDPOINT_URL", url)
     with pytest.raises(UsageError, match=r"AWS_ENDPOINT_URL=.* is no URL of a server") as caught:

@@ -197,7 +197,7 @@ def test_the_work_grows_with_ranks_and_tensors_and_not_with_their_product(
 
 
 def test_every_share_of_a_large_job_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The stretches of all ranks cover each tensor once, and no rank has much more than another."""
+    """The byte ranges of all ranks cover each tensor once, and no rank has much more than another."""
     monkeypatch.undo()
     for kind in ("ddp", "hsdp", "tensor", "pipeline"):
         catalogue = Catalogue.from_encoded(parallel(kind, 64, 24))

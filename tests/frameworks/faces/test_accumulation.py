@@ -24,7 +24,7 @@ def ends(where: Path, *arguments: str) -> tuple[list[str], str]:
 
 @pytest.mark.parametrize("way", ["accelerate", "fabric"])
 def test_a_kill_in_the_middle_of_a_step_repeats_all_of_its_batches(tmp_path: Path, way: str) -> None:
-    """Step 2 is the last one of an epoch. It has two batches, not four."""
+    """Step 4 has all batches. Step 2 is the last step of an epoch and has two batches only."""
     calm, _ = ends(tmp_path / "calm", way)
     for kill in ("2", "4"):
         told, output = ends(tmp_path / kill, way, kill)

@@ -63,7 +63,7 @@ def held(extras: dict[str, object]) -> MindSporeState:
 
 
 def test_what_is_written_shows_in_the_writes() -> None:
-    """The memory tier uses this to see whether the script changed anything after the block."""
+    """The memory tier compares ``writes()`` to see whether the script changed anything after the block."""
     average = ms.Parameter(ms.Tensor(np.zeros(3, np.float32)), name="average")
     state = held({"average": average, "sums": np.zeros(2)})
     before = state.collect(frozen=False).writes()

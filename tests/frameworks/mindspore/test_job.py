@@ -68,7 +68,7 @@ def test_in_pynative_and_with_a_cell_of_our_own(
 
 
 def test_mindspores_own_group_is_never_used_after_a_fault(tmp_path: Path) -> None:
-    """With MindSpore's AllReduce, a fault that kills no process is also answered by new processes."""
+    """If MindSpore's own AllReduce is used, even a fault that kills no process is answered with new processes."""
     with Launched(tmp_path / "calm", *RUN, JOB, "native") as run:
         assert run.wait() == 0, run.output
         calm = digests(run)
