@@ -3,8 +3,9 @@
 ``python bench/store.py [--reps 5] [--dir DIR]`` runs 4 ranks twice (sharded, replicated) and prints markdown tables.
 
 The state has 1.2 GB (48 x 8 MiB x {parameter, exp_avg, exp_avg_sq}) of random data. Contenders take turns inside one
-run: A B C A B C. The roofs, which bound every contender, are measured in the same minutes: one copy of the rank's share into warm memory, and the
-disk written by 4 processes in three ways. The clock of "durable" stops after fsync. The first round does not count.
+run: A B C A B C. The roofs, which bound every contender, are measured in the same minutes: one copy of the rank's
+share into warm memory, and the disk written by 4 processes in three ways. The clock of "durable" stops after fsync.
+The first round does not count.
 
 DLRover's flash checkpoint and torch_checkpointing take part where they are installed, and are left out elsewhere:
 

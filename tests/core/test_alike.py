@@ -1,4 +1,4 @@
-"""The same death at the same place again and again has one cause, and the fault budget does not decide on it."""
+"""A death that repeats at the same place has one cause, and ends the run independently of the fault budget."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def stands(step: int | None) -> Decision:
     [
         ((5, 6), ((5, 6), (5, 6)), {}, 6),  # the dead rank left exactly this state: no rank goes back
         ((6,), ((3,), (4,)), {}, 6),  # then the states that the living ranks keep do not matter
-        ((4, 5), ((5, 6), (5, 6)), {}, 5),  # it died in its update: back to the step that all have
+        ((4, 5), ((5, 6), (5, 6)), {}, 5),  # the rank died in its update: back to the step that all have
         ((4,), ((4, 6), (4,)), {}, 4),
         ((4,), ((5, 6), (4, 6)), {}, -1),  # no step is complete: never mix steps
         ((), ((5, 6), (5, 6)), {}, -1),
@@ -63,7 +63,7 @@ def stands(step: int | None) -> Decision:
         ((4, 5), ((5, 6), (5, 6)), {"rewind": 6}, -1),  # or have begun the loop later
         ((4, 5), ((5, 6), (5, 6)), {"sealed": 6}, -1),  # the disk has a newer state
         ((4, 5), ((5, 6), (5, 6)), {"decided": None}, -1),
-        ((), ((5, 6), (5, 6)), {"held": {2: frozenset({5})}}, 5),  # its node is lost, and another node has the state
+        ((), ((5, 6), (5, 6)), {"held": {2: frozenset({5})}}, 5),  # the rank's node is lost, another has the state
         ((7,), ((7,), (7,)), {}, -1),  # states of a step that does not count
     ],
 )  # fmt: skip
@@ -88,7 +88,7 @@ def test_a_member_that_says_nothing_keeps_nothing() -> None:
     ("dead", "step", "sources", "found"),
     [
         ([((4,), (5, 6))], 6, (0, 1), True),
-        # it died before it logged the update that all others have applied
+        # the rank died before it logged the update that the others have applied
         ([((4,), (5,))], 6, (0, 1), False),
         ([((4,), (5, 6)), ((6,), ())], 6, (0, 1), True),  # one rank has left exactly this state
         ([((4,), (5, 6)), ((5,), ())], 6, (0, 1), False),

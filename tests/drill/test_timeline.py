@@ -1,4 +1,4 @@
-"""From events to one report per fault."""
+"""Reports of a drill: the events of each fault become one report."""
 
 from __future__ import annotations
 

@@ -233,7 +233,9 @@ class Faults:
             return
         if step == self.die_late:
             while self.torn and not marker.with_name(self.torn).exists():
-                time.sleep(0.001)  # a rank that is fenced before its update is torn by the decision
+                time.sleep(
+                    0.001
+                )  # if the fence came before the update, the decision would make this rank torn
             marker.write_text("")
             os.kill(os.getpid(), 9)
         if step == self.tear:

@@ -31,7 +31,7 @@ class Net(nn.Module):
 
 
 def outside(net: nn.Module, backend: Any) -> Callable[[Tensor], Tensor]:
-    """Compile a copy for the loop. The session gets the module itself."""
+    """Compile the module for the loop. The session gets the module itself."""
     made: Callable[[Tensor], Tensor] = torch.compile(net, backend=backend)
     return made
 

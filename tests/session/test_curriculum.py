@@ -124,9 +124,9 @@ def test_which_end_holds(here: int, until: int | None, before: LoopMembers, boun
     ("here", "until", "anew"),
     [
         (23, 10, False),  # unchanged
-        (23, 20, False),  # the script itself has ended it
+        (23, 20, False),  # the script itself has ended the loop
         (23, None, False),
-        (5, 10, False),  # a break left it
+        (5, 10, False),  # a break has ended the loop
         (23, 33, True),
         (20, 30, True),  # or a start with the third loop: the next loop shows which
     ],

@@ -90,8 +90,8 @@ def test_each_rank_gets_back_what_it_held(
 @pytest.mark.parametrize(
     ("victim", "step", "verify", "arguments"),
     [
-        (1, 7, "50", ("--alike",)),  # it already has what the others have
-        (2, 6, "0", ("--alike",)),  # it has the tensor, and one of the others does not
+        (1, 7, "50", ("--alike",)),  # the victim already has the tensors of the others
+        (2, 6, "0", ("--alike",)),  # the victim has the tensor, and one other rank does not
         pytest.param(2, 5, "0", ("--alike", "--doubt"), marks=pytest.mark.more),
         (1, 6, "0", ()),
         pytest.param(2, 8, "50", ("--doubt",), marks=pytest.mark.more),

@@ -34,7 +34,7 @@ def test_damage_that_one_rank_meets_is_answered_by_all(tmp_path: Path) -> None:
         tmp_path / "ckpts"
     ).list()  # a save that comes too soon after another is skipped
     assert newest.step == 4
-    (shard,) = Path(newest.path).glob("shard-r00001-*.safetensors")  # rank 0 never reads it
+    (shard,) = Path(newest.path).glob("shard-r00001-*.safetensors")  # rank 0 never reads this shard
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)

@@ -57,7 +57,7 @@ class Job:
         return found
 
     def kill(self, *ranks: int) -> None:
-        """SIGKILL to the newest process of each of these ranks."""
+        """Kill the newest process of each of these ranks with SIGKILL."""
         pids = {e["rank"]: e["pid"] for e in self.events("member_started")}
         for rank in ranks:
             os.kill(pids[rank], signal.SIGKILL)

@@ -154,7 +154,7 @@ def main(way: str, kill: str) -> None:
             while s.step < EPOCHS * EPOCH_STEPS:
                 job.learn(s.steps(job.loader, epochs=1))
         elif way == "tail":
-            if s.step < EPOCH_STEPS:  # on a resume, this counts what was left as done
+            if s.step < EPOCH_STEPS:  # on a resume, this condition skips the rest of the training
                 job.learn(s.steps(job.loader, epochs=EPOCHS))
         else:
             job.epochs(s)
