@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Without those that are refused by name, and the one that ends its training early.
 CHAOS_SCRIPTS = $(addprefix --script ,$(filter-out %/prefetch.py %/tensor_parallel.py %/early_stop.py,$(wildcard $(CURDIR)/tests/others/adapted/*.py)))
 
-.PHONY: help venv drill test more check gpu frameworks torches matrix flips s3 soak memory soak-hang spares soak-store soak-s3 fuzz-store chaos partitions lost-nodes slurm ray bench bench-plots clean storm sim-night
+.PHONY: help venv drill test more check gpu frameworks torches matrix flips s3 soak memory soak-hang spares soak-store soak-s3 fuzz-store chaos samples partitions lost-nodes slurm ray bench bench-plots clean storm sim-night
 
 help:  ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 22
@@ -75,6 +75,12 @@ chaos: venv  ## 500 random faults of workers, agent, controller, zygote and laun
 	$(VENV)/bin/python -m tests.soak.chaos --faults 500
 	mkdir -p runs
 	cd runs && TIMES=60 PYTHONPATH=$(CURDIR) $(abspath $(VENV))/bin/python -m tests.soak.chaos --faults 500 --run-dir . $(CHAOS_SCRIPTS)
+
+samples:  ## kills of random ranks and stops over the samples of the documents, MindSpore and Megatron (hours on 2 cores)
+	scripts/frameworks --build mindspore faces
+	mkdir -p runs
+	cd runs && PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 ../.venv-faces/bin/python -m tests.soak.samples megatron --run-dir .
+	cd runs && PYTHONPATH=$(CURDIR) OMP_NUM_THREADS=1 ../.venv-mindspore/bin/python -m tests.soak.samples mindspore --run-dir .
 
 storm: venv  ## second and third kills inside every phase of a recovery, then a kill every 2 s for 5 minutes (15 minutes)
 	$(VENV)/bin/python -m tests.soak.storm

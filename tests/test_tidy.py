@@ -24,7 +24,7 @@ PARAMETERS_MAX = 6
 # (attributes, constructor parameters) of the classes that are wider.
 WIDE = {
     # Facts of a whole job, run or process that its parts share.
-    "Job": (33, 6), "Recovery": (25, 6), "World": (31, 6), "SimWorker": (35, 6), "Session": (32, 6),
+    "Job": (33, 6), "Recovery": (18, 6), "World": (31, 6), "SimWorker": (35, 6), "Session": (32, 6),
     "RunHistory": (29, 6), "TorchAdapter": (41, 6), "CommState": (26, 6),
     # Daemons that own one object per line or process.
     "WorkerClient": (38, 12), "Peers": (22, 7), "LeaderElection": (17, 10), "Processes": (19, 6), "Watcher": (19, 6),
@@ -238,6 +238,21 @@ def test_nothing_is_loaded_by_executing_it() -> None:
                 if name.split(".")[0] in {"pickle", "cloudpickle", "dill", "marshal", "shelve"}
             ]
     refuse(found, "no pickle: neither on a wire nor in a file that we read")
+
+
+def test_connections_are_made_in_one_module() -> None:
+    """Else some process of a run on one host listens on TCP."""
+    makes = {"create_server", "create_connection", "create_unix_server", "create_unix_connection"}
+    given = {"sock"}  # of asyncio, for a socket that was made there
+    found = [
+        f"{where(path, node)}: {node.func.attr}"
+        for path in python_files("src/holdfast")
+        if path.name != "stream_sockets.py"
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in makes
+        if not given & {keyword.arg for keyword in node.keywords}
+    ]
+    refuse(found, "listen() and dial() of runtime/net/stream_sockets.py")
 
 
 def test_exceptions_are_not_swallowed() -> None:

@@ -1,7 +1,7 @@
-"""Holdfast keeps distributed training jobs alive: no committed step lost, bit for bit the undisturbed result.
+"""Holdfast keeps distributed training jobs alive: no committed step lost, the same bits as an undisturbed run.
 
 ``with holdfast.session(...) as s: for step in s.steps(loader, until=N): with step as batch: ...`` protects a training;
-``holdfast.load(path, model)`` reads weights. Importing this loads no framework.
+``holdfast.load(path, model)`` reads weights. Importing this package loads no framework.
 """
 
 from __future__ import annotations

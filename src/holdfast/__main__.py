@@ -1,4 +1,4 @@
-"""``python -m holdfast``: the command of this interpreter, whatever ``PATH`` says."""
+"""``python -m holdfast``: the ``holdfast`` command of this interpreter, independent of ``PATH``."""
 
 from holdfast.cli.main import main
 

@@ -10,12 +10,12 @@ Tree::
     │   ├── DataError               a loader gives other batches than before
     │   ├── StateError              an object in the state cannot be saved or restored
     │   ├── StepError               the step protocol was misused (two updates without a name, ...)
-    │   │   └── ImpureBlockError    a block that runs again computes something else
+    │   │   └── ImpureBlockError    a block computes another result when it runs again
     │   ├── NonFiniteError          gradients hold inf or nan, and the session was asked to stop then
     │   ├── EmptyLoaderError        the loader yields no batch
     │   └── UnsupportedError        refused by name: feature, optimizer, framework version
     ├── FaultError                  the job was disturbed
-    │   ├── ComputeError            a rank computes something else than others from the same numbers
+    │   ├── ComputeError            a rank computes another result than others from the same numbers
     │   ├── PeerLost                a collective outside a step lost its peer
     │   ├── GroupError              a process group could not be built
     │   ├── JobError                a job that this process has started ended with another code than 0 (``code``)
@@ -30,7 +30,7 @@ Tree::
     │   ├── StoreUnreachable        a store that cannot be asked (network, credentials): nothing is known of its files
     │   │   └── StoreDenied         files that this process may not read (owner, mode)
     │   └── StoreWriteError         the store could not be written (full, read-only, not a directory)
-    └── InternalError               an invariant of ours is broken: please report it
+    └── InternalError               an invariant of Holdfast is broken: please report it
 
 Every message says what was wrong, where, and what to do next. ``hint`` holds the next command or change; the command
 line prints it on a line of its own, after the log path.
@@ -43,7 +43,7 @@ import errno
 from collections.abc import Iterator
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-"""Numbers of an ``OSError`` that say that a disk, or a quota, is full."""
+"""Numbers of an ``OSError`` for a full disk or quota."""
 HINTS_OF_THE_MACHINE = {
     **dict.fromkeys(
         (errno.EACCES, errno.EPERM),
@@ -56,7 +56,7 @@ HINTS_OF_THE_MACHINE = {
         (errno.EROFS, errno.EIO, errno.ESTALE), "see what is mounted there, and whether it answers"
     ),
 }
-"""What to do about numbers of an ``OSError`` that are no defect of a program's."""
+"""Hints by number of an ``OSError`` whose cause is the machine or its settings, and no defect of a program."""
 
 
 class HoldfastError(Exception):
@@ -78,7 +78,7 @@ class HoldfastError(Exception):
 
 @contextlib.contextmanager
 def hinted(kind: type[HoldfastError], hint: str) -> Iterator[None]:
-    """What to do next, for errors of this kind that do not say it."""
+    """Give errors of this kind that have no hint this one."""
     try:
         yield
     except kind as error:
@@ -87,7 +87,7 @@ def hinted(kind: type[HoldfastError], hint: str) -> Iterator[None]:
 
 
 class UserError(HoldfastError):
-    """Something that the user can fix."""
+    """An error that the user can fix."""
 
 
 class UsageError(UserError):
@@ -99,11 +99,11 @@ class ScriptError(UserError):
 
 
 class FrameworkError(ScriptError, ImportError):
-    """An installed framework cannot be loaded. A script may catch it as the ImportError that it is."""
+    """An installed framework cannot be loaded. It is also an ImportError, so that a script may catch it as such."""
 
 
 class DataError(UserError):
-    """A loader gives other batches than it gave before, at the same place."""
+    """A loader gives another batch at the same place than it gave before."""
 
 
 class StateError(UserError):
@@ -119,7 +119,7 @@ class StepError(UserError):
 
 
 class ImpureBlockError(StepError):
-    """A block that runs again on the same state and batch computes something else: no fault could be repaired."""
+    """A block computes another result when it runs again on the same state and batch, so no fault could be repaired."""
 
 
 class EmptyLoaderError(UserError):
@@ -127,7 +127,7 @@ class EmptyLoaderError(UserError):
 
 
 class UnsupportedError(UserError):
-    """A feature that is refused by name, with the reason."""
+    """A feature, optimizer or version is refused by name, with the reason."""
 
 
 class FaultError(HoldfastError):
@@ -135,7 +135,7 @@ class FaultError(HoldfastError):
 
 
 class ComputeError(FaultError):
-    """This rank computes something else than others from the same numbers: its device is not to be trusted."""
+    """This rank computes another result than other ranks from the same numbers; its device may be defective."""
 
 
 class PeerLost(FaultError):
@@ -151,7 +151,7 @@ class JobError(FaultError):
 
     Args:
         message: how it ended.
-        code: its exit code (``docs/exit-codes.md``); minus the number of the signal that has killed its launchers.
+        code: its exit code (``docs/exit-codes.md``); minus the signal's number if a signal has killed its launchers.
         hint: what to do next.
     """
 
@@ -169,7 +169,7 @@ class NotMet(FaultError):
 
 
 class ProtocolError(HoldfastError):
-    """A frame or message that breaks the protocol."""
+    """A frame or message breaks the protocol."""
 
 
 class AuthError(ProtocolError):
@@ -181,23 +181,23 @@ class StoreError(HoldfastError):
 
 
 class CheckpointInvalid(StoreError):
-    """Torn, flipped, incomplete or foreign checkpoint files."""
+    """Checkpoint files are torn, flipped, incomplete or foreign."""
 
 
 class CheckpointMismatch(StoreError):
-    """Valid checkpoint files of another model."""
+    """Valid checkpoint files belong to another model."""
 
 
 class NothingToResume(StoreError):
-    """A checkpoint was asked for and none is valid."""
+    """A checkpoint was asked for, and none is valid."""
 
 
 class StoreUnreachable(StoreError):
-    """The store could not be asked: nothing is known about its files."""
+    """The store could not be asked, so nothing is known about its files."""
 
 
 class StoreDenied(StoreUnreachable):
-    """This process may not read these files: nothing is known about them."""
+    """This process may not read these files, so nothing is known about them."""
 
 
 class StoreWriteError(StoreError):

@@ -1,16 +1,16 @@
-"""The event log of a run (``events.jsonl``): what status, report and a restarted controller read.
+"""The event log of a run (``events.jsonl``), which status, report and a restarted controller read.
 
 One JSON object per line::
 
     {"v":1,"seq":12,"t_wall":...,"t_mono":...,"who":"controller","kind":"fenced","data":{...},"crc":"<16 hex>"}
 
 ``t_wall`` is Unix time, ``t_mono`` CLOCK_MONOTONIC of this machine, both in seconds. ``crc`` is xxh3-64 of the bytes of
-the line before ``,"crc"``. Several processes append (under a file lock), so ``seq`` is taken from the file, not from
-memory. Appending first cuts off the torn line of a writer that died.
+the line before ``,"crc"``. Several processes append (under a file lock), so ``seq`` is read from the file, not from
+memory. An append first cuts off the incomplete line of a writer that died.
 
-Room. A decision is written down before it is made, so a run whose log has no room can neither recover nor end. A daemon
-keeps room behind the end of the log: blocks that belong to this file already (``fallocate``), which the prints of a
-script cannot take. Where the file system cannot do that, or the room is used up, an append waits for room.
+Room. A decision is logged before it is executed, so a run whose log has no disk space can neither recover nor end. A
+daemon therefore reserves blocks after the end of its log file (``fallocate``), which the prints of a script cannot
+take. If the file system cannot do that, or the blocks are used up, an append waits for free space.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ from holdfast.errors import NO_ROOM, ProtocolError
 
 SCHEMA_VERSION = 1
 LINE_SIZE_BYTES_MAX = 1024 * 1024
-ROOM_WAIT_S = 120.0  # of a daemon
+ROOM_WAIT_S = 120.0  # limit of a daemon's wait for disk space
 ROOM_LOOK_S = 0.2
-ROOM_KEPT_BYTES = (
-    256 * 1024
-)  # behind the end of a daemon's log; at least half of it is there on a disk that gets full
+# Reserved after the end of a daemon's log; at least half of it is left when the disk becomes full.
+ROOM_KEPT_BYTES = 256 * 1024
 _CRC_FIELD = b',"crc":"'
 _CRC_SIZE_BYTES = len(_CRC_FIELD) + 16 + len(b'"}')
 _TAIL_SIZE_BYTES = 64 * 1024
@@ -58,7 +57,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class LogReading(msgspec.Struct, frozen=True):
-    """What a log holds up to its last complete line: behind that, a writer died, or writes right now.
+    """The content of a log up to its last complete line; a line after it is incomplete, or is being written.
 
     ``damaged`` are the numbers (from 1) of complete lines whose checksum or form is wrong; they are left out of
     ``events``.
@@ -69,13 +68,13 @@ class LogReading(msgspec.Struct, frozen=True):
 
 
 def encode_line(event: Event) -> bytes:
-    """One event as a line, checksum and line end included."""
+    """Return an event as a line, with checksum and line end."""
     body = msgspec.json.encode(event)[:-1]
     return body + _CRC_FIELD + f"{xxhash.xxh3_64_intdigest(body):016x}".encode() + b'"}\n'
 
 
 def decode_line(line: bytes) -> Event:
-    """Inverse of :func:`encode_line` (without the line end).
+    """Return the event of a line (without the line end), the inverse of :func:`encode_line`.
 
     Raises:
         ProtocolError: the checksum is wrong, or it is no event of this schema.
@@ -93,7 +92,7 @@ def decode_line(line: bytes) -> Event:
 
 
 def read(path: Path) -> LogReading:
-    """All events up to the last complete line; an absent file is an empty log."""
+    """Return all events up to the last complete line; an absent file is an empty log."""
     follower = Follower(path)
     return LogReading(list(follower.poll()), follower.damaged)
 
@@ -112,11 +111,11 @@ class Follower:
         self._line = 0
 
     def skip_to(self, offset: int) -> None:
-        """Begin with the line at this offset."""
+        """Continue at the line that begins at this offset."""
         self._offset = offset
 
     def poll(self) -> Iterator[Event]:
-        """Events of the lines that were completed since the last call, one after the other: a log may be long."""
+        """Yield the events of the lines that were completed since the last call."""
         with contextlib.suppress(FileNotFoundError), self.path.open("rb") as file:
             file.seek(self._offset)
             while line := _whole_line(file):
@@ -131,14 +130,14 @@ class Follower:
 
 
 def read_since(path: Path, kind: str) -> Iterator[Event]:
-    """The events from the newest one of this kind on; all, where there is none. A log may be much longer than that."""
+    """Yield the events from the newest one of this kind; all events if there is none. The log may be much longer."""
     follower = Follower(path)
     follower.skip_to(_last_of(path, kind))
     return follower.poll()
 
 
 def _last_of(path: Path, kind: str) -> int:
-    """Offset of the newest sound line of this kind; 0 where there is none."""
+    """Return the offset of the newest valid line of this kind; 0 if there is none."""
     needle = b'"kind":' + msgspec.json.encode(kind)
     try:
         file = path.open("rb")
@@ -158,7 +157,7 @@ def _last_of(path: Path, kind: str) -> int:
 
 
 def _last_sound(lines: bytes, needle: bytes) -> int:
-    """Where the last sound line with ``needle`` begins; -1: in none of them."""
+    """Return the offset of the last valid line with ``needle``; -1: there is none."""
     at = len(lines)
     while (at := lines.rfind(needle, 0, at)) >= 0:
         first, last = lines.rfind(b"\n", 0, at) + 1, lines.find(b"\n", at)
@@ -170,7 +169,7 @@ def _last_sound(lines: bytes, needle: bytes) -> int:
 
 
 def _whole_line(file: BinaryIO) -> bytes:
-    """The next line; an empty one in place of one that is longer than any event, nothing when it is not complete."""
+    """Return the next line; empty if it is not complete, a line end alone if it is longer than any event."""
     piece = file.readline(LINE_SIZE_BYTES_MAX)
     too_long = False
     while len(piece) == LINE_SIZE_BYTES_MAX and not piece.endswith(b"\n"):
@@ -181,22 +180,22 @@ def _whole_line(file: BinaryIO) -> bytes:
 
 
 class Said(NamedTuple):
-    """When an event was said, on the clocks of :class:`Event`."""
+    """The time of an event: ``t_wall`` and ``t_mono`` of :class:`Event`."""
 
     t_wall: float
     t_mono: float
 
 
 class EventSink(Protocol):
-    """What takes events."""
+    """The interface to which events are appended."""
 
     def append(self, kind: str, data: Mapping[str, Field], *, durable: bool = False) -> object:
-        """Write one event; with ``durable`` to the disk."""
+        """Append one event; with ``durable``, return after it is on the disk."""
         ...
 
 
 class EventLog:
-    """Appends to a log. Made by :meth:`open`; safe beside other writers, for one thread each."""
+    """Appends to a log. Made by :meth:`open`; other processes may append at the same time, each by one thread."""
 
     def __init__(self, path: Path, who: str, fd: int, room_wait_s: float) -> None:
         self.path = path
@@ -205,7 +204,7 @@ class EventLog:
         self._fd = fd
         self._end = -1  # offset up to which ``_seq`` is known
         self._seq = 0
-        self._kept_end = 0  # offset up to which the file has its blocks
+        self._kept_end = 0  # offset up to which blocks are reserved
         if room_wait_s:
             self._keep_room(os.fstat(fd).st_size)
 
@@ -214,8 +213,9 @@ class EventLog:
         """Open or make the log (0600).
 
         Args:
-            room_wait_s: of a daemon: room is kept for its lines. Where that is used up, an append waits so long for
-                more. What it announces waits with it; a process that ended instead would take along what it knows.
+            room_wait_s: above 0 for a daemon: blocks are reserved for its lines. If they are used up, an append waits
+                this long for free space, and so does the act that it logs. A daemon that ended instead would lose its
+                state.
 
         Raises:
             OSError: it cannot be written.
@@ -228,16 +228,16 @@ class EventLog:
         os.close(self._fd)
 
     def give_back_room(self) -> None:
-        """After the last line of a run: what was kept behind it is free again."""
+        """Free the reserved blocks after the last line of a run."""
         _allocate(self._fd, _KEEP_SIZE | _PUNCH_HOLE, os.fstat(self._fd).st_size, 2 * ROOM_KEPT_BYTES)
 
     def append(
         self, kind: str, data: Mapping[str, Field], *, durable: bool = False, said: Said | None = None
     ) -> Event:
-        """Write one event; with ``durable`` it is on the disk before this returns. ``said``: None for now.
+        """Append one event; with ``durable``, return after it is on the disk. ``said``: its time, None for now.
 
         Raises:
-            OSError: the disk is full (for ``room_wait_s``) or gone; nothing half-written stays.
+            OSError: the disk is full (for ``room_wait_s``) or gone; no incomplete line stays.
             ProtocolError: the event is longer than ``LINE_SIZE_BYTES_MAX``.
         """
         until_s = time.monotonic() + self.room_wait_s
@@ -254,7 +254,7 @@ class EventLog:
         return event
 
     def sync(self) -> None:
-        """All that was appended is on the disk. Nobody else waits for this: the file is not locked meanwhile.
+        """Write all appended events to the disk. The file is not locked, so no other process waits for this.
 
         Raises:
             OSError: the disk is gone.
@@ -280,7 +280,7 @@ class EventLog:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
 
     def _keep_room(self, end: int) -> None:
-        """Let the file have the blocks behind ``end``; a disk without room keeps what there is."""
+        """Reserve blocks after ``end``; on a full disk keep the reserved ones."""
         if _allocate(self._fd, _KEEP_SIZE, end, ROOM_KEPT_BYTES):
             self._kept_end = end + ROOM_KEPT_BYTES
 
@@ -299,10 +299,10 @@ class EventLog:
 
     def _cut_at(self, end: int) -> None:
         os.ftruncate(self._fd, end)
-        self._kept_end = 0  # the file has given up all behind it
+        self._kept_end = 0  # this also frees the reserved blocks
 
     def _catch_up(self) -> None:
-        """Learn what others appended: the last number, and whether the last line is whole."""
+        """Read what other processes appended: the last number. Cut off an incomplete last line."""
         size_bytes = os.fstat(self._fd).st_size
         if size_bytes == self._end:
             return
@@ -321,7 +321,7 @@ class EventLog:
 
 
 def _allocate(fd: int, mode: int, start: int, size_bytes: int) -> bool:
-    """Take or free blocks of a file; False: this file system cannot, or has none."""
+    """Reserve or free blocks of a file. Return False if the file system cannot, or has none left."""
     failed = ctypes.CDLL(None).fallocate(fd, mode, ctypes.c_int64(start), ctypes.c_int64(size_bytes))
     return not failed
 

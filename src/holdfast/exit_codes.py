@@ -18,12 +18,12 @@ class Exit(IntEnum):
     UNMET = 69  # the nodes of the job did not meet in time; nothing was started (EX_UNAVAILABLE)
     INTERNAL = 70  # an invariant of Holdfast is broken
     BUDGET = 74  # more faults than the restart budget allows in its window
-    REQUEUE = 75  # graceful exit, checkpoint saved: it goes on when it is started again (EX_TEMPFAIL)
+    REQUEUE = 75  # graceful exit, checkpoint saved: the next start continues (EX_TEMPFAIL)
     UNSAVED = 76  # asked or forced to leave, and no checkpoint could be saved (before the deadline)
     ORPHANED = 77  # a worker lost launcher and agent, sealed what it could and left
-    RESTART = 78  # worker only: leaves so that it can be restarted; no command ends with it
+    RESTART = 78  # worker only: it leaves to be restarted; no command ends with this code
     INTERRUPTED = 130  # stopped at once by the user (second Ctrl-C)
-    PIPE = 141  # who read the output has gone: 128 + SIGPIPE, as of any program that this signal ends
+    PIPE = 141  # the reader of the output has gone: 128 + SIGPIPE, as for any program that this signal ends
 
 
 MEANING: dict[Exit, str] = {

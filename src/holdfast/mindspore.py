@@ -1,10 +1,10 @@
-"""MindSpore: ``train`` in the place of ``model.train``, or a callback for it, or a session for a loop of your own.
+"""MindSpore: ``train`` instead of ``model.train``, or a callback for it, or a session for a loop of your own.
 
     import holdfast.mindspore
     holdfast.mindspore.train(model, 5, dataset, callbacks=[...], checkpoint="ckpts/")
 
-Each step votes before its update, inside the compiled graph; a lost worker costs no committed step, and the next start
-goes on at the next step with nothing edited. See docs/mindspore.md.
+Each step votes before its update, inside the compiled graph. A lost worker costs no committed step, and the next start
+continues at the next step without any change. See docs/mindspore.md.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = ["Callback", "Slice", "export_checkpoint", "guard", "import_checkpoint
 
 
 def guard(optimizer: Any) -> Any:
-    """The optimizer with a place for the vote in front of its update, for a training cell without ``grad_reducer``.
+    """Return the optimizer with a vote before its update, for a training cell without ``grad_reducer``.
 
     Like ``nn.OptTFTWrapper``; ``nn.TrainOneStepCell`` and ``Model`` do not need it.
     """
@@ -69,7 +69,7 @@ class _Guarded(nn.Optimizer):  # type: ignore[misc]
                 setattr(self, name, getattr(optimizer, name))
 
     def construct(self, gradients: Any) -> Any:
-        """Compiled."""
+        """Pass the gradients through the gate, then update the weights. MindSpore compiles this method."""
         return self.opt(self.relay(gradients))
 
 
@@ -90,14 +90,14 @@ def session(
     grace_s: float | None = None,
     slices: Mapping[str, Slice] | None = None,
 ) -> Session:
-    """A session for a loop of your own: ``for step in s.steps(dataset, until=N): with step as batch: cell(*batch)``.
+    """Return a session: ``for step in s.steps(dataset, until=N): with step as batch: cell(*batch)``.
 
     Args:
         cell: the training cell, not called before: network, ``optimizer``, and ``grad_reducer`` or a guarded optimizer.
         checkpoint, resume, seed, save, save_every_steps, save_every_s, keep, copies, exit_file, grace_s:
             as ``holdfast.session``.
-        state: the user's own, by name: plain values, NumPy arrays, MindSpore parameters and tensors, containers
-            of these, and objects with ``state_dict`` and ``load_state_dict``. Put back in place where that can be.
+        state: the user's own state, by name: plain values, NumPy arrays, MindSpore parameters and tensors, containers
+            of these, and objects with ``state_dict`` and ``load_state_dict``. Restored in place where possible.
         slices: this rank's parts of parameters that ranks share, by parameter name.
 
     Raises (when it is entered):
@@ -127,7 +127,7 @@ def session(
 
 
 class _Batches:
-    """The iterator of ``Model.train``: it ends with each epoch, and goes on with the next one."""
+    """The iterator of ``Model.train``: it ends with each epoch, and then continues with the next one."""
 
     def __init__(self, draw: Callable[[], Any]) -> None:
         self._draw = draw
@@ -140,14 +140,14 @@ class _Batches:
 
 
 class Callback(ms.train.Callback):  # type: ignore[misc]
-    """Protects a ``Model.train``. ``model.train(5, dataset, callbacks=[c], initial_epoch=c.resume(dataset))``.
+    """A callback for a protected ``model.train(5, dataset, callbacks=[c], initial_epoch=c.resume(dataset))``.
 
-    It comes first among the callbacks.
+    It must be the first callback.
 
     Args:
         model: a ``Model`` that has not trained yet.
         exit_name: at a graceful exit each rank also writes ``rank_N/<exit_name>_train.ckpt`` and ``.mindir``.
-        exit_directory: where ``rank_N`` goes.
+        exit_directory: parent of ``rank_N``.
         options: of :func:`session`.
     """
 
@@ -165,14 +165,14 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
         self._exit_directory = Path(exit_directory)
         self._session = session(self._cell, **options)
         self._steps: Iterator[Step] | None = None
-        self._given: Step | None = None  # and not begun
+        self._given: Step | None = None  # the next step, which has not begun
         self._step: Step | None = None
         self._dataset: Any = None
-        self._within = self._ended = False  # the training begins within an epoch; its last batch was given
+        self._within = self._ended = False  # training begins within an epoch; an epoch's last batch was given
 
     @property
     def step(self) -> int:
-        """Updates done."""
+        """Number of updates done."""
         return self._session.step
 
     def resume(self, dataset: Any) -> int:
@@ -181,7 +181,7 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
         Raises:
             UsageError: called twice.
             As ``holdfast.session``.
-            CheckpointMismatch: with this number of ranks no batch begins where the job is in its data.
+            CheckpointMismatch: with this number of ranks no batch begins at the position of the job in its data.
         """
         if self._steps is not None:
             raise UsageError(
@@ -196,12 +196,14 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
         self._within = begin["batch"] > 0
         self._steps = steps_of_framework(self._session, loader)
         self._dataset = dataset
-        # A function and no method: MindSpore copies the pipeline with all that its attributes hold.
+        # A function, not a method: MindSpore copies the pipeline with the objects that its attributes refer to.
         dataset.create_tuple_iterator = lambda *_, **__: _Batches(self._next_batch)
         return begin["epoch"]
 
     def _next_batch(self) -> Any:
-        """The batch of the next step. Raises: StopIteration: at the end of an epoch; the next call begins another."""
+        """Return the batch of the next step. Raises: StopIteration: an epoch has ended; the next call begins
+        another.
+        """
         assert self._steps is not None
         if self._ended:
             self._ended = False
@@ -215,7 +217,7 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
         self._release()
         self._session.__exit__(None, None, None)
 
-    # MindSpore calls these
+    # called by MindSpore
 
     def __enter__(self) -> Self:
         return self
@@ -231,12 +233,12 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
             self._session.__exit__(kind, error, trace)
 
     def _release(self) -> None:
-        """The dataset gives its batches itself again."""
+        """Restore the dataset's own iterator."""
         if self._dataset is not None:
             self._dataset.__dict__.pop("create_tuple_iterator", None)
 
     def on_train_begin(self, run_context: Any) -> None:
-        """Tell the other callbacks which step this is. Raises: UsageError when ``resume`` was not called."""
+        """Set the step count for the other callbacks. Raises: UsageError: ``resume`` was not called."""
         if self._steps is None:
             raise UsageError(
                 "this training would begin at its first batch whatever the checkpoint says",
@@ -245,7 +247,10 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
         run_context.original_args().cur_step_num = self.step
 
     def on_train_epoch_begin(self, run_context: Any) -> None:
-        """What callbacks do here is before the block of the epoch's first step; later in an epoch it was done."""
+        """Take the first step of an epoch: other callbacks run their code before its block now.
+
+        Within an epoch they have run it already.
+        """
         assert self._steps is not None
         if not self._within:
             self._given = next(self._steps)
@@ -264,7 +269,7 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
         self._step = step
 
     def on_train_step_end(self, run_context: Any) -> None:
-        """Commit the step; leave when all have agreed to."""
+        """Commit the step; stop the training when all ranks have agreed to leave."""
         step, self._step = self._step, None
         assert step is not None
         step.__exit__(None, None, None)
@@ -274,7 +279,7 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
             run_context.request_stop()
 
     def _write_exit_files(self, training: Any) -> None:
-        """MindSpore's own layout: ``rank_N/<name>_train.ckpt`` and ``.mindir``."""
+        """Write MindSpore's own files of an exit: ``rank_N/<name>_train.ckpt`` and ``.mindir``."""
         rank, _ = place()
         folder = self._exit_directory / f"rank_{rank}"
         folder.mkdir(parents=True, exist_ok=True)
@@ -299,10 +304,10 @@ def train(
     exit_directory: str | os.PathLike[str] = ".",
     **options: Any,
 ) -> None:
-    """``model.train(epoch, dataset, callbacks)``, protected: resumes by itself, saves at a fault, leaves when asked.
+    """Run ``model.train(epoch, dataset, callbacks)``, protected: resume automatically, and save at faults and exits.
 
     Args:
-        model, epoch, dataset, callbacks: as ``Model.train``; ``epoch`` is the final epoch, whatever was done before.
+        model, epoch, dataset, callbacks: as ``Model.train``; ``epoch`` is the final epoch, also after a resume.
         exit_name, exit_directory: see :class:`Callback`.
         options: of :func:`session`.
 

@@ -1,8 +1,8 @@
-"""Where the package is installed: frames below this directory are Holdfast's own."""
+"""The directory in which the package is installed: stack frames of files below it are Holdfast's own."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-# As the interpreter names the files of its frames: a link on the way here is not followed.
+# Links are not resolved, because the interpreter does not resolve them in the file names of its frames.
 DIRECTORY = Path(__file__).parent

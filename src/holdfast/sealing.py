@@ -4,7 +4,8 @@ Theory. Both ends of a connection know a secret and have each sent a fresh rando
 HMAC-SHA256) makes from them a proof and a key for each direction. The name of the service goes in, so a connection that
 is led to another service of the same run has other keys and fails. What one end sends after that carries a tag,
 HMAC-SHA256 under the key of its direction over the number of the frame and its bytes, cut to 16 bytes. The number
-is counted by both ends and never sent. Raw bytes behind a frame (a batch) have one tag of their own.
+is counted by both ends and never sent. Raw bytes behind a frame (a batch) have one tag of their own. Where the secret
+asks for it frames and batches are encrypted, too (``frame_encryption.py``).
 
 Invariants:
 1. A frame is taken only in the place of its connection and direction in which it was sent.
@@ -20,10 +21,29 @@ import xxhash
 
 from holdfast.errors import ProtocolError
 
+
+class Secret(NamedTuple):
+    """What both ends of a connection know.
+
+    Args:
+        token: of the run.
+        encrypts: what passes after the handshake is encrypted.
+    """
+
+    token: bytes
+    encrypts: bool = False
+
+    @property
+    def sealing(self) -> str:
+        """How frames are sealed, as the handshake names it."""
+        return "aes-256-gcm" if self.encrypts else "hmac-sha256"
+
+
 TAG_SIZE_BYTES = 16
 KEY_SIZE_BYTES = 32
 _HASH = "sha256"
 _FRAME, _BATCH = b"frame", b"batch"
+NOT_SENT = "a frame has come that the other end has not sent in this place"
 _COUNT_SIZE_BYTES = 8
 
 
@@ -60,7 +80,7 @@ class ConnectionKeys(NamedTuple):
         )
 
 
-class Sealing(Protocol):
+class Digest(Protocol):
     """A tag under way."""
 
     def update(self, data: bytes | memoryview, /) -> None:
@@ -75,8 +95,52 @@ def same(one: bytes, other: bytes) -> bool:
     return hmac.compare_digest(one, other)
 
 
+class SealedBatch(Protocol):
+    """Raw bytes of one end, in order, and the tag that follows them."""
+
+    def seal(self, part: memoryview) -> bytes | memoryview:
+        """The next bytes as they are sent."""
+
+    def tag(self) -> bytes:
+        """Of all bytes; after the last of them."""
+
+
+class OpenedBatch(Protocol):
+    """Raw bytes of the other end, in order, and the tag that follows them."""
+
+    def open(self, part: memoryview) -> None:
+        """The next bytes that have come: after it they are what was sealed."""
+
+    def fits(self, tag: bytes) -> bool:
+        """The other end has sent all of these bytes; after the last of them."""
+
+
+class DirectionSeal(Protocol):
+    """One direction of one connection; both ends have the same one, and use it in the same order."""
+
+    def sealed(self, payload: bytes) -> bytes:
+        """The next frame as it is sent: ``TAG_SIZE_BYTES`` longer."""
+
+    def unsealed(self, data: bytes) -> bytes | memoryview:
+        """The payload of the next frame.
+
+        Raises:
+            ProtocolError: the other end did not send it, or not in this place.
+        """
+
+    def seal_batch(self, *, local: bool) -> SealedBatch:
+        """Takes the bytes of the next batch.
+
+        Args:
+            local: both ends are on this host: without rights over the whole host nothing changes what passes there.
+        """
+
+    def open_batch(self, *, local: bool) -> OpenedBatch:
+        """As :meth:`seal_batch`, of the other end."""
+
+
 class FrameSeal:
-    """One direction of one connection; both ends have the same one, and use it in the same order.
+    """A :class:`DirectionSeal` that authenticates.
 
     Args:
         key: of this direction.
@@ -86,31 +150,27 @@ class FrameSeal:
         self._key = key
         self._count = 0
 
-    def begin_batch(self, *, local: bool) -> Sealing:
-        """Takes the bytes of the next batch; :func:`tag_of` is its tag.
+    def seal_batch(self, *, local: bool) -> BatchTag:
+        """As :class:`DirectionSeal`. A digest finds accidents, and costs a fortieth of a tag."""
+        return BatchTag(xxhash.xxh3_128() if local else self._begin(_BATCH))
 
-        Args:
-            local: both ends are on this host, over loopback: without rights over the whole host nothing changes what
-                passes there. A digest finds accidents, and costs a fortieth.
-        """
-        return xxhash.xxh3_128() if local else self._begin(_BATCH)
+    open_batch = seal_batch
 
-    def tag(self, payload: bytes | memoryview) -> bytes:
-        """The tag of the next frame."""
-        seal = self._begin(_FRAME)
-        seal.update(payload)
-        return tag_of(seal)
+    def sealed(self, payload: bytes) -> bytes:
+        """As :class:`DirectionSeal`."""
+        return payload + self._tag(payload)
 
     def unsealed(self, data: bytes) -> memoryview:
-        """The payload of the next frame, which its tag follows.
-
-        Raises:
-            ProtocolError: the other end did not send it, or not in this place.
-        """
+        """As :class:`DirectionSeal`."""
         payload, tag = memoryview(data)[:-TAG_SIZE_BYTES], data[-TAG_SIZE_BYTES:]
-        if not same(self.tag(payload), tag):
-            raise ProtocolError("a frame has come that the other end has not sent in this place")
+        if not same(self._tag(payload), tag):
+            raise ProtocolError(NOT_SENT)
         return payload
+
+    def _tag(self, payload: bytes | memoryview) -> bytes:
+        seal = self._begin(_FRAME)
+        seal.update(payload)
+        return seal.digest()[:TAG_SIZE_BYTES]
 
     def _begin(self, kind: bytes) -> hmac.HMAC:
         count = self._count.to_bytes(_COUNT_SIZE_BYTES, "big")
@@ -118,6 +178,25 @@ class FrameSeal:
         return hmac.new(self._key, kind + count, _HASH)
 
 
-def tag_of(seal: Sealing) -> bytes:
-    """The tag of what ``seal`` has taken in."""
-    return seal.digest()[:TAG_SIZE_BYTES]
+class BatchTag:
+    """A :class:`SealedBatch` and an :class:`OpenedBatch`: the bytes stay as they are."""
+
+    def __init__(self, digest: Digest) -> None:
+        self._digest = digest
+
+    def seal(self, part: memoryview) -> memoryview:
+        """As :class:`SealedBatch`."""
+        self._digest.update(part)
+        return part
+
+    def open(self, part: memoryview) -> None:
+        """As :class:`OpenedBatch`."""
+        self._digest.update(part)
+
+    def tag(self) -> bytes:
+        """As :class:`SealedBatch`."""
+        return self._digest.digest()[:TAG_SIZE_BYTES]
+
+    def fits(self, tag: bytes) -> bool:
+        """As :class:`OpenedBatch`."""
+        return same(self.tag(), tag)

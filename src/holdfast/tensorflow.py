@@ -1,10 +1,10 @@
-"""TensorFlow 2: ``fit`` in the place of ``model.fit``, or a session for a loop of your own.
+"""TensorFlow 2: ``fit`` instead of ``model.fit``, or a session for a loop of your own.
 
     import holdfast.tensorflow
     holdfast.tensorflow.fit(model, dataset, epochs=3, steps_per_epoch=100, strategy=strategy, checkpoint="ckpts/")
 
-Every committed step is kept on the host; a lost worker costs the step in flight, and all workers come back by
-themselves with a new cluster. See docs/tensorflow.md.
+Every committed step is kept on the host. A lost worker costs the step in flight, and all workers restart automatically
+with a new cluster. See docs/tensorflow.md.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def session(
     exit_file: str | os.PathLike[str] | None = None,
     grace_s: float | None = None,
 ) -> Session:
-    """A session for a loop of your own: ``for step in s.steps(dataset, until=N): with step as batch: ...``.
+    """Return a session for a loop of your own: ``for step in s.steps(dataset, until=N): with step as batch: ...``.
 
     Args:
         model: a built Keras model, made in the strategy's scope.
@@ -57,8 +57,8 @@ def session(
         strategy: ``MultiWorkerMirroredStrategy``; None for one process.
         checkpoint, resume, seed, save, save_every_steps, save_every_s, keep, copies, exit_file, grace_s:
             as ``holdfast.session``.
-        state: the user's own, by name: plain values, NumPy arrays, TensorFlow variables and tensors, containers
-            of these, and objects with ``state_dict`` and ``load_state_dict``. Put back in place where that can be.
+        state: the user's own state, by name: plain values, NumPy arrays, TensorFlow variables and tensors, containers
+            of these, and objects with ``state_dict`` and ``load_state_dict``. Restored in place where possible.
 
     Raises (when it is entered):
         UnsupportedError: TensorFlow's version, strategy or device.
@@ -91,23 +91,26 @@ def session(
 
 
 def callback(opened: Session) -> Any:
-    """A Keras callback that makes each batch of ``fit`` a step of the session; the first in the list of callbacks."""
+    """Return a Keras callback that makes each batch of ``fit`` a step of the session. It must be the first callback."""
     return _Steps(opened)
 
 
 class _Steps(tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """Opens and commits steps."""
+    """A callback that opens and commits steps."""
 
     def __init__(self, opened: Session) -> None:
         super().__init__()
         self._session = opened
         self._steps: Iterator[Step] = steps_of_framework(opened)
-        self._given: Step | None = None  # and not begun
+        self._given: Step | None = None  # the next step, which has not begun
         self.open: Step | None = None
-        self.epoch_steps = 0  # 0: as many as Keras is told
+        self.epoch_steps = 0  # 0: as many as Keras has in its parameters
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """What callbacks do here is before the block of the epoch's first step; later in an epoch it was done."""
+        """Take the first step of an epoch: other callbacks run their code before its block now.
+
+        Within an epoch they have run it already.
+        """
         if self._session.step % (self.epoch_steps or self.params.get("steps") or 1) == 0:
             self._given = next(self._steps)
 
@@ -118,7 +121,7 @@ class _Steps(tf.keras.callbacks.Callback):  # type: ignore[misc]
         self.open = step
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Vote and commit; stop when all have agreed to leave."""
+        """Vote and commit; stop the training when all ranks have agreed to leave."""
         step, self.open = self.open, None
         assert step is not None
         step.__exit__(None, None, None)
@@ -137,12 +140,12 @@ def fit(
     fit_options: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """``model.fit(dataset, epochs=..., steps_per_epoch=...)``, protected: resumes at the next batch by itself.
+    """Run ``model.fit(dataset, epochs=..., steps_per_epoch=...)``, protected: resume at the next batch automatically.
 
     Args:
         model: compiled and built, in the strategy's scope.
         dataset: of one epoch (or endless), or a function epoch -> dataset.
-        epochs: the final epoch, whatever was done before.
+        epochs: the final epoch, also after a resume.
         steps_per_epoch: batches per epoch.
         callbacks: Keras callbacks.
         strategy: see :func:`session`.
@@ -177,17 +180,17 @@ def fit(
             if steps.open is None or not steps.open.__exit__(type(error), error, error.__traceback__):
                 raise
         finish()
-    # Behind the last save: whoever goes on from there trains the weights, not their average.
+    # Only after the last save: a resume from it must train the weights, not their average.
     with scope(strategy):
         model.optimizer.finalize_variable_values(model.trainable_variables)
 
 
 @contextmanager
 def _one_fit(model: Any, callbacks: Sequence[Any]) -> Iterator[Callable[[], None]]:
-    """Each epoch is a fit of its own; for ``callbacks`` and optimizer all are one, that begins and ends once.
+    """Make the fits of all epochs look like one fit for ``callbacks`` and the optimizer: it begins and ends once.
 
-    Else an early stop would count from 0 in each epoch, a log file would begin anew, and the average of the weights
-    (``use_ema``) would take their place. Gives what ends it for the callbacks.
+    Otherwise an early stop would count from 0 in each epoch, a log file would start again, and the average of the
+    weights (``use_ema``) would replace them. Yields the function that ends the fit for the callbacks.
     """
     theirs = [_Once(each) for each in tf.nest.flatten(list(callbacks))]
 
@@ -206,7 +209,7 @@ def _one_fit(model: Any, callbacks: Sequence[Any]) -> Iterator[Callable[[], None
 
 
 class _Once:
-    """Stands before two hooks of a callback: the first fit begins the training, and ``finish`` ends it."""
+    """A wrapper of two hooks of a callback: the first fit begins the training, and ``finish`` ends it."""
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
@@ -224,17 +227,17 @@ class _Once:
         self._logs = logs
 
     def finish(self) -> None:
-        """Tell the callback that the training has ended, where it began."""
+        """Call the callback's end of training, if its begin was called."""
         if self._began:
             self._end(self._logs)
 
     def restore(self) -> None:
-        """Its own hooks again."""
+        """Restore the callback's own hooks."""
         self._callback.on_train_begin, self._callback.on_train_end = self._begin, self._end
 
 
 def _rest(source: Source, epoch: int, batch: int, steps_per_epoch: int) -> Any:
-    """What is left of an epoch: an endless dataset goes on where it was, another begins anew in each epoch."""
+    """Return the rest of an epoch: an endless dataset continues where it was, another one restarts in each epoch."""
     dataset = dataset_of(source, epoch)
     if isinstance(source, tf.data.Dataset) and dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         return dataset.skip(epoch * steps_per_epoch + batch)
@@ -242,5 +245,5 @@ def _rest(source: Source, epoch: int, batch: int, steps_per_epoch: int) -> Any:
 
 
 def _is_legacy(model: Any) -> bool:
-    """True when some base class of the model is tf_keras'."""
+    """Return whether a base class of the model is from tf_keras."""
     return any(base.__module__.startswith("tf_keras") for base in type(model).__mro__)

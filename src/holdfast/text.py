@@ -1,22 +1,22 @@
-"""Counts, numbers and suggestions in what people read."""
+"""Counts, numbers and suggestions in text for people."""
 
 from collections.abc import Iterable, Sequence
 
 
 def plural(count: int, noun: str) -> str:
-    """``1 step``, ``2 steps``."""
+    """Return count and noun: ``1 step``, ``2 steps``."""
     return f"{count:,} {noun_of(count, noun)}"
 
 
 def noun_of(count: int, noun: str) -> str:
-    """The noun alone, for this count: ``rank`` or ``ranks``."""
+    """Return the noun alone for this count: ``rank`` or ``ranks``."""
     if count == 1:
         return noun
     return f"{noun}es" if noun.endswith(("x", "ch", "ss")) else f"{noun}s"
 
 
 def closest(word: str, words: Sequence[str]) -> str:
-    """The word that was probably meant, or empty: the one that it begins, else the one that looks like it."""
+    """Return the word that was probably meant, or empty: the only one that begins with ``word``, or a similar one."""
     import difflib  # slow to import, and most runs make no mistake
 
     begun = [each for each in words if each.startswith(word)]
@@ -27,7 +27,7 @@ def closest(word: str, words: Sequence[str]) -> str:
 
 
 def ranges(ranks: Iterable[int]) -> str:
-    """Ascending numbers as text, runs shortened: ``0-3, 8``."""
+    """Return ascending numbers as text, with runs shortened: ``0-3, 8``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][1] + 1:
@@ -38,7 +38,7 @@ def ranges(ranks: Iterable[int]) -> str:
 
 
 def span(duration_s: float) -> str:
-    """A duration in the unit that fits: ``0.3 s``, ``42 s``, ``3 min 20 s``, ``2 h 5 min``."""
+    """Return a duration in the unit that fits: ``0.3 s``, ``42 s``, ``3 min 20 s``, ``2 h 5 min``."""
     if duration_s < 10:
         return f"{duration_s:.1f} s"
     minutes, seconds = divmod(round(duration_s), 60)

@@ -1,7 +1,7 @@
-"""Library mode: ``import holdfast.torch`` before torch.distributed is used installs the process groups.
+"""Library mode for torch: importing this before torch.distributed is used installs Holdfast's process groups.
 
-``holdfast run`` does the same for every worker; then this import changes nothing. ``declare`` says where a plain tensor
-lies when it is a region of a larger one.
+``holdfast run`` does the same for every worker, so this import then changes nothing. ``declare`` says which region of a
+larger tensor a plain tensor is.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""Which version this is: what a user sees, and what the hosts of a job compare."""
+"""The version of Holdfast, which users see and the hosts of a job compare."""
 
 VERSION = "0.1.0"

@@ -26,7 +26,16 @@ from holdfast.core.protocol import messages as m
 from holdfast.core.protocol import notices as n
 from holdfast.core.protocol.messages import FRAME_SIZE_BYTES_MAX, PROTOCOL_VERSION
 from holdfast.errors import AuthError, ProtocolError
-from holdfast.sealing import TAG_SIZE_BYTES, ConnectionKeys, FrameSeal, Sealing, same
+from holdfast.frame_encryption import direction
+from holdfast.sealing import (
+    TAG_SIZE_BYTES,
+    ConnectionKeys,
+    DirectionSeal,
+    OpenedBatch,
+    SealedBatch,
+    Secret,
+    same,
+)
 
 WireMessage = (
     m.WorkerHello
@@ -118,6 +127,7 @@ class ClientProof(msgspec.Struct, frozen=True, tag=True):
     nonce: bytes
     proof: bytes
     service: str = ""
+    sealing: str = ""  # how frames are sealed after the handshake, see ``Secret.sealing``
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -127,12 +137,13 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The server closes: ``version``, ``service`` or ``token``."""
+    """The server closes: ``version``, ``service``, ``encryption`` or ``token``."""
 
     reason: str
 
 
 _SAME_TOKEN = "use the one token file of this run, the same on every host: --token-file"
+_SAME_ENCRYPTION = "--encrypt on every host, or on none"
 SAME_VERSION = "install the same version of holdfast on every host"
 Greeting = ServerChallenge | ClientProof | Welcome | Refused
 
@@ -227,7 +238,7 @@ class Link(Generic[M]):
 
     Args:
         codec: what travels after the handshake.
-        token: secret of the run.
+        secret: of the run.
         nonce: ``NONCE_SIZE_BYTES`` fresh random bytes (the shell's duty).
         service: what listens, see ``runtime/net/service_names.py``.
         role: what this client is; None for the server's side.
@@ -237,7 +248,7 @@ class Link(Generic[M]):
     def __init__(
         self,
         codec: Codec[M],
-        token: bytes,
+        secret: Secret,
         nonce: bytes,
         *,
         service: str,
@@ -246,7 +257,7 @@ class Link(Generic[M]):
     ) -> None:
         self.peer_role = ""
         self._codec = codec
-        self._token = token
+        self._secret = secret
         self._nonce = nonce
         self._service = service
         self._role = role
@@ -254,7 +265,7 @@ class Link(Generic[M]):
         self._reader = FrameReader(GREETING_SIZE_BYTES_MAX)
         self._output = bytearray()
         self._keys: ConnectionKeys | None = None  # of a client that waits for its welcome
-        self._seals: tuple[FrameSeal, FrameSeal] | None = None  # of what goes out, of what comes in
+        self._seals: tuple[DirectionSeal, DirectionSeal] | None = None  # of what goes out, of what comes in
         self._doing = "greeting"
         self._broken = False
         if role is None:
@@ -280,23 +291,22 @@ class Link(Generic[M]):
         seal = self._both()[0]
         payload = self._codec.encode(message)
         self._output += _prefix(payload, TAG_SIZE_BYTES)
-        self._output += payload
-        self._output += seal.tag(payload)
+        self._output += seal.sealed(payload)
 
-    def seal_batch(self, *, local: bool) -> Sealing:
+    def seal_batch(self, *, local: bool) -> SealedBatch:
         """Takes the raw bytes that are sent now, behind the last message; their tag follows them.
 
         Args:
-            local: over loopback.
+            local: both ends are on this host.
 
         Raises:
             ProtocolError: the handshake is not done.
         """
-        return self._both()[0].begin_batch(local=local)
+        return self._both()[0].seal_batch(local=local)
 
-    def unseal_batch(self, *, local: bool) -> Sealing:
+    def open_batch(self, *, local: bool) -> OpenedBatch:
         """As :meth:`seal_batch`, for the raw bytes that come now."""
-        return self._both()[1].begin_batch(local=local)
+        return self._both()[1].open_batch(local=local)
 
     @property
     def partial(self) -> bool:
@@ -330,7 +340,7 @@ class Link(Generic[M]):
             raise
         return messages
 
-    def _both(self) -> tuple[FrameSeal, FrameSeal]:
+    def _both(self) -> tuple[DirectionSeal, DirectionSeal]:
         if self._seals is None:
             raise ProtocolError("a message was sent before the handshake was done")
         return self._seals
@@ -339,12 +349,17 @@ class Link(Generic[M]):
         self._output += frame(_GREETINGS.encode(greeting))
 
     def _derive(self, role: str, server_nonce: bytes, client_nonce: bytes) -> ConnectionKeys:
-        context = (str(PROTOCOL_VERSION), self._service, role)
-        return ConnectionKeys.of(self._token, server_nonce + client_nonce, *context)
+        context = (str(PROTOCOL_VERSION), self._service, role, self._secret.sealing)
+        return ConnectionKeys.of(self._secret.token, server_nonce + client_nonce, *context)
 
     def _handshake(self, greeting: Greeting) -> None:
         if isinstance(greeting, Refused) and greeting.reason == "service":
             raise ProtocolError(f"the {self._service} does not listen there, another service does")
+        if isinstance(greeting, Refused) and greeting.reason == "encryption":
+            here, there = ("encrypts", "does not") if self._secret.encrypts else ("does not encrypt", "does")
+            raise AuthError(
+                f"this process {here}, the other end ({self._service}) {there}", hint=_SAME_ENCRYPTION
+            )
         if isinstance(greeting, Refused) and self._role is not None:
             raise AuthError(
                 f"the server refused this {self._role}: wrong {greeting.reason}",
@@ -369,7 +384,10 @@ class Link(Generic[M]):
                 hint=SAME_VERSION,
             )
         self._keys = self._derive(role, challenge.nonce, self._nonce)
-        self._greet(ClientProof(PROTOCOL_VERSION, role, self._nonce, self._keys.client_proof, self._service))
+        proof = self._keys.client_proof
+        self._greet(
+            ClientProof(PROTOCOL_VERSION, role, self._nonce, proof, self._service, self._secret.sealing)
+        )
 
     def _judge(self, answer: ClientProof) -> None:
         _check_nonce(answer.nonce)
@@ -380,6 +398,10 @@ class Link(Generic[M]):
             self._doing = "service"
             self._greet(Refused("service"))
             raise ProtocolError(f"a client has come for {answer.service[:80]!r}, this is {self._service!r}")
+        if answer.sealing != self._secret.sealing:
+            self._doing = "encryption"
+            self._greet(Refused("encryption"))
+            raise ProtocolError(f"a client and the {self._service} do not both encrypt")
         keys = self._derive(answer.role, self._nonce, answer.nonce)
         if answer.role not in ROLES or not same(keys.client_proof, answer.proof):
             self._greet(Refused("token"))
@@ -389,7 +411,8 @@ class Link(Generic[M]):
         self._opened(keys.from_server, keys.from_client)
 
     def _opened(self, outgoing: bytes, incoming: bytes) -> None:
-        self._seals = FrameSeal(outgoing), FrameSeal(incoming)
+        encrypts = self._secret.encrypts
+        self._seals = direction(outgoing, encrypts=encrypts), direction(incoming, encrypts=encrypts)
         self._keys = None
         self._doing = "frame"
         self._reader.limit_bytes = FRAME_SIZE_BYTES_MAX + TAG_SIZE_BYTES

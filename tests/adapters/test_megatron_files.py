@@ -6,6 +6,7 @@ import argparse
 import enum
 import os
 import random
+import warnings
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -197,8 +198,74 @@ def test_nothing_in_the_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not (tmp_path / "trapped").exists()
 
 
-def test_the_distributed_format_is_refused_by_name(tmp_path: Path) -> None:
-    folder = tmp_path / "iter_0000003"
-    folder.mkdir()
-    (folder / "common.pt").touch()
-    refused(folder, tmp_path / "root", UsageError, "distributed format")
+def write_distributed(folder: Path, model: dict[str, Any], **arguments: Any) -> Path:
+    """As Megatron's ``--ckpt-format torch_dist`` lays it out; returns the directory of the iteration."""
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+
+    stored: dict[str, Any] = {}
+    for name, tensor in model.items():
+        if ".layers." not in name:
+            stored[name] = tensor
+        if ".layers.0." not in name:
+            continue
+        layers = [tensor, model[name.replace(".layers.0.", ".layers.1.")]]
+        fused = name.replace(".0.input_layernorm.", ".0.self_attention.linear_qkv.layer_norm_")
+        stored[fused.replace(".layers.0.", ".layers.")] = torch.stack(layers)
+    moments = {f"optimizer.state.exp_avg.{name}": torch.ones_like(tensor) for name, tensor in stored.items()}
+    where = folder / "iter_0000007"
+    where.mkdir(parents=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that it saves in a single process
+        tree = stored | moments | {"rng_state/shard_0_1": [1, 2]}
+        state_dict_saver.save(tree, storage_writer=FileSystemWriter(where), no_dist=True)
+    arguments_of = argparse.Namespace(
+        params_dtype=torch.bfloat16, attention_backend=Backend.LOCAL, **arguments
+    )
+    torch.save(
+        {
+            "args": arguments_of,
+            "checkpoint_version": 3.0,
+            "iteration": 7,
+            "opt_param_scheduler": {"max_lr": 0.5},
+        },
+        where / "common.pt",
+    )
+    (where / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    return where
+
+
+@pytest.mark.parametrize("implementation", ["local", "transformer_engine"])
+def test_the_distributed_format_gives_the_whole_model(tmp_path: Path, implementation: str) -> None:
+    model = whole(2)
+    folder = write_distributed(tmp_path / "run", model, transformer_impl=implementation)
+    tree, told = taken(folder, tmp_path / "root")
+    assert tree["step"] == 7 and tree["scheduler"] == {"max_lr": 0.5}
+    if implementation != "local":
+        model = {name.replace("input_layernorm.", "self_attention.linear_qkv.layer_norm_"): tensor
+                 for name, tensor in model.items()}  # fmt: skip
+    assert tree["model"].keys() == model.keys() and not tree.get("optimizer")
+    assert all(torch.equal(tree["model"][name], tensor) for name, tensor in model.items())
+    (line,) = told
+    assert line.startswith("the optimizer's state is that of Megatron's distributed format: it is left out")
+
+
+def test_a_distributed_checkpoint_without_its_metadata_is_refused(tmp_path: Path) -> None:
+    folder = write_distributed(tmp_path / "run", whole(2))
+    (folder / ".metadata").unlink()
+    refused(folder, tmp_path / "root", UsageError, "has no .metadata")
+
+
+def test_a_damaged_chunk_of_the_distributed_format_is_refused(tmp_path: Path) -> None:
+    model = whole(2)
+    folder = write_distributed(tmp_path / "run", model)
+    (chunk,) = folder.glob("*.distcp")
+    data = bytearray(chunk.read_bytes())
+    data[data.index(model[EMBEDDING].numpy().tobytes())] ^= 1
+    chunk.write_bytes(data)
+    refused(folder, tmp_path / "root", CheckpointInvalid, "does not match its checksum")
+
+
+def test_chunks_of_an_interleaved_pipeline_are_refused_by_name(tmp_path: Path) -> None:
+    folder = write_distributed(tmp_path / "run", {"model0.output_layer.weight": torch.ones(2, 2)})
+    refused(folder, tmp_path / "root", UsageError, "model0.output_layer.weight is no weight of one model")

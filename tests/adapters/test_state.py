@@ -186,6 +186,19 @@ def test_optimizers_that_communicate_are_refused() -> None:
         named_optimizers(kind([nn.Parameter(torch.ones(2))]))
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_megatron_s_optimizers_are_refused_by_name(wrapped: bool) -> None:
+    base = type("MegatronOptimizer", (), {})
+    optimizer = type("DistributedOptimizer", (base,), {})()
+    if wrapped:
+        chained = optimizer
+        optimizer = type("ChainedOptimizer", (base,), {"chained_optimizers": [chained]})()
+    with pytest.raises(UnsupportedError, match="DistributedOptimizer of Megatron communicates inside step"):
+        named_optimizers(optimizer)
+    with pytest.raises(UnsupportedError, match="FP32Optimizer of Megatron is no torch optimizer"):
+        named_optimizers({"it": type("FP32Optimizer", (base,), {})()})
+
+
 def test_other_optimizers_do_not_fit() -> None:
     net = Net()
     state = TorchState(net, {"default": torch.optim.SGD(net.parameters())})

@@ -27,6 +27,7 @@ from holdfast.frameworks.common.tcp_group import (
     start_limit_s,
 )
 from holdfast.runtime.agent.kv_server import KvServer
+from holdfast.runtime.net.addresses import LOOPBACK, Address
 from holdfast.runtime.worker.worker_client import WorkerClient
 
 FIRST = Generation(1, 1)
@@ -65,11 +66,13 @@ class Line:
 class World:
     """Meshes of several ranks, each in a thread."""
 
-    def __init__(self, folder: Path, size: int) -> None:
+    def __init__(self, folder: Path, size: int, at: Address = LOOPBACK, encrypts: bool = False) -> None:
         self.server = KvServer.open(folder / "kv")
         self.lock = threading.Lock()
         self.lines = [Line(self.server, self.lock, rank) for rank in range(size)]
-        self.meshes = [TcpGroup(cast(WorkerClient, line), rank, size) for rank, line in enumerate(self.lines)]
+        ranks = range(size)
+        own = [at._replace(host=f"{at.host}-{rank}") if at.is_path else at for rank in ranks]
+        self.meshes = [TcpGroup(cast(WorkerClient, self.lines[r]), r, size, own[r], encrypts) for r in ranks]
 
     def each(self, act: Callable[[TcpGroup], Any], but: int = -1) -> list[Any]:
         """Run ``act`` on every rank at the same time. Return the result or the exception of each."""
@@ -252,9 +255,10 @@ def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("hosts")
+@pytest.mark.parametrize("encrypts", [False, True], ids=["tagged", "encrypted"])
 @pytest.mark.parametrize("numel", [0, 1, SHORT_SIZE_BYTES // 4, 300_001])
-def test_sums_between_hosts_are_the_same(tmp_path: Path, numel: int) -> None:
-    world = World(tmp_path, 3)
+def test_sums_between_hosts_are_the_same(tmp_path: Path, numel: int, encrypts: bool) -> None:
+    world = World(tmp_path, 3, encrypts=encrypts)
     world.each(lambda mesh: mesh.connect(FIRST))
     expected = vector(0, numel, "float32") + vector(1, numel, "float32") + vector(2, numel, "float32")
     for _ in range(2):
@@ -265,10 +269,13 @@ def test_sums_between_hosts_are_the_same(tmp_path: Path, numel: int) -> None:
 
 @pytest.mark.usefixtures("hosts")
 @pytest.mark.parametrize("numel", [4, 100_000])
+@pytest.mark.parametrize("encrypts", [False, True], ids=["tagged", "encrypted"])
 @pytest.mark.parametrize("at", [0, 20, 40])
-def test_a_vector_that_was_changed_between_hosts_is_not_summed(tmp_path: Path, numel: int, at: int) -> None:
+def test_a_vector_that_was_changed_between_hosts_is_not_summed(
+    tmp_path: Path, numel: int, at: int, encrypts: bool
+) -> None:
     """The change is in the bytes of a gradient, of its header or of its tag."""
-    world = World(tmp_path, 2)
+    world = World(tmp_path, 2, encrypts=encrypts)
     world.each(lambda mesh: mesh.connect(FIRST))
     line = world.meshes[0]._peers[1]
     world.meshes[0]._peers[1] = line._replace(sock=cast(socket.socket, Changing(line.sock, at)))
@@ -276,6 +283,42 @@ def test_a_vector_that_was_changed_between_hosts_is_not_summed(tmp_path: Path, n
     assert isinstance(result, PeerLost) and world.meshes[1].poisoned, result
     assert world.meshes[1].refused == 1
     world.close()
+
+
+@pytest.mark.parametrize("encrypts", [False, True], ids=["plain", "encrypted"])
+@pytest.mark.parametrize("numel", [16, 300_001])
+def test_an_encrypted_vector_is_not_seen(tmp_path: Path, numel: int, encrypts: bool) -> None:
+    """On one host, too: two launchers may stand for two hosts."""
+    world = World(tmp_path, 2, encrypts=encrypts)
+    world.each(lambda mesh: mesh.connect(FIRST))
+    line = world.meshes[0]._peers[1]
+    recording = Recording(line.sock)
+    world.meshes[0]._peers[1] = line._replace(sock=cast(socket.socket, recording))
+    own = vector(0, numel, "float32")
+    for result in world.each(lambda mesh: mesh.sum(vector(mesh.rank, numel, "float32"))):
+        assert result.tobytes() == (own + vector(1, numel, "float32")).tobytes()
+    seen = (
+        own[numel // 2 :].tobytes()[:64] in recording.sent
+    )  # long ones send each other the half that is not theirs
+    assert seen is not encrypts
+    world.close()
+
+
+class Recording:
+    """A socket that notes what goes out."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self.sent = b""
+
+    def sendmsg(self, parts: list[memoryview]) -> int:
+        """As of a socket."""
+        count = self._sock.sendmsg(parts)
+        self.sent += b"".join(parts)[:count]
+        return count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
 
 
 class Changing:

@@ -10,6 +10,7 @@ import resource
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from holdfast.cli.start import preflight
@@ -33,6 +34,17 @@ def test_a_wrong_interpreter(holdfast: Run, tmp_path: Path, wrong: str) -> None:
 def test_an_interpreter_that_has_holdfast(tmp_path: Path) -> None:
     settings = RunSettings(run_id="t", nproc=1, target="train.py", python=sys.executable)
     preflight.require_start(settings)
+
+
+def test_an_interpreter_without_what_encrypts(tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nexec {sys.executable} -c 'import sys; sys.modules[\"cryptography\"] = None; "
+                      "exec(sys.argv[2])' \"$@\"\n")  # fmt: skip
+    python.chmod(0o755)
+    settings = RunSettings(run_id="t", nproc=1, target="train.py", python=str(python))
+    preflight.require_start(settings)
+    with pytest.raises(UsageError, match=r"cannot run a worker: .*needs the package cryptography"):
+        preflight.require_start(msgspec.structs.replace(settings, encrypts=True))
 
 
 def test_too_little_shared_memory(tiny_disk: Path) -> None:

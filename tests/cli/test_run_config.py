@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from holdfast import frame_encryption
 from holdfast.cli.start.flags import FLAGS
-from holdfast.cli.start.node_flags import NodeFlags
+from holdfast.cli.start.node_flags import ENCRYPTED, NodeFlags
 from holdfast.cli.start.run_config import Request, resolve, shown_local_ranks, worker_counts
 from holdfast.core.ids import RUN_ID_LENGTH_MAX
 from holdfast.errors import UnsupportedError, UsageError
@@ -52,6 +53,32 @@ def test_flags_of_ours_behind_a_script_that_has_none_of_that_name_are_noted(tmp_
     )
     (tmp_path / "train.py").write_text('parser.add_argument("--nproc_per_node")')
     assert asked("--nproc-per-node", "4").notes == ()
+
+
+def test_encryption_is_for_several_nodes_and_needs_its_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text(secrets.token_hex(32))
+    several = {"nnodes": "2", "token_file": str(token), "master_addr": "127.0.0.1"}
+    assert not asked(**several).settings.encrypts
+    found = asked(**several, encrypt=True)
+    assert found.settings.encrypts and ENCRYPTED in found.notes
+    alone = asked(encrypt=True)
+    assert not alone.settings.encrypts and alone.notes == (
+        "--encrypt has no effect: on one node nothing that Holdfast sends leaves the host",
+    )
+    monkeypatch.setattr(frame_encryption, "version", lambda package: "43.0.3")
+    with pytest.raises(UsageError, match=r"cryptography, version 44 or newer, and 43\.0\.3 is installed"):
+        asked(**several, encrypt=True)
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(
+        UsageError, match=r"needs the package cryptography.* and it is not installed"
+    ) as refused:
+        asked(**several, encrypt=True)
+    assert refused.value.hint == "pip install 'holdfast[encrypt]'"
+    assert asked(encrypt=True).notes == alone.notes, "nothing is needed on one node"
 
 
 def test_a_name_that_means_loopback_is_this_host_and_needs_an_address(tmp_path: Path) -> None:

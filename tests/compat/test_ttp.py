@@ -17,9 +17,11 @@ from holdfast.compat.dying_checkpoint import Faulted, Here
 from holdfast.compat.endpoint import LINES, LOG_VARIABLE, TOKEN_VARIABLE, token, token_path
 from holdfast.compat.rank_processor import start_controller
 from holdfast.errors import AuthError, UsageError
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.service_names import TTP
 from holdfast.runtime.node.spawn import free_port
+from holdfast.sealing import Secret
 from holdfast.store.backends.location import ROOT_VARIABLE
 from holdfast.store.manage.checkpoint_root import Root
 from tests.cli.command import clean_environment
@@ -223,7 +225,9 @@ def test_a_host_may_be_given_by_its_name(tmp_path: Path, monkeypatch: pytest.Mon
     pid = start_controller("localhost", port, 1)
     try:
         until("it listens", lambda: event_log.read(path).events)
-        rank = BlockingChannel.connect(LINES, "localhost", port, token("localhost", port), TTP, "worker")
+        rank = BlockingChannel.connect(
+            LINES, Address("localhost", port), Secret(token("localhost", port)), TTP, "worker"
+        )
         rank.close()
     finally:
         os.kill(pid, 9)
@@ -242,8 +246,10 @@ def test_a_stranger_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     try:
         until("it listens", lambda: path.exists() and event_log.read(path).events)
         with pytest.raises(AuthError):
-            BlockingChannel.connect(LINES, "127.0.0.1", port, b"y" * 64, TTP, "worker")
-        honest = BlockingChannel.connect(LINES, "127.0.0.1", port, token("127.0.0.1", port), TTP, "worker")
+            BlockingChannel.connect(LINES, Address("127.0.0.1", port), Secret(b"y" * 64), TTP, "worker")
+        honest = BlockingChannel.connect(
+            LINES, Address("127.0.0.1", port), Secret(token("127.0.0.1", port)), TTP, "worker"
+        )
         honest.send(Here(rank=0, world_size=1, pid=1))
         until("it is heard", lambda: [e for e in event_log.read(path).events if e.kind == "here"])
         honest.close()
@@ -278,7 +284,9 @@ def test_a_stopped_rank_leaves_when_the_controller_is_lost(
     pid = start_controller("127.0.0.1", port, 2)
     until("it listens", lambda: event_log.read(path).events)
     rank = subprocess.Popen([sys.executable, "-c", STOPPED, str(port)], stderr=subprocess.PIPE, text=True)
-    other = BlockingChannel.connect(LINES, "127.0.0.1", port, token("127.0.0.1", port), TTP, "worker")
+    other = BlockingChannel.connect(
+        LINES, Address("127.0.0.1", port), Secret(token("127.0.0.1", port)), TTP, "worker"
+    )
     try:
         other.send(Here(rank=1, world_size=2, pid=1))
         until("both are here", lambda: len([e for e in event_log.read(path).events if e.kind == "here"]) == 2)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.core.job.leaving import Choice, Plight, choose
+from holdfast.core.job.leaving import LeavingAnswer, LeavingFacts, answer_notice
 
 USUAL: dict[str, Any] = {
     "left_s": None, "move_s": 5.0, "save_s": 15.0, "at_once": False, "stands": True, "fits": True,
@@ -18,7 +18,7 @@ FEWER = {"fits": False, "fits_fewer": True}
 
 
 @pytest.mark.parametrize(
-    ("what", "choice"),
+    ("what", "answer"),
     [
         ({}, "prepare"),
         ({"prepared": True}, "move"),
@@ -41,20 +41,20 @@ FEWER = {"fits": False, "fits_fewer": True}
         ({"stands": False, "at_once": True, "left_s": 300.0}, "save"),
     ],
 )
-def test_the_table(what: dict[str, Any], choice: Choice) -> None:
-    assert choose(Plight(**{**USUAL, **what})) == choice
+def test_the_table(what: dict[str, Any], answer: LeavingAnswer) -> None:
+    assert answer_notice(LeavingFacts(**{**USUAL, **what})) == answer
 
 
 def test_no_answer_costs_the_job_something_before_it_has_to() -> None:
     flags = ("at_once", "stands", "fits", "fits_fewer", "holds_ranks", "prepared")
     for values in itertools.product((False, True), repeat=len(flags)):
         for left_s in (None, 0.0, 4.0, 10.0, 100.0):
-            plight = Plight(**{**USUAL, **dict(zip(flags, values, strict=True)), "left_s": left_s})
-            choice = choose(plight)
-            if choice == "save":
-                assert plight.at_once or (left_s is not None and left_s <= plight.save_s)
-                assert not (plight.stands and (plight.fits or plight.fits_fewer))
-            if choice in ("move", "shrink", "leave", "prepare"):
-                assert plight.stands, "never against a majority, or the only holder of a part of the state"
-            if left_s is not None and left_s <= plight.move_s:
-                assert choice not in ("wait", "prepare"), "a deadline is never slept through"
+            facts = LeavingFacts(**{**USUAL, **dict(zip(flags, values, strict=True)), "left_s": left_s})
+            answer = answer_notice(facts)
+            if answer == "save":
+                assert facts.at_once or (left_s is not None and left_s <= facts.save_s)
+                assert not (facts.stands and (facts.fits or facts.fits_fewer))
+            if answer in ("move", "shrink", "leave", "prepare"):
+                assert facts.stands, "never against a majority, or the only holder of a part of the state"
+            if left_s is not None and left_s <= facts.move_s:
+                assert answer not in ("wait", "prepare"), "a deadline is never slept through"

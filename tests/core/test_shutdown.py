@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from holdfast.core.ids import Generation, MemberId
 from holdfast.core.protocol.messages import (
+    AgentHello,
     EndRun,
     ExitAgreed,
     ExitAsked,
@@ -20,9 +22,10 @@ from holdfast.core.protocol.messages import (
     StopRun,
     Tick,
     WorkerFailed,
+    WorkerHello,
 )
 from holdfast.exit_codes import Exit
-from tests.core.test_controller import Job, successor
+from tests.core.test_controller import NODE, Job, successor
 
 
 def test_graceful_exit_is_told_agreed_and_coded() -> None:
@@ -117,6 +120,22 @@ def test_stop_kills_everyone_at_once() -> None:
     assert [k.grace_s for k in job.sent(KillMember)] == [0.0] * 3
     for rank in range(3):
         job.exit(rank)
+    assert job.outcome().code == Exit.INTERRUPTED
+
+
+def test_a_worker_of_another_launcher_that_comes_after_a_stop_is_sent_away() -> None:
+    """It was taken for a member that no order would ever end: the run did not end."""
+    job = Job(world_size=2, library=True)
+    job.post(AgentHello(node_id=NODE, slots=2, pid=1))
+    hellos = [
+        WorkerHello(member_id=MemberId(rank + 1), generation=Generation(1, 1), rank=rank, pid=rank)
+        for rank in range(2)
+    ]
+    job.post(hellos[0])
+    job.post(StopRun(reason="second Ctrl-C"))
+    job.post(hellos[1])
+    assert [leave.member_id for leave in job.sent(Leave)] == [2]
+    job.exit(0)
     assert job.outcome().code == Exit.INTERRUPTED
 
 

@@ -9,17 +9,24 @@ from holdfast.core.protocol.messages import (
     AgentHello,
     FaultSeen,
     Fence,
+    Joined,
     Leave,
     MemberExited,
     MemberSeen,
+    MemberStarted,
     ResumeInPlace,
+    SessionOpened,
     Settle,
     StartMembers,
+    StateOffered,
+    StepReached,
     Tick,
+    WorkerHello,
 )
 from holdfast.exit_codes import Exit
 from tests.core.test_controller import NODE, Job, seen, successor
 from tests.core.test_fallen import gone_back, live, raises, says
+from tests.core.test_newcomers import at_work
 from tests.core.test_nodes import A, B, C, beat, past_of, smaller
 
 NODES = (A, B, C)
@@ -136,3 +143,69 @@ def test_who_comes_after_the_fence_hears_of_it() -> None:
     come(job, C)
     job.post(AgentBeat(node_id=C))
     assert [fence.member_id for fence in job.sent(Fence)] == [1, 3]
+
+
+def joins(job: Job, rank: int, step: int) -> None:
+    """A replacement takes its state, joins, and all commit the step after it."""
+    member, generation = job.members[rank], job.generation
+    for source in range(len(job.members)):
+        if source != rank:
+            offer = StateOffered(
+                member_id=job.members[source], generation=generation, step=step, host="h", port=1
+            )
+            job.post(offer)
+    job.post(MemberStarted(member_id=member, node_id=NODE, pid=200))
+    job.post(WorkerHello(member_id=member, generation=generation, rank=rank, pid=200))
+    job.post(SessionOpened(member_id=member, generation=generation, step=step, root="/ck", live=True))
+    job.post(Joined(member_id=member, generation=generation, step=step))
+    for other in job.members:
+        job.post(StepReached(member_id=other, generation=job.generation, step=step + 1))
+
+
+def test_ranks_replaced_in_a_start_keep_their_step_under_the_next_controller() -> None:
+    """A rank was lost before all sessions had opened, and another one later. The sessions that the agents repeat to the
+    next controller opened at different steps: it took the ranks for restored from different checkpoints."""
+    job = at_work(3)
+    job.exit(1, "starting", 0)
+    restart(job)
+    for rank in (0, 2):
+        opened = SessionOpened(
+            member_id=job.members[rank], generation=job.generation, step=5, root="/ck", live=True
+        )
+        job.post(opened)
+    job.exit(1, "starting", 0)
+    for rank in (0, 2):
+        job.settle(rank, "ready", 5)
+    assert job.record("verdict")["action"] == "replace"
+    joins(job, 1, 5)
+    job.exit(0, "compute", 9)
+    for rank in (1, 2):
+        job.settle(rank, "aborted", 9)
+    joins(job, 0, 9)
+    second = successor(job)
+    here = tuple(
+        MemberSeen(m, job.generation, rank, 100 + m, "compute", 10) for rank, m in enumerate(job.members)
+    )
+    second.post(AgentHello(node_id=NODE, slots=3, pid=1, members=here))
+    for rank, step in enumerate((9, 5, 5)):
+        repeated = SessionOpened(
+            member_id=job.members[rank], generation=job.generation, step=step, root="/ck", live=True
+        )
+        second.post(repeated)
+    second.post(AgentBeat(node_id=NODE))
+    assert [r.data["what"] for r in second.records if r.kind == "detected"] == []
+    assert (second.controller.job.step, second.controller.recovery.phase) == (9, "resuming_in_place")
+
+
+def restart(job: Job) -> None:
+    """All save, leave and start again: rank 1 was lost, and so were the replacements of it."""
+    for rank in (0, 2):
+        job.settle(rank, "aborted", 5)
+    for _ in range(2):
+        job.exit(1, "starting", 0)
+    for rank in (0, 2):
+        job.settle(rank, "aborted", 5)
+    job.seal(job.sent(Settle)[0])
+    for rank in (0, 2):
+        job.exit(rank, "ready", 5, code=int(Exit.RESTART))
+    job.hello()

@@ -7,9 +7,9 @@ from typing import get_args
 
 import pytest
 
-from holdfast.core.decide.recovery_phases import PHASES, Phase
+from holdfast.core.decide.recovery_phases import PHASES, RULES, Phase
 from holdfast.core.ids import LayoutVersion
-from holdfast.core.job.wait_bounds import RATE_BYTES_PER_S, WAITS
+from holdfast.core.job.wait_bounds import FAILS_TO, RATE_BYTES_PER_S
 from holdfast.core.protocol.health_messages import Active, CollectEvidence, Evidence, RankEvidence, Stalled
 from holdfast.core.protocol.layout_messages import Layout
 from holdfast.core.protocol.messages import (
@@ -23,9 +23,10 @@ from holdfast.core.protocol.messages import (
     Settle,
     StateOffered,
     StepReached,
+    StopRun,
     Tick,
 )
-from tests.core.test_controller import NODE, Job
+from tests.core.test_controller import NODE, Job, fail
 from tests.core.test_newcomers import at_work, has_state, with_a_newcomer
 
 TICKS_MAX = 40
@@ -62,6 +63,55 @@ def saving() -> Job:
     return job
 
 
+def compared(job: Job) -> Job:
+    """The same job, whose sources say only what the test says."""
+    job.config = job.config.__class__(run_id="run", world_size=job.config.world_size, verify=True)
+    job.controller.job.config = job.config
+    return job
+
+
+def comparing() -> Job:
+    """Both survivors are asked for digests, and send none."""
+    job = compared(fenced())
+    job.settle(0, "aborted", 5)
+    job.settle(2, "aborted", 5)
+    return job
+
+
+def preparing() -> Job:
+    """As ``comparing``, and rank 1 is to be replaced."""
+    job = compared(at_work(3))
+    job.exit(1)
+    job.settle(0, "aborted", 5)
+    job.settle(2, "aborted", 5)
+    return job
+
+
+def ending() -> Job:
+    """A typed error of the script ends the run, after a save."""
+    job = Job().up()
+    fail(job, 1, user_error=True)
+    job.exit(1, code=66)
+    job.settle(0, "aborted", 5)
+    job.settle(2, "aborted", 5)
+    job.seal(job.sent(Settle)[0])
+    return job
+
+
+def resuming_in_place() -> Job:
+    """All are at the step, and no rank does it again."""
+    job = retrying()
+    job.settle(2, "ready", 6)
+    return job
+
+
+def stopped() -> Job:
+    """A stop of the run, in a fence: no process ends, and none is started."""
+    job = fenced()
+    job.post(StopRun(reason="test"))
+    return job
+
+
 def leaving() -> Job:
     job = saving()
     job.seal(job.sent(Settle)[0])
@@ -95,12 +145,17 @@ IN_PHASE: dict[Phase, Callable[[], Job]] = {
     "grace": in_grace,
     "fencing": fenced,
     "retrying": retrying,
+    "preparing": preparing,
     "replacing": with_a_newcomer,
+    "comparing": comparing,
     "saving": saving,
     "leaving": leaving,
+    "ending": ending,
     "waiting": waiting,
     "starting": starting,
     "resuming": resuming,
+    "resuming_in_place": resuming_in_place,
+    "stopped": stopped,
 }
 
 
@@ -137,16 +192,20 @@ def test_every_phase_ends_though_no_worker_ever_answers(phase: Phase) -> None:
     job = IN_PHASE[phase]()
     assert job.controller.recovery.phase == phase
     decisions = len(decided(job))
+    due: dict[str, tuple[SetTimer, float]] = {}  # when each timer that runs is over
     for _ in range(TICKS_MAX):
         if len(decided(job)) > decisions:
             return
-        if job.controller.recovery.phase in ("idle", "starting", "resuming"):
+        if job.controller.recovery.rules.trains:
             stands_still(job)
             continue
         running = timers(job).values()
         assert running, f"nothing ends {job.controller.recovery.phase}"
-        first = min(running, key=lambda timer: timer.delay_s)
-        job.post(Tick(name=first.name), after_s=first.delay_s)
+        for timer in running:
+            if due.get(timer.name, (None, 0.0))[0] is not timer:
+                due[timer.name] = (timer, job.now + timer.delay_s)
+        first = min(running, key=lambda timer: due[timer.name][1])
+        job.post(Tick(name=first.name), after_s=max(0.0, due[first.name][1] - job.now))
     raise AssertionError(f"{phase} does not end: {job.controller.snapshot()}")
 
 
@@ -156,7 +215,8 @@ def decided(job: Job) -> list[str]:
 
 
 def test_every_phase_that_waits_is_in_the_table() -> None:
-    assert set(WAITS) <= set(get_args(Phase)) == {phase for phase, _ in PHASES} | set(PHASES.values())
+    assert set(RULES) == set(get_args(Phase)) == {phase for phase, _ in PHASES} | set(PHASES.values())
+    assert {wait for rules in RULES.values() for wait in rules.waits} == set(FAILS_TO)
 
 
 def active(job: Job, *ranks: int, stopped: tuple[int, ...] = ()) -> None:
@@ -187,9 +247,7 @@ def test_one_that_makes_progress_is_waited_for(
 
 
 def test_sources_that_compare_are_not_late_with_their_offer() -> None:
-    job = at_work(2)
-    job.config = job.config.__class__(run_id="run", world_size=2, verify=True)
-    job.controller.job.config = job.config
+    job = compared(at_work(2))
     job.exit(1)
     job.settle(0, "aborted", 5)
     assert {"vouch", "offer", "join"} <= timers(job).keys()

@@ -53,3 +53,16 @@ def test_an_agent_that_is_stopped_is_replaced_by_the_launcher(tmp_path: Path) ->
     finally:
         one.work(0)
     assert tally.failures == []
+
+
+@pytest.mark.more
+def test_a_launcher_that_is_asked_to_end_is_started_again(tmp_path: Path) -> None:
+    tally = Tally()
+    one = Chaos(tmp_path, small("ddp", 300, SAVE_EVERY, 2), random.Random(4), tally)
+    try:
+        assert one.settle(50)
+        assert one.hit(["terminated launcher"])
+    finally:
+        one.work(0)
+    assert tally.failures == [] and tally.struck == {"terminated launcher": 1}
+    assert (tmp_path / "run-002").is_dir()

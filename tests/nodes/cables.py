@@ -47,6 +47,7 @@ class Network:
         self.names = [f"hf{os.getpid()}n{i}" for i in range(count)]
         self.loss: dict[tuple[int, int], float] = {}  # (from, to) -> share of frames that vanish
         self.carried = self.dropped = 0
+        self.recorded: list[bytes] | None = None  # all that is carried; None: nothing is kept
         self._taps: list[int] = []
         self._random = random.Random(seed)
         self._stop_read, self._stop_write = os.pipe()
@@ -130,6 +131,8 @@ class Network:
                 self.dropped += 1
                 continue
             self.carried += 1
+            if self.recorded is not None:
+                self.recorded.append(frame)
             os.write(tap, frame)
 
 

@@ -9,6 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from holdfast.runtime.net.addresses import Address
+from holdfast.runtime.net.stream_sockets import dial
+
 COUNT = 400
 LIMIT = 256
 """Descriptors of a process among so many strangers."""
@@ -28,20 +31,18 @@ def many_files() -> Iterator[None]:
 
 
 class Crowd:
-    """``COUNT`` foreign connections at each of some ports; a context manager."""
+    """``COUNT`` foreign connections at each of some addresses; a context manager."""
 
-    def __init__(self, *ports: int) -> None:
-        self._ports = ports
+    def __init__(self, *addresses: Address) -> None:
+        self._addresses = addresses
         self._all: list[socket.socket] = []
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> Crowd:
         with self._stack:
-            for port in self._ports:
+            for address in self._addresses:
                 for number in range(COUNT):
-                    self._all.append(
-                        self._stack.enter_context(socket.create_connection(("127.0.0.1", port), 10))
-                    )
+                    self._all.append(self._stack.enter_context(dial(address, 10)))
                     self._all[-1].setblocking(False)
                     self._act(number)
             self._stack = self._stack.pop_all()

@@ -37,10 +37,12 @@ from holdfast.core.protocol.status_page import Word
 from holdfast.errors import AuthError, FaultError, InternalError
 from holdfast.runtime.net.channel import BlockingChannel, Channel, Hub
 from holdfast.runtime.net.service_names import agent_of
+from holdfast.runtime.net.stream_sockets import dial
 from holdfast.runtime.node.agent_client import AgentLink
 from holdfast.runtime.node.rundir import RunDir, try_lock
 from holdfast.runtime.node.status_page import Page
 from holdfast.runtime.worker.worker_client import WorkerClient
+from holdfast.sealing import Secret
 from holdfast.wire import MESSAGES, WireMessage
 from tests.runtime.runs import until
 
@@ -74,14 +76,14 @@ class Desk:
         self._stop = asyncio.Event()
         hub: Hub[WireMessage] = Hub(
             MESSAGES,
-            self.run.token(),
+            self.run.secret(),
             on_open=self.channels.append,
             on_message=self._hear,
             on_close=lambda channel: self.channels.remove(channel),
         )
         self.refused = hub.refused
-        server, port = await hub.listen(agent_of("node0"))
-        self.run.write_endpoint("agent", "127.0.0.1", port, node="node0")
+        server, at = await hub.listen(agent_of("node0"), self.run.socket_of("agent"))
+        self.run.write_endpoint("agent", at, node="node0")
         self._up.set()
         await self._stop.wait()
         server.close()
@@ -140,9 +142,7 @@ def test_a_wrong_token_is_refused(run: RunDir) -> None:
         endpoint = run.read_endpoint("agent")
         assert endpoint is not None
         with pytest.raises(AuthError, match="wrong token"):
-            BlockingChannel.connect(
-                MESSAGES, endpoint.host, endpoint.port, b"x" * 64, agent_of("node0"), "worker"
-            )
+            BlockingChannel.connect(MESSAGES, endpoint.at, Secret(b"x" * 64), agent_of("node0"), "worker")
         until("counted", lambda: desk.refused.get("token") == 1)
         assert desk.heard == []
         run.token_file.write_bytes(secrets.token_hex(32).encode())
@@ -153,14 +153,14 @@ def test_a_wrong_token_is_refused(run: RunDir) -> None:
 def test_a_token_that_others_can_read_is_refused(run: RunDir) -> None:
     run.token_file.chmod(0o644)
     with pytest.raises(AuthError, match="can be read by others"):
-        run.token()
+        run.secret()
 
 
 def test_a_file_that_is_no_token_is_not_read_whole(run: RunDir) -> None:
     with run.token_file.open("wb") as file:
         file.truncate(1 << 40)
     with pytest.raises(AuthError, match="more than 4096 bytes") as refused:
-        run.token()
+        run.secret()
     assert refused.value.hint == "check the path"
 
 
@@ -169,7 +169,7 @@ def test_strangers_are_cut_off(run: RunDir, data: bytes) -> None:
     with Desk(run) as desk:
         endpoint = run.read_endpoint("agent")
         assert endpoint is not None
-        with socket.create_connection((endpoint.host, endpoint.port), timeout=10) as sock:
+        with dial(endpoint.at, 10) as sock:
             sock.sendall(data)
             received = b""
             while chunk := sock.recv(4096):
@@ -183,9 +183,7 @@ def test_an_oversized_frame_after_the_handshake_is_cut_off(run: RunDir) -> None:
     with Desk(run) as desk:
         endpoint = run.read_endpoint("agent")
         assert endpoint is not None
-        channel = BlockingChannel.connect(
-            MESSAGES, endpoint.host, endpoint.port, run.token(), agent_of("node0"), "worker"
-        )
+        channel = BlockingChannel.connect(MESSAGES, endpoint.at, run.secret(), agent_of("node0"), "worker")
         with socket.socket(fileno=os.dup(channel.fileno())) as sock:
             sock.sendall(b"\x7f\xff\xff\xff")
             with pytest.raises(ConnectionError):

@@ -12,11 +12,13 @@ from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.protocol.peer_messages import Peer
 from holdfast.core.protocol.status_page import Word
 from holdfast.runtime.agent.peer_replication import PeerReplication, ReplicaServer, pull, push
+from holdfast.runtime.net.addresses import LOOPBACK, Address
 from holdfast.runtime.node.status_page import Page
+from holdfast.sealing import Secret
 from holdfast.store.shared_memory.memory_slots import Slots, kept_steps, marked_step
 from tests.store.test_memory_slots import LAYOUT, State, keep, proves
 
-TOKEN = b"t" * 32
+SECRET = Secret(b"t" * 32)
 
 
 class Agent:
@@ -26,8 +28,8 @@ class Agent:
         self.directory = directory
         directory.mkdir()
         self.held: list[int] = []
-        self.server = ReplicaServer(directory, TOKEN, "n1", self.held.append)
-        self.at = ("127.0.0.1", self.server.start("127.0.0.1"))
+        self.server = ReplicaServer(directory, SECRET, "n1", self.held.append)
+        self.at = self.server.start(LOOPBACK)
 
 
 @pytest.fixture
@@ -45,15 +47,15 @@ def test_states_go_to_the_buddy_and_come_back_on_a_third_node(tmp_path: Path, bu
     slots = Slots(home, 2)
     for step in (4, 8, 12):
         keep(slots, step)
-        assert push(home, 2, step, "n1", buddy.at, TOKEN)
+        assert push(home, 2, step, "n1", buddy.at, SECRET)
     assert kept_steps(buddy.directory, 2) == (8, 12) and buddy.held == [2, 2, 2]
     proves(buddy.directory, 12)
-    assert pull(third, 2, 8, {"n0": ("127.0.0.1", 1), "n1": buddy.at}, TOKEN)
+    assert pull(third, 2, 8, {"n0": Address("127.0.0.1", 1), "n1": buddy.at}, SECRET)
     proves(third, 8)
-    assert not pull(third, 2, 4, {"n1": buddy.at}, TOKEN), "nobody has it any more"
-    assert not push(home, 2, 4, "n1", buddy.at, TOKEN), "nor has this node"
+    assert not pull(third, 2, 4, {"n1": buddy.at}, SECRET), "nobody has it any more"
+    assert not push(home, 2, 4, "n1", buddy.at, SECRET), "nor has this node"
     keep(slots, 10)  # the job went back to an earlier step
-    assert push(home, 2, 10, "n1", buddy.at, TOKEN)
+    assert push(home, 2, 10, "n1", buddy.at, SECRET)
     assert kept_steps(buddy.directory, 2) == (8, 10), "12 did not happen"
 
 
@@ -63,9 +65,9 @@ def test_a_node_that_was_lost_and_is_back_replaces_no_newer_state(tmp_path: Path
     for directory, step in ((lost, 4), (home, 8)):
         directory.mkdir()
         keep(Slots(directory, 2), step)
-    assert push(lost, 2, 4, "n1", buddy.at, TOKEN, 5)
-    assert push(home, 2, 8, "n1", buddy.at, TOKEN, 6)
-    assert not push(lost, 2, 4, "n1", buddy.at, TOKEN, 5)
+    assert push(lost, 2, 4, "n1", buddy.at, SECRET, 5)
+    assert push(home, 2, 8, "n1", buddy.at, SECRET, 6)
+    assert not push(lost, 2, 4, "n1", buddy.at, SECRET, 5)
     assert kept_steps(buddy.directory, 2) == (4, 8) and buddy.held == [2, 2]
 
 
@@ -77,7 +79,7 @@ def test_a_state_that_was_changed_on_the_way_is_not_kept(tmp_path: Path, buddy: 
     data = bytearray(path.read_bytes())
     data[9000] ^= 1
     path.write_bytes(data)
-    assert not push(home, 2, 4, "n1", buddy.at, TOKEN)
+    assert not push(home, 2, 4, "n1", buddy.at, SECRET)
     assert kept_steps(buddy.directory, 2) == () and buddy.held == []
 
 
@@ -92,7 +94,7 @@ def test_an_agent_gives_a_state_when_it_is_whole_and_another_one_of_that_step(
 
     async def give() -> None:
         giving = PeerReplication(
-            NodeId("n0"), home, TOKEN, lambda: [path], lambda: {at.node_id: at}, lambda held: None
+            NodeId("n0"), home, SECRET, lambda: [path], lambda: {at.node_id: at}, lambda held: None
         )
         await giving._give(path)
         giving.close()
@@ -118,7 +120,7 @@ def test_strangers_are_refused(tmp_path: Path, buddy: Agent) -> None:
     home = tmp_path / "home"
     home.mkdir()
     keep(Slots(home, 2), 4)
-    assert not push(home, 2, 4, "n1", buddy.at, b"x" * 32)
-    assert push(home, 2, 4, "n1", buddy.at, TOKEN)
-    assert not pull(tmp_path, 2, 4, {"n1": buddy.at}, b"x" * 32)
+    assert not push(home, 2, 4, "n1", buddy.at, Secret(b"x" * 32))
+    assert push(home, 2, 4, "n1", buddy.at, SECRET)
+    assert not pull(tmp_path, 2, 4, {"n1": buddy.at}, Secret(b"x" * 32))
     assert list(tmp_path.glob("memory-*")) == []

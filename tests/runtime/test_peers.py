@@ -10,6 +10,7 @@ from holdfast.core.ids import NodeId
 from holdfast.core.protocol.peer_messages import Peer, PeerHello, PeerMessage, PeerRefused
 from holdfast.event_log import EventLog
 from holdfast.runtime.agent.peers import PEER_MESSAGES, Peers
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.service_names import PEERS
 from holdfast.runtime.node.run_settings import RunSettings
@@ -37,7 +38,7 @@ def test_a_job_whose_name_would_lead_elsewhere_is_refused(tmp_path: Path) -> Non
             log.close()
 
     def introduced(to: Peer) -> PeerMessage:
-        line = BlockingChannel.connect(PEER_MESSAGES, to.host, to.port, run.token(), PEERS, "peer")
+        line = BlockingChannel.connect(PEER_MESSAGES, Address(to.host, to.port), run.secret(), PEERS, "peer")
         with closing(line):
             line.receive(BOUND_S)
             peer = Peer(NodeId("node1"), "elsewhere", "127.0.0.1", 1, 0)

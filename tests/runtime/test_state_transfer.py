@@ -19,14 +19,16 @@ import pytest
 from holdfast.core.ids import Generation
 from holdfast.errors import AuthError, InternalError, PeerLost
 from holdfast.runtime.net import channel, request_server
+from holdfast.runtime.net.addresses import LOOPBACK, Address
 from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.service_names import state_of
 from holdfast.runtime.worker import state_transfer
 from holdfast.runtime.worker.state_transfer import PIECE_SIZE_BYTES, StateServer, Wanted, fetch
+from holdfast.sealing import Secret
 from holdfast.store.layouts.layout import Box
 from tests.runtime.runs import SOURCE
 
-TOKEN = b"t" * 32
+SECRET = Secret(b"t" * 32)
 FIRST = Generation(1, 1)
 VALUES = b"plain values"
 BIG = 2 * PIECE_SIZE_BYTES + 17
@@ -54,14 +56,14 @@ class Servers:
     """Servers by rank, and the boxes that a newcomer wants."""
 
     def __init__(self) -> None:
-        self.at: dict[int, tuple[str, int]] = {}
+        self.at: dict[int, Address] = {}
         self.open: list[StateServer] = []
         self.buffers = {fqn: bytearray(size) for fqn, size in SIZES.items()}
 
-    def add(self, rank: int, token: bytes = TOKEN, **changed: object) -> StateServer:
+    def add(self, rank: int, secret: Secret = SECRET, **changed: object) -> StateServer:
         """Start one more server."""
-        server = StateServer(changed.get("view", view), VALUES, token, state_of(rank, FIRST))  # type: ignore[arg-type]
-        self.at[rank] = ("127.0.0.1", server.start("127.0.0.1"))
+        server = StateServer(changed.get("view", view), VALUES, secret, state_of(rank, FIRST))  # type: ignore[arg-type]
+        self.at[rank] = server.start(LOOPBACK)
         self.open.append(server)
         return server
 
@@ -93,7 +95,7 @@ def test_the_load_is_spread_over_all_holders(servers: Servers) -> None:
             return view(fqn, at, start, stop)
 
         servers.add(rank, view=counted)
-    assert fetch(servers.at, servers.wanted((0, 3)), TOKEN, FIRST) == VALUES
+    assert fetch(servers.at, servers.wanted((0, 3)), SECRET, FIRST) == VALUES
     servers.check()
     assert all(count >= 2 for count in asked.values()), asked
 
@@ -104,10 +106,10 @@ def test_another_holder_makes_up_for_one_that_refuses(servers: Servers) -> None:
 
     servers.add(0, view=nothing)
     servers.add(1)
-    assert fetch(servers.at, servers.wanted((0, 1)), TOKEN, FIRST) == VALUES
+    assert fetch(servers.at, servers.wanted((0, 1)), SECRET, FIRST) == VALUES
     servers.check()
     with pytest.raises(PeerLost, match="gone"):
-        fetch({0: servers.at[0]}, servers.wanted((0,)), TOKEN, FIRST)
+        fetch({0: servers.at[0]}, servers.wanted((0,)), SECRET, FIRST)
 
 
 @contextmanager
@@ -139,22 +141,26 @@ def changing(port: int, at: int) -> Iterator[int]:
         listener.shutdown(socket.SHUT_RDWR)
 
 
-@pytest.mark.parametrize("local", [True, False], ids=["loopback", "hosts"])
+@pytest.mark.parametrize(
+    ("local", "secret"),
+    [(True, SECRET), (False, SECRET), (False, SECRET._replace(encrypts=True))],
+    ids=["loopback", "hosts", "encrypted"],
+)
 @pytest.mark.parametrize("at", [0, 120, 400, 1_000_000, PIECE_SIZE_BYTES + 10_000])
 def test_bytes_that_a_stranger_has_changed_are_not_taken(
-    servers: Servers, monkeypatch: pytest.MonkeyPatch, at: int, local: bool
+    servers: Servers, monkeypatch: pytest.MonkeyPatch, at: int, local: bool, secret: Secret
 ) -> None:
     monkeypatch.setattr(channel, "is_local", lambda sock: local)
     monkeypatch.setattr(request_server, "is_local", lambda sock: local)
-    servers.add(0)
-    servers.add(1)
+    servers.add(0, secret)
+    servers.add(1, secret)
     with changing(servers.at[0][1], at) as port:
-        servers.at[0] = ("127.0.0.1", port)
-        assert fetch(servers.at, servers.wanted((0, 1)), TOKEN, FIRST, (1,)) == VALUES
+        servers.at[0] = Address("127.0.0.1", port)
+        assert fetch(servers.at, servers.wanted((0, 1)), secret, FIRST, (1,)) == VALUES
         servers.check()
         alone = {0: servers.at[0]}
         with pytest.raises(PeerLost, match="rank 0 does not give its state"):
-            fetch(alone, servers.wanted((0,)), TOKEN, FIRST)
+            fetch(alone, servers.wanted((0,)), secret, FIRST)
 
 
 def test_the_state_of_another_rank_or_of_before_is_not_taken(servers: Servers) -> None:
@@ -162,13 +168,14 @@ def test_the_state_of_another_rank_or_of_before_is_not_taken(servers: Servers) -
     servers.add(0)
     for sources, generation in (({1: servers.at[0]}, FIRST), ({0: servers.at[0]}, FIRST.next())):
         with pytest.raises(PeerLost, match="another service does"):
-            fetch(sources, [], TOKEN, generation)
+            fetch(sources, [], SECRET, generation)
 
 
 CHILD = """
 import sys, time
-from tests.runtime.test_state_transfer import TOKEN, VALUES, view
+from tests.runtime.test_state_transfer import SECRET, VALUES, view
 from holdfast.core.ids import Generation
+from holdfast.runtime.net.addresses import LOOPBACK
 from holdfast.runtime.worker.state_transfer import StateServer
 from holdfast.runtime.net.service_names import state_of
 FIRST = Generation(1, 1)
@@ -177,7 +184,7 @@ def slow(fqn, box, start, stop):
         print("asked", flush=True)
         time.sleep(60)
     return view(fqn, box, start, stop)
-print(StateServer(slow, VALUES, TOKEN, state_of(0, FIRST)).start("127.0.0.1"), flush=True)
+print(StateServer(slow, VALUES, SECRET, state_of(0, FIRST)).start(LOOPBACK).port, flush=True)
 time.sleep(60)
 """
 
@@ -188,7 +195,7 @@ def test_a_holder_that_is_killed_while_it_serves(servers: Servers) -> None:
         [sys.executable, "-c", CHILD], stdout=subprocess.PIPE, env=env, cwd=SOURCE.parent
     ) as child:
         assert child.stdout is not None
-        servers.at[0] = ("127.0.0.1", int(child.stdout.readline()))
+        servers.at[0] = Address("127.0.0.1", int(child.stdout.readline()))
         servers.add(1)
 
         def kill(fqn: str, at: Box, start: int, stop: int) -> memoryview:
@@ -198,21 +205,21 @@ def test_a_holder_that_is_killed_while_it_serves(servers: Servers) -> None:
             return view(fqn, at, start, stop)
 
         servers.open[0]._view = kill
-        assert fetch(servers.at, servers.wanted((0, 1)), TOKEN, FIRST) == VALUES
+        assert fetch(servers.at, servers.wanted((0, 1)), SECRET, FIRST) == VALUES
     servers.check()
 
 
 def test_a_stranger_gets_nothing(servers: Servers) -> None:
     servers.add(0)
     with pytest.raises((PeerLost, AuthError), match="token"):
-        fetch(servers.at, servers.wanted((0,)), b"x" * 32, FIRST)
+        fetch(servers.at, servers.wanted((0,)), Secret(b"x" * 32), FIRST)
     assert not any(servers.buffers["big"])
 
 
 def test_what_nobody_holds_is_named(servers: Servers, tmp_path: Path) -> None:
     servers.add(0)
     with pytest.raises(PeerLost, match="nobody gives big"):
-        fetch(servers.at, servers.wanted((7,)), TOKEN, FIRST)
+        fetch(servers.at, servers.wanted((7,)), SECRET, FIRST)
 
 
 @pytest.mark.parametrize(
@@ -224,7 +231,7 @@ def test_a_question_for_bytes_that_are_not_there_is_refused(
 ) -> None:
     servers.add(0)
     line: BlockingChannel[state_transfer.Talk] = BlockingChannel.connect(
-        state_transfer._CODEC, *servers.at[0], TOKEN, state_of(0, FIRST), state_transfer.ROLE
+        state_transfer._CODEC, servers.at[0], SECRET, state_of(0, FIRST), state_transfer.ROLE
     )
     piece = state_transfer.Piece("big", (0,), (BIG,), start, size_bytes)
     for pieces in ((piece,), ()):

@@ -63,7 +63,7 @@ def test_another_protocol_is_refused_and_not_taken_for_another_token(
 ) -> None:
     nodes = Nodes(tmp_path, 2)
     other = other_source(
-        tmp_path / "other", "core/protocol/messages.py", "PROTOCOL_VERSION = 3\n", "PROTOCOL_VERSION = 4\n"
+        tmp_path / "other", "core/protocol/messages.py", "PROTOCOL_VERSION = 4\n", "PROTOCOL_VERSION = 5\n"
     )
     with nodes.node(0) as first, nodes.node(1) as second:
         first.start()
@@ -72,7 +72,7 @@ def test_another_protocol_is_refused_and_not_taken_for_another_token(
         second.start()
         assert second.wait() == Exit.USAGE
         reason = second.events("run_ended")[0].data["reason"]
-        assert f"protocol version 3, this process 4 ({address(0)}:{nodes.port})" in reason
+        assert f"protocol version 4, this process 5 ({address(0)}:{nodes.port})" in reason
         assert "the same version of holdfast" in reason and "token" not in reason
         first.stop()
 

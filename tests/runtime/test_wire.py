@@ -11,19 +11,19 @@ from hypothesis import strategies as st
 from holdfast.core.ids import Generation, MemberId
 from holdfast.core.protocol.messages import FRAME_SIZE_BYTES_MAX, Ack, Fence
 from holdfast.errors import AuthError, ProtocolError
-from holdfast.sealing import TAG_SIZE_BYTES
+from holdfast.sealing import TAG_SIZE_BYTES, Secret
 from holdfast.wire import GREETING_SIZE_BYTES_MAX, MESSAGES, FrameReader, Link, WireMessage, frame
 
-TOKEN = b"t" * 32
+SECRET = Secret(b"t" * 32)
 FENCE = Fence(member_id=MemberId(3), generation=Generation(1, 2), reason="why")
 
 
 def pair(
-    client_token: bytes = TOKEN, role: str = "worker"
+    client_secret: Secret = SECRET, role: str = "worker"
 ) -> tuple[Link[WireMessage], Link[WireMessage], Counter[str]]:
     refused: Counter[str] = Counter()
-    server = Link(MESSAGES, TOKEN, b"s" * 32, service="desk", role=None, refused=refused)
-    client = Link(MESSAGES, client_token, b"c" * 32, service="desk", role=role, refused=Counter())
+    server = Link(MESSAGES, SECRET, b"s" * 32, service="desk", role=None, refused=refused)
+    client = Link(MESSAGES, client_secret, b"c" * 32, service="desk", role=role, refused=Counter())
     return server, client, refused
 
 
@@ -47,7 +47,7 @@ def test_handshake_then_messages_both_ways() -> None:
 
 
 def test_wrong_token_is_refused_on_both_sides_and_counted() -> None:
-    server, client, refused = pair(client_token=b"x" * 32)
+    server, client, refused = pair(client_secret=Secret(b"x" * 32))
     client.receive(server.take_output())
     with pytest.raises(AuthError, match="does not know the token"):
         server.receive(client.take_output())
@@ -98,7 +98,7 @@ def test_oversized_and_unknown_frames_are_refused_after_the_handshake() -> None:
         shake(server, client)
         assert client._seals is not None
         with pytest.raises(ProtocolError, match="no known message"):
-            server.receive(frame(payload + client._seals[0].tag(payload)))
+            server.receive(frame(client._seals[0].sealed(payload)))
         assert refused == {"frame": 1}
     with pytest.raises(ProtocolError, match="exceeds"):
         frame(bytes(FRAME_SIZE_BYTES_MAX + 1))
@@ -139,6 +139,6 @@ def test_a_frame_that_is_nested_deeply_is_no_message(depth: int) -> None:
     with pytest.raises(ProtocolError, match="no known message"):
         MESSAGES.decode(body)
     if len(body) <= GREETING_SIZE_BYTES_MAX:
-        server = Link(MESSAGES, TOKEN, bytes(32), service="desk", role=None, refused=Counter())
+        server = Link(MESSAGES, SECRET, bytes(32), service="desk", role=None, refused=Counter())
         with pytest.raises(ProtocolError):
             server.receive(frame(body))

@@ -261,13 +261,13 @@ async def hangs_up(run: RunDir, times: int) -> AsyncIterator[None]:
 
     hub: Hub[ZygoteMessage] = Hub(
         ZYGOTE_MESSAGES,
-        run.token(),
+        run.secret(),
         on_open=opened,
         on_message=lambda channel, message: None,
         on_close=lambda channel: None,
     )
-    server, port = await hub.listen(zygote_of("node0"))
-    run.write_endpoint("zygote", "127.0.0.1", port)
+    server, at = await hub.listen(zygote_of("node0"), run.socket_of("zygote"))
+    run.write_endpoint("zygote", at)
     async with server:
         yield
 

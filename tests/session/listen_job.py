@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
+from holdfast.runtime.node.rundir import MODULES, RunDir
 
 STEPS = 6
 KILLED_AT = 3
@@ -19,16 +22,50 @@ LISTENS = "0A"
 
 
 def listeners() -> list[str]:
-    """Return the addresses of all listening sockets, in hexadecimal and in the byte order of the machine."""
+    """Return address and owner of all listening TCP sockets.
+
+    An address is in hexadecimal and the byte order of the machine. An owner is a process of the run, or ``rank`` for any
+    other.
+    """
     tables = [Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")]
     lines = [
         line.split() for table in tables if table.exists() for line in table.read_text().splitlines()[1:]
     ]
-    return sorted({words[1].partition(":")[0] for words in lines if words[3] == LISTENS})
+    run = RunDir(Path(os.environ["HOLDFAST_RUN_DIR"]))
+    owners = {
+        inode: name
+        for name in MODULES
+        if (endpoint := run.read_endpoint(name)) is not None
+        for inode in inodes(endpoint.pid)
+    }
+    return sorted(
+        {
+            f"{words[1].partition(':')[0]}={owners.get(words[9], 'rank')}"
+            for words in lines
+            if words[3] == LISTENS
+        }
+    )
+
+
+def inodes(pid: int) -> set[str]:
+    """Of the sockets that a process has open."""
+    found = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with suppress(FileNotFoundError):  # it is closed by now
+            found.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+    return found
+
+
+def note_bind(event: str, args: tuple[object, ...]) -> None:
+    """Write down where this process binds a socket in Python: gloo does so in C++."""
+    if event == "socket.bind":
+        with Path("bound").open("a") as bound:
+            bound.write(f"{args[1]}\n")
 
 
 def main() -> None:
     """Train."""
+    sys.addaudithook(note_bind)
     dist.init_process_group("gloo")
     killed = Path("killed")
     model = DistributedDataParallel(nn.Linear(4, 2))

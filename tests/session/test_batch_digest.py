@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 import holdfast
 from holdfast.errors import DataError
 from holdfast.exit_codes import Exit
-from holdfast.frameworks.common.adapter import Copy
+from holdfast.frameworks.common.optional_abilities import Copy
 from holdfast.frameworks.torch.data.batch_digest import digest_of_batch
 from holdfast.session.loops.batch_digest import Drawn
 from tests.session.launch import run_job

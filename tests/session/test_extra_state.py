@@ -145,6 +145,29 @@ def test_load_takes_it_or_says_that_it_is_not_there(tmp_path: Path) -> None:
             pass
 
 
+class Without(nn.Linear):
+    """A module as Megatron's are on a CPU: it has the method, and nothing to say."""
+
+    def get_extra_state(self) -> Any:
+        """Nothing."""
+        return None
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing."""
+
+
+def test_extra_state_of_none_need_not_be_in_the_checkpoint(tmp_path: Path) -> None:
+    plain, mine = nn.Linear(4, 4), Without(4, 4)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    with holdfast.session(model=plain, optimizer=optimizer, checkpoint=tmp_path) as s:
+        for step in s.steps([torch.ones(1, 4)]):
+            with step as x:
+                plain(x).sum().backward()
+                optimizer.step()
+    holdfast.load(tmp_path, mine)
+    assert torch.equal(mine.weight, plain.weight)
+
+
 def test_a_checkpoint_of_before_warns(caplog: pytest.LogCaptureFixture) -> None:
     job, other = Job(), Job()
     source, target = (TorchState(each.net, {}) for each in (job, other))

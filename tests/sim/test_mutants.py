@@ -154,7 +154,7 @@ def test_resuming_before_the_newcomers_have_joined(monkeypatch: pytest.MonkeyPat
 
     def hasty(recovery: Recovery, now: float) -> None:
         for member in recovery.job.roster.living:
-            if recovery.phase == "replacing" and member.joining and member.said_hello:
+            if recovery.rules.then == "replace" and member.joining and member.said_hello:
                 member.joining = False
                 recovery.reports.setdefault(
                     member.rank,

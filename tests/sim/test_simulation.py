@@ -112,6 +112,18 @@ def test_a_torn_update_costs_no_step() -> None:
     assert "replace" in actions
 
 
+def test_a_deadline_in_a_recovery_starts_no_process() -> None:
+    """The exit's deadline passed between two answers to a fence: the second one started a replacement, and the run did
+    not end."""
+    faults = (
+        SimFault(kind="raise", at_s=1.5449202332842615, rank=1),
+        SimFault(kind="stop", at_s=1.6608707256988071, rank=0),
+        SimFault(kind="ask_exit", at_s=1.6669204220538683, rank=1),
+    )
+    result = run_sim(3, 20604653, faults, shards=2, memory=3)
+    assert result.time_s < 120
+
+
 def test_phases_of_a_recovery_never_go_backwards() -> None:
     seen = 0
     for seed in range(40):

@@ -21,8 +21,8 @@ import signal
 import statistics
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -45,7 +45,9 @@ NPROC = 4
 NPROC_OF_SCRIPT = 2
 QUIET_S = 1.0  # between faults, up to
 PAIR_S = 0.6  # from the first to the second of a pair, up to
-STOPPED = "stopped "
+SIGNALS = {"stopped ": signal.SIGSTOP, "terminated ": signal.SIGTERM}
+"""By the first word of a victim; without one it is killed."""
+
 KINDS = (
     *("worker", "worker", "worker", "stopped worker", "stopped newcomer"),
     *("agent", "stopped agent", "controller", "zygote", "launcher"),
@@ -57,9 +59,13 @@ SAID_EVERY_S = 30.0
 
 @dataclass
 class Tally:
-    """What happened. ``times_s``: from the kill to a later committed step of all ranks, by victims."""
+    """What happened. ``times_s``: from the kill to a later committed step of all ranks, by victims.
+
+    ``struck``: signals by kind of victim, also those before the end of a training.
+    """
 
     times_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    struck: Counter[str] = field(default_factory=Counter)
     faults: int = 0
     runs: int = 0
     failures: list[str] = field(default_factory=list)
@@ -95,6 +101,9 @@ class Chaos:
         tally: what is counted.
     """
 
+    kinds: Sequence[str] = KINDS
+    paired = PAIRED
+
     def __init__(self, base: Path, exercise: Exercise, draw: random.Random, tally: Tally) -> None:
         self.base = base
         self.results = base / "results"
@@ -111,7 +120,7 @@ class Chaos:
         try:
             while faults > 0 and self.settle():
                 time.sleep(self._draw.uniform(0.0, QUIET_S))
-                victims = self._draw.sample(KINDS, 2 if self._draw.random() < PAIRED else 1)
+                victims = self._draw.sample(self.kinds, 2 if self._draw.random() < self.paired else 1)
                 if not self.hit(victims[:faults]):
                     break
                 faults -= len(victims)
@@ -120,6 +129,11 @@ class Chaos:
         finally:
             end(self._launcher, self._run.directory)
             RunDir(self._run.directory).remove_pages()
+
+    @property
+    def cwd(self) -> Path | None:
+        """Working directory of the runs; None: that of this process."""
+        return None
 
     def undisturbed(self) -> None:
         """Only let it end."""
@@ -136,13 +150,14 @@ class Chaos:
 
     def _start(self) -> None:
         self._starts += 1
+        self._leaving = False  # the launcher was asked to end: a second time is an order to end at once
         directory = self.base / f"run-{self._starts:03d}"
         told = ("--result", str(self.results)) if self._exercise.results else ()
         command = [*self._exercise.command, *told]
         with os.fdopen(open_log(self.base / "launcher.log"), "ab") as log:
             self._launcher = launch(
                 directory, command, log, self.base / "checkpoints",
-                nproc_per_node=self.nproc, max_restarts=10_000, grace_s=20,
+                cwd=self.cwd, nproc_per_node=self.nproc, max_restarts=10_000, grace_s=20,
             )  # fmt: skip
         self._run = ObservedRun(directory)
 
@@ -160,7 +175,7 @@ class Chaos:
                 self._launcher.wait(RECOVERED_S_MAX)
                 continue
             whole = len(self._run.workers()) == self.nproc and self._at_work()
-            if whole and self._run.committed_step() > max(beyond, 0):
+            if whole and not self._leaving and self._run.committed_step() > max(beyond, 0):
                 return True
             time.sleep(POLL_S)
         self._tally.failures.append(
@@ -209,8 +224,10 @@ class Chaos:
                 step = max(step, self._run.committed_step())
             pid = self._pid_of(kind)
             if pid and alive(pid):
-                os.kill(pid, signal.SIGSTOP if kind.startswith(STOPPED) else signal.SIGKILL)
+                os.kill(pid, signal_of(kind))
                 struck.append(kind)
+                self._tally.struck[kind] += 1
+                self._leaving |= signal_of(kind) == signal.SIGTERM
                 if kind.endswith(("worker", "newcomer")):
                     self._struck_s = time.monotonic()
                 self._tally.faults += 1
@@ -222,7 +239,7 @@ class Chaos:
         return whole
 
     def _pid_of(self, kind: str) -> int:
-        kind = kind.removeprefix(STOPPED)
+        kind = kind.split()[-1]
         if kind == "launcher":
             return self._launcher.pid
         if kind in ("worker", "newcomer"):
@@ -254,13 +271,25 @@ class Chaos:
         self._tally.failures += [f"{why}, in {self._run.directory}" for why in self._run.broken()]
 
 
+def signal_of(kind: str) -> signal.Signals:
+    """What the victim gets: ``signal_of("stopped worker") == signal.SIGSTOP``."""
+    return next((number for word, number in SIGNALS.items() if kind.startswith(word)), signal.SIGKILL)
+
+
 def journal_has(directory: Path, kind: str) -> bool:
     """True when the event log of a run has an event of this kind."""
     return any(event.kind == kind for event in event_log.read(directory / "events.jsonl").events)
 
 
-def chaos(base: Path, faults: int, seed: int, exercises: Mapping[str, Exercise]) -> Tally:
-    """Trainings of these kinds in turn, until so many faults were made."""
+def chaos(
+    base: Path,
+    faults: int,
+    seed: int,
+    exercises: Mapping[str, Exercise],
+    start: Callable[[Path, Exercise, random.Random, Tally], Chaos] = Chaos,
+    faults_each: int | None = None,
+) -> Tally:
+    """Trainings of these kinds in turn, until ``faults`` were made, at most ``faults_each`` in one training."""
     tally = Tally()
     base.mkdir(parents=True)
     wanted: dict[str, str] = {}
@@ -268,7 +297,7 @@ def chaos(base: Path, faults: int, seed: int, exercises: Mapping[str, Exercise])
     def training(name: str, kind: str, number: int) -> Chaos:
         place = base / name
         place.mkdir()
-        return Chaos(place, exercises[kind], random.Random(seed * 1000 + number), tally)
+        return start(place, exercises[kind], random.Random(seed * 1000 + number), tally)
 
     while tally.faults < faults and not tally.failures:
         kind = list(exercises)[tally.runs % len(exercises)]
@@ -279,7 +308,8 @@ def chaos(base: Path, faults: int, seed: int, exercises: Mapping[str, Exercise])
         tally.runs += 1
         before = tally.faults
         one = training(f"chaos-{tally.runs:03d}", kind, tally.runs)
-        one.work(faults - tally.faults)
+        left = faults - tally.faults
+        one.work(left if faults_each is None else min(left, faults_each))
         done = tally.faults - before
         if tally.failures:
             break  # the training may not have ended

@@ -1,5 +1,5 @@
 """The command ``holdfast``.
 
 ``main`` loads one command of ``commands`` when it is used. ``start`` turns flags, files and schedulers into the
-settings of a run and starts it; ``screen`` is what people read: views of a run, reports, tables, escaping.
+settings of a run and starts it. ``screen`` makes the output for people: views of a run, reports, tables, escaping.
 """

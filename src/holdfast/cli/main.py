@@ -91,7 +91,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 class LazyGroup(click.Group):
-    """A group whose commands are import strings."""
+    """A command group that imports each command only when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -150,7 +150,7 @@ def answer(argv: Sequence[str] | None = None) -> int:
 
 
 def _answer(args: list[str]) -> int:
-    """As :func:`answer`. Raises: OutputLost."""
+    """Run the command line without the handling of lost output, and return its exit code. Raises: OutputLost."""
     try:
         working_directory()
         colour = False if no_colour() else None
@@ -172,6 +172,6 @@ def _answer(args: list[str]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Entry point of the ``holdfast`` script."""
+    """Run the ``holdfast`` script."""
     watch()
     sys.exit(answer(argv))

@@ -1,4 +1,4 @@
-"""The process behind ``ttp_start_controller``: it outlives rank 0, which started it, and ends with the last rank."""
+"""The process of ``ttp_start_controller``: rank 0 starts it, it outlives rank 0, and it ends with the last rank."""
 
 from __future__ import annotations
 
@@ -20,32 +20,34 @@ from holdfast.compat.dying_checkpoint import (
 )
 from holdfast.compat.endpoint import LINES, Message, drop_token
 from holdfast.event_log import EventLog
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.channel import Channel, Hub
 from holdfast.runtime.net.connection_limits import raise_limit
 from holdfast.runtime.net.service_names import TTP
 from holdfast.runtime.node.rundir import read_token
+from holdfast.sealing import Secret
 
-EMPTY_S = 300.0  # nobody came within this
-BIND_S = 10.0  # the controller of the job before may still hold the port
+EMPTY_S = 300.0  # limit of the wait for the first rank
+BIND_S = 10.0  # the controller of an earlier job may still hold the port
 RETRY_S = 0.1
 CLOSE_S = 2.0
 
 
 class TtpServer:
-    """Carries out the controller's commands."""
+    """Executes the commands of the controller's state machine."""
 
-    def __init__(self, controller: DyingCheckpoint, journal: EventLog, token: bytes) -> None:
+    def __init__(self, controller: DyingCheckpoint, journal: EventLog, secret: Secret) -> None:
         self._controller = controller
         self._journal = journal
         self._lines: dict[int, Channel[Message]] = {}
         self._begun = asyncio.Event()
         self._over = asyncio.Event()
         self.hub: Hub[Message] = Hub(
-            LINES, token, on_open=lambda channel: None, on_message=self._heard, on_close=self._closed
+            LINES, secret, on_open=lambda channel: None, on_message=self._heard, on_close=self._closed
         )
 
     async def run(self) -> None:
-        """Until the last rank has gone."""
+        """Serve until the last rank has gone."""
         try:
             await asyncio.wait_for(self._begun.wait(), EMPTY_S)
             await self._over.wait()
@@ -82,15 +84,15 @@ class TtpServer:
                     self._over.set()
 
 
-async def serve(host: str, port: int, world_size: int, token: bytes, log: Path) -> int:
-    """Listen and decide; returns 1 when the port stays taken."""
+async def serve(host: str, port: int, world_size: int, secret: Secret, log: Path) -> int:
+    """Listen and execute decisions. Return 1 if the port stays taken, otherwise 0."""
     journal = EventLog.open(log, "ttp")
-    server = TtpServer(DyingCheckpoint(world_size), journal, token)
+    server = TtpServer(DyingCheckpoint(world_size), journal, secret)
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + BIND_S
     while True:
         try:
-            listener, _ = await server.hub.listen(TTP, host, port)
+            listener, _ = await server.hub.listen(TTP, Address(host, port))
             break
         except OSError as error:
             if loop.time() > deadline_s:
@@ -106,12 +108,12 @@ async def serve(host: str, port: int, world_size: int, token: bytes, log: Path) 
 
 
 def main(host: str, port: str, world_size: str, token_file: str, log: str) -> int:
-    """Arguments as strings, from the command line."""
+    """Run the controller with arguments from the command line. Return the exit code."""
     raise_limit()
     path = Path(token_file)
     secret = read_token(path)
     try:
-        return asyncio.run(serve(host, int(port), int(world_size), secret, Path(log)))
+        return asyncio.run(serve(host, int(port), int(world_size), Secret(secret), Path(log)))
     finally:
         drop_token(path, secret)
 

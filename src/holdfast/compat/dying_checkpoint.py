@@ -1,17 +1,17 @@
-"""Who writes a dying checkpoint, and in which order: the controller behind ``mindio_ttp``, without I/O.
+"""The controller of ``mindio_ttp``, without I/O: it decides which ranks write a dying checkpoint, and in which order.
 
-Theory. Every rank reports where it stands only when it is asked: after a fault all living ranks are *stopped* (no
-update may begin), finish the update that they are in, and say the last step that they completed. The newest such step
-is the one to save. A *group* is a set of ranks that hold the same state, cut into ``shards``: ranks i and j of the list
-hold the same part when i % shards == j % shards. The step can be saved when each part of each group has a sound holder
-at that step; one holder of each part, the one with the least to write, becomes a *writer*. Once all writers have
-written, one of them publishes (renames), then everybody exits. A writer that fails or dies is replaced by the next
+Theory. A rank reports its step only when it is asked. After a fault all living ranks are *stopped*: no update may
+begin. They finish the update in progress, and report the last step that they completed. The newest such step is saved.
+A *group* is a set of ranks that hold the same state, cut into ``shards``: ranks i and j of the list hold the same part
+when i % shards == j % shards. The step can be saved if each part of each group has a *sound* holder at that step, whose
+state is whole. For each part the sound holder with the least to write becomes a *writer*. Once all writers have
+written, one of them publishes (renames), then all ranks exit. A writer that fails or dies is replaced by the next
 holder.
 
 Invariants:
-1. No writer is chosen whose last completed step is another one than the plan's, or that is not sound.
+1. A writer is sound, and its last completed step is that of the plan.
 2. Publish comes after every writer of one plan has succeeded, and at most one plan is ever published.
-3. Every living rank is told to exit exactly once, whatever happens before.
+3. Every living rank is ordered to exit exactly once, whatever happens before.
 4. A rank that finished its training is no fault.
 """
 
@@ -22,19 +22,19 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-STAND_S = 5.0  # for a rank to finish its update and to answer
-REACH_S = 30.0  # for ranks behind to come up to the newest step, where their part is needed
+STAND_S = 5.0  # limit for a rank to finish its update and to answer
+REACH_S = 30.0  # limit for ranks at an older step to reach the newest one, where their part is needed
 SAVE_S = 1800.0
 RENAME_S = 300.0
 TEXT_SIZE_MAX = 1000
 
 
 class TtpMessage(msgspec.Struct, frozen=True, tag=True, kw_only=True):
-    """Base of what travels between a rank and the controller."""
+    """Base of the messages between a rank and the controller."""
 
 
 class Here(TtpMessage, frozen=True):
-    """A rank's first message."""
+    """Report: a rank has connected; its first message."""
 
     rank: int
     world_size: int
@@ -49,26 +49,26 @@ class ShardGroup(msgspec.Struct, frozen=True):
     shards: int
 
     def parts(self) -> list[tuple[int, ...]]:
-        """Holders of each part."""
+        """Return the holders of each part."""
         return [self.ranks[part :: self.shards] for part in range(self.shards)]
 
 
 class Replicas(TtpMessage, frozen=True):
-    """The groups that a rank belongs to."""
+    """Report: the groups that this rank belongs to."""
 
     rank: int
     groups: tuple[ShardGroup, ...]
 
 
 class Faulted(TtpMessage, frozen=True):
-    """A rank's training ended by an exception."""
+    """Report: an exception has ended the training of this rank."""
 
     rank: int
     what: str
 
 
 class Stood(TtpMessage, frozen=True):
-    """Answer to :class:`Stop`: no update begins any more. ``why``: the state is not sound."""
+    """Answer to :class:`Stop`: no update begins any more at this rank. ``why``: its state is not sound."""
 
     rank: int
     step: int
@@ -76,7 +76,7 @@ class Stood(TtpMessage, frozen=True):
 
 
 class Saved(TtpMessage, frozen=True):
-    """A writer has written its parts, or failed (``why``)."""
+    """Report: a writer has written its parts, or failed (``why``)."""
 
     rank: int
     step: int
@@ -84,40 +84,40 @@ class Saved(TtpMessage, frozen=True):
 
 
 class Renamed(TtpMessage, frozen=True):
-    """The result is published, or not (``why``)."""
+    """Report: the result is published, or not (``why``)."""
 
     rank: int
     why: str = ""
 
 
 class Done(TtpMessage, frozen=True):
-    """The rank's training is over."""
+    """Report: the training of this rank is over."""
 
     rank: int
 
 
 class Stop(TtpMessage, frozen=True):
-    """Begin no update beyond ``step`` (-1: none at all); say where you stand."""
+    """Order: begin no update beyond ``step`` (-1: none at all), and report the last completed step."""
 
     reason: str
     step: int = -1
 
 
 class SaveParts(TtpMessage, frozen=True):
-    """Write the parts of these groups; ``plan`` names the writers of each kind."""
+    """Order: write the parts of these groups; ``plan`` names the writers of each kind."""
 
     step: int
     plan: dict[int, tuple[int, ...]]
 
 
 class Rename(TtpMessage, frozen=True):
-    """Publish what all have written."""
+    """Order: publish the parts that all writers have written."""
 
     step: int
 
 
 class LeaveOrder(TtpMessage, frozen=True):
-    """Leave. ``saved``: a checkpoint of ``step`` is published."""
+    """Order: exit. ``saved``: a checkpoint of ``step`` is published."""
 
     step: int
     saved: bool
@@ -125,14 +125,14 @@ class LeaveOrder(TtpMessage, frozen=True):
 
 
 class Lost(TtpMessage, frozen=True):
-    """The line to a rank ended (event, never sent)."""
+    """Event, never sent: the connection to a rank has ended."""
 
     rank: int
     what: str
 
 
 class Timer(TtpMessage, frozen=True):
-    """Time is up (event, never sent); ``number`` as in :class:`After`."""
+    """Event, never sent: time is up; ``number`` as in :class:`After`."""
 
     number: int
 
@@ -142,21 +142,21 @@ Event = FromRank | Lost | Timer
 
 
 class SendToRank(NamedTuple):
-    """Command: to a rank."""
+    """Command: send a message to a rank."""
 
     rank: int
     message: TtpMessage
 
 
 class After(NamedTuple):
-    """Command: send me :class:`Timer` with this number; an earlier one no longer counts."""
+    """Command: handle :class:`Timer` with this number after ``delay_s``; earlier ones no longer count."""
 
     number: int
     delay_s: float
 
 
 class WriteLog(NamedTuple):
-    """Command: one line of the log."""
+    """Command: write one line of the log."""
 
     kind: str
     data: dict[str, Any]
@@ -170,7 +170,7 @@ Command = SendToRank | After | WriteLog | Over
 
 
 def choose(groups: Iterable[ShardGroup], good: set[int]) -> tuple[dict[int, tuple[int, ...]], str]:
-    """Writers by kind of group, and why there is none for some part (empty: all are covered)."""
+    """Return the writers by kind of group, and why a part has none (empty: all parts have one)."""
     plan: dict[int, list[int]] = {}
     load: dict[int, int] = {}
     for group in sorted(set(groups), key=lambda g: (g.kind, g.ranks)):
@@ -188,7 +188,10 @@ def choose(groups: Iterable[ShardGroup], good: set[int]) -> tuple[dict[int, tupl
 
 
 class DyingCheckpoint:
-    """See the module. ``phase`` is for reports: forming, training, stopping, reaching, saving, renaming, over."""
+    """The state machine of the controller, see the module.
+
+    ``phase`` is for reports: forming, training, stopping, reaching, saving, renaming, over.
+    """
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
@@ -198,14 +201,14 @@ class DyingCheckpoint:
         self._done: set[int] = set()
         self._groups: dict[int, tuple[ShardGroup, ...]] = {}
         self._stood: dict[int, Stood] = {}
-        self._failed: set[tuple[int, int]] = set()  # rank, step
+        self._failed: set[tuple[int, int]] = set()  # (rank, step) of failed saves
         self._plan: dict[int, tuple[int, ...]] = {}
         self._written: set[int] = set()
         self._timer = 0
         self._out: list[Command] = []
 
     def handle(self, event: Event) -> list[Command]:
-        """One event -> what to do."""
+        """Apply one event, and return the commands that follow."""
         match event:
             case Here():
                 self._come(event)
@@ -262,11 +265,11 @@ class DyingCheckpoint:
             self._without(rank)
 
     def _without(self, rank: int) -> None:
-        """A rank died while the checkpoint was made."""
+        """Continue after a rank has died while the checkpoint was made."""
         if self.phase == "stopping":
             self._decide_when_all_stand()
         elif self.phase in ("saving", "renaming") and rank in self._writers:
-            # What it wrote may be anywhere: another plan, under the same step, overwrites it.
+            # Its parts may be incomplete: another plan for the same step overwrites them.
             self._decide()
         elif self.phase == "reaching":
             self._decide()
@@ -296,7 +299,7 @@ class DyingCheckpoint:
             self._decide()
 
     def _decide(self) -> None:
-        """Choose step and writers from what is known, and order the writing; or end without a checkpoint."""
+        """Choose step and writers from the known answers and order the saves; or end without a checkpoint."""
         stood = {r: s for r, s in self._stood.items() if r in self._here}
         self.step = max((s.step for s in stood.values() if not s.why), default=0)
         if not self.step:
@@ -350,7 +353,7 @@ class DyingCheckpoint:
             self._end(event.why and f"it was written, and not published: {event.why}")
 
     def _late(self) -> None:
-        """Somebody did not answer in time."""
+        """Handle the end of a time limit: some rank has not answered."""
         if self.phase == "stopping":
             self._decide()
         elif self.phase == "reaching":
@@ -382,10 +385,10 @@ class DyingCheckpoint:
 
 
 def replicas(infos: Sequence[dict[str, Any]]) -> tuple[ShardGroup, ...]:
-    """``tft_set_optimizer_replica``'s list as groups: ``replica_cnt`` copies of each part.
+    """Return the groups from the list of ``tft_set_optimizer_replica``, with ``replica_cnt`` copies of each part.
 
     Raises:
-        ValueError: a list that cannot be: no ranks, ranks twice, or copies that do not divide them.
+        ValueError: an impossible list: no ranks, ranks twice, or copies that do not divide them.
     """
     groups = []
     for info in infos:

@@ -1,4 +1,4 @@
-"""Where the controller of ``mindio_ttp`` is found, and the secret that both sides know."""
+"""The address of the controller of ``mindio_ttp``, and the secret that both sides know."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import ipaddress
 import os
 import secrets
 import socket
-import stat
 from pathlib import Path
 
 from holdfast.compat.dying_checkpoint import (
@@ -24,6 +23,7 @@ from holdfast.compat.dying_checkpoint import (
     Stop,
 )
 from holdfast.errors import UsageError
+from holdfast.runtime.net.stream_sockets import is_private
 from holdfast.runtime.node.rundir import SHARED_MEMORY, TOKEN_SIZE_BYTES, read_token, write_private
 from holdfast.wire import Codec
 
@@ -37,10 +37,10 @@ LINES: Codec[Message] = Codec(Message)  # type: ignore[arg-type]  # a union is n
 
 
 def token_path(host: str, port: int) -> Path:
-    """The file of the secret: the user's, or a private one of this machine for a loopback address.
+    """Return the file of the secret: the user's, or a private one of this machine for a loopback address.
 
     Raises:
-        UsageError: the host is unknown, or is seen by other machines and the user named no file.
+        UsageError: the host is unknown, or other machines can reach it and the user named no file.
     """
     named = os.environ.get(TOKEN_VARIABLE, "")
     if named:
@@ -51,10 +51,9 @@ def token_path(host: str, port: int) -> Path:
             hint=f"umask 077; openssl rand -hex 32 > token; export {TOKEN_VARIABLE}=token on every host",
         )
     home = SHARED_MEMORY / f"holdfast-ttp-{os.getuid()}"
-    with contextlib.suppress(FileExistsError):  # what is there may be anything
+    with contextlib.suppress(FileExistsError):  # an existing path may be anything: it is checked below
         home.mkdir(mode=0o700)
-    about = home.lstat()
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid() or about.st_mode & 0o077:
+    if not is_private(home):
         raise UsageError(
             f"{home} is not a private directory of this user", hint=f"remove it, or set {TOKEN_VARIABLE}"
         )
@@ -73,7 +72,7 @@ def _addresses(host: str) -> set[str]:
 
 
 def make_token(host: str, port: int) -> Path:
-    """A new secret in the private file; the user's file is left as it is."""
+    """Write a new secret into the private file, and return its path. A file of the user stays unchanged."""
     path = token_path(host, port)
     if TOKEN_VARIABLE not in os.environ:
         write_private(path, secrets.token_hex(TOKEN_SIZE_BYTES).encode())
@@ -81,7 +80,7 @@ def make_token(host: str, port: int) -> Path:
 
 
 def drop_token(path: Path, secret: bytes) -> None:
-    """Remove the private file of a controller that ends; the user's own, or a successor's, stays."""
+    """Remove the private file of a controller that ends. The user's file, or that of the next controller, stays."""
     if TOKEN_VARIABLE in os.environ:
         return
     with contextlib.suppress(FileNotFoundError):
@@ -90,5 +89,5 @@ def drop_token(path: Path, secret: bytes) -> None:
 
 
 def token(host: str, port: int) -> bytes:
-    """The secret. Raises: AuthError: missing, readable by others, or too short."""
+    """Return the secret. Raises: AuthError: missing, readable by others, or too short."""
     return read_token(token_path(host, port))

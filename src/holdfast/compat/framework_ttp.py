@@ -1,8 +1,9 @@
-"""``mindio_ttp.framework_ttp``: the names that MindSpore 2.10 and scripts for Megatron call, over our controller.
+"""``mindio_ttp.framework_ttp``: the functions that MindSpore 2.10 and Megatron scripts call, for Holdfast's controller.
 
-``tft_*`` are MindSpore's, ``ttp_*`` the older ones of Megatron scripts. What is here: the dying checkpoint (``TTP:1``):
-good ranks, plan, save, publish, exit; any rank may die, rank 0 too. What is not: repair in place (``UCE``, ``ARF``,
-``HCCE``) and pauses (``TSP``), which need Ascend's own communication; they are refused by name. See docs/compat.md.
+``tft_*`` are MindSpore's names, ``ttp_*`` the older ones of Megatron scripts. Supported is the dying checkpoint
+(``TTP:1``), the checkpoint that sound ranks write after a fault: choice of sound ranks, plan, save, publish, exit. Any
+rank may die, also rank 0. Repair in place (``UCE``, ``ARF``, ``HCCE``) and pauses (``TSP``) need Ascend's own
+communication, and are refused by name. See docs/compat.md.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LOOPBACK = "127.0.0.1"
 
 
 class ReportState(Enum):
-    """Why :func:`tft_report_error` is called."""
+    """Reasons for a call of :func:`tft_report_error`."""
 
     RS_NORMAL = 0
     RS_UCE = 1
@@ -38,7 +39,7 @@ class ReportState(Enum):
 
 
 class Action(Enum):
-    """Answers of :func:`tft_wait_next_action`; only EXIT is ever given."""
+    """Results of :func:`tft_wait_next_action`; only EXIT is ever returned."""
 
     RETRY = 0
     EXIT = 1
@@ -59,32 +60,37 @@ class _Handler(NamedTuple):
 
 
 class _State:
-    """Of this process: one rank, one training."""
+    """The TTP state of this process: one rank, one training."""
 
     def __init__(self) -> None:
         self.controller_world = 0
         self.processor: Processor | None = None
         self.groups: tuple[ShardGroup, ...] = ()
         self.handlers: dict[str, _Handler] = {}
-        self.checked: _Handler | None = None  # the save handler that has seen what it is to save
+        self.checked: _Handler | None = None  # the save handler whose arguments were checked
         self.standing = StepState(bound=False)
 
     def start(self, rank: int, world_size: int, bound: bool) -> None:
-        """A processor of this rank; ``bound``: see :class:`StepState`. Arguments that were given before it are kept."""
+        """Make the processor of this rank. Keep arguments that were given before.
+
+        Args:
+            rank, world_size: of this process.
+            bound: see :class:`StepState`.
+        """
         given, self.standing = self.standing.arguments, StepState(bound)
         if given is not None:
             self.standing.give(given)
         self.processor = Processor(rank, world_size, self.call, self.standing)
 
     def need(self) -> Processor:
-        """The processor. Raises: UsageError."""
+        """Return the processor. Raises: UsageError: there is none."""
         if self.processor is None:
             raise UsageError("no TTP processor in this process",
                              hint="tft_init_processor(...), or ttp_init_processor(...), comes first")  # fmt: skip
         return self.processor
 
     def call(self, name: str, order: Message) -> None:
-        """Call a registered handler with what belongs to it; one that is not there does nothing."""
+        """Call a registered handler with the arguments for the order; without a handler do nothing."""
         handler = self.handlers.get(name)
         if handler is None:
             return
@@ -103,14 +109,14 @@ _state = _State()
 
 
 def sharers() -> tuple[int, frozenset[int]]:
-    """This rank, and those of its one group: they hold the same state, in however many parts. Nobody: unknown."""
+    """Return this rank and the ranks of its one group, which hold the same state; (-1, no ranks): not known."""
     if _state.processor is None or len(_state.groups) != 1:
         return -1, frozenset()
     return _state.processor.rank, frozenset(_state.groups[0].ranks)
 
 
 def checked_by(check: Callable[[Any], None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorator of a save handler: ``check`` gets the first arguments, and raises what cannot be saved."""
+    """Return a decorator of a save handler: ``check`` gets the first arguments, and raises if they cannot be saved."""
 
     def mark(handler: Callable[P, R]) -> Callable[P, R]:
         vars(handler)[_CHECK] = check
@@ -123,7 +129,7 @@ _CHECK = "holdfast_check"
 
 
 def _check(arguments: Any) -> None:
-    """Once for each handler: what it cannot save is told now, not after a death."""
+    """Check the first arguments of each save handler, so that an error comes now and not after a death."""
     handler = _state.handlers.get("save")
     check = None if handler is None else getattr(handler.call, _CHECK, None)
     if check is not None and handler is not _state.checked:
@@ -146,7 +152,7 @@ def _register(name: str, call: Callable[..., Any], context: tuple[Any, ...]) -> 
 def tft_init_controller(
     rank: int, world_size: int, enable_local_copy: bool = False, enable_arf: bool = False, **options: Any
 ) -> int:
-    """Prepare the controller of ``world_size`` ranks; rank 0 calls it. Raises: UnsupportedError: ARF."""
+    """Prepare the controller of ``world_size`` ranks; rank 0 calls it. Raises: UnsupportedError: ARF is asked for."""
     if enable_arf:
         raise UnsupportedError("process-level recovery (ARF) is not served by this mindio_ttp",
                                hint="MS_ENABLE_TFT='{TTP:1}'; in place: holdfast.mindspore.train")  # fmt: skip
@@ -155,10 +161,10 @@ def tft_init_controller(
 
 
 def tft_start_controller(ip: str, port: int, enable_tls: bool = False, tls_key_dir: str = "") -> int:
-    """Start it, as a process of its own that outlives this rank.
+    """Start the controller as a separate process that outlives this rank.
 
     Raises:
-        UsageError: not initialized, or an address that others reach without a secret.
+        UsageError: not initialized, or an address that other machines reach without a secret.
         UnsupportedError: TLS.
     """
     if enable_tls:
@@ -173,7 +179,7 @@ def tft_start_controller(ip: str, port: int, enable_tls: bool = False, tls_key_d
 
 
 def tft_destroy_controller() -> int:
-    """Nothing: the controller ends by itself after the last rank."""
+    """Do nothing: the controller ends on its own after the last rank."""
     return 0
 
 
@@ -184,7 +190,7 @@ def tft_init_processor(
     rank: int, world_size: int, enable_local_copy: bool = False, enable_tls: bool = False, tls_key_dir: str = "",
     **options: Any,
 ) -> int:  # fmt: skip
-    """Prepare this rank's side. Raises: UnsupportedError: TLS, ARF."""
+    """Prepare this rank's side. Raises: UnsupportedError: TLS or ARF is asked for."""
     _init_processor(rank, world_size, False, enable_tls, options)
     return 0
 
@@ -208,7 +214,7 @@ def tft_start_processor(ip: str, port: int) -> int:
 
 
 def tft_destroy_processor() -> int:
-    """The training is over."""
+    """End this rank's side, because the training is over."""
     if _state.processor is not None:
         _state.processor.close()
         _state.processor = None
@@ -216,10 +222,10 @@ def tft_destroy_processor() -> int:
 
 
 def tft_set_optimizer_replica(rank: int, replica_info: Sequence[dict[str, Any]]) -> int:
-    """Who holds copies of what this rank holds: ``rank_list``, of which ``replica_cnt`` hold each part.
+    """Declare which ranks hold the same state as this rank: ``rank_list``, of which ``replica_cnt`` hold each part.
 
     Raises:
-        UsageError: a list that cannot be.
+        UsageError: an impossible list.
     """
     try:
         groups = replicas(replica_info)
@@ -237,42 +243,42 @@ def tft_set_optimizer_replica(rank: int, replica_info: Sequence[dict[str, Any]])
 
 
 def tft_register_save_ckpt_handler(func: Callable[..., Any], *context: Any) -> None:
-    """``func(step, plan, args, *context)`` writes; called on the ranks of the plan."""
+    """Register ``func(step, plan, args, *context)``, which writes; it is called on the ranks of the plan."""
     _register("save", func, context)
 
 
 def tft_register_rename_handler(func: Callable[..., Any], *context: Any) -> None:
-    """``func(step, *context)`` publishes; called on one rank, once all have written."""
+    """Register ``func(step, *context)``, which publishes; it is called on one rank after all have written."""
     _register("rename", func, context)
 
 
 def tft_register_exit_handler(func: Callable[..., Any], *context: Any) -> None:
-    """``func(*context)`` ends the process."""
+    """Register ``func(*context)``, which ends the process."""
     _register("exit", func, context)
 
 
 def tft_register_stop_handler(func: Callable[..., Any], *context: Any) -> None:
-    """``func(args, *context)``, before anything is saved; when it raises, this rank's state is not taken."""
+    """Register ``func(args, *context)``, called before a save; if it raises, this rank's state is not used."""
     _register("stop", func, context)
 
 
 def tft_register_clean_handler(func: Callable[..., Any], *context: Any) -> None:
-    """Kept and never called: it belongs to repair in place."""
+    """Keep a handler that is never called: it belongs to repair in place."""
     _register("clean", func, context)
 
 
 def tft_register_repair_handler(func: Callable[..., Any], *context: Any) -> None:
-    """Kept and never called: it belongs to repair in place."""
+    """Keep a handler that is never called: it belongs to repair in place."""
     _register("repair", func, context)
 
 
 def tft_register_rebuild_group_handler(func: Callable[..., Any], *context: Any) -> None:
-    """Kept and never called: it belongs to repair in place."""
+    """Keep a handler that is never called: it belongs to repair in place."""
     _register("rebuild_group", func, context)
 
 
 def tft_register_stream_sync_handler(func: Callable[..., Any], *context: Any) -> None:
-    """Kept and never called: it belongs to pauses."""
+    """Keep a handler that is never called: it belongs to pauses."""
     _register("stream_sync", func, context)
 
 
@@ -280,10 +286,10 @@ def tft_register_stream_sync_handler(func: Callable[..., Any], *context: Any) ->
 
 
 def tft_set_step_args(args: Any) -> None:
-    """What the save handler gets as ``args``: one live object, or with each step a tuple that begins with its number.
+    """Set ``args`` of the save handler: one live object, or at each step a tuple that begins with the step's number.
 
-    The number says which step the arguments are of. A rank between the end of an update and the arguments of it is no
-    source of a dying checkpoint.
+    The number is the step of the arguments. A rank between the end of an update and the arguments for it cannot write a
+    dying checkpoint.
     """
     _check(args)
     if _state.processor is None:
@@ -293,45 +299,45 @@ def tft_set_step_args(args: Any) -> None:
 
 
 def tft_start_updating_os(step: int) -> None:
-    """Weights are about to change. Does not return once the job is being ended."""
+    """Announce that weights are about to change. Never returns once the job is being ended."""
     _state.need().begin_update()
 
 
 def tft_end_updating_os(step: int) -> None:
-    """Weights are those of ``step``."""
+    """Report that an update has ended, after which the weights are those of ``step``."""
     _state.need().end_update(int(step))
 
 
 def tft_report_error(state: int) -> None:
-    """The training of this rank fell over an exception; returns only when there is nobody to end the process."""
+    """Report an exception in the training of this rank. Returns only if the controller is lost."""
     processor = _state.need()
     processor.fault(f"reported {ReportState(state).name}")
     processor.wait_end()
 
 
 def tft_wait_next_action() -> int:
-    """What to do after an error: always leave."""
+    """Return what to do after an error, which is always to leave."""
     _state.need().wait_end()
     return int(Action.EXIT.value)
 
 
 def tft_is_reboot_node() -> bool:
-    """False: no process joins a running job."""
+    """Return False: no process joins a running job."""
     return False
 
 
 def tft_get_repair_type() -> str:
-    """The kind of answer under way: always a dump."""
+    """Return the current kind of repair: always ``dump``, a dying checkpoint."""
     return "dump"
 
 
 def tft_can_do_uce_repair(hbm_error_time: int, start_time: int, end_time: int) -> bool:
-    """False: memory errors of a device are not repaired in place."""
+    """Return False: memory errors of a device are not repaired in place."""
     return False
 
 
 def tft_pause_train(step: int) -> None:
-    """Refused. Raises: UnsupportedError."""
+    """Refuse a pause. Raises: UnsupportedError."""
     raise UnsupportedError("pauses (TSP) are not served by this mindio_ttp", hint="MS_ENABLE_TFT='{TTP:1}'")
 
 
@@ -339,12 +345,12 @@ def tft_pause_train(step: int) -> None:
 
 
 def ttp_init_controller(rank: int, world_size: int, replica: int, enable_local_copy: bool = False) -> int:
-    """As :func:`tft_init_controller`; ``replica`` is taken from the processors."""
+    """Do as :func:`tft_init_controller`; the processors give ``replica``."""
     return tft_init_controller(rank, world_size, enable_local_copy)
 
 
 def ttp_start_controller(ip: str, port: int) -> int:
-    """As :func:`tft_start_controller`."""
+    """Do as :func:`tft_start_controller`."""
     return tft_start_controller(ip, port)
 
 
@@ -369,46 +375,46 @@ def ttp_init_processor(
 
 
 def ttp_start_processor(ip: str, port: int) -> int:
-    """As :func:`tft_start_processor`."""
+    """Do as :func:`tft_start_processor`."""
     return tft_start_processor(ip, port)
 
 
 def ttp_register_save_ckpt_handler(func: Callable[..., Any], *context: Any) -> None:
-    """``func(step, plan, args)``; see :func:`tft_register_save_ckpt_handler`."""
+    """Register ``func(step, plan, args)``; see :func:`tft_register_save_ckpt_handler`."""
     tft_register_save_ckpt_handler(func, *context)
 
 
 def ttp_register_rename_handler(func: Callable[..., Any], *context: Any) -> None:
-    """``func(step)``; see :func:`tft_register_rename_handler`."""
+    """Register ``func(step)``; see :func:`tft_register_rename_handler`."""
     tft_register_rename_handler(func, *context)
 
 
 def ttp_register_exit_handler(func: Callable[..., Any], *context: Any) -> None:
-    """``func()``; see :func:`tft_register_exit_handler`."""
+    """Register ``func()``; see :func:`tft_register_exit_handler`."""
     tft_register_exit_handler(func, *context)
 
 
 def ttp_set_ckpt_args(args: Any) -> None:
-    """What the save handler gets as ``args``; each step, after its update: ``(iterations done, model, ...)``.
+    """Set ``args`` of the save handler after the update of each step: ``(iterations done, model, ...)``.
 
-    The chapter calls it in the loop, after :func:`ttp_end_updating_os` in the optimizer: the state of a step is
-    complete only when both calls were made, and its number is that of the iterations.
+    A Megatron script calls it in the loop, after :func:`ttp_end_updating_os` in the optimizer. The state of a step is
+    complete only after both calls, and its number is that of the iterations.
     """
     tft_set_step_args(args)
 
 
 def ttp_start_updating_os(step: int) -> None:
-    """As :func:`tft_start_updating_os`."""
+    """Do as :func:`tft_start_updating_os`."""
     tft_start_updating_os(step)
 
 
 def ttp_end_updating_os(step: int) -> None:
-    """As :func:`tft_end_updating_os`."""
+    """Do as :func:`tft_end_updating_os`."""
     tft_end_updating_os(step)
 
 
 def ttp_to_persist(train: Callable[P, R]) -> Callable[P, R]:
-    """Decorator of a training function: an exception in it leads to the dying checkpoint, a return to the end."""
+    """Decorate a training function: an exception in it leads to the dying checkpoint, a return ends the training."""
 
     @functools.wraps(train)
     def persistent(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,4 +1,4 @@
-"""Waits for ``import mindspore`` and then fits it to ``mindio_ttp`` on CPU; costs nothing where that never comes."""
+"""A hook that patches MindSpore for ``mindio_ttp`` on CPU when it is imported; it costs nothing in other processes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from types import ModuleType
 
 TFT_VARIABLE = "MS_ENABLE_TFT"
 VARIABLES = (TFT_VARIABLE, "MS_ENABLE_GRACEFUL_EXIT")
-"""What switches MindSpore's fault tolerance and its graceful exit on."""
+"""Environment variables that switch on MindSpore's fault tolerance and its graceful exit."""
 PACKAGE = "mindspore"
 
 
 class _Patching(Loader):
-    """Loads a module as its own loader does, then patches it."""
+    """A loader that loads a module by the module's own loader, and then patches it."""
 
     def __init__(self, own: Loader) -> None:
         self._own = own
@@ -31,7 +31,7 @@ class _Patching(Loader):
 
 
 class _Finder(MetaPathFinder):
-    """Finds only :data:`PACKAGE`, once."""
+    """A finder that finds only :data:`PACKAGE`, once."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

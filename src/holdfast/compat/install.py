@@ -1,6 +1,6 @@
 """Importing this makes ``mindio_ttp`` and ``taskd`` importable in this process, and MindSpore ready for them on CPU.
 
-Nothing happens to a package of that name that is installed: it is left alone, and this import says so.
+An installed package with one of these names is left alone, and a warning names it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ log = logging.getLogger("holdfast")
 
 
 def install() -> None:
-    """See the module; again is harmless."""
+    """Install the packages in this process; a repeated call does nothing."""
     for package in PACKAGES:
         if package in sys.modules:
             continue
@@ -35,7 +35,7 @@ def install() -> None:
 
 
 def _alias(name: str, target: str) -> None:
-    """``name`` becomes another name of the module ``target``; empty: a package that holds others."""
+    """Make ``name`` another name of the module ``target``; empty: make a package that only holds others."""
     module = importlib.import_module(target) if target else ModuleType(name)
     if not target:
         module.__path__ = []

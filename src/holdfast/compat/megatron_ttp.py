@@ -1,8 +1,9 @@
-"""``mindio_ttp.megatron_ttp``: save, publish and load of the Megatron chapter, into Holdfast's verified checkpoints.
+"""``mindio_ttp.megatron_ttp``: save, publish and load of a Megatron script, into Holdfast's verified checkpoints.
 
-For data parallelism, where every rank holds all, whatever number of parts ``ttp_init_processor`` was told (the chapter
-tells half the number of ranks): the first writer of the plan writes for all of them. The directory is that of
-``HOLDFAST_CHECKPOINT``, else ``checkpoints``. Sharded optimizers: ``holdfast.session`` with declared regions.
+For data parallelism, where every rank holds the whole state, whatever number of parts ``ttp_init_processor`` got (the
+documents of ``mindio_ttp`` for Megatron give half the number of ranks). The first writer of the plan writes for all of
+them. The directory is that of ``HOLDFAST_CHECKPOINT``, or ``checkpoints``. For sharded optimizers use
+``holdfast.session`` with declared regions.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ if TYPE_CHECKING:
     from holdfast.frameworks.torch.state.state import TorchState
 
 Arguments = tuple[int, Any, Any, Any]
-"""What ``ttp_set_ckpt_args`` gets: iterations done, model (or a list of one), optimizer, its scheduler or None."""
+"""Arguments of ``ttp_set_ckpt_args``: iterations done, model (or a list of one), optimizer, its scheduler or None."""
 
 
 def refuse_parts(args: Arguments) -> None:
-    """What :func:`ttp_save_checkpoint` will not be able to save, told when it is first given.
+    """Refuse, when it is first given, a state that :func:`ttp_save_checkpoint` will not be able to save.
 
     Raises:
         UnsupportedError: an optimizer that keeps a part of the state on each rank, or several model chunks.
@@ -45,7 +46,7 @@ def refuse_parts(args: Arguments) -> None:
 
 @checked_by(refuse_parts)
 def ttp_save_checkpoint(step: int, plan: Sequence[Mapping[str, Any]], args: Arguments) -> None:
-    """Save handler: a sealed checkpoint of everything, written by the first rank of the plan.
+    """Save a sealed checkpoint of the whole state, on the first rank of the plan; a save handler.
 
     Raises:
         UnsupportedError: the state is in parts.
@@ -78,7 +79,7 @@ def ttp_save_checkpoint(step: int, plan: Sequence[Mapping[str, Any]], args: Argu
 
 
 def rename_save_result(step: int) -> None:
-    """Rename handler: nothing is to be renamed, the checkpoint was sealed when it was complete; this makes sure.
+    """Check that the newest checkpoint is sealed and valid; a rename handler, which has nothing to rename.
 
     Raises:
         CheckpointInvalid: the newest checkpoint is not that of ``step``, or damaged.
@@ -92,7 +93,7 @@ def rename_save_result(step: int) -> None:
 
 
 def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any = None) -> int:
-    """Load the newest valid checkpoint into all three; returns its iteration, 0 where there is none.
+    """Load the newest valid checkpoint into all three. Return its iteration, or 0 if there is none.
 
     Raises:
         CheckpointInvalid, CheckpointMismatch: damaged, or of another model.
@@ -134,7 +135,7 @@ _IN_PARTS = ("DistributedOptimizer", "ZeroRedundancyOptimizer", "LayerWiseDistri
 
 
 def _whole(model: Any, optimizer: Any) -> bool:
-    """This rank updates every parameter by itself: its optimizer's state is no part of one."""
+    """Return whether this rank updates every parameter, so that its optimizer holds the whole state."""
     modules = list(model) if isinstance(model, list | tuple) else [model]
     kept = getattr(optimizer, "optimizer", optimizer).state
     trained = [p for module in modules for p in module.parameters() if p.requires_grad]
@@ -142,7 +143,7 @@ def _whole(model: Any, optimizer: Any) -> bool:
 
 
 def _state(model: Any, optimizer: Any, scheduler: Any) -> TorchState:
-    """Megatron hands over a list of one model, and optimizers that hold torch's own as ``.optimizer``."""
+    """Return the state of a model, possibly in a list, and of an optimizer, possibly around torch's own."""
     from holdfast.frameworks.torch.state.state import TorchState  # loads torch
 
     (module,) = model if isinstance(model, list | tuple) else [model]

@@ -1,21 +1,21 @@
-"""MindSpore 2.10's own fault tolerance and graceful exit, made to run on CPU against our ``mindio_ttp``.
+"""Patches that let MindSpore 2.10's own fault tolerance and graceful exit run on CPU with Holdfast's ``mindio_ttp``.
 
-What is patched, and nothing else:
+These parts are patched, and nothing else:
 
-1. ``context.get_context("device_target")`` answers ``Ascend`` in three modules that refuse anything else.
-2. ``_stop_device`` and ``clean_tdt_channel``, which CPU does not have, do nothing.
-3. The optimizer wrapper reduces its flag as float32, because CPU's AllReduce has no int32, and reports the beginning of
-   an update by a Python operator in the graph, because ``TensorReport`` has no CPU kernel.
-4. ``ExitByRequest`` (``MS_ENABLE_GRACEFUL_EXIT``) reduces a float32, and one rank that was asked is enough: so
-   ``OnRequestExit`` looks at the answer after every step, not only where it was asked itself. The checkpoint that it
-   writes, and that 2.10 cannot load (it adds a scalar under the name of the optimizer's ``global_step``), is loaded by
-   the next start, without the request that led to it.
-5. ``train.TFTRegister``, which 2.10 has renamed, is there again. Releases that had it published a dying checkpoint as
-   ``tft_saved_checkpoints-step_N``: a link of that name leads to 2.10's ``ttp_saved_checkpoints-step_N``.
-6. In data parallel mode rank 0's weights are broadcast before the first step (MindSpore's ``parameter_broadcast``): the
-   dying checkpoint of one rank stands for all, so all have to start alike.
-7. ``TrainFaultTolerance`` counts steps from where ``dataset.set_init_step`` put the data: 2.10 counts from 0 after a
-   resume, so a second dying checkpoint would name a step that was done long before.
+1. ``context.get_context("device_target")`` returns ``Ascend`` in three modules that refuse anything else.
+2. ``_stop_device`` and ``clean_tdt_channel``, which do not exist on CPU, do nothing.
+3. The optimizer wrapper reduces its flag as float32, because the CPU's AllReduce has no int32. A Python operator in the
+   graph reports the beginning of an update, because ``TensorReport`` has no CPU kernel.
+4. ``ExitByRequest`` (``MS_ENABLE_GRACEFUL_EXIT``) reduces a float32, and a request to one rank is enough. So
+   ``OnRequestExit`` reads the answer after every step, not only on a rank that was asked. The checkpoint that it writes
+   at the exit cannot be loaded by 2.10, because a scalar is added under the name of the optimizer's ``global_step``.
+   The next start loads it, without the request to exit.
+5. ``train.TFTRegister``, which 2.10 has renamed, exists again. Releases with that name published a dying checkpoint as
+   ``tft_saved_checkpoints-step_N``. A link with that name leads to 2.10's ``ttp_saved_checkpoints-step_N``.
+6. In data parallel mode rank 0's weights are broadcast before the first step (MindSpore's ``parameter_broadcast``). The
+   dying checkpoint of one rank stands for all ranks, so all must start with equal weights.
+7. ``TrainFaultTolerance`` counts steps from the position that ``dataset.set_init_step`` gave the data. 2.10 counts from
+   0 after a resume, so a second dying checkpoint would name a step that was done long before.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ CALLBACK = "mindspore.train.callback._train_fault_tolerance"
 ASKING = (CALLBACK, "mindspore.utils.utils")
 PORT_VARIABLE, ADDRESS_VARIABLE = "MS_TFT_PORT", "MS_TFT_IP"
 PUBLISHED, PUBLISHED_BEFORE = "ttp_saved_checkpoints-step_", "tft_saved_checkpoints-step_"
-"""How the name of a dying checkpoint begins: in 2.10, and in the releases that had ``TFTRegister``."""
+"""First part of the name of a dying checkpoint: in 2.10, and in the releases that had ``TFTRegister``."""
 
 EXIT_NAMES, STEP_NAME = ("graceful_exit", "graceful_init"), "global_step"
-"""Parameters of a training cell: the request to leave and its answer, and the steps of the optimizer."""
+"""Parameters of a training cell: the request to leave and its answer, and the step count of the optimizer."""
 
 log = logging.getLogger("holdfast")
 _applied = False
 
 
 def apply() -> None:
-    """Patch; again is harmless.
+    """Patch MindSpore; a repeated call does nothing.
 
     Raises:
         UnsupportedError: another MindSpore, or flags of ``MS_ENABLE_TFT`` that need Ascend.
@@ -90,7 +90,7 @@ def apply() -> None:
 
 
 class _Context:
-    """``mindspore.context`` as a module sees it that refuses to run on CPU."""
+    """A wrapper of ``mindspore.context`` for modules that refuse to run on CPU."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
@@ -99,12 +99,12 @@ class _Context:
         return getattr(self._context, name)
 
     def get_context(self, key: str) -> Any:
-        """Ascend, when asked for the device."""
+        """Return ``Ascend`` for the device, and the real value for any other key."""
         return "Ascend" if key == "device_target" else self._context.get_context(key)
 
 
 def _look_always(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """``OnRequestExit.on_train_step_begin`` where another rank may have been asked."""
+    """Return ``OnRequestExit.on_train_step_begin`` extended: it also reads the answer to requests of other ranks."""
 
     def on_train_step_begin(self: Any, run_context: Any) -> None:
         original(self, run_context)
@@ -115,7 +115,7 @@ def _look_always(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], N
 
 
 def _load_saved_at_exit(file_name: str, net: Any) -> None:
-    """``load_checkpoint`` where ``OnRequestExit`` loads what it wrote at an exit."""
+    """Load a checkpoint that ``OnRequestExit`` wrote at an exit, in place of ``load_checkpoint``."""
     values = ms.load_checkpoint(file_name)
     for name in EXIT_NAMES:
         values.pop(name, None)
@@ -127,7 +127,7 @@ def _load_saved_at_exit(file_name: str, net: Any) -> None:
 
 
 def _counted_on(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
-    """``TrainFaultTolerance.on_train_begin`` of a training that may begin at a later step."""
+    """Return ``TrainFaultTolerance.on_train_begin`` extended for a training that begins at a later step."""
 
     def on_train_begin(self: Any, run_context: Any) -> None:
         original(self, run_context)
@@ -139,12 +139,12 @@ def _counted_on(original: Callable[[Any, Any], None]) -> Callable[[Any, Any], No
 
 
 def _under_both_names(original: Callable[[int, Any], None]) -> Callable[[int, Any], None]:
-    """``_rename_save_result``, which also links the older name of the directory to it: no data is doubled."""
+    """Return ``_rename_save_result`` extended: it links the older name of the directory to it, without copying data."""
 
     def _rename_save_result(step: int, cb_ctx: Any) -> None:
         if cb_ctx.save_cb is None and getattr(cb_ctx, "has_older_name", False):
             link = Path(cb_ctx.ckpt_save_path) / f"{PUBLISHED_BEFORE}{step}"
-            try:  # before the directory itself: once that is published, both names lead to it
+            try:  # before the directory is published: then both names exist from the start
                 link.symlink_to(f"{PUBLISHED}{step}", target_is_directory=True)
             except OSError as error:
                 if not link.is_symlink():
@@ -164,13 +164,16 @@ def _same(value: Any) -> Any:
 
 
 def _begin(flag: Any) -> Any:
-    """Runs inside the graph, where an update begins."""
+    """Report the beginning of an update; called inside the graph."""
     ttp.tft_start_updating_os(-1)
     return flag
 
 
 def _add_report(cell: Any) -> None:
-    """What the update waits for: the flag of all ranks, then our gate. Before a Model is made of the optimizer."""
+    """Add operators to ``cell`` that delay its update until all ranks have summed a flag and Holdfast's gate is open.
+
+    Called before a Model is made of the optimizer. The sum completes only when all ranks have their gradients.
+    """
     if ms.get_auto_parallel_context("parallel_mode") == ms.ParallelMode.DATA_PARALLEL:
         ms.set_auto_parallel_context(parameter_broadcast=True)
     cell.tft_depend = ops.Depend()
@@ -180,10 +183,10 @@ def _add_report(cell: Any) -> None:
 
 
 def _wrapper_of(_cls: Any, origin: Any) -> Any:
-    """``TrainFaultTolerance.get_optimizer_wrapper``."""
+    """Return an optimizer class for ``TrainFaultTolerance.get_optimizer_wrapper``."""
 
     class TFTOptSubCls(origin):  # type: ignore[misc]
-        """The optimizer with a report in front of its update."""
+        """The optimizer, which reports the beginning of its update first."""
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
@@ -198,7 +201,7 @@ def _wrapper_of(_cls: Any, origin: Any) -> Any:
 
 
 class OptTFTWrapper(nn.Optimizer):  # type: ignore[misc]
-    """``nn.OptTFTWrapper``: an optimizer with a report in front of its update."""
+    """``nn.OptTFTWrapper``: an optimizer that reports the beginning of its update first."""
 
     def __init__(self, opt: Any, **kwargs: Any) -> None:
         if not isinstance(opt, nn.Optimizer):
@@ -212,7 +215,7 @@ class OptTFTWrapper(nn.Optimizer):  # type: ignore[misc]
         _add_report(self)
 
     def construct(self, gradients: Any) -> Any:
-        """Compiled."""
+        """Report the beginning of the update, then update the weights. MindSpore compiles this method."""
         flag = self.tft_begin(self.tft_sum(self.tft_depend(self.tft_g_one_flag, gradients)))  # type: ignore[has-type]
         self.tft_g_one_flag = flag
         return self.opt(self.tft_depend(gradients, flag))
@@ -220,7 +223,7 @@ class OptTFTWrapper(nn.Optimizer):  # type: ignore[misc]
 
 @jit_class
 class ExitByRequest:
-    """``mindspore.utils.ExitByRequest``: all ranks learn in the graph that one was asked to leave."""
+    """``mindspore.utils.ExitByRequest``: a reduction in the graph that tells all ranks if one was asked to leave."""
 
     def __init__(self) -> None:
         self.reduce = ops.AllReduce()
@@ -233,7 +236,7 @@ class ExitByRequest:
         self.is_distributed = get_group_size() > 1
 
     def exit_by_request(self, grad: Any, init_value: Any, exit_value: Any) -> Any:
-        """The gradients, once ``exit_value`` says whether to leave."""
+        """Set ``exit_value`` to whether any rank was asked to leave. Return the gradients, which depend on that."""
         if self.is_distributed:
             total = self.total(self.reduce(self.cast(init_value, ms.float32)))
             grad = self.depend(grad, self.assign(exit_value, self.greater(total, self.half)))
@@ -241,7 +244,7 @@ class ExitByRequest:
 
 
 def TFTRegister(ctrl_rank_id: int, ctrl_ip: str, ctrl_port: int, ckpt_save_path: str) -> Any:
-    """``train.TFTRegister``: the callback, with the address of the controller; rank 0 starts it, whatever is said."""
+    """Return the callback of ``train.TFTRegister``. Rank 0 starts the controller, whatever ``ctrl_rank_id`` is."""
     os.environ.setdefault(ADDRESS_VARIABLE, ctrl_ip)
     os.environ.setdefault(PORT_VARIABLE, str(ctrl_port))
     callback = train.TrainFaultTolerance(ckpt_save_path)

@@ -1,4 +1,4 @@
-"""The packages ``mindio_ttp`` and ``taskd`` as files: written into a directory of packages, and removed again."""
+"""The packages ``mindio_ttp`` and ``taskd`` as files: writing them into a directory of packages, and removing them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALIASES = {
     "taskd.api": "",
     "taskd.api.taskd_agent_api": "holdfast.compat.taskd_agent",
 }
-"""Module -> the one that it is a name of; empty: a package that only holds others."""
+"""The target of each module name; empty: a package that only holds others."""
 
 MARK = "# Written by `holdfast compat install`; `holdfast compat remove` takes it away.\n"
 HOOK_FILE = "holdfast-compat.pth"
@@ -27,24 +27,24 @@ HOOK = (
     f"import os; any(name in os.environ for name in {VARIABLES!r}) "
     "and __import__('holdfast.compat.import_hook', fromlist=['watch']).watch()\n"
 )
-"""One line, read at every start of Python: it imports nothing unless what it serves is switched on."""
+"""One line that every start of Python reads; it imports nothing unless one of the variables is set."""
 
 
 def is_ours(spec: ModuleSpec) -> bool:
-    """The package was written by :func:`write`."""
+    """Return whether :func:`write` wrote the package."""
     return bool(spec.origin) and _marked(Path(spec.origin or ""))
 
 
 def site() -> Path:
-    """Where this Python's packages are."""
+    """Return the directory of this Python's packages."""
     return Path(sysconfig.get_path("purelib"))
 
 
 def write(folder: Path) -> list[Path]:
-    """Write the packages and the hook; again replaces them.
+    """Write the packages and the hook, replacing earlier ones. Return the written files.
 
     Raises:
-        UsageError: another package of that name is there, or the directory cannot be written.
+        UsageError: another package with that name exists, or the directory cannot be written.
     """
     for package in PACKAGES:
         if (folder / package).exists() and not _marked(folder / package / "__init__.py"):
@@ -72,10 +72,10 @@ def write(folder: Path) -> list[Path]:
 
 
 def remove(folder: Path) -> list[Path]:
-    """Remove what :func:`write` made; returns what was there.
+    """Remove the files of :func:`write`. Return the paths that existed.
 
     Raises:
-        UsageError: it cannot be removed.
+        UsageError: they cannot be removed.
     """
     gone = []
     try:

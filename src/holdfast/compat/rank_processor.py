@@ -1,16 +1,16 @@
-"""One rank's side of ``mindio_ttp``: a thread that hears the controller while the training hangs, and calls handlers.
+"""One rank's side of ``mindio_ttp``: a thread that receives the controller's orders while the training hangs.
 
-Theory. The training thread passes a gate before each update and reports when it is done. Once the controller says stop,
-the gate stays shut, so what the handlers save from this thread cannot change under them: the thread first waits until
-an update that has begun is complete.
+Theory. The training thread passes a gate before each update and reports when the update is done. Once the controller
+orders a stop, the gate stays shut. The thread of this module then waits until an update that has begun is complete,
+before it calls a handler. So the state that the handlers save cannot change meanwhile.
 
 Invariants:
 1. After :class:`Stood` was sent no update begins, except up to a step that the controller names.
-2. The save handler runs only while no update is under way and none can begin, with the step that was told and the
-   arguments that belong to it (:mod:`holdfast.compat.step_state`).
+2. The save handler runs only while no update is in progress and none can begin. It gets the ordered step and the
+   arguments that belong to that step (:mod:`holdfast.compat.step_state`).
 3. A stopped process ends: by the controller's order, or because the controller is lost.
-4. SIGTERM, where the script has no handler of its own for it, is a fault like any other, and ends the process after the
-   dying checkpoint: torchrun sends it to the living as soon as one worker has died, which is while they write.
+4. SIGTERM, if the script has no handler for it, is a fault like any other, and ends the process after the dying
+   checkpoint. torchrun sends it to the living workers as soon as one has died, which is while they write.
 """
 
 from __future__ import annotations
@@ -47,23 +47,25 @@ from holdfast.compat.dying_checkpoint import (
 from holdfast.compat.endpoint import LINES, LOG_NAME, LOG_VARIABLE, ROLE, Message, make_token, token
 from holdfast.compat.step_state import StepState
 from holdfast.errors import AuthError, GroupError, ProtocolError, UsageError
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.service_names import TTP
 from holdfast.runtime.node.rundir import open_log
+from holdfast.sealing import Secret
 from holdfast.session.exit_requests import ExitWatch
 
 log = logging.getLogger("holdfast")
 
 CONNECT_S = 60.0
-UPDATE_S = STAND_S - 1  # for the update that is under way: the controller waits a little longer
+UPDATE_S = STAND_S - 1  # for the update in progress: the controller waits a little longer
 RETRY_S = 0.05
 
 
 def start_controller(host: str, port: int, world_size: int) -> int:
-    """Start the controller's process, which outlives this one; returns its pid.
+    """Start the controller's process, which outlives this one. Return its pid.
 
     Raises:
-        UsageError: the address is seen by other machines and there is no secret, or the log cannot be written.
+        UsageError: other machines can reach the address and there is no secret, or the log cannot be written.
     """
     logged = os.environ.get(LOG_VARIABLE, LOG_NAME)
     try:
@@ -82,7 +84,7 @@ def start_controller(host: str, port: int, world_size: int) -> int:
         str(secret),
         logged,
     ]
-    # No Popen: nobody waits for this process, which ends after all ranks.
+    # No Popen: no process waits for this one, which ends after all ranks.
     null = os.open(os.devnull, os.O_RDWR)
     try:
         return os.posix_spawn(
@@ -94,18 +96,18 @@ def start_controller(host: str, port: int, world_size: int) -> int:
 
 
 def end_by_sigterm() -> None:
-    """End as SIGTERM ends a process that has no handler for it; from any thread, where Python changes none."""
+    """End this process as SIGTERM does without a handler; Python can set handlers only in the main thread."""
     ctypes.CDLL(None).signal(int(signal.SIGTERM), ctypes.c_void_p(int(signal.SIG_DFL)))
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Processor:
-    """See the module.
+    """The side of one rank, see the module.
 
     Args:
-        rank, world_size: place of this process.
-        call: calls the registered handler of a name with what belongs to the order.
-        standing: which step this rank's state is of.
+        rank, world_size: of this process.
+        call: calls the registered handler of a name with the arguments for the order.
+        standing: the step of this rank's state.
     """
 
     def __init__(
@@ -116,14 +118,14 @@ class Processor:
         self._standing = standing
         self._call = call
         self._changed = threading.Condition()
-        self._torn = False  # a state that is not whole was left by an exception
-        self._limit: int | None = None  # None: no limit; no update beyond this step begins
+        self._torn = False  # an exception has left a state that is not whole
+        self._limit: int | None = None  # no update beyond this step begins; None: no limit
         self._reported = False
         self._left = False
-        self._deaf = False  # the controller is lost, and no fault had stopped the job
+        self._deaf = False  # the controller is lost, and the job was not stopped before
         self._ending = False  # SIGTERM has come
         self._channel: BlockingChannel[Message] | None = None
-        # As long as the controller waits for a save. A launcher that waits less (torchrun: 30 s) sends SIGKILL.
+        # Stays as long as the controller waits for a save. A launcher that waits less (torchrun: 30 s) sends SIGKILL.
         self._watch = ExitWatch(self._asked, None, SAVE_S, end_by_sigterm, signals=(signal.SIGTERM,))
         self._handler: object = signal.SIG_DFL
         self._thread: threading.Thread | None = None
@@ -131,7 +133,7 @@ class Processor:
     # ------------------------------------------------------------------ life
 
     def start(self, host: str, port: int) -> None:
-        """Connect, and listen in a thread.
+        """Connect, and receive orders in a thread.
 
         Raises:
             GroupError: no controller within ``CONNECT_S``.
@@ -139,10 +141,12 @@ class Processor:
         deadline_s = time.monotonic() + CONNECT_S
         while True:
             try:
-                self._channel = BlockingChannel.connect(LINES, host, port, token(host, port), TTP, ROLE)
+                self._channel = BlockingChannel.connect(
+                    LINES, Address(host, port), Secret(token(host, port)), TTP, ROLE
+                )
                 break
             except (OSError, AuthError, ProtocolError) as error:
-                # The one of the job before may still be there, with another secret.
+                # The controller of an earlier job may still be there, with another secret.
                 if time.monotonic() > deadline_s:
                     raise GroupError(f"no TTP controller at {host}:{port} within {CONNECT_S:g} s: {error}",
                                      hint="rank 0 starts it: tft_start_controller(...)") from error  # fmt: skip
@@ -151,14 +155,12 @@ class Processor:
         self._thread = threading.Thread(target=self._listen, name="holdfast-ttp", daemon=True)
         self._thread.start()
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            with (
-                self._changed
-            ):  # a signal may come at once: it is judged by the handler that is installed here
+            with self._changed:  # a signal may come at once: _asked() waits for _handler
                 self._watch.start()
                 self._handler = signal.getsignal(signal.SIGTERM)
 
     def close(self) -> None:
-        """The training is over. Does not return while a dying checkpoint is made: this rank may be writing it."""
+        """End this side after the training, once a dying checkpoint in progress, which it may be writing, is done."""
         with self._changed:
             if self._left:
                 return
@@ -173,11 +175,11 @@ class Processor:
     # ------------------------------------------------------------------ the training thread
 
     def hold(self, groups: tuple[ShardGroup, ...]) -> None:
-        """Who holds what this rank holds."""
+        """Report which ranks hold the same state as this rank."""
         self._tell(Replicas(rank=self.rank, groups=groups))
 
     def begin_update(self) -> None:
-        """Before weights change; once the job is being stopped it does not return."""
+        """Pass the gate before weights change. Never returns once the job is being stopped."""
         with self._changed:
             while self._limit is not None and (self._standing.open or self._standing.step >= self._limit):
                 self._changed.wait()
@@ -189,13 +191,13 @@ class Processor:
             )
 
     def end_update(self, step: int) -> None:
-        """Weights are those of ``step``."""
+        """Record that an update has ended, after which the weights are those of ``step``."""
         with self._changed:
             self._standing.end(step)
             self._changed.notify_all()
 
     def give(self, arguments: Any) -> None:
-        """Arguments of the save handler; once the job is being stopped those of a whole state stay as they are."""
+        """Set the arguments of the save handler. While the job is being stopped, keep those of a whole state."""
         with self._changed:
             while (
                 self._limit is not None
@@ -207,7 +209,7 @@ class Processor:
             self._changed.notify_all()
 
     def fault(self, what: str) -> None:
-        """The training thread fell over an exception."""
+        """Report that an exception has ended the training."""
         with self._changed:
             if self._reported or self._left:
                 return
@@ -216,7 +218,7 @@ class Processor:
         self._tell(Faulted(rank=self.rank, what=what[:TEXT_SIZE_MAX]))
 
     def wait_end(self) -> None:
-        """Wait until the exit handler ends the process; returns when there is nobody to decide."""
+        """Wait until the exit handler ends the process. Return only if the controller is lost."""
         while self._thread is not None and self._thread.is_alive():
             self._thread.join(RETRY_S)
 
@@ -225,7 +227,7 @@ class Processor:
     def _asked(self, source: str) -> None:
         with self._changed:
             if signal.getsignal(signal.SIGTERM) != self._handler:
-                return  # the script has set its own meanwhile
+                return  # the script has set its own handler meanwhile
             self._ending = held = not self._left and not self._deaf
         if held:
             log.warning("holdfast: %s: rank %d leaves after the dying checkpoint", source, self.rank)
@@ -246,7 +248,7 @@ class Processor:
             except (OSError, ProtocolError) as error:
                 if self._left:
                     return
-                if self._limit is not None:  # a fault has stopped the job, and nobody is left to decide
+                if self._limit is not None:  # the job was stopped by a fault, and has no controller now
                     self._exit(
                         LeaveOrder(
                             step=self._standing.step,
@@ -291,7 +293,7 @@ class Processor:
         with self._changed:
             moved = not self._standing.whole or self._standing.step != order.step
             if not moved:
-                self._limit = order.step  # it may have been told to come up to a later one
+                self._limit = order.step  # the limit may have been a later step
         why = f"it stands at step {self._standing.step}" if moved else self._try("save", order)
         self._tell(Saved(rank=self.rank, step=order.step, why=why))
 
@@ -308,7 +310,7 @@ class Processor:
         os._exit(1)
 
     def _try(self, name: str, order: Message) -> str:
-        """Call a handler; what it raised, as text."""
+        """Call a handler. Return its exception as text; empty: it raised none."""
         try:
             self._call(name, order)
         except Exception as error:

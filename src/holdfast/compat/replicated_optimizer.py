@@ -1,9 +1,9 @@
-"""``ReplicatedOptimizer`` of the Megatron chapter: Megatron-core's distributed optimizer, with every shard held twice.
+"""``ReplicatedOptimizer`` for Megatron scripts: Megatron-core's distributed optimizer, with every shard held twice.
 
-The chapter puts it in the place of ``DistributedOptimizer``, so that the optimizer's state survives the death of a
-rank. Megatron-core has what that needs: ``num_distributed_optimizer_instances=2`` cuts the state over half the
-data-parallel ranks, and the other half holds the same shards. The class makes sure of it, and counts the updates for
-``ttp_end_updating_os(self.current_step)``. Megatron is looked for when the first one is built, not when it is imported.
+The documents of ``mindio_ttp`` for Megatron use it instead of ``DistributedOptimizer``, so that the optimizer's state
+survives the death of a rank. Megatron-core has the means: ``num_distributed_optimizer_instances=2`` cuts the state over
+half the data-parallel ranks, and the other half holds the same shards. This class checks that setting, and counts the
+updates for ``ttp_end_updating_os(self.current_step)``. Megatron is imported when the first optimizer is built.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _INSTANCES = "num_distributed_optimizer_instances"
 
 
 class ReplicatedOptimizer:
-    """Megatron-core's ``DistributedOptimizer``, refused where a shard of its state would have one holder.
+    """Megatron-core's ``DistributedOptimizer``, refused if a shard of its state would have only one holder.
 
-    Takes the arguments of Megatron-core's class; an instance is one of that class, too.
+    Takes the arguments of Megatron-core's class, of which each instance is one, too.
 
     Raises:
         UnsupportedError: no Megatron-core, or a shard with one holder.
@@ -33,7 +33,7 @@ class ReplicatedOptimizer:
     """
 
     current_step: int
-    """Updates made, as counted by :meth:`increase_step`; a script that loads a checkpoint sets it."""
+    """Number of updates, as counted by :meth:`increase_step`; a script that loads a checkpoint sets it."""
 
     def __new__(cls, *arguments: Any, **more: Any) -> ReplicatedOptimizer:
         made: ReplicatedOptimizer = object.__new__(_over_megatron() if cls is ReplicatedOptimizer else cls)
@@ -52,13 +52,13 @@ class ReplicatedOptimizer:
         self.current_step = 0
 
     def increase_step(self) -> None:
-        """Count one update; the chapter calls it after ``self.optimizer.step()``."""
+        """Count one update; a script calls it after ``self.optimizer.step()``."""
         self.current_step += 1
 
 
 @cache
 def _over_megatron() -> type[ReplicatedOptimizer]:
-    """The class over that of the Megatron in this environment. Raises: UnsupportedError: there is none."""
+    """Return the class derived from this environment's Megatron-core. Raises: UnsupportedError: there is none."""
     try:
         base = importlib.import_module(_CORE).DistributedOptimizer
     except ImportError as error:

@@ -1,11 +1,11 @@
-"""Which step the state of a rank is of, and the arguments of the save handler that belong to that step.
+"""The step of a rank's state, and the arguments of the save handler that belong to that step.
 
-Theory. A Megatron script reports the end of an update inside its optimizer, and gives the arguments (iterations done,
-model, optimizer, schedule) later, in its loop: between the two calls the weights are those of the next step, and the
+Theory. A Megatron script reports the end of an update inside its optimizer. It gives the arguments (iterations done,
+model, optimizer, schedule) later, in its loop. Between the two calls the weights are those of the next step, and the
 count and the schedule those of the last one. So a state is *whole* only when both calls were made since the update
-began, in either order, and its number is the count of iterations that the arguments begin with. MindSpore gives one
-live object once, and a script may give none to handlers that need none: nothing is to be bound then, and a state is
-whole when its update has ended.
+began, in either order. Its number is the iteration count with which the arguments begin. MindSpore gives one live
+object once, and a script may give none to handlers that need none. Then arguments do not belong to single steps, and a
+state is whole when its update has ended.
 
 Invariants:
 1. ``step`` and ``arguments`` change together, when a state becomes whole.
@@ -18,40 +18,40 @@ from typing import Any
 
 
 class StepState:
-    """See the module. Pure: the caller guards it with its own lock.
+    """The step of a rank's state, see the module. Pure: the caller guards it with its own lock.
 
     Args:
-        bound: each state has arguments of its own. Without: until some are given that begin with a count.
+        bound: each state has its own arguments. If False, this holds once arguments are given that begin with a count.
 
     Example:
-        standing = Standing(bound=True)
-        standing.begin()
-        standing.end(1)                          # not whole: the arguments are those of step 0
-        standing.give((1, model))                # whole, step 1
+        state = StepState(bound=True)
+        state.begin()
+        state.end(1)                          # not whole: the arguments are those of step 0
+        state.give((1, model))                # whole, step 1
     """
 
     def __init__(self, bound: bool) -> None:
         self.step = 0
-        """Of the last whole state; 0: none in this process."""
+        """Step of the last whole state; 0: none in this process."""
         self.arguments: Any = None
-        """That belong to :attr:`step`; before the first whole state: those that were given."""
+        """Arguments that belong to :attr:`step`; before the first whole state the newest ones."""
         self.updating = False
         self._bound = bound
-        self._ended: int | None = None  # an update ended with this number, and its arguments are not there
+        self._ended: int | None = None  # number of an ended update whose arguments are missing
         self._given: Any = None
-        self._any = False  # arguments were given, ever
-        self._fresh = False  # and since the last update began
-        self._told = False  # that they were not
+        self._any = False  # arguments were given at least once
+        self._fresh = False  # arguments were given since the last update began
+        self._told = False  # missing arguments were reported
         self._wrong = ""  # why the arguments of the last state cannot be its own
 
     @property
     def whole(self) -> bool:
-        """Weights, arguments and number belong together."""
+        """True if weights, arguments and step number belong to the same step."""
         return not self.why
 
     @property
     def why(self) -> str:
-        """Why the state is not whole; empty: it is."""
+        """The reason why the state is not whole; empty: it is whole."""
         if self.updating:
             return "its update was not completed"
         if self._ended is not None:
@@ -60,20 +60,20 @@ class StepState:
 
     @property
     def open(self) -> bool:
-        """An update has ended, and its arguments are still to come."""
+        """True if an update has ended whose arguments are still to come."""
         return self._ended is not None and not self.updating
 
     def begin(self) -> bool:
-        """Weights are about to change; returns, once, whether the last state was left without its arguments."""
+        """Record that weights are about to change. Return True, once, if the last state lacks its arguments."""
         forgotten = self.open and self._any and not self._told
         self._told = self._told or forgotten
         if self.open and not self._any:
-            self._bound = False  # the handlers of this script take none
+            self._bound = False  # the handlers of this script take no arguments
         self.updating, self._fresh, self._ended = True, False, None
         return forgotten
 
     def end(self, step: int) -> None:
-        """Weights are those of ``step``, as the script counts updates."""
+        """Record the end of an update, after which the weights are those of ``step``, as the script counts updates."""
         self.updating = False
         if self._bound and not self._fresh:
             self._ended = step
@@ -81,7 +81,7 @@ class StepState:
             self._complete(step, self.step + 1)
 
     def give(self, arguments: Any) -> None:
-        """The script's arguments for the save handler."""
+        """Set the script's arguments for the save handler."""
         self._given, self._fresh, self._any = arguments, True, True
         self._bound = self._bound or _count(arguments) is not None
         if self.updating:
@@ -94,7 +94,7 @@ class StepState:
             self.arguments = arguments
 
     def moves(self, arguments: Any) -> bool:
-        """These arguments would give a whole state another number or other arguments."""
+        """Return whether these arguments would replace those of a whole state."""
         return bool(self.step) and self.whole and self._bound and arguments is not self.arguments
 
     def _complete(self, updates: int, least: int) -> None:
@@ -107,6 +107,6 @@ class StepState:
 
 
 def _count(arguments: Any) -> int | None:
-    """Iterations done, which the arguments of a Megatron script begin with."""
+    """Return the iterations done, with which the arguments of a Megatron script begin; None: there is no count."""
     first = arguments[0] if isinstance(arguments, tuple | list) and arguments else None
     return first if isinstance(first, int) and not isinstance(first, bool) else None

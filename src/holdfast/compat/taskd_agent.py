@@ -1,8 +1,8 @@
-"""``taskd.api.taskd_agent_api``: what msrun hands its loop to, with ``MS_ENABLE_TFT`` holding ``RSC:1``.
+"""``taskd.api.taskd_agent_api``: the agent to which msrun hands its loop if ``MS_ENABLE_TFT`` holds ``RSC:1``.
 
-msrun registers four functions (start all, start some, kill, monitor). A worker that ends badly makes all of them start
-again under the same msrun and scheduler: MindSpore's own group cannot take one back. With ``TTP:1`` the others first
-have the time to write the dying checkpoint.
+msrun registers four functions (start all, start some, kill, monitor). If a worker fails, the agent starts all workers
+again under the same msrun and scheduler, because MindSpore's own group cannot take back one worker. With ``TTP:1`` the
+other workers first have time to write the dying checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RESTARTS_MAX = 16
 WINDOW_S = 3600.0
 POLL_S = 0.1
 DUMP_S = 60.0
-"""How long workers may take to write the dying checkpoint and leave, where that is switched on."""
+"""Limit of the time in which workers write the dying checkpoint and leave, if that is switched on."""
 ALL = [-1]
 NAMES = ("START_ALL_WORKER", "MONITOR", "KILL_WORKER")
 
@@ -34,23 +34,23 @@ _functions: dict[str, Callable[..., Any]] = {}
 
 
 def init_taskd_agent(config: Mapping[str, Any] | None = None, cls: Any = None) -> bool:
-    """msrun asks whether it may hand over: only where a restart was asked for; ``TTP:1`` alone ends the job."""
+    """Return whether msrun may hand over its loop: only if a restart was asked for (``TTP:1`` alone ends the job)."""
     configure_logging()
     _functions.clear()
     return "RSC:1" in os.environ.get(TFT_VARIABLE, "")
 
 
 def register_func(operator: str, func: Callable[..., Any]) -> bool:
-    """One of msrun's functions, by name."""
+    """Register one of msrun's functions under its name."""
     _functions[operator] = func
     return True
 
 
 def start_taskd_agent() -> None:
-    """Start the workers, and start all of them again when one ends badly, until all have ended well or it is too much.
+    """Start the workers, and start all again when one fails, until all have ended well or the limit is reached.
 
     Raises:
-        UsageError: msrun registered not what is needed, or a limit that is no number.
+        UsageError: msrun did not register the needed functions, or the limit is no number.
     """
     missing = [name for name in NAMES if name not in _functions]
     if missing:
@@ -67,7 +67,7 @@ def start_taskd_agent() -> None:
 
 
 class _Agent:
-    """The loop."""
+    """The loop that watches and restarts the workers."""
 
     def __init__(self, functions: Mapping[str, Callable[..., Any]], restarts_max: int, dumps: bool) -> None:
         self._functions = functions
@@ -86,7 +86,7 @@ class _Agent:
             time.sleep(POLL_S)
 
     def _look(self) -> tuple[dict[int, Any], list[int]]:
-        """Global ranks that ended badly (with their status), and those that run."""
+        """Return the global ranks that have failed, with their status, and those that run."""
         states = self._functions["MONITOR"](ALL).values()
         failed = {int(s["global_rank"]): s["status"] for s in states if s["status"] not in (None, 0)}
         return failed, [int(s["global_rank"]) for s in states if s["status"] is None]

@@ -90,7 +90,7 @@ class Controller:
     def __init__(self, config: Config, past: ReplayedState, uncovered: Uncovered) -> None:
         self.job = Job(config, past, uncovered)
         self.recovery = Recovery(self.job)
-        self.ending = Shutdown(self.job)
+        self.ending = Shutdown(self.job, self.recovery)
         self.fleet = NodeTracker(self.job, self.recovery, self.ending, past)
         self.departures = Departures(self.job, self.fleet, self.recovery, self.ending)
         self.hangs = Hangs(self.job, self.recovery)
@@ -132,7 +132,7 @@ class Controller:
             case ProgressResumed():
                 self.hangs.moved(now, event)
             case Active():
-                self.recovery.active(now, event)
+                self.recovery.awaited.active(now, event)
             case Evidence():
                 self.hangs.evidence(now, event)
             case StepTimes():
@@ -160,7 +160,7 @@ class Controller:
                 self.fleet.worker_hello(now, event)
             case _:
                 self._from_worker(now, event)
-        if self.recovery.phase in ("idle", "starting", "resuming"):
+        if self.recovery.rules.trains:
             self.ending.release()
         return self.job.take()
 
@@ -240,8 +240,7 @@ class Controller:
                 self.departures.holding(now, event)
             case StepReached():
                 self._begun(now, member)
-                member.reached = True
-                member.state, member.step = "ready", event.step
+                member.commit(event.step)
                 self.recovery.progress(now)
 
     def _session_opened(self, now: float, member: Member, event: SessionOpened) -> None:
@@ -251,7 +250,7 @@ class Controller:
         job.root = event.root or job.root
         member.opened_step = event.step
         member.live = event.live
-        member.state, member.step = "ready", event.step
+        member.report("ready", event.step)
         self.ending.remind(member)
         self.recovery.opened(now)
         # Until now the job had no session, and an exit with code 0 was no fault.

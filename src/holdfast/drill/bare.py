@@ -1,8 +1,8 @@
-"""The bare twin of ``train.py``: the same training in plain torch.
+"""The twin of ``train.py`` without Holdfast: the same training in plain torch.
 
-It shares the documented seed functions (random numbers of a step are a function of seed, rank and step, those of a
-sample of seed, epoch and index) and nothing else of Holdfast: no session, no vote, torch's own process groups. Its
-digest must equal that of the session's run.
+It shares only the documented seed functions with Holdfast: the random numbers of a step are a function of seed, rank
+and step, those of a sample of seed, epoch and index. It has no session and no vote, and uses torch's own process
+groups. Its digest must equal that of the session's run.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class SeededWindows(Dataset[Pair]):
         self.epoch = 0
 
     def __getitem__(self, index: int) -> Pair:
-        """The sample, the same in whichever process loads it."""
+        """Return the sample, which is the same in every process that loads it."""
         seed_all(sample_seed(self.seed, self.epoch, index))
         return self.inner[index]
 
 
 def batches(parts: DrillTraining, steps: int, seed: int) -> Iterator[tuple[int, list[Tensor]]]:
-    """Step numbers and batches over as many epochs as ``steps`` needs."""
+    """Yield step numbers and batches over as many epochs as ``steps`` needs."""
     plain = parts.loader
     data = SeededWindows(plain.dataset, seed)
     loader = DataLoader(
@@ -68,7 +68,7 @@ def batches(parts: DrillTraining, steps: int, seed: int) -> Iterator[tuple[int, 
 
 
 def main() -> None:
-    """Train, then write what this rank holds."""
+    """Train, then write the digests of this rank's state."""
     settings = parse()
     world_size = workers()
     if world_size > 1:
@@ -91,7 +91,7 @@ def main() -> None:
     if settings.result is not None:
         write_result(result_of(parts, settings, world_size, loss), settings.result)
     # No destructors: ~ProcessGroupGloo holds the GIL and waits for gloo's loop, which may hold its lock and want the
-    # GIL to free the last collective's tensors (seen on torch 2.13: the process hangs for ever).
+    # GIL to free the last collective's tensors (seen on torch 2.13: the process hangs forever).
     sys.stdout.flush()
     os._exit(0)
 

@@ -1,7 +1,7 @@
 """Real text that every machine has: the Python sources of the running interpreter's standard library.
 
-The order is that of the relative paths, so two processes of one interpreter always read the same bytes; no file of
-ours and nothing from the network is needed.
+The order is that of the relative paths, so two processes of one interpreter always read the same bytes. Neither files
+of Holdfast nor the network are needed.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ EXCLUDED = frozenset({"site-packages", "dist-packages", "test", "tests", "idleli
 
 
 def sources(root: Path) -> list[Path]:
-    """All ``.py`` files below ``root`` in the order of their relative paths, tests and installed packages left out."""
+    """Return all ``.py`` files below ``root`` by relative path, without tests and installed packages."""
     found: list[tuple[str, ...]] = []
     for place, directories, files in os.walk(root):
-        directories[:] = set(directories) - EXCLUDED  # installed packages are many: not even looked at
+        directories[:] = set(directories) - EXCLUDED  # installed packages are many: they are not even listed
         parts = Path(place).relative_to(root).parts
         found += [(*parts, name) for name in files if name.endswith(".py")]
     return [root.joinpath(*parts) for parts in sorted(found)]
 
 
 def load(size_bytes: int, root: Path | None = None) -> npt.NDArray[np.uint8]:
-    """The first ``size_bytes`` bytes of the sources as a vector of uint8, shape ``(size_bytes,)``.
+    """Return the first ``size_bytes`` bytes of the sources as a vector of uint8, shape ``(size_bytes,)``.
 
     Raises:
         UserError: the interpreter has fewer bytes of sources than that (a zipped or stripped installation).

@@ -1,7 +1,7 @@
-"""One number for everything that a run ended with.
+"""One digest of everything that a run ended with.
 
-The drill's own script leaves a file per rank with digests of what is in that rank's memory. For any other script the
-final checkpoint counts: every tensor in it, read back whole, so that the way it was cut into files does not matter.
+The drill's own script writes a file per rank with digests of that rank's memory. For any other script the final
+checkpoint is compared: every tensor in it is read whole, so that its division into files has no effect.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ COMPARED = ("rank", "world_size", "steps", "parameters", "optimizer", "buffers",
 
 
 STATE = COMPARED[:-1]
-"""Without the last loss: a run that found the training done has none."""
+"""The compared fields without the last loss: a run that found the training done has none."""
 
 
 def digest_of_results(directory: Path, world_size: int, compared: Sequence[str] = COMPARED) -> str:
-    """Combined digest of the files that the ranks of the drill's script wrote; empty when one is missing."""
+    """Return the combined digest of the files that the ranks of the drill's script wrote; empty if one is missing."""
     total = xxhash.xxh3_128()
     for rank in range(world_size):
         path = directory / f"rank-{rank:05d}.json"
@@ -36,7 +36,10 @@ def digest_of_results(directory: Path, world_size: int, compared: Sequence[str] 
 
 
 def comparable(directory: Path, world_size: int) -> tuple[str, ...]:
-    """What such a run can be compared by: a rank that was lost in the last save is replaced by one without a loss."""
+    """Return the fields by which a disturbed run can be compared.
+
+    A rank that was lost in the last save is replaced by one without a loss; then the loss is left out.
+    """
     for rank in range(world_size):
         path = directory / f"rank-{rank:05d}.json"
         if path.exists() and json.loads(path.read_text())["loss"] is None:
@@ -45,10 +48,10 @@ def comparable(directory: Path, world_size: int) -> tuple[str, ...]:
 
 
 def digest_of_checkpoint(root: Path, run: str | None, step: int) -> str:
-    """Digest over names, types, shapes and bytes of all tensors of the checkpoint that a run left at ``step``.
+    """Return a digest of names, types, shapes and bytes of all tensors of the checkpoint that a run left at ``step``.
 
     Args:
-        run: its ``RunSettings.saves_as``; None: of whatever run.
+        run: its ``RunSettings.saves_as``; None: of any run.
 
     Raises:
         NothingToResume: there is none.

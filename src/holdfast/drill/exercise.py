@@ -23,12 +23,15 @@ from holdfast.runtime.node.run_settings import RunSettings
 MODULE = "holdfast.drill.train"
 LAYOUTS = ("ddp", "hsdp", "fsdp", "tp", "pp", "pp-tp")
 NPROC_STEP = {"hsdp": 2, "tp": 2, "pp": 2, "pp-tp": 4}
-"""The number of workers is a multiple of it."""
+"""By layout, the number that must divide the number of workers."""
 
 
 @dataclass(frozen=True)
 class Exercise:
-    """What to train. ``results``: the script takes ``--result DIR`` and writes one digest file per rank there."""
+    """The training of a drill.
+
+    ``results``: the script takes ``--result DIR`` and writes one digest file per rank there.
+    """
 
     command: tuple[str, ...]
     nproc: int
@@ -38,7 +41,7 @@ class Exercise:
     def builtin(
         *, nproc: int, size: str, layout: str, steps: int, save_every: int = 0, flags: Sequence[str] = ()
     ) -> Exercise:
-        """The drill's own script; ``flags`` of ``holdfast run``."""
+        """Return the drill's own training; ``flags`` are of ``holdfast run``."""
         step = NPROC_STEP.get(layout, 1)
         least = 2 * step if layout == "hsdp" else step
         if nproc % step or nproc < least:
@@ -53,9 +56,9 @@ class Exercise:
 
 
 def small(layout: str, steps: int, save_every: int, nproc: int, flags: Sequence[str] = ()) -> Exercise:
-    """The tiny model on ``nproc`` workers, or as many as the layout needs to have copies.
+    """Return the tiny model on ``nproc`` workers, or on as many as the layout needs for copies of its state.
 
-    A lost shard of a layout without copies is kept in memory, with the gradients since.
+    In a layout without copies, each shard is kept in shared memory, with the later gradients.
     """
     memory = ("--memory-every", "5") if layout == "fsdp" else ()
     nproc = max(nproc, 2 * NPROC_STEP.get(layout, 1))
@@ -65,8 +68,9 @@ def small(layout: str, steps: int, save_every: int, nproc: int, flags: Sequence[
 
 
 class DrillVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What a drill found. ``digest`` is the undisturbed run's; ``missed`` are faults that were never injected;
-    ``last_words``: of a run that did not end well."""
+    """The result of a drill. ``digest``: of the undisturbed run; ``missed``: faults that were never injected;
+    ``last_words``: the last log lines of a run that did not end well.
+    """
 
     identical: bool
     steps_lost: int
@@ -88,14 +92,16 @@ class DrillVerdict(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def passed(self) -> bool:
-        """Nothing was lost, nothing of ours was broken, and every fault was really injected."""
+        """True if nothing was lost, no part of Holdfast broke, and every fault was injected."""
         right = self.identical and self.steps_lost == 0 and self.code == Exit.OK
         return right and not self.missed and not self.reason
 
 
 def require_torch() -> None:
-    """Raises:
-    UnsupportedError: torch is not installed.
+    """Refuse to run without torch.
+
+    Raises:
+        UnsupportedError: torch is not installed.
     """
     if importlib.util.find_spec("torch") is None:
         raise UnsupportedError(
@@ -104,7 +110,7 @@ def require_torch() -> None:
 
 
 class Drill:
-    """Runs below one directory, which is made.
+    """The runs of one drill, below one directory, which is made.
 
     Args:
         base: the directory.
@@ -122,10 +128,10 @@ class Drill:
         self._digest = ""
 
     def undisturbed(self) -> Outcome:
-        """The run without faults, made once.
+        """Return the outcome of the run without faults; the first call makes the run.
 
         Raises:
-            ScriptError: it did not end well: a drill would prove nothing.
+            ScriptError: it did not end well, so a drill would prove nothing.
             UsageError: the directory cannot be made.
         """
         if self._reference is None:
@@ -147,7 +153,7 @@ class Drill:
             ) from error
 
     def plan(self, specs: Sequence[FaultSpec]) -> list[InjectedFault]:
-        """The faults to inject; without any ``--fault``, the kill of a random rank at a random step."""
+        """Return the faults to inject; without any ``--fault``, the kill of a random rank at a random step."""
         steps = self.undisturbed().step
         if not specs:
             step = random.Random(self.seed).randrange(steps // 4, max(steps // 4 + 1, steps * 3 // 4))
@@ -155,7 +161,7 @@ class Drill:
         return expand(specs, world_size=self.exercise.nproc, steps=steps, seed=self.seed)
 
     def disturbed(self, name: str, faults: Sequence[InjectedFault]) -> DrillVerdict:
-        """A run with ``faults``, compared with the undisturbed one."""
+        """Run with ``faults``, and return the comparison with the undisturbed run."""
         reference = self.undisturbed()
         outcome = self._run(name, faults)
         reason = "; ".join(broken(outcome.events))

@@ -1,4 +1,4 @@
-"""A failed run in its own words: whoever reads the verdict elsewhere, in CI, does not have the files."""
+"""Excerpts from the logs of a failed run, for a reader of the verdict (in CI) without access to the files."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ LINES_READ_MAX = 400
 LINE_LENGTH_MAX = 200
 TRACEBACK = "Traceback (most recent call last):"
 OWN_DOING = ("exception", "exit")
-"""Kinds of faults of which the log of the rank says why, the most telling one first."""
+"""Kinds of faults whose cause is in the log of the rank, the most informative one first."""
 
 
 class Excerpt(msgspec.Struct, frozen=True):
-    """The end of one file, at most ``LINES_MAX`` lines: from its last traceback on, else its last lines."""
+    """The end of one file, at most ``LINES_MAX`` lines: from its last traceback on, or otherwise its last lines."""
 
     path: str
     lines: list[str]
 
     @staticmethod
     def of(path: Path) -> Excerpt:
-        """Of a log; without lines when there is none."""
+        """Return the excerpt of a log; without lines if there is no log."""
         found = [line[:LINE_LENGTH_MAX] for line in last_lines(path, LINES_READ_MAX)]
         begin = max(
             (at for at, line in enumerate(found) if TRACEBACK in line), default=len(found) - LINES_MAX
@@ -40,12 +40,12 @@ class Excerpt(msgspec.Struct, frozen=True):
 
 
 def launcher_log(directory: Path) -> Path:
-    """What the launcher of the run in ``directory`` printed."""
+    """Return the file with the output of the launcher of the run in ``directory``."""
     return directory.with_suffix(".log")
 
 
 def last_words(directory: Path) -> list[Excerpt]:
-    """The end of what the launcher printed, and of the log of the rank that failed first, where one did by itself."""
+    """Return the end of the launcher's output, and of the log of the rank whose own error was the first fault."""
     logs = [launcher_log(directory)]
     if (directory / SETTINGS_FILE).exists():
         run = RunDir(directory)
@@ -56,7 +56,7 @@ def last_words(directory: Path) -> list[Excerpt]:
 
 
 def failed_first(events: Iterable[event_log.Event]) -> tuple[int, int] | None:
-    """Attempt and rank of the first fault after the last recovery that its rank is the reason of."""
+    """Return attempt and rank of the first fault since the last recovery that the rank caused itself."""
     attempt, faults = 0, list[tuple[str, int, int]]()
     for event in events:
         if event.kind == "generation_started" and not event.data["in_place"]:
@@ -69,7 +69,7 @@ def failed_first(events: Iterable[event_log.Event]) -> tuple[int, int] | None:
 
 
 def text(excerpts: Sequence[Excerpt]) -> str:
-    """Indented, each with the name of its file."""
+    """Return the excerpts indented, each with the name of its file."""
     return "\n".join(
         line for each in excerpts for line in (f"  {each.path}:", *(f"    {line}" for line in each.lines))
     )

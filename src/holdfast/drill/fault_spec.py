@@ -1,16 +1,20 @@
-"""What ``--fault`` says, as data (pure).
+"""The grammar of ``--fault``, and its faults as data (pure).
 
     KIND:rank=R@step=N[,phase=P]        one fault
     KIND:rank=R@every=N[,phase=P]       one after every N steps
     flip:rank=R@step=N[,of=optimizer]   one bit of a weight (or of the optimizer's state) changes
 
-KIND is ``kill`` (SIGKILL from outside), ``exception`` (an unhandled one in the training script) or ``exit``
-(``os._exit(1)``); or a hang: ``stop`` (SIGSTOP from outside), ``loop`` (an endless loop in Python), ``gil`` (C code
-that never gives the GIL back), ``deadlock`` (a message that no other rank sends is waited for; drill model only) or
-``loader`` (the data loader never yields); or ``flip``: a bit in the memory of a rank that lives on (drill model only).
+KIND is a death, a hang or a flip:
+
+- deaths: ``kill`` (SIGKILL from outside), ``exception`` (an unhandled one in the training script), ``exit``
+  (``os._exit(1)``);
+- hangs: ``stop`` (SIGSTOP from outside), ``loop`` (an endless loop in Python), ``gil`` (C code that never releases the
+  GIL), ``deadlock`` (the rank waits for a message that no rank sends; drill model only), ``loader`` (the data loader
+  never yields);
+- ``flip``: a bit in the memory of a rank that continues to run (drill model only).
+
 R is a rank, ``random``, or several joined by ``+`` (hit at once). P is a phase of the step, or ``random``.
-A kill or stop without a phase comes at a random moment of the step, whatever the
-worker does then.
+A kill or stop without a phase comes at a random moment of the step.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ KINDS: tuple[Kind, ...] = (*DEATHS, *HANGS, *FLIPS)
 FROM_OUTSIDE = ("kill", "stop")
 PHASES = ("forward", "backward", "vote", "update", "commit", "save")
 STEP_PHASES = PHASES[:-1]
-"""Phases that every step has; ``save`` comes only where the script saves."""
+"""Phases that every step has; ``save`` comes only if the script saves."""
 MOMENT = "moment"
 """A random moment of the step, chosen by a delay and not by a phase."""
 DOUBT = "doubt"
@@ -43,7 +47,7 @@ EXAMPLE = "kill:rank=2@step=20"
 
 @dataclass(frozen=True)
 class FaultSpec:
-    """One ``--fault`` as typed. ``ranks`` is empty for a random one; ``phase`` is empty when none was given."""
+    """One ``--fault`` as typed. ``ranks`` is empty for a random one; ``phase`` is empty if none was given."""
 
     text: str
     kind: Kind
@@ -69,10 +73,10 @@ class InjectedFault:
 
 
 def parse_fault(text: str) -> FaultSpec:
-    """Read one ``--fault``.
+    """Return one ``--fault`` as data.
 
     Raises:
-        UsageError: it does not follow the grammar; names the part.
+        UsageError: it does not follow the grammar; the error names the part.
         UnsupportedError: a kind of fault that this version does not inject.
     """
     kind, _, rest = text.partition(":")
@@ -106,7 +110,7 @@ def parse_fault(text: str) -> FaultSpec:
 
 
 def check(spec: FaultSpec, *, world_size: int, steps: int | None) -> None:
-    """Refuse what can never come. ``steps``: of the run; None: not known yet.
+    """Refuse a fault that can never come. ``steps``: of the run; None: not known yet.
 
     Raises:
         UsageError: a rank or a step that the run does not have.
@@ -118,7 +122,7 @@ def check(spec: FaultSpec, *, world_size: int, steps: int | None) -> None:
 
 
 def expand(specs: Iterable[FaultSpec], *, world_size: int, steps: int, seed: int) -> list[InjectedFault]:
-    """The faults in the order of their steps; what is random is drawn from ``seed``.
+    """Return the faults to inject, in the order of their steps; random choices are drawn from ``seed``.
 
     Raises:
         UsageError: a rank or a step that the run does not have.

@@ -1,11 +1,11 @@
-"""The fault injector: a process of its own that kills, stops and traps workers of a run.
+"""The fault injector: a separate process that kills, stops and traps workers of a run.
 
-It shares nothing with the run but files: it reads the status pages and the event log, and sends SIGKILL or SIGSTOP. A
-fault at a named phase is a trap on the victim's page: the victim stops there (``hold``) until the signal comes from
-here, or raises, exits or hangs by itself. A fault at a random moment comes after a random
-delay, wherever the victim is then.
+It shares only files with the run: it reads the status pages and the event log, and sends SIGKILL or SIGSTOP. A
+fault at a named phase is a trap (an order on the victim's status page). When the victim reaches the phase, it waits for
+the signal of the injector (``hold``), or raises, exits or hangs on its own. A fault at a random moment comes after a
+random delay, in whatever phase the victim is then.
 
-What really happened is written as JSON lines: the moment (CLOCK_MONOTONIC), and the page of the victim after its death.
+Each fault that happened is written as a JSON line: its time (CLOCK_MONOTONIC), and the victim's page after its death.
 
 ``python -m holdfast.drill.inject RUN_DIRECTORY PLAN.json OUT.jsonl``
 """
@@ -38,7 +38,7 @@ DELAY_S = 0.06
 SPIN_S = 0.0001
 FREED_S_MAX = 2.0
 GONE_S_MAX = 1.0
-HANG_S_MAX = 100.0  # a hang is found, and the victim killed, within this
+HANG_S_MAX = 100.0  # a hang is found, and the victim killed, within this time
 ACTIONS: dict[Kind, TrapAction] = {
     "kill": TrapAction.HOLD,
     "exception": TrapAction.RAISE,
@@ -52,11 +52,11 @@ ACTIONS: dict[Kind, TrapAction] = {
     "flip-optimizer": TrapAction.FLIP_STATE,
 }
 SIGNALS: dict[Kind, signal.Signals] = {"stop": signal.SIGSTOP}
-"""What is sent from here; SIGKILL where nothing else is said."""
+"""Signals that the injector sends; SIGKILL for kinds that are not listed."""
 
 
 class InjectionPlan(msgspec.Struct, frozen=True):
-    """What to inject, in order; ``seed`` draws the delays."""
+    """The faults to inject, in order; ``seed`` draws the delays."""
 
     faults: tuple[InjectedFault, ...]
     seed: int
@@ -78,12 +78,13 @@ class Injected(msgspec.Struct, frozen=True):
     step: int
     committed_step: int
     moment_ns: int
-    freed_ns: int = 0  # the last survivor was out of its collectives; 0: one of them never said
+    freed_ns: int = 0  # when the last survivor had left its collectives; 0: a survivor did not report it
 
 
 class FaultInjector:
-    """Injects the faults of a plan one after the other, each after the run recovered from the one before (unless that
-    one was a flipped bit).
+    """The injector of the faults of a plan, one after the other.
+
+    Each fault waits for the run's recovery from the fault before, unless that was a flipped bit.
 
     Args:
         run: the run.
@@ -98,7 +99,7 @@ class FaultInjector:
         self._draw = random.Random(plan.seed)
 
     def work(self) -> None:
-        """Inject everything; returns early when the run ends."""
+        """Inject all faults; return early if the run ends."""
         for number, fault in enumerate(self.plan.faults):
             injected = self._inject(number, fault)
             if injected is None:
@@ -120,7 +121,7 @@ class FaultInjector:
         return any(event.t_mono > since_s for event in self.run.all_of("resumed"))
 
     def _wait_workers(self) -> dict[int, PageSeen] | None:
-        """All workers of the run, alive and beyond their start."""
+        """Return all workers of the run once they are alive and beyond their start; None if the run has ended."""
         while True:
             self.run.poll()
             if self.run.ended:
@@ -152,7 +153,10 @@ class FaultInjector:
         return None
 
     def _strike(self, page: Page, fault: InjectedFault, victims: list[PageSeen]) -> tuple[int, int] | None:
-        """Do it; ``(moment_ns, committed_step)``, or None when the victim was replaced before its turn came."""
+        """Inject one fault.
+
+        Return ``(moment_ns, committed_step)``, or None if the victim was replaced before the fault.
+        """
         if fault.phase == MOMENT:
             if not self._wait_step(page, fault.step, victims[0].pid):
                 return None
@@ -168,7 +172,7 @@ class FaultInjector:
             time.sleep(self._draw.uniform(0.0, HELD_S_MAX))
             return self._hit(fault.kind, victims)
         now_ns, committed = time.monotonic_ns(), self.run.committed_step()
-        # The worker sprang its trap when it entered the phase; we saw it a poll later.
+        # The worker sprang its trap when it entered the phase; the injector saw it a poll later.
         return (page[Word.ENTERED_NS] if page.state()[1].name.lower() == fault.phase else now_ns), committed
 
     def _strike_in_doubt(
@@ -176,8 +180,8 @@ class FaultInjector:
     ) -> tuple[int, int] | None:
         """Kill a rank that knows that the vote passed while another one, delayed, still waits in the vote.
 
-        The delay is a short SIGSTOP at a random moment of the vote, as a busy machine would cause it. When it did not
-        hit the moment, the step goes on and the next one is tried.
+        The delay is a short SIGSTOP at a random moment of the vote, as a busy machine would cause it. If it misses the
+        moment, the step continues and the next step is tried.
         """
         others = [seen for rank, seen in sorted(self.run.workers().items()) if rank != fault.ranks[0]]
         if not others or not self._wait_step(page, fault.step, victims[0].pid):
@@ -218,7 +222,7 @@ class FaultInjector:
         return alive(pid)
 
     def _hit(self, kind: Kind, victims: list[PageSeen]) -> tuple[int, int] | None:
-        """Send the signal; None when the first victim was gone already."""
+        """Send the signal; return None if the first victim was already gone."""
         committed = self.run.committed_step()
         moment_ns = time.monotonic_ns()
         for victim in victims:
@@ -263,7 +267,7 @@ class FaultInjector:
         )
 
     def _freed(self, survivors: list[Page], pids: list[int], limit_s: float) -> int:
-        """When the last survivor was out of its collective, or 0 when one of them ended without saying so."""
+        """Return the time in ns at which the last survivor left its collective; 0 if a survivor did not report it."""
         deadline_s = time.monotonic() + limit_s
         while time.monotonic() < deadline_s:
             moments = [page[Word.FREED_NS] for page in survivors]
@@ -276,7 +280,7 @@ class FaultInjector:
 
 
 def read_injected(path: Path) -> list[Injected]:
-    """What an injector has written so far."""
+    """Return the faults that an injector has written so far."""
     if not path.exists():
         return []
     lines = path.read_bytes().splitlines(keepends=True)
@@ -284,7 +288,7 @@ def read_injected(path: Path) -> list[Injected]:
 
 
 def main(argv: list[str]) -> None:
-    """Entry point: run directory, plan, output."""
+    """Run the injector; ``argv`` is run directory, plan, output."""
     directory, plan, out = (Path(argument) for argument in argv)
     FaultInjector(
         ObservedRun(directory), msgspec.json.decode(plan.read_bytes(), type=InjectionPlan), out

@@ -1,7 +1,7 @@
 """The byte-level GPT that the drill trains.
 
-It has on purpose what makes an exact recovery hard: dropout (random numbers in forward), BatchNorm (forward changes
-buffers), and enough parameters for several DDP buckets.
+It deliberately has features that make an exact recovery hard: dropout (random numbers in forward), BatchNorm (forward
+changes buffers), and enough parameters for several DDP buckets.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(DROPOUT)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Activations in and out, shape ``(batch, context, width)``."""
+        """Return the activations after the block; their shape in and out is ``(batch, context, width)``."""
         batch, context, width = x.shape
         q, k, v = self.qkv(self.norm_attention(x)).chunk(3, dim=-1)
         shape = (batch, context, self.heads, width // self.heads)
@@ -80,7 +80,7 @@ class Gpt(nn.Module):
         self.head = nn.Linear(size.width, VOCABULARY)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """``tokens`` and ``targets``: int64, shape ``(batch, context)``."""
+        """Return the mean loss; ``tokens`` and ``targets`` are int64 of shape ``(batch, context)``."""
         x = embed(self, tokens)
         for block in self.blocks:
             x = block(x)
@@ -107,7 +107,7 @@ class Stage(nn.Module):
             self.norm, self.head = gpt.norm, gpt.head
 
     def forward(self, x: Tensor) -> Tensor:
-        """Tokens (the first part) or activations in, activations or logits (the last part) out."""
+        """Return activations (from the last part: logits), computed from activations (in the first part: tokens)."""
         if self.is_first:
             x = embed(self, x)
         for block in self.blocks.values():
@@ -118,12 +118,12 @@ class Stage(nn.Module):
 
 
 def embed(model: Gpt | Stage, tokens: Tensor) -> Tensor:
-    """Activations of the first block, shape ``(batch, context, width)``."""
+    """Return the activations for the first block, shape ``(batch, context, width)``."""
     places = torch.arange(tokens.shape[1], device=tokens.device)
     x: Tensor = model.tokens(tokens) + model.positions(places)
     return model.statistics(x.flatten(0, 1)).view_as(x)  # type: ignore[no-any-return]
 
 
 def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean cross entropy, a scalar."""
+    """Return the mean cross entropy, a scalar."""
     return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -1,4 +1,4 @@
-"""A run seen from outside: its status pages and its event log, nothing else."""
+"""A run observed from outside, by its status pages and its event log only."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class PageSeen(msgspec.Struct, frozen=True):
 
 
 class ObservedRun:
-    """The run as seen from outside.
+    """The observer of one run.
 
     Args:
         directory: of the run.
@@ -42,16 +42,16 @@ class ObservedRun:
         self.events += self._follower.poll()
 
     def all_of(self, kind: str) -> list[event_log.Event]:
-        """Events of one kind."""
+        """Return the events of one kind."""
         return [event for event in self.events if event.kind == kind]
 
     @property
     def ended(self) -> bool:
-        """The run said that it is over."""
+        """True if the event log has the end of the run."""
         return bool(self.events) and self.events[-1].kind == "run_ended"
 
     def workers(self) -> dict[int, PageSeen]:
-        """Living workers by rank."""
+        """Return the living workers by rank."""
         found: dict[int, PageSeen] = {}
         for page in each_page(self.directory / "pages", PAGE):
             seen = PageSeen(page.path, page[Word.MEMBER], page[Word.RANK], page[Word.PID])
@@ -61,15 +61,15 @@ class ObservedRun:
         return found
 
     def broken(self) -> list[str]:
-        """Controllers and agents that ended with an error of their own: a successor hides it from the job."""
+        """Return the errors of controllers and agents that broke: a successor hides them from the job."""
         self.poll()
         return broken(self.events)
 
     def committed_step(self) -> int:
-        """The highest step that a page shows: ``step`` updates were done before it."""
+        """Return the highest step that a page shows: ``step`` updates were done before it."""
         return max((page.state()[0] for page in each_page(self.directory / "pages", PAGE)), default=0)
 
 
 def broken(events: Sequence[event_log.Event]) -> list[str]:
-    """What controllers and agents ended with that had an error of their own."""
+    """Return the errors with which controllers and agents have ended."""
     return [f"{e.kind}: {e.data['error']}" for e in events if e.kind in ("controller_broken", "agent_broken")]

@@ -3,9 +3,9 @@
 ========  ======================================================================================
 ddp       one copy per rank
 hsdp      ``fully_shard`` on a mesh: replicated over 2, sharded over the rest
-fsdp      ``fully_shard`` over all ranks: each holds its shards alone
-tp        pairs hold the two halves of every feed-forward layer, the pairs are copies
-pp        the first half of the ranks holds the first blocks, the second half the others; DDP in each
+fsdp      ``fully_shard`` over all ranks: each shard is on one rank only
+tp        each pair of ranks splits every feed-forward layer in halves, the pairs are copies
+pp        the first half of the ranks has the first blocks, the second half the others; DDP in each
 pp-tp     both: pairs inside each half
 ========  ======================================================================================
 """
@@ -32,15 +32,15 @@ SPLIT = 2
 
 
 class Divided(NamedTuple):
-    """What one rank holds.
+    """The part of the model on one rank.
 
     Attributes:
         model: the user's own module, with the names of the whole model.
-        network: what forward calls, wrapped.
-        copies: how many ranks, or groups of ranks, train on different data.
-        copy: which of them this rank belongs to; None: the one of its own number.
-        group: the copies of this rank's part, where its first rank's buffers count for all.
-        pipeline: runs forward and backward, where the model is a pipeline.
+        network: the wrapped module that forward calls.
+        copies: the number of ranks, or groups of ranks, that train on different data.
+        copy: the number of this rank's copy; None: the rank's own number.
+        group: the copies of this rank's part, if its first rank's buffers count for all.
+        pipeline: runs forward and backward, if the model is a pipeline.
     """
 
     model: nn.Module
@@ -52,7 +52,7 @@ class Divided(NamedTuple):
 
 
 def divide(gpt: Gpt, size: Size, layout: str, world_size: int, micro_batches: int) -> Divided:
-    """This rank's part of ``gpt``; the process group exists already, unless there is one rank."""
+    """Return this rank's part of ``gpt``. With several ranks the process group must exist already."""
     if layout in ("hsdp", "fsdp"):
         replicas = 2 if layout == "hsdp" else 1
         shape = (replicas, world_size // replicas)
@@ -74,14 +74,14 @@ def divide(gpt: Gpt, size: Size, layout: str, world_size: int, micro_batches: in
 
 
 def _halve(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Tensor parallel: one rank holds the upper half of a feed-forward layer, the other the lower one."""
+    """Make the model tensor parallel: each rank of a pair has one half of each feed-forward layer."""
     for module in model.modules():
         if isinstance(module, Block):
             parallelize_module(module, mesh, {"feed.0": ColwiseParallel(), "feed.2": RowwiseParallel()})
 
 
 def _copied(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """Data parallel on top of tensor parallel."""
+    """Make a tensor-parallel model data parallel."""
     copied = replicate(model, mesh=mesh)  # the same object, of a class made on the fly
     assert isinstance(copied, nn.Module)
     return copied
@@ -121,7 +121,7 @@ def _pipeline(gpt: Gpt, size: Size, layout: str, world_size: int, micro_batches:
 
 
 def run_pipeline(pipeline: Any, stage: Stage, tokens: Tensor, targets: Tensor) -> float:
-    """Forward and backward of one batch over all stages; the mean loss, 0 where it is not known."""
+    """Run forward and backward of one batch over all stages. Return the mean loss, 0 where it is not known."""
     losses: list[Tensor] = []
     if stage.is_first:
         pipeline.step(tokens)

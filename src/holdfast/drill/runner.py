@@ -1,4 +1,4 @@
-"""One real run of a training script under ``holdfast run``, watched from outside, with or without an injector."""
+"""One real run of a training script under ``holdfast run``, observed from outside, with or without an injector."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from holdfast.runtime.node.rundir import RunDir, open_log, write_private
 from holdfast.store.backends.location import ROOT_VARIABLE
 
 POLL_S = 0.05
-STALL_S = 120.0  # a run without any progress for so long is ended
+STALL_S = 120.0  # a run without any progress for this time is ended
 STOP_S = 10.0
 
 Progress = Callable[[str, int, int], None]
-"""Called often: name of the run, the step it is at, faults injected so far."""
+"""A callback that is called often: name of the run, its current step, number of faults injected so far."""
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,17 @@ class Outcome:
 
     @property
     def log(self) -> Path:
-        """What the launcher printed."""
+        """The file with the output of the launcher."""
         return launcher_log(self.directory)
 
 
 class Runner:
-    """Starts runs below one directory.
+    """A starter of runs below one directory.
 
     Args:
         base: directory of this drill.
         nproc: workers.
-        command: what follows the flags of ``holdfast run``: a script or ``-m`` and a module, and its arguments.
+        command: the words after the flags of ``holdfast run``: a script or ``-m`` and a module, and its arguments.
         progress: see :data:`Progress`.
     """
 
@@ -72,7 +72,7 @@ class Runner:
     def run(
         self, name: str, extra: Sequence[str] = (), faults: Sequence[InjectedFault] = (), seed: int = 0
     ) -> Outcome:
-        """Run to the end.
+        """Run to the end, and return the outcome.
 
         Args:
             name: of the run directory below the base.
@@ -122,7 +122,7 @@ class Runner:
         return subprocess.Popen([*module, str(directory), str(plan), str(out)], stdin=subprocess.DEVNULL)
 
     def _watch(self, directory: Path, launcher: subprocess.Popen[bytes]) -> bool:
-        """Until the launcher ends; False when nothing moves any more."""
+        """Wait until the launcher ends. Return False if the run makes no progress any more."""
         run = ObservedRun(directory)
         seen: tuple[int, ...] = ()
         step, moved_s = 0, time.monotonic()
@@ -155,30 +155,38 @@ class Runner:
 
 
 def launch(
-    directory: Path, command: Sequence[str], log: IO[bytes], root: Path, **flags: int
+    directory: Path,
+    command: Sequence[str],
+    log: IO[bytes],
+    root: Path,
+    cwd: Path | None = None,
+    **flags: int,
 ) -> subprocess.Popen[bytes]:
-    """Start ``holdfast run`` on ``command``: run directory ``directory``, checkpoints in ``root``, and these flags."""
+    """Start ``holdfast run`` on ``command`` with these directories and flags. Return the process.
+
+    ``cwd``: working directory of the run; None: that of this process.
+    """
     all_flags = {"run_dir": directory.parent, "run_id": directory.name, **flags}
     given = [text for flag, value in all_flags.items() for text in (f"--{flag}", str(value))]
     return subprocess.Popen(
         [sys.executable, "-m", "holdfast", "run", *given, *command],
-        stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+        stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=cwd,
         env={**os.environ, ROOT_VARIABLE: str(root)},
     )  # fmt: skip
 
 
 def plan_path(directory: Path) -> Path:
-    """What the injector is asked to do to the run in ``directory``."""
+    """Return the file with the injector's orders for the run in ``directory``."""
     return directory.with_suffix(".plan.json")
 
 
 def injected_path(directory: Path) -> Path:
-    """What the injector did."""
+    """Return the file with the faults that the injector has injected."""
     return directory.with_suffix(".injected.jsonl")
 
 
 def failed(directory: Path, code: int) -> ScriptError:
-    """The error for a run that ended badly where it must not, with its last words."""
+    """Return the error for an unexpected bad end of a run, with the last lines of its logs."""
     said = text(last_words(directory))
     return ScriptError(
         f"the {directory.name} run ended with code {code}:\n{said}", hint=f"less {launcher_log(directory)}"
@@ -186,7 +194,7 @@ def failed(directory: Path, code: int) -> ScriptError:
 
 
 def end(launcher: subprocess.Popen[bytes], directory: Path) -> None:
-    """End a run whatever state it is in: as a user does (Ctrl-C twice), then by force, and nothing of it stays."""
+    """End a run in any state: with two Ctrl-C first, then by force. No process of it stays."""
     for _ in range(2):
         if launcher.poll() is None:
             launcher.send_signal(signal.SIGINT)
@@ -197,6 +205,6 @@ def end(launcher: subprocess.Popen[bytes], directory: Path) -> None:
         launcher.kill()
         launcher.wait()
     run = RunDir(directory)
-    for name in ("agent", "controller"):  # the agent first: it would start the others again
+    for name in ("agent", "controller"):  # the agent first: it would restart the others
         kill_if(run.serving(name), lambda pid, name=name: pid == run.serving(name))  # type: ignore[misc]
     sweep(run)

@@ -1,9 +1,9 @@
-"""The self-test of a torch that is newer than the tested ones: does recovery in place hold with it?
+"""The self-test of recovery in place with a torch that is newer than the tested ones.
 
-``python -m holdfast.drill.selftest`` starts a job of two ranks, in the directory that it is started in, with a model
-under DDP and one under FSDP2 (replicated). Rank 1 is killed in a backward pass. The job must replace it beside the
-survivor, without a step lost, and both ranks must end with the bits of the same training without a fault. Exit code 0,
-or 1 with the reason as the last line of the output.
+``python -m holdfast.drill.selftest`` starts a job of two ranks in the working directory, with a model under DDP and one
+under FSDP2 (replicated). Rank 1 is killed in a backward pass. The job must replace it beside the survivor, without a
+step lost. Both ranks must end with the bits of the same training without a fault. Exit code 0, or 1 with the reason as
+the last line of the output.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _learn(
 
 
 def _strike(gradient: torch.Tensor) -> None:
-    """SIGKILL, once, when FSDP2 is through with its part of the backward pass and DDP is not."""
+    """Kill this process, once, when FSDP2 has finished its part of the backward pass and DDP has not."""
     if not KILLED.exists():
         KILLED.touch()
         os.kill(os.getpid(), signal.SIGKILL)
@@ -73,7 +73,7 @@ def _weights(models: tuple[nn.Module, nn.Module]) -> torch.Tensor:
 
 
 def job() -> int:
-    """One rank: train as a plain script does, then in a session with a kill; compare the weights of the survivor."""
+    """Train one rank plainly, then in a session with a kill. Compare the survivor's weights. Return the exit code."""
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     samples = torch.randn(STEPS * BATCH, 8, generator=torch.Generator().manual_seed(1))
@@ -97,7 +97,7 @@ def job() -> int:
 
 
 def main() -> int:
-    """Start the job and look at what it did. Prints the reason of a failure."""
+    """Start the job and check what it did. Print the reason of a failure, and return the exit code."""
     if reason := _failure():
         _, failed = private_api.probed()
         print(f"{reason} ({failed[0][0]})" if failed else reason)

@@ -1,7 +1,7 @@
-"""From what was injected and what the event log says to one line per fault (pure).
+"""One line per fault, made from the injected faults and the event log (pure).
 
-Times are seconds from the fault itself, as the injector's clock saw it, to the event of each phase. A fault that hits
-a recovery under way starts it again, so the last occurrence of a phase counts, except for the first two.
+Times are seconds from the fault itself, by the injector's clock, to the event of each phase. A fault during a recovery
+starts the recovery again. So the last occurrence of a phase counts, except for the first two phases.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _FIRST_COUNTS = SEEN[:2]
 class InjectedFaultReport(msgspec.Struct, frozen=True, kw_only=True):
     """One fault and its recovery.
 
-    ``freed_s``: the last survivor was out of its collectives; what it still computes of the step has no peers.
-    ``decision`` is where the in-doubt ranks went: ``forward``, ``back`` or ``none``.
+    ``freed_s``: the last survivor had left its collectives; the rest of its step has no peers.
+    ``decision``: the direction of the in-doubt ranks: ``forward``, ``back`` or ``none``.
     """
 
     kind: str
@@ -44,17 +44,17 @@ class InjectedFaultReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def redone(self) -> bool:
-        """Its steps are no loss: a bit was flipped, or the only holder of a box had kept an earlier state of it."""
+        """True if its steps are no loss: a bit was flipped, or a box's only holder had kept an earlier state of it."""
         return self.kind in FLIPS or self.action.endswith("_from_memory")
 
     def seconds(self, phase: str) -> float | None:
-        """Seconds from the fault to the end of ``phase``, None when it was not reached."""
+        """Return the seconds from the fault to the end of ``phase``, None if it was not reached."""
         value: float | None = getattr(self, f"{phase}_s")
         return value
 
 
 def fault_reports(injected: Sequence[Injected], events: Iterable[Event]) -> list[InjectedFaultReport]:
-    """One report per injected fault, in their order."""
+    """Return one report per injected fault, in their order."""
     log = list(events)
     reports = []
     for index, fault in enumerate(injected):
@@ -95,7 +95,7 @@ def _report(fault: Injected, start_s: float, events: Sequence[Event]) -> Injecte
 
 
 def decisions(events: Iterable[Event]) -> dict[str, int]:
-    """How many in-doubt decisions went forward and how many back."""
+    """Return how many in-doubt decisions went forward and how many back."""
     counts = {"forward": 0, "back": 0}
     for event in events:
         if event.kind == "planned" and event.data["decision"] in counts:

@@ -1,4 +1,4 @@
-"""Step times of one rank, as lines ``step monotonic_ns`` in a file: what the benchmarks compare."""
+"""Step times of one rank for the benchmarks, as lines ``step monotonic_ns`` in a file."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import TextIO
 
 
 class Trace:
-    """Appends one line per committed step; does nothing without a directory.
+    """A file with one line per committed step; does nothing without a directory.
 
     Args:
-        rank: asked at the first line: a spare does not know it earlier.
+        rank: called at the first line: a spare does not know its rank earlier.
     """
 
     def __init__(self, directory: Path | None, rank: Callable[[], int]) -> None:
@@ -23,7 +23,7 @@ class Trace:
             directory.mkdir(parents=True, exist_ok=True)
 
     def committed(self, step: int) -> None:
-        """``step`` updates are done now."""
+        """Record that ``step`` updates are done now."""
         if self.file is None and self._directory is not None:
             self.file = (self._directory / f"rank-{self._rank():05d}.trace").open("a", buffering=1)
         if self.file is not None:
@@ -36,7 +36,7 @@ class Trace:
 
 
 def read_trace(path: Path) -> list[tuple[int, int]]:
-    """``(steps done, monotonic_ns)`` in the order written; a torn last line is left out."""
+    """Return ``(steps done, monotonic_ns)`` in the order written; a torn last line is left out."""
     pairs = []
     for line in path.read_text().splitlines(keepends=True):
         if line.endswith("\n"):

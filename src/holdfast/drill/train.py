@@ -1,4 +1,4 @@
-"""The drill's training script: what a user writes, nothing more.
+"""The drill's training script, written as a user would write it.
 
 ``holdfast run --nproc-per-node 4 -m holdfast.drill.train --size 10m --steps 40``
 """
@@ -23,7 +23,7 @@ from holdfast.drill.training import (
 
 
 def main() -> None:
-    """Train, then write what this rank holds."""
+    """Train, then write the digests of this rank's state."""
     settings = parse()
     world_size = workers()
     if world_size > 1:

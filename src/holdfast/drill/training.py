@@ -1,6 +1,6 @@
-"""What the drill's training script and its bare twin share: arguments, data, model, one step's gradients, the digest.
+"""Common parts of the drill's training script and its twin: arguments, data, model, gradients of a step, the digest.
 
-Neither knows of the other's loop; everything here is plain torch.
+Neither knows the loop of the other; everything here is plain torch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class DrillSettings:
 
 
 def parse(argv: Sequence[str] | None = None) -> DrillSettings:
-    """The command line of the training script and of its twin."""
+    """Return the settings on the command line of the training script or of its twin."""
     parser = argparse.ArgumentParser(description="byte-level GPT on the sources of the standard library")
     parser.add_argument("--layout", choices=LAYOUTS, default="ddp")
     parser.add_argument("--size", choices=tuple(SIZES), default="tiny")
@@ -79,7 +79,7 @@ def parse(argv: Sequence[str] | None = None) -> DrillSettings:
 class Windows(Dataset[Pair]):
     """Text windows with random augmentation, drawn from the default generators as most datasets do.
 
-    Item ``index`` lies in its own part of the text; where in it, and which input bytes are masked, is random.
+    Item ``index`` is from its own part of the text. The offset in this part, and the masked input bytes, are random.
     """
 
     def __init__(self, text: npt.NDArray[np.uint8], context: int, length: int) -> None:
@@ -91,7 +91,7 @@ class Windows(Dataset[Pair]):
         return self.length
 
     def __getitem__(self, index: int) -> Pair:
-        """Tokens and next tokens, int64, shape ``(context,)`` each."""
+        """Return tokens and next tokens, int64, shape ``(context,)`` each."""
         part = len(self.text) // self.length
         room = max(1, part - self.context - 1)
         start = min(index * part + random.randrange(room), len(self.text) - self.context - 1)
@@ -102,10 +102,13 @@ class Windows(Dataset[Pair]):
 
 @dataclass
 class DrillTraining:
-    """One rank's training: ``network`` is what forward calls (wrapped), ``model`` (a ``Gpt`` or one stage) is inside.
+    """The training of one rank.
 
-    ``copy`` says which of the ranks, or groups of ranks, with data of their own this one belongs to; ``group`` are the
-    ranks whose buffers are the first one's.
+    ``network`` is the wrapped module that forward calls; ``model`` (a ``Gpt`` or one stage) is inside.
+
+    ``copy``: the number of this rank's copy among the ranks, or groups of ranks, that train on different data.
+    ``group``:
+    the ranks that take their buffers from the first one of them.
     """
 
     model: nn.Module
@@ -120,7 +123,7 @@ class DrillTraining:
 
 
 def build(settings: DrillSettings, world_size: int) -> DrillTraining:
-    """Model, optimizer, scheduler and loader of one rank; the process group exists already.
+    """Return model, optimizer, scheduler and loader of one rank; the process group exists already.
 
     With DDP nothing here asks for the rank (the sampler does so itself): a spare can be built to the end.
     """
@@ -144,7 +147,7 @@ def build(settings: DrillSettings, world_size: int) -> DrillTraining:
 
 
 def micro_batches(batch: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, bool]]:
-    """The halves of a batch, and whether it is the last one."""
+    """Yield the halves of a batch, and whether each is the last one."""
     tokens, targets = batch
     parts = list(zip(tokens.chunk(ACCUMULATION), targets.chunk(ACCUMULATION), strict=True))
     for index, (some_tokens, some_targets) in enumerate(parts):
@@ -152,7 +155,7 @@ def micro_batches(batch: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor, boo
 
 
 def synchronise(network: nn.Module, last: bool) -> AbstractContextManager[None]:
-    """Gradients travel in the last micro-batch only."""
+    """Return a context for one micro-batch: gradients are synchronised in the last one only."""
     if isinstance(network, FSDPModule):
         network.set_requires_gradient_sync(last)
         return nullcontext()
@@ -163,7 +166,7 @@ def synchronise(network: nn.Module, last: bool) -> AbstractContextManager[None]:
 
 
 def accumulate(parts: DrillTraining, batch: Sequence[Tensor]) -> float:
-    """Forward and backward over all micro-batches of one step; the mean loss of this rank."""
+    """Run forward and backward over all micro-batches of one step, and return the mean loss of this rank."""
     if parts.pipeline is not None:
         assert isinstance(parts.model, Stage)
         return run_pipeline(parts.pipeline, parts.model, batch[0], batch[1])
@@ -177,7 +180,7 @@ def accumulate(parts: DrillTraining, batch: Sequence[Tensor]) -> float:
 
 
 def average_statistics(parts: DrillTraining) -> None:
-    """HSDP does not keep BatchNorm's statistics equal: the script averages them, once per step."""
+    """Average BatchNorm's statistics over all ranks, once per step: HSDP does not keep them equal."""
     if not isinstance(parts.network, FSDPModule) or parts.pipeline is not None:
         return
     assert isinstance(parts.model, Gpt)
@@ -192,13 +195,13 @@ def average_statistics(parts: DrillTraining) -> None:
 
 
 def tensor_bytes(tensor: Tensor) -> bytes:
-    """The bytes of this rank's part."""
+    """Return the bytes of this rank's part."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach().contiguous().numpy().tobytes()
 
 
 def digest_tensors(named: Iterator[tuple[str, Tensor]]) -> str:
-    """xxh3-128 over names, types, shapes and bytes, in the order given."""
+    """Return the xxh3-128 digest over names, types, shapes and bytes, in the order given."""
     total = xxhash.xxh3_128()
     for name, tensor in named:
         total.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
@@ -207,7 +210,7 @@ def digest_tensors(named: Iterator[tuple[str, Tensor]]) -> str:
 
 
 def optimizer_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
-    """State entries of the optimizer in the order of parameters and names."""
+    """Yield the state entries of the optimizer in the order of parameters and names."""
     for index, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"]):
         entries = optimizer.state[parameter]
         for key in sorted(entries):
@@ -217,7 +220,7 @@ def optimizer_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank holds after training. ``loss``: of its last step; None: it came after that one."""
+    """Digests of one rank's state after training. ``loss``: of its last step; None: the rank joined after that step."""
 
     rank: int
     world_size: int
@@ -232,7 +235,7 @@ class RankResult:
 def result_of(
     parts: DrillTraining, settings: DrillSettings, world_size: int, loss: float | None
 ) -> RankResult:
-    """Digests of everything that training changes."""
+    """Return the digests of everything that training changes."""
     groups = [{k: v for k, v in group.items() if k != "params"} for group in parts.optimizer.param_groups]
     plan = json.dumps([parts.scheduler.last_epoch, [group["lr"] for group in groups]])
     return RankResult(
@@ -248,7 +251,7 @@ def result_of(
 
 
 def write_result(result: RankResult, directory: Path) -> None:
-    """One file per rank, replaced in one piece."""
+    """Write one file per rank, replaced in one piece."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"rank-{result.rank:05d}.json"
     partial = path.with_suffix(f".{os.getpid()}.partial")
@@ -257,17 +260,17 @@ def write_result(result: RankResult, directory: Path) -> None:
 
 
 def workers() -> int:
-    """World size from the launcher's environment; 1 without one."""
+    """Return the world size from the launcher's environment; 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def rank() -> int:
-    """Of this process; 0 without a process group."""
+    """Return the rank of this process; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def offer_faults(parts: DrillTraining, world_size: int) -> None:
-    """Let a drill's injector do to this rank what only it can do to itself."""
+    """Register the faults that only this rank itself can execute for a drill's injector."""
     client = WorkerClient.current()
     if client is None or world_size == 1:
         return
@@ -279,7 +282,7 @@ def offer_faults(parts: DrillTraining, world_size: int) -> None:
 
 
 def flip_bit(tensors: Iterator[Tensor]) -> None:
-    """Change one bit, in place, of the first number that is not zero in this rank's part: the factor 2 or 1/2."""
+    """Change one bit, in place, of the first nonzero number in this rank's part: a factor of 2 or 1/2."""
     for tensor in tensors:
         local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().reshape(-1)
         nonzero = local.nonzero()

@@ -1,1 +1,1 @@
-"""Training loops of other people: Hugging Face's ``Trainer`` and Lightning, each behind one line."""
+"""Integrations of Hugging Face's ``Trainer``, Lightning, Megatron-core and Ray."""

@@ -1,13 +1,13 @@
-"""What a framework's own loop draws is what the process before this one drew there: compared, as ``s.steps`` does it.
+"""Comparison of the batches that a framework's own loop draws with those of the process before it, as in ``s.steps``.
 
-Theory. See ``session/loops/batch_digest.py``. A framework draws its batches itself, often one ahead of the step, so a
-batch is known here by its place: epoch, and number in this rank's share of the epoch. The record of one batch, the
-newest that the step trains, is among the plain values that this rank keeps with the step: from the begin of its block
-on. The next process compares when it draws that place: in the step that was in flight, or because it is sent back by
-one batch.
+Theory. See ``session/loops/batch_digest.py``. A framework draws its batches itself, often one ahead of the step. So a
+batch is identified by its place: the epoch, and its number in this rank's share of the epoch. This rank keeps the
+record of one batch, the newest that the step trains on, among its plain values of the step, from the begin of its
+block. The next process compares when it draws the batch at that place: in the step that was in flight, or after it was
+sent back by one batch.
 
 Invariants:
-1. A difference is an error before the step of that batch begins.
+1. A difference raises an error before the step of that batch begins.
 2. Nothing is compared for a job of another size.
 """
 
@@ -24,18 +24,18 @@ from holdfast.frameworks.torch.data.batch_digest import digest_of_batch
 from holdfast.session.loops.batch_digest import another_batch
 
 KEPT_MAX = 64
-"""Digests of the batches that were drawn last: more than a framework draws ahead, or takes for one step."""
+"""Number of the kept digests of recent batches: more than a framework draws ahead, or uses in one step."""
 
 
 class DrawnBatches:
     """The batches that one rank draws.
 
     Args:
-        expected: the record that the process before this one has left; None: there was none, or it is not known.
-        verify: compare; else nothing is done.
+        expected: the record of the process before this one; None: there was none, or it is not known.
+        verify: compare; otherwise nothing is done.
 
     Attributes:
-        record: of the newest batch that the step trains, for the process that comes next; None: it is not known.
+        record: of the newest batch that the step trains on, for the next process; None: it is not known.
     """
 
     def __init__(self, expected: Plain, *, verify: bool) -> None:
@@ -51,12 +51,12 @@ class DrawnBatches:
         self._digests: dict[tuple[int, int], int] = {}
 
     def expects(self, epoch: int, batch: int) -> bool:
-        """The batch of this place is compared when it is drawn."""
+        """Return whether the batch of this place will be compared when it is drawn."""
         known = self._expected
         return self._verify and known is not None and (known["epoch"], known["batch"]) == (epoch, batch)
 
     def saw(self, epoch: int, batch: int, drawn: Any, loader: Any) -> None:
-        """``loader`` has given this batch. Raises: DataError: another one than before."""
+        """Note and compare a batch of ``loader``. Raises: DataError: it differs from that of the process before."""
         if not self._verify:
             return
         found = digest_of_batch(drawn)
@@ -68,13 +68,13 @@ class DrawnBatches:
             del self._digests[next(iter(self._digests))]
 
     def trains(self, epoch: int, batch: int) -> None:
-        """The step that is open, or begins next, trains this batch last."""
+        """Record that this batch is the last one that the open or next step trains on."""
         found = self._digests.get((epoch, batch))
         known = {"epoch": epoch, "batch": batch, "digest": found, "world": self._world}
         self.record = None if found is None else known
 
     def draw(self, feed: Feed, loader: Any) -> Any:
-        """The next batch of ``feed``, for the step that begins next. Raises: DataError: as :meth:`saw`."""
+        """Return the next batch of ``feed``, for the step that begins next. Raises: DataError: as :meth:`saw`."""
         place = feed.place()
         drawn = feed.draw()
         self.saw(place["epoch"], place["batch"], drawn, loader)
@@ -82,7 +82,7 @@ class DrawnBatches:
         return drawn
 
     def seek(self, feed: Feed, place: Mapping[str, int], loader: Any) -> None:
-        """Send ``feed`` to ``place``; a batch that is expected is drawn first, for the comparison alone."""
+        """Move ``feed`` to ``place``. An expected batch is drawn first, only to be compared."""
         known = self._expected
         if known is not None and self._verify:
             feed.seek({name: known[name] for name in ("epoch", "batch")})

@@ -1,8 +1,8 @@
-"""Megatron-core: ``declare(model)`` tells the store which part of each weight this rank holds.
+"""Megatron-core: ``declare(model)`` declares to the store which part of each weight this rank holds.
 
-Megatron marks a tensor-parallel weight (``tensor_model_parallel``, ``partition_dim``) and keeps a plain tensor of its
-part. Without a word, all parts of one name would be taken for copies of each other. Pipeline stages number their layers
-from 0: give the session each stage under a name of its own, ``model={f"stage{rank}": chunk}``.
+Megatron marks a tensor-parallel weight (``tensor_model_parallel``, ``partition_dim``) and keeps its part as a plain
+tensor. Without a declaration, all parts of one name would be taken for copies of each other. Pipeline stages number
+their layers from 0, so give each stage its own name in the session, ``model={f"stage{rank}": chunk}``.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ def declare(model: nn.Module, rank: int | None = None, world_size: int | None = 
     """Declare every tensor-parallel parameter of ``model``; before ``holdfast.session(model=model, ...)``.
 
     Args:
-        model: with Megatron's marks on its parameters.
+        model: a module with Megatron's marks on its parameters.
         rank, world_size: in the tensor-parallel group; Megatron's own by default.
 
     Raises:
-        UnsupportedError: a strided partition, whose parts are no boxes.
+        UnsupportedError: a strided partition, whose parts are no rectangles of the weight.
     """
     if rank is None or world_size is None:
         from megatron.core import parallel_state

@@ -1,6 +1,7 @@
-"""The calls that make up one step of somebody else's loop: run again, in order, when the step is aborted.
+"""The recorded calls of one step in another library's loop: run again, in order, when the step is aborted.
 
-Invariant: a call is seeded by its place in the step, so what a framework draws between two of them is not drawn again.
+Invariant: the seed of a call depends on its index in the step. What a framework draws between two calls therefore does
+not change the random numbers of the second one.
 """
 
 from __future__ import annotations
@@ -17,21 +18,21 @@ from holdfast.session.steps.step import Step
 
 
 def is_newcomer() -> bool:
-    """This process takes the place of a lost one: the others are ahead of it, and it communicates with nobody yet."""
+    """Return whether this process replaces a lost one and does not communicate yet; the other ranks are ahead of it."""
     client = WorkerClient.current()
     return client is not None and client.joining
 
 
 class RecordedCalls:
-    """One step after the other.
+    """The steps of a session, one after the other, with the calls of each.
 
     Attributes:
-        step: the step at hand.
-        is_open: its block is.
+        step: the current step.
+        is_open: its block is open.
     """
 
     def __init__(self, steps: Iterator[Step]) -> None:
-        """``steps``: of the session."""
+        """Take the first step; ``steps``: of the session."""
         self._steps = steps
         self._remembered: list[Callable[[], Any]] = []
         self._seed = 0
@@ -39,19 +40,19 @@ class RecordedCalls:
         self.is_open = False
 
     def begin(self) -> None:
-        """Open the block; nothing when it is open."""
+        """Open the block; do nothing if it is open."""
         if not self.is_open:
             self._enter()
             self.is_open = True
 
     def do(self, call: Callable[[], Any]) -> Any:
-        """Run ``call`` and return its result; again, with all before it, after an abort."""
+        """Run ``call`` and return its result. After an abort, run it again with all calls before it."""
         seeded = partial(self._seeded, len(self._remembered), call)
         self._remembered.append(seeded)
         return self._run([seeded])
 
     def commit(self) -> None:
-        """End the block: when this returns, the step counts."""
+        """End the block, and return when the step counts."""
         while True:
             self.step.__exit__(None, None, None)
             if self.step.committed:
@@ -62,14 +63,14 @@ class RecordedCalls:
         self.is_open = False
 
     def follow(self) -> bool:
-        """Go on to the next step; False when none follows."""
+        """Move to the next step. Return False if none follows."""
         following = next(self._steps, None)
         if following is not None:
             self.step = following
         return following is not None
 
     def _run(self, calls: list[Callable[[], Any]]) -> Any:
-        """Run ``calls`` in the open block; everything since its start after each abort. The last call's result."""
+        """Run ``calls`` in the open block, and after each abort all calls of the step. Return the last result."""
         while True:
             try:
                 for call in calls:
@@ -84,13 +85,13 @@ class RecordedCalls:
                 return result
 
     def _again(self) -> None:
-        """The aborted step once more."""
+        """Enter the aborted step again."""
         self.step = next(self._steps)
         self._enter()
 
     def _enter(self) -> None:
         self.step.__enter__()
-        self._seed = torch.initial_seed()  # the session's, of this rank and step
+        self._seed = torch.initial_seed()  # the seed that the session set for this rank and step
 
     def _seeded(self, place: int, call: Callable[[], Any]) -> Any:
         seed_all(mix(self._seed, place))

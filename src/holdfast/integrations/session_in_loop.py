@@ -1,12 +1,12 @@
-"""A session inside a training loop that is not ours.
+"""A session inside a training loop that another library drives.
 
-Theory. ``with step:`` wants to own the body of the loop, so that an aborted step can be run again. A framework owns
-its loop and calls back. So the calls that make up one step are remembered as they come (``recorded_calls.py``); when
-the step is aborted, wherever that shows, the block is opened again and they are run again, in order, before the
-framework goes on. From the framework's side its call has only taken longer.
+Theory. ``with step:`` normally owns the body of the loop, so that it can run an aborted step again. A framework owns
+its loop and calls back. So the calls that make up one step are recorded as they come (``recorded_calls.py``). When the
+step is aborted, wherever that shows, its block is opened again and the recorded calls run again in order, before the
+framework continues. For the framework its call has only taken longer.
 
 Rules for the caller:
-1. A remembered call may run several times: it takes its inputs from copies and leaves nothing behind but gradients.
+1. A recorded call may run several times: it takes its inputs from copies and has no other effect than gradients.
 2. Nothing communicates between the optimizer's update and :meth:`Replay.commit`.
 """
 
@@ -28,18 +28,20 @@ class Replay:
     """A session and its steps, driven from inside a framework's loop.
 
     Attributes:
-        position: where the framework's loop was at the step that the session was resumed from; empty when it was not.
-        own: plain values of this rank alone that were committed with that position; None where nobody knows them.
+        position: the position of the framework's loop at the step from which the session was resumed; empty without a
+            resume.
+        own: plain values of this rank alone that were committed with that position; None if they are not known.
         drawn: the batches of this rank, compared with those that the process before it drew.
-        may_differ: between ranks, in metrics of each one's own data and in times; no user can do anything about it.
-        shows_committed_steps: what ``state_dict`` returns changes with a step's commit alone, so no step copies it.
+        may_differ: the position may differ between ranks, in metrics of their own data and in times; no warning is
+            given.
+        shows_committed_steps: the result of ``state_dict`` changes only when a step commits, so no step copies it.
     """
 
     may_differ = True
     shows_committed_steps = True
 
     def __init__(self, **arguments: Any) -> None:
-        """``arguments`` are those of :func:`holdfast.session`, which is entered here; its errors are raised here."""
+        """Open the session with the ``arguments`` of :func:`holdfast.session`. Its errors are raised here."""
         self.position: dict[str, Any] = {}
         self._committed: tuple[int, dict[str, Any]] = (-1, {})
         self._session: Session | None = None
@@ -55,40 +57,42 @@ class Replay:
 
     @property
     def is_open(self) -> bool:
-        """A step is under way."""
+        """True while the block of a step is open."""
         return self._calls.is_open
 
     # ------------------------------------------------------------------ what the session saves
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loop is at the session's step; asked from any thread, also while a commit is under way."""
+        """Return the position of the loop at the session's step. Any thread may ask, also during a commit."""
         step, value = self._committed
         return value if self._session is not None and self._session.step == step else self.position
 
     def load_state_dict(self, value: dict[str, Any]) -> None:
-        """From a checkpoint."""
+        """Take over the position from a checkpoint."""
         self.position = value
 
     # ------------------------------------------------------------------ what the framework calls
 
     def begin(self) -> None:
-        """Open the block of the next step; nothing when it is open."""
+        """Open the block of the next step; do nothing if it is open."""
         if not self._calls.is_open:
             self._keep()
         self._calls.begin()
 
     def do(self, call: Callable[[], Any]) -> Any:
-        """Run ``call`` as a part of the step and return its result; again, with all before it, after an abort."""
+        """Run ``call`` as a part of the step and return its result. After an abort, all calls of the step run again."""
         return self._calls.do(call)
 
     def remembering(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """``call``, as a part of the step whenever it is called."""
+        """Return ``call`` wrapped, so that each use of it is a part of the step."""
         return wraps(call)(lambda *args, **kwargs: self.do(partial(call, *args, **kwargs)))
 
     def commit(self, position: dict[str, Any], own: Any = None) -> None:
-        """End the block: the step counts, and the loop is at ``position`` (plain values or tensors) after it.
+        """End the block, after which the step counts.
 
-        ``own``: plain values of this rank alone.
+        Args:
+            position: the position of the loop after the step (plain values or tensors).
+            own: plain values of this rank alone.
 
         Raises:
             SystemExit: all ranks have agreed to leave, and the checkpoint is written.
@@ -106,14 +110,14 @@ class Replay:
             self._session.own = {"own": self.own, "drawn": self.drawn.record}
 
     def amend(self, position: dict[str, Any]) -> None:
-        """What all ranks did since the step ended is a part of its position, too: a newcomer begins after it."""
+        """Set the position again, after work of all ranks since the step ended: a newcomer begins after that work."""
         self._committed = (self._committed[0], position)
         self.position = position
         if self._session is not None:
             self._session.framework_stands()
 
     def close(self, error: BaseException | None) -> None:
-        """Close the session, by the end of training or by the ``error`` that ends it; nothing when it is closed.
+        """Close the session at the end of training, or with the ``error`` that ends it; do nothing if it is closed.
 
         Raises:
             SystemExit: as :meth:`commit`.
@@ -124,14 +128,14 @@ class Replay:
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
-        """Announce work between two steps that may take long; nothing without a name, or when the session is closed."""
+        """Announce work between two steps that may take long; do nothing without a name or a session."""
         with self._session.section(name) if self._session is not None and name else nullcontext():
             yield
 
 
 @contextmanager
 def closing(replay: Callable[[], Replay | None]) -> Iterator[None]:
-    """Whatever ends the body closes the session, when there is one by then."""
+    """Close the session, if there is one, when an exception leaves the body."""
     try:
         yield
     except BaseException as error:

@@ -1,5 +1,5 @@
-"""The processes and sockets around the pure machines.
+"""The processes and sockets around the pure state machines of ``core``.
 
-Rooms, each using only those before it: ``net`` (channels), ``node`` (run directory, status pages, processes of one
+Packages, each using only those before it: ``net`` (channels), ``node`` (run directory, status pages, processes of one
 host), ``rank_table``, ``worker`` (inside a worker process), ``agent`` (one per node), ``controller`` (one per job).
 """

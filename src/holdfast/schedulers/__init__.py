@@ -1,1 +1,1 @@
-"""Schedulers: what they tell a run by its environment, and the scripts and manifests that start one."""
+"""Schedulers: the description of a job in their environment, and the scripts and manifests that start one."""

@@ -1,4 +1,4 @@
-"""The end of a job, from the codes of its launchers, where no scheduler makes one of them."""
+"""The exit code of a whole job, from the codes of its launchers, for a scheduler that does not combine them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from holdfast.schedulers.sbatch import AGAIN
 
 
 def ending_of(codes: Iterable[int]) -> int:
-    """The code of a job whose launchers have ended with these: 0 if one of them has.
+    """Return the exit code of a job from those of its launchers: 0 if one of them is 0.
 
-    Then come codes that a further start would not change, then those that ask for one. Below 0: the launchers were
-    killed by this signal.
+    Otherwise codes that another start would not change come first, then codes that ask for another start. A negative
+    code means that the launchers were killed by this signal.
 
     Args:
         codes: at least one.
@@ -27,7 +27,7 @@ def ending_of(codes: Iterable[int]) -> int:
 
 
 def meaning_of(code: int) -> str:
-    """What the code of a job says, in words."""
+    """Return the meaning of a job's exit code in words."""
     if code < 0:
         return f"its launchers were killed (signal {-code})"
     return MEANING[Exit(code)] if code in list(map(int, Exit)) else "its launchers ended in an unknown way"

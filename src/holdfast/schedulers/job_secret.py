@@ -15,15 +15,15 @@ LOOK_S = 0.2
 
 
 def job_token(path: Path, *, makes: bool, wait_s: float) -> None:
-    """Make sure that the file of the secret is there, complete, and a file of this user.
+    """Make sure that the file of the secret exists, is complete, and belongs to this user.
 
-    A file of an earlier start of the same job is kept: what nobody else could read is still a secret. The name
-    appears with its content (a link to a finished file), so that no reader sees a part of it.
+    A file of an earlier start of the same job is kept: it is still secret if no other user could read it. The name
+    appears with its content (as a link to a finished file), so that no reader sees a part of it.
 
     Args:
         path: in a directory that all nodes share.
         makes: this node makes it; the others wait for it.
-        wait_s: so long.
+        wait_s: time limit of the wait.
 
     Raises:
         UsageError: it cannot be made here.
@@ -65,9 +65,9 @@ def _make(path: Path) -> None:
 
 
 def _is_ours(path: Path) -> bool:
-    """False: it is not there so far. Raises: AuthError."""
+    """Return True if the secret exists as a plain file of this user, and False if it is missing. Raises: AuthError."""
     try:
-        os.listdir(path.parent)  # a network file system then asks its server again
+        os.listdir(path.parent)  # makes a network file system ask its server again
         found = path.lstat()
     except FileNotFoundError:
         return False

@@ -1,4 +1,4 @@
-"""What the environment of a pod says about a job of several nodes."""
+"""The number of a node, read from the environment of its pod."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ INDEX = "JOB_COMPLETION_INDEX"
 
 
 def node_rank(env: Mapping[str, str]) -> int | None:
-    """The number of this node, which is the index of its pod; None where no manifest of Holdfast's says so.
+    """Return the number of this node, which is the index of its pod; None without a manifest of Holdfast.
 
-    An index alone says nothing: the tasks of an Indexed Job may also be jobs of their own.
+    An index alone is not enough: each task of an Indexed Job may be a job of its own.
 
     Raises:
-        UsageError: the manifest says so, and there is no index.
+        UsageError: the pod is from such a manifest, but has no index.
     """
     if env.get(MARK) != MARKED:
         return None

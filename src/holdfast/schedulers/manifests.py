@@ -1,7 +1,7 @@
 """Kubernetes objects that run a job with Holdfast: a Job, a JobSet, or a TrainJob of Kubeflow, and what they need.
 
-Everything here is a pure function of a :class:`Pods`. All three forms end in the same Indexed Job: one pod per node,
-the index of a pod is the number of its node, indexes from ``nodes`` on are spares.
+All functions are pure functions of a :class:`Pods`. All three forms end in the same Indexed Job with one pod per node.
+The index of a pod is the number of its node. Indexes from ``nodes`` on are spares.
 """
 
 from __future__ import annotations
@@ -20,26 +20,24 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 Object = dict[str, Any]
 
 PORT = 29500
-CONTACTS_MAX = (
-    3  # a pod that comes back asks these: with one alone, the pod that has its name would ask itself
-)
+CONTACTS_MAX = 3  # with one alone, a restarted pod 0 would dial only its own name
 NODE = "node"  # the container, and the replicated job
 TOKEN_DIR, RUNS_DIR, SHM_DIR = "/etc/holdfast", "/var/lib/holdfast/runs", "/dev/shm"
 SECRET_MODE = 0o400
 MARGIN_S = 30
 LOST_MAX = 16  # pods that were killed (137, ...) other than by a disruption, before the Job fails
-NAME_LENGTH_MAX = 40  # pods, and their host names, are called after it
+NAME_LENGTH_MAX = 40  # it is a part of the names of pods, and of their host names
 ENDS = (Exit.FAILED, Exit.USAGE, Exit.BAD_INPUT, Exit.INTERNAL, Exit.BUDGET, Exit.INTERRUPTED)
 """Codes after which a new pod would end in the same way."""
 AGAIN = (Exit.UNMET, Exit.REQUEUE, Exit.UNSAVED, Exit.ORPHANED)
-"""Codes after which a new pod goes on."""
+"""Codes after which a new pod continues the job."""
 
 
 @dataclass(frozen=True)
 class Pods:
-    """What the objects are made of.
+    """The input of all objects.
 
-    ``nodes`` pods hold ranks, ``spares`` pods wait beside them. ``flags`` and ``command`` are those of
+    ``nodes`` pods hold ranks; ``spares`` further pods wait. ``flags`` and ``command`` are those of
     ``holdfast run``. ``claim`` names a PersistentVolumeClaim, mounted at ``mount``. ``resources`` are limits.
     """
 
@@ -59,20 +57,20 @@ class Pods:
 
     @property
     def total(self) -> int:
-        """Pods in all."""
+        """The number of all pods."""
         return self.nodes + self.spares
 
     @property
     def secret(self) -> str:
-        """Name of the Secret with the token of the job."""
+        """The name of the Secret with the token of the job."""
         return f"{self.name}-token"
 
 
 def check(pods: Pods) -> None:
-    """Refuse what Kubernetes or the job could not do.
+    """Refuse values that Kubernetes or the job cannot work with.
 
     Raises:
-        UsageError: numbers that do not fit together, or a name that is none.
+        UsageError: numbers that do not fit together, or an invalid name.
     """
     if pods.nodes < 1 or pods.spares < 0:
         raise UsageError(f"--nodes {pods.nodes} --spares {pods.spares}: 1 and 0 are the least",
@@ -111,7 +109,7 @@ def _is_text(word: str) -> bool:
 
 
 def objects(pods: Pods, kind: Kind) -> list[Object]:
-    """All objects but the Secret, in the order in which they are to be made.
+    """Return all objects but the Secret, in the order in which they are to be made.
 
     Raises:
         UsageError: as :func:`check`.
@@ -136,7 +134,7 @@ def objects(pods: Pods, kind: Kind) -> list[Object]:
 
 
 def secret(pods: Pods, token: str) -> Object:
-    """The Secret with the token of the job. It is never changed: pods that come later have to know the same one."""
+    """Return the Secret with the token of the job. It is immutable, because later pods need the same token."""
     made = _object("v1", "Secret", pods, None, name=pods.secret)
     return {**made, "type": "Opaque", "immutable": True, "stringData": {"token": token}}
 
@@ -153,7 +151,7 @@ def _labels(pods: Pods) -> dict[str, str]:
 
 
 def _service(pods: Pods) -> Object:
-    """Without an address of its own: it gives each pod a name. A name is there before its pod is ready."""
+    """Return the headless Service, which gives each pod a name, even before the pod is ready."""
     spec = {
         "clusterIP": "None",
         "publishNotReadyAddresses": True,
@@ -164,7 +162,10 @@ def _service(pods: Pods) -> Object:
 
 
 def _budget(pods: Pods) -> Object:
-    """Nodes are drained one at a time. (Of a Job's pods only a number that stays can be said, not one that goes.)"""
+    """Return the disruption budget, which lets nodes be drained one at a time.
+
+    For pods of a Job, a budget can state only how many must stay, not how many may go.
+    """
     spec = {
         "minAvailable": pods.total - 1,
         "selector": {"matchLabels": {"app.kubernetes.io/instance": pods.name}},
@@ -179,13 +180,13 @@ def _jobset(pods: Pods) -> Object:
         "network": {"enableDNSHostnames": True, "subdomain": pods.name, "publishNotReadyAddresses": True},
         "failurePolicy": {
             "maxRestarts": 0
-        },  # the Job makes lost pods again; what it gives up is not to be repeated
+        },  # the Job replaces lost pods; a failure of the Job must not be repeated
         "replicatedJobs": [{"name": NODE, "replicas": 1, "template": job}],
     }
 
 
 def _job(pods: Pods, hosts: str = "") -> Object:
-    """Spec of the Indexed Job. ``hosts``: what precedes the index in the names of pods that a JobSet makes."""
+    """Return the spec of the Indexed Job. ``hosts``: the part before the index in the names of a JobSet's pods."""
     return {
         "completionMode": "Indexed",
         "completions": pods.total,
@@ -243,7 +244,7 @@ def _pod(pods: Pods, hosts: str) -> Object:
 
 
 def _apart(pods: Pods) -> Object:
-    """Pods on hosts of their own, where there are enough: else one host takes several nodes along."""
+    """Return a preference for pods on different hosts: otherwise the loss of one host would take several nodes."""
     term = {
         "topologyKey": "kubernetes.io/hostname",
         "labelSelector": {"matchLabels": {"app.kubernetes.io/instance": pods.name}},
@@ -278,5 +279,5 @@ def _command(pods: Pods, hosts: str) -> list[str]:
 
 
 def literal(word: str) -> str:
-    """A word of which Kubernetes expands nothing: it takes ``$(NAME)`` for a variable, and ``$$`` for ``$``."""
+    """Return the word with each ``$`` doubled, because Kubernetes expands ``$(NAME)`` as a variable."""
     return word.replace("$", "$$")

@@ -1,4 +1,4 @@
-"""What a job of several nodes asks of a cluster that gives resources in bundles, one bundle per node (Ray)."""
+"""The request of a job to a cluster that allocates resources in bundles, one bundle per node (Ray)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class ClusterNode(NamedTuple):
 
 
 def bundle_of(workers: int, *, use_gpu: bool, resources: Mapping[str, float]) -> dict[str, float]:
-    """The resources of one node of the job: a CPU per worker, a GPU per worker if asked, and what ``resources`` says.
+    """Return the resources of one node of the job: a CPU per worker, with ``use_gpu`` a GPU each, and ``resources``.
 
     A resource of 0 is left out.
 
     Raises:
-        UsageError: a resource that is no positive number, or a GPU is asked for and left out.
+        UsageError: a resource is no number from 0 on, or a GPU is requested and left out.
 
     Example:
         ``bundle_of(8, use_gpu=True, resources={"CPU": 32})`` is ``{"CPU": 32.0, "GPU": 8.0}``.
@@ -45,10 +45,10 @@ def bundle_of(workers: int, *, use_gpu: bool, resources: Mapping[str, float]) ->
 
 
 def shortage(nodes: Sequence[ClusterNode], bundle: Mapping[str, float], count: int, strategy: str) -> str:
-    """Why ``count`` bundles have no place in the cluster, in one sentence.
+    """Return why ``count`` bundles have no place in the cluster, in one sentence.
 
     Args:
-        nodes: those that are alive.
+        nodes: the living nodes.
         bundle: resources of one node of the job.
         strategy: one of ``STRATEGIES``.
     """

@@ -1,7 +1,7 @@
-"""A batch script for Slurm that runs a job with Holdfast, and has it queued again by its exit code.
+"""A batch script for Slurm that runs a job with Holdfast, and queues it again depending on its exit code.
 
-Everything here is a pure function of a :class:`Batch`. A word of the user reaches the shell in quotes
-(``shlex.quote``), a value of an option of ``sbatch`` in single quotes, which its own reader understands, too.
+All functions are pure functions of a :class:`Batch`. A word of the user is quoted for the shell (``shlex.quote``). A
+value of an option of ``sbatch`` is in single quotes, which sbatch's own parser understands, too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SWITCHES = frozenset(
     use-min-nodes container-entrypoint container-mount-home container-readonly container-remap-root
     container-writable no-container-entrypoint no-container-mount-home no-container-remap-root""".split()
 )
-"""Those of them that stand alone; one with a value: ``--sbatch exclusive=user``."""
+"""Options above that take no value here. To give one a value, use for example ``--sbatch exclusive=user``."""
 OURS = {
     "nodes": "--nodes and --spares",
     "requeue": "it is always set",
@@ -49,12 +49,12 @@ OURS = {
     "ntasks-per-node": "one task per node starts the workers: --nproc-per-node",
     "wrap": "the script is written by this command",
 }
-"""Options that this command decides, with what to write instead."""
+"""Options that this command sets itself, with what to write instead."""
 SRUN_OURS = dict.fromkeys(
     ("wait", "kill-on-bad-exit", "nodes", "ntasks"), "the other nodes go on without a lost one"
 )
 MARGIN_S = 60  # Slurm may give a warning up to this much earlier than asked, and looks at times every 30 s
-SOON_S = 600  # a start that ends within this has made little of its time
+SOON_S = 600  # a start that ends within this time has made little progress
 SOON_STARTS = 5
 AGAIN = (Exit.REQUEUE, Exit.UNSAVED, Exit.UNMET, Exit.ORPHANED)
 KILLED = (137, 143)  # every task was killed: by the loss of its node, or at the end of the time
@@ -62,22 +62,25 @@ NO_LIMIT = ("unlimited", "infinite")
 
 
 TASK = """trap : TERM USR1 USR2; "$@"; code=$?; if [ "$code" -eq 0 ]; then : > "$0"; fi; exit "$code\""""
-"""The shell of a task. A warning reaches it as well as its child: it has to wait for what the child makes of it."""
+"""The shell program of a task.
+
+A warning reaches both the shell and its child: the shell must wait for the child's answer.
+"""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What a batch script is made of.
+    """The input of a batch script.
 
-    ``nodes`` hold ranks, ``spares`` nodes wait beside them. ``launcher`` starts Holdfast (``("holdfast",)``),
-    ``flags`` and ``command`` are those of ``holdfast run``, ``setup`` lines of shell of the user before it.
+    ``nodes`` hold ranks; ``spares`` further nodes wait. ``launcher`` starts Holdfast (``("holdfast",)``).
+    ``flags`` and ``command`` are those of ``holdfast run``. ``setup`` has shell lines of the user before it.
     """
 
     nodes: int
     spares: int
     name: str
     output: str
-    done: str  # beginning of the path of a file that says that the job has ended; its number follows
+    done: str  # start of the path of a file that marks the end of the job; the job's number follows
     grace_s: float
     command: tuple[str, ...]
     flags: tuple[str, ...] = ()
@@ -90,7 +93,7 @@ class Batch:
 
 
 def read_time(text: str) -> float:
-    """Seconds of a time as Slurm writes it: ``MM``, ``MM:SS``, ``HH:MM:SS``, ``D-HH``, ``D-HH:MM``, ``D-HH:MM:SS``.
+    """Return the seconds of a Slurm time: ``MM``, ``MM:SS``, ``HH:MM:SS``, ``D-HH``, ``D-HH:MM``, ``D-HH:MM:SS``.
 
     Returns:
         Seconds; infinite for ``UNLIMITED``.
@@ -117,10 +120,10 @@ def read_time(text: str) -> float:
 
 
 def check(batch: Batch) -> None:
-    """Refuse what Slurm or the job could not do.
+    """Refuse values that Slurm or the job cannot work with.
 
     Raises:
-        UsageError: numbers that do not fit together, an option that is decided elsewhere, or a value that no
+        UsageError: numbers that do not fit together, an option that this command sets itself, or a value that no
             ``#SBATCH`` line can hold.
     """
     if batch.nodes < 1 or batch.spares < 0 or batch.max_starts < 1:
@@ -167,12 +170,12 @@ def _check_option(key: str, value: str | None, also_ours: Mapping[str, str] = Ma
 
 
 def warning_s(batch: Batch) -> int:
-    """Seconds before the end at which Slurm warns the job."""
+    """Return the seconds before the end at which Slurm warns the job."""
     return int(batch.grace_s) + MARGIN_S
 
 
 def render(batch: Batch) -> str:
-    """The script.
+    """Return the script.
 
     Raises:
         UsageError: as :func:`check`.
@@ -215,15 +218,16 @@ def _words(options: Mapping[str, str | None]) -> Iterable[str]:
 
 
 def quoted(value: str) -> str:
-    """A value as a shell and the reader of ``#SBATCH`` lines both understand it."""
+    """Return a value quoted for both a shell and the parser of ``#SBATCH`` lines."""
     return shlex.quote(value)
 
 
 def _step(batch: Batch) -> str:
-    """The srun line. Slurm's own defaults would end all tasks 30 s after the first one, and with the first lost node.
+    """Return the srun line.
 
-    Each task runs in a shell of its own, which leaves a file when the job has run to its end there: srun's code is the
-    greatest of all tasks, that of a lost node too, and would hide it.
+    Slurm's defaults would end all tasks 30 s after the first one ends, and at the first lost node. Each task runs in a
+    separate shell, which leaves a file when the job has run to its end there. srun's own code would hide such an end:
+    it is the greatest code of all tasks, including that of a lost node.
     """
     nnodes = f"{batch.nodes}:{batch.nodes + batch.spares}" if batch.spares else str(batch.nodes)
     flags = [*batch.flags, "--nnodes", nnodes, "--grace-s", f"{batch.grace_s:g}"]
@@ -244,7 +248,7 @@ def _step(batch: Batch) -> str:
 
 
 def _again(batch: Batch) -> list[str]:
-    """What follows the step: the end, or the queue again."""
+    """Return the lines after the step: exit, or queue the job again."""
     again = "|".join(str(int(code)) for code in (*AGAIN, *KILLED))
     return [
         'if [ -e "$done" ]; then rm -f "$done"; exit 0; fi  # the job has ended, whatever became of other nodes',

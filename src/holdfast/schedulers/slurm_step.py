@@ -1,8 +1,8 @@
-"""What the environment of a Slurm step says about a job of several nodes.
+"""The place of a node in a job of several nodes, read from the environment of a Slurm step.
 
-``srun`` describes the step to each of its tasks: how many nodes it has, which of them this is, and the names of all.
-``holdfast run`` takes its own description of the job from there, so that one command serves every node. A batch
-script has no step of its own (no ``SLURM_STEP_NODELIST``): there, nothing is taken from the environment.
+``srun`` describes the step to each of its tasks: the number of nodes, the number of this node, and the names of all
+nodes. ``holdfast run`` reads its description of the job from there, so that one command works on every node. A batch
+script runs outside a step (no ``SLURM_STEP_NODELIST``): nothing is read from its environment.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ PORT_FIRST, PORT_COUNT = (
     20_000,
     10_000,
 )  # below 32768, where Linux begins with the ports of outgoing connections
-STEPS_APART = 8  # so many steps of a job that run at the same time have different ports
+STEPS_APART = 8  # this many steps of a job can run at the same time with different ports
 STEPS_OF_USERS = 0xFFFFFFF0  # greater numbers are those of Slurm's own steps (batch, extern, interactive)
 FLAGS_INSTEAD = "give --nnodes, --node-rank, --master-addr, --master-port, --run-id and --token-file yourself"
 
@@ -29,23 +29,23 @@ class SlurmStep(NamedTuple):
     job: int
     step: int
     nodes: int
-    node: int  # number of this one, from 0
-    tasks_per_node: int  # the most that any node has
+    node: int  # number of this node, from 0
+    tasks_per_node: int  # the maximum over all nodes
     first_host: str
 
     @property
     def name(self) -> str:
-        """Names the run: the same at every start of a job that is queued again."""
+        """The name of the run, which stays the same when the job is queued again."""
         return f"slurm-{self.job}" + (f"-{self.step}" if self.step else "")
 
     @property
     def port(self) -> int:
-        """Of the first contact: its own for each job, and for each of a few steps of a job."""
+        """The port of the first contact: different for each job, and for a few steps of one job."""
         return PORT_FIRST + (self.job * STEPS_APART + self.step) % PORT_COUNT
 
 
 def read_step(env: Mapping[str, str]) -> SlurmStep | None:
-    """The step that this process is a task of; None outside of one.
+    """Return the step of which this process is a task; None outside of a step.
 
     Args:
         env: environment of the process.
@@ -89,7 +89,7 @@ def _number(env: Mapping[str, str], name: str) -> int:
 
 
 def first_host(nodelist: str) -> str:
-    """The first name of Slurm's short form of a list: ``n1`` of ``n[1-4,7],m2``, ``r2n05`` of ``r[2-3]n[05-08]``.
+    """Return the first name of a list in Slurm's form: ``n1`` of ``n[1-4,7],m2``, ``r2n05`` of ``r[2-3]n[05-08]``.
 
     Raises:
         UsageError: no list of hosts.
@@ -105,5 +105,5 @@ def first_host(nodelist: str) -> str:
 
 
 def most_tasks(counts: str) -> int:
-    """The greatest number of Slurm's short form of counts: 2 of ``2(x3),1``. 1 where there is none."""
+    """Return the greatest number of a list of counts in Slurm's short form: 2 of ``2(x3),1``; 1 for an empty list."""
     return max(map(int, re.findall(r"(?:^|,)(\d{1,9})", counts)), default=1)

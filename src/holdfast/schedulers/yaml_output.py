@@ -1,7 +1,7 @@
-"""Plain values as YAML: what manifests need of it, and no more.
+"""Plain values as YAML, as far as manifests need it.
 
-A text stands without quotes only where no reader of YAML could take it for anything else; any other one stands in
-double quotes with every character that may not be printed escaped.
+A text is written without quotes only if no YAML parser could read it as another type. Any other text is in
+double quotes, with every unprintable character escaped.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STEP = 2
 
 
 def documents(values: Sequence[Plain]) -> str:
-    """YAML documents, each one after a line ``---``.
+    """Return YAML documents, each one after a line ``---``.
 
     Example:
         ``documents([{"kind": "Job"}]) == "---\\nkind: Job\\n"``

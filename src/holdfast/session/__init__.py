@@ -1,4 +1,4 @@
-"""What a training script touches. ``holdfast.session(...)`` opens a session; this package is that function too."""
+"""The objects that a training script uses; the package itself is the function ``holdfast.session(...)``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class _Callable(types.ModuleType):
-    """Python binds a subpackage to its name in the parent: so the package itself can be called."""
+    """A package that can be called: Python binds the subpackage, not a function, to the name ``holdfast.session``."""
 
     def __call__(self, *places: Any, **arguments: Any) -> Any:
         from holdfast.session.api import open_session

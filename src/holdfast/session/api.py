@@ -53,33 +53,33 @@ def open_session(
     """Protect a training: ``with holdfast.session(...) as s: for step in s.steps(...): with step as batch: ...``.
 
     Args:
-        model: a module as it is trained (DDP, ``fully_shard``, compiled), or a dict of them; extra state counts, too.
+        model: a module as it is trained (DDP, ``fully_shard``, compiled), or a dict of them; extra state is included.
         optimizer, scheduler: one, a list, or a dict by name. scaler: a ``GradScaler``.
-        checkpoint: directory of checkpoints, or ``s3://bucket/prefix``; under ``holdfast run`` its own by default.
-        resume: ``auto`` (the newest valid checkpoint, else fresh), ``never`` (fresh), a checkpoint, a directory of
-            them (or a URL), or ``DIRECTORY@STEP``. seed: of all random numbers of the steps.
-        save: when to save beside training: a number of steps, a ``timedelta``, ``"auto"`` (as often as costs the
-            least), a policy or a function of a ``Moment`` (``store.manage.retention``), or a list. None: at
-            ``session.save()``. save_every_steps, save_every_s: the first two in other words.
-        keep: valid checkpoints of this run, and those it came from, that stay: a number, those of a ``timedelta``,
-            a policy (``store.manage.retention``) or a list. copies: with 2, any one file may be lost.
+        checkpoint: directory of checkpoints, or ``s3://bucket/prefix``; default under ``holdfast run``: the run's own.
+        resume: ``auto`` (the newest valid checkpoint, else fresh), ``never`` (fresh), a checkpoint, a
+            directory of them (or a URL), or ``DIRECTORY@STEP``. seed: of all random numbers of the steps.
+        save: when to save beside training: a number of steps, a ``timedelta``, ``"auto"`` (the interval that costs
+            least), a policy or a function of a ``Moment`` (``store.manage.retention``), or a list. None: only at
+            ``session.save()``. save_every_steps, save_every_s: the same as a number of steps or seconds.
+        keep: valid checkpoints of this run and the runs it continues that stay: a number, those of a ``timedelta``, a
+            policy (``store.manage.retention``) or a list. copies: with 2, any one file may be lost.
         memory: steps between two states of each rank in shared memory that outlives it; None: ``--memory-every``.
         state: further objects with ``state_dict``/``load_state_dict``, generators or plain values, by name. Tensors,
-            arrays and containers are filled in place; a number or text comes back in ``s.state["name"]`` alone.
-            It is the job's, that of any rank (``Session.own`` is one rank's). What a block that does not count changes
-            is put back; iterables and objects of more than 65536 numbers: change those after ``optimizer.step()``.
-        exit_file: JSON file that asks for a graceful exit by ``{"GracefulExit": 1}``, written by the user.
-        verify_block: steps between two checks that a block runs again alike, else ImpureBlockError; 0: it cannot.
-        verify_data: a process that goes on compares the batches that it draws with those drawn before; else DataError.
+            arrays and containers are filled in place; a number or text is only replaced in ``s.state["name"]``. They
+            are the job's: any rank's are saved (``Session.own`` is one rank's). A block that does not count has its
+            changes undone; change iterables and objects of more than 65536 numbers only after ``optimizer.step()``.
+        exit_file: JSON file in which the user asks for a graceful exit by ``{"GracefulExit": 1}``.
+        verify_block: steps between two checks that a block repeats exactly (ImpureBlockError if not); 0: no check.
+        verify_data: a resumed process compares the batches that it draws with those drawn before (DataError).
         verify_ranks: steps between two checks that other ranks compute the same from the batch of each; 0: none.
-        nonfinite: an optimizer is about to use gradients with inf or nan: ``stop`` before it (NonFiniteError), ``skip``
-            the update on all ranks, ``warn`` once and never remove the newest checkpoint before, or ``ignore``.
-        override: hyperparameters (``["lr", "gamma"]``) that a resume takes from the script where it has changed; of
-            others the checkpoint's stay, both are told. A learning rate that a schedule has moved keeps that factor.
+        nonfinite: when an optimizer is about to use gradients with inf or nan: ``stop`` before it (NonFiniteError),
+            ``skip`` the update on all ranks, ``warn`` once and keep the newest checkpoint before, or ``ignore``.
+        override: hyperparameters (``["lr", "gamma"]``) that a resume takes from the script if changed there; of others
+            the checkpoint's stay, and both are reported. A learning rate moved by a schedule keeps that factor.
         grace_s: after a signal or exit file, leave after this many seconds even without a checkpoint.
 
-    Raises (an argument that cannot work: in this call; the rest when the session is entered):
-        UsageError, StateError: an argument that cannot work; something in the state that cannot be saved, by key path.
+    Raises (for an argument that cannot work: in this call; the rest when the session is entered):
+        UsageError, StateError: an argument that cannot work; a part of the state that cannot be saved, by key path.
         UnsupportedError: an optimizer, wrapper, hook or process group that is refused. NonFiniteError: ``nonfinite``.
         NothingToResume, CheckpointMismatch: see ``session.checkpoints.resume``. StoreWriteError: no place to write.
     """
@@ -112,18 +112,19 @@ def load(
     Args:
         path: a checkpoint, a directory of checkpoints (the newest valid one is taken), or ``DIRECTORY@STEP``.
         model: a module or a dict of modules, as given to the session that saved.
-        strict: every parameter, buffer and extra state of the model must be there, and no other.
-        optional: name patterns (``head.*``) of tensors that may be missing on either side whatever ``strict`` says, or
-            have another shape or dtype; then the model keeps its own.
-        cast: convert floating numbers to the model's dtype; one that it cannot hold is an error.
+        strict: refuse a checkpoint that lacks a parameter, buffer or extra state (other than None) of the model, or has
+            an additional one.
+        optional: name patterns (``head.*``) of tensors that ``strict`` does not check. Such a tensor may be missing on
+            either side, or have another shape or dtype; the model then keeps its own.
+        cast: convert floating numbers to the model's dtype. A number that the dtype cannot hold is an error.
 
     Returns:
-        What was loaded; ``missing``, ``unexpected`` and ``mismatched`` name what was left out.
+        A report; its ``missing``, ``unexpected`` and ``mismatched`` name the tensors that were left out.
 
     Raises:
-        UsageError: ``path`` does not exist, or an argument of the wrong type.
+        UsageError: ``path`` does not exist, or an argument has the wrong type.
         NothingToResume: no valid checkpoint is there.
-        CheckpointInvalid: what the model needs of it is damaged, without a copy; the model is unchanged.
+        CheckpointInvalid: a part that the model needs is damaged and has no copy; the model is unchanged.
         CheckpointMismatch: another model; the first differences are listed and the model is unchanged.
     """
     from holdfast.frameworks.common.weight_selection import beside_the_model, extra_states, joined_values
@@ -140,7 +141,8 @@ def load(
     for note in meant.notes():
         log.warning("holdfast: %s", note)
     state = TorchState(model, {})
-    ours = state.names.extra.keys()
+    ours = state.names.extra
+    needed = {fqn for fqn, module in ours.items() if module.get_extra_state() is not None}
     with hinted(CheckpointInvalid, repair_command(meant.path)), opened(meant.path) as source:
         catalogue, saved = load_catalogue(source), joined_values(source)
         values: dict[str, Any] = {"optimizers": {}, "schedulers": {}, "state": {}}
@@ -155,8 +157,8 @@ def load(
             source,
             targets,
             known=known,
-            missing=sorted(ours - theirs),
-            unexpected=sorted(theirs - ours),
+            missing=sorted(needed - theirs),
+            unexpected=sorted(theirs - ours.keys()),
             optional=patterns,
             strict=strict,
             first=restore.converted(),
@@ -169,7 +171,7 @@ def load(
 
 
 def _names(argument: str, value: object, example: str) -> tuple[str, ...]:
-    """A checked list of texts. Raises: UsageError."""
+    """Return a checked list of texts. Raises: UsageError."""
     if isinstance(value, Iterable) and not isinstance(value, str):
         names = tuple(value)
         if all(isinstance(name, str) for name in names):
@@ -198,9 +200,9 @@ def _torch_adapter(
 
 
 def configure_logging() -> None:
-    """Give the ``holdfast`` logger a plain handler when the script has configured none; never the root logger.
+    """Give the ``holdfast`` logger a plain handler if the script has configured none. The root logger stays unchanged.
 
-    A handler of the script that shows the name of the logger gets the lines without that name in them.
+    If a handler of the script shows the name of the logger, its lines come without the prefix ``holdfast:``.
     """
     if log.hasHandlers():
         if not any(isinstance(each, _Unprefixed) for each in log.filters):
@@ -214,10 +216,10 @@ def configure_logging() -> None:
 
 
 class _Unprefixed(logging.Filter):
-    """Takes ``holdfast:`` off a line where every handler that gets it shows the logger's name."""
+    """A filter that removes ``holdfast:`` from a line if every handler of the line shows the logger's name."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Change the record; it is always kept."""
+        """Change the record. Return True: every record is kept."""
         handlers = [*log.handlers, *(logging.getLogger().handlers if log.propagate else [])]
         if handlers and all(map(_shows_name, handlers)) and isinstance(record.msg, str):
             record.msg = record.msg.removeprefix(PREFIX)
@@ -230,7 +232,7 @@ def _shows_name(handler: logging.Handler) -> bool:
 
 
 def _require_torch(model: Any) -> None:
-    """Refuse what is no module of torch, before torch is imported. Raises: UsageError."""
+    """Refuse a model that is no module of torch, before torch is imported. Raises: UsageError."""
     for item in model.values() if isinstance(model, Mapping) else [model]:
         if not any(base.__module__.split(".")[0] == "torch" for base in type(item).__mro__):
             raise UsageError(

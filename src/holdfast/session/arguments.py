@@ -1,4 +1,7 @@
-"""A misspelled argument is an error of the user with the name that was probably meant, and no crash to start again."""
+"""Checks of calls: a misspelled argument raises an error that names the argument that was probably meant.
+
+As an error of the user it does not cause a restart, as a crash would.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,8 @@ def checked(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     Args:
         name: by which the user calls the function.
 
-    Returns: a decorator; the function then raises UsageError where Python would raise a TypeError.
+    Returns:
+        A decorator. The decorated function raises UsageError where Python would raise a TypeError.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:

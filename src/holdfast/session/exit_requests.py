@@ -1,19 +1,18 @@
-"""Asked to leave: signals that work while the main thread sits in C++, and a file that a user can write.
+"""Requests to leave: signals that work while the main thread waits in C++, and a file that a user can write.
 
-Theory. A Python signal handler runs in the main thread between bytecodes, so not while that thread waits inside a
-collective. The interpreter's C handler, however, writes the signal's number into a wake-up descriptor at once; a
-thread reads it there. Handlers and the descriptor that were installed before are called and restored. SIGUSR1 is left
-alone where somebody uses it: scripts have their stacks printed by it.
+Theory. A Python signal handler runs in the main thread between bytecodes, so it does not run while that thread waits
+inside a collective. The interpreter's C handler, however, writes the signal's number into a wake-up descriptor at once,
+and a thread reads it there. Handlers and a descriptor that were installed before are called, and restored at the end.
+SIGUSR1 is left alone if the script has a handler for it, because scripts use it to print their stacks.
 
-A forked process (a data loader's, a pool's) inherits handlers and descriptor. A signal to it alone
-(``Process.terminate()``) asks nobody, and ends it. Where its parent is asked at the same time (schedulers signal every
-process) it stays, because the step under way may need it.
+A forked process (of a data loader or a pool) inherits handlers and descriptor. A signal to the forked process alone
+(``Process.terminate()``) ends it and is no request. If its parent is asked at the same time (schedulers signal every
+process), the forked process stays, because the current step may need it.
 
-The exit file is JSON with ``{"GracefulExit": 1}``. Each version of the file (time, content) counts once: every
-checkpoint says which version has been answered last, so a file that is left over does not stop the next run, and one
-that is there from the start of a job is answered at its first step. A process that comes into a running job leaves what
-was there before to the others. A request that is ignored is said in one line; a file that cannot be read is warned of,
-once.
+The exit file is JSON with ``{"GracefulExit": 1}``. Each version of the file (time, content) counts once. Every
+checkpoint holds the version that was answered last. So a file that is left over does not stop the next run, and a file
+that exists from the start of a job is answered at its first step. A process that joins a running job ignores the
+version that it finds. An ignored request is logged in one line. A file that cannot be read causes one warning.
 """
 
 from __future__ import annotations
@@ -46,20 +45,20 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 WARNINGS = (signal.SIGUSR1, signal.SIGUSR2)
 _UNUSED = (signal.SIG_DFL, signal.SIG_IGN)
 RECORD = "exit_file"
-"""Key of the answered version among the values of one rank."""
+"""Key of the answered version among the rank-local values of a checkpoint."""
 FILE_INTERVAL_S = 0.5
-CHILD_WAIT_S = 1.0  # for the signal that reaches the parent a little later
+CHILD_WAIT_S = 1.0  # for a signal that reaches the parent a little later
 FILE_SIZE_BYTES_MAX = 64 * 1024
 
 
 class FileVersion(NamedTuple):
-    """One content of the exit file."""
+    """One version of the exit file."""
 
     time_ns: int
     content: bytes
 
     def record(self) -> list[int | str]:
-        """What a checkpoint says of it."""
+        """Return the form in which a checkpoint holds this version."""
         return [self.time_ns, xxhash.xxh3_128_hexdigest(self.content)]
 
 
@@ -68,10 +67,10 @@ class ExitWatch:
 
     Args:
         ask: called from the watching thread.
-        exit_file: a file to look at, or None.
-        grace_s: after a request the process may stay this long; then ``give_up`` is called. None: for ever.
+        exit_file: the file to watch, or None.
+        grace_s: seconds that the process may stay after a request, after which ``give_up`` is called. None: no limit.
         give_up: ends the process.
-        signals: those that ask.
+        signals: the signals that ask it to leave.
     """
 
     def __init__(
@@ -87,11 +86,11 @@ class ExitWatch:
         self._grace_s = grace_s
         self._give_up = give_up
         self._numbers = signals
-        self._leaving = mmap.mmap(-1, 1)  # shared with forked processes: has a signal asked the parent
+        self._leaving = mmap.mmap(-1, 1)  # shared with forked processes; 1: a signal asked the parent
         self._forked = False
         self._deadline_s: float | None = None
         self._seen: FileVersion | None = None
-        self._answered: Plain = None  # of the version that was answered last
+        self._answered: Plain = None  # record of the version that was answered last
         self._unreadable = False
         self._before: dict[signal.Signals, Any] = {}
         self._before_fd = -1
@@ -101,10 +100,10 @@ class ExitWatch:
         self._quit_read, self._quit_write = -1, -1
 
     def start(self, known: Mapping[str, Plain] | None = None, say: Callable[[str], None] = log.info) -> None:
-        """Install handlers (in the main thread only; elsewhere only the file is watched) and start the thread.
+        """Install the signal handlers (in other threads than the main one only watch the file), and start the thread.
 
         Args:
-            known: what was said by :meth:`record` where this process begins; empty: not known; None: nothing was
+            known: the :meth:`record` in the state where this process begins; empty: not known; None: nothing was
                 answered yet.
             say: prints the line about a request that is ignored.
         """
@@ -132,7 +131,7 @@ class ExitWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Restore what was there before."""
+        """Restore the handlers and the descriptor that were installed before, and end the thread."""
         if self._quit_write < 0 or self._ending or self._forked:
             return
         self._ending = True
@@ -149,7 +148,7 @@ class ExitWatch:
                 os.close(fd)
 
     def _handle(self, number: int, frame: Any) -> None:
-        """In the main thread, whenever it gets there: only the handler that was installed before us."""
+        """Call the handler that was installed before; let the signal end a forked process that it reached alone."""
         before = self._before.get(signal.Signals(number))
         if callable(before):
             before(number, frame)
@@ -169,7 +168,7 @@ class ExitWatch:
         return bool(self._leaving[0])
 
     def _watch(self) -> None:
-        poller = select.poll()  # no select(): a script may have more than 1024 files open
+        poller = select.poll()  # select() fails in a script with more than 1024 open files
         for fd in (self._quit_read, self._read):
             if fd >= 0:
                 poller.register(fd, select.POLLIN)
@@ -187,7 +186,7 @@ class ExitWatch:
 
     def _signals(self, numbers: bytes) -> None:
         if self._before_fd >= 0:
-            with contextlib.suppress(OSError):  # full, or closed by its owner: not what this thread is for
+            with contextlib.suppress(OSError):  # full, or closed by its owner: the request still counts
                 os.write(self._before_fd, numbers)
         for number in self._before:
             if int(number) in numbers:
@@ -200,10 +199,10 @@ class ExitWatch:
         self._ask(source)
 
     def record(self, *, leaves: bool) -> dict[str, Plain]:
-        """For a checkpoint: which version of the exit file has been answered last.
+        """Return, for a checkpoint, the version of the exit file that was answered last.
 
         Args:
-            leaves: all ranks have agreed to leave, which answers what the file asks for.
+            leaves: all ranks have agreed to leave, which answers the current file.
         """
         found = self._version() if leaves else None
         if found is not None and self._asks(found):
@@ -219,7 +218,7 @@ class ExitWatch:
             self._asked(f"file {self._file}")
 
     def _asks(self, version: FileVersion) -> bool:
-        """It asks to leave; a warning where it is not JSON."""
+        """Return whether this version asks to leave. Warn if it is not JSON."""
         try:
             asked = json.loads(version.content)
         except (ValueError, RecursionError):
@@ -228,7 +227,7 @@ class ExitWatch:
         return isinstance(asked, dict) and asked.get("GracefulExit") == 1
 
     def _version(self) -> FileVersion | None:
-        """The exit file as it is; None when there is none that can be read."""
+        """Return the current version of the exit file; None if no readable file exists."""
         if self._file is None:
             return None
         try:
@@ -243,11 +242,12 @@ class ExitWatch:
 
 
 def known_of(local: Mapping[str, Any] | None, root: Place | None, rank: int) -> Mapping[str, Plain] | None:
-    """What :meth:`ExitWatch.start` is told.
+    """Return the argument ``known`` of :meth:`ExitWatch.start`.
 
     Args:
-        local: what this rank has loaded; None: the job begins.
-        root: of the session: the newest checkpoint there may be one of a job before, which has answered.
+        local: the loaded values of this rank; None: the job begins.
+        root: directory of checkpoints of the session. Its newest checkpoint may belong to an earlier job that has
+            answered.
         rank: of this process.
     """
     if local is not None or root is None:
@@ -256,12 +256,15 @@ def known_of(local: Mapping[str, Any] | None, root: Place | None, rank: int) -> 
         names = Root(root).names()
         found = load_locals(root / names[0], rank) if names else {}
     except StoreError:
-        return None  # nothing that a job could have left in order
+        return None  # no readable checkpoint, so no job has answered
     return {RECORD: found[RECORD]} if RECORD in found else None
 
 
 def _afterwards(number: signal.Signals, before: Any) -> Any:
-    """The handler after the session. A scheduler's warning to all processes of a run is answered by its launcher: it
-    does not end a worker that evaluates or exports."""
+    """Return the handler to install after the session.
+
+    The launcher answers a scheduler's warning to all processes of a run. The warning must not end a worker that
+    evaluates or exports after training, so it is ignored there.
+    """
     launched = "HOLDFAST_MEMBER_ID" in os.environ
     return signal.SIG_IGN if launched and before is signal.SIG_DFL and number in WARNINGS else before

@@ -1,4 +1,4 @@
-"""Steps of a framework that drives its own loop, and asks for each when it comes to it."""
+"""Steps for a framework that drives its own loop and asks for each step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from holdfast.session.steps.step import Step
 
 
 def steps_of_framework(session: Session, loader: Any = None) -> Iterator[Step]:
-    """All steps of the job.
+    """Return an iterator over all steps of the job.
+
+    The framework and its callbacks run code between this call and the first step (``on_epoch_begin``). Every process
+    that starts again runs this code, although the restored state already contains its effect. So the code is placed
+    between two loops of the session, where its effect counts once (``loop.py``). The first of these loops has no steps.
 
     Args:
-        loader: where the framework takes its batches from, if the session gives them to it.
-
-    What the framework and its callbacks do from here to the first of them (``on_epoch_begin``) they do in each process
-    that starts again, and it is in the state already. So it stands between two loops of the session, the first of which
-    has no steps: there it counts once (``loop.py``).
+        loader: the source of the framework's batches, if the session gives them.
     """
     session.takes_loops()
     for step in session.steps(until=0):

@@ -1,7 +1,7 @@
-"""What went wrong on one rank, for the others: they stop with its words, not with a riddle.
+"""The error of one rank, sent to the other ranks so that they stop with its text.
 
-Theory. The ranks agree by a vote, which carries no text. So the rank that cannot go on writes its error under a key
-before it votes, and a rank that has heard the result of the vote reads it.
+Theory. The ranks agree by a vote, which carries no text. So a rank that cannot continue writes its error under a key
+before it votes. A rank that has read the result of the vote reads the error there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ KEY_TIMEOUT_S = 600.0
 
 
 def tell_why(client: WorkerClient | None, key: str, rank: int, error: Exception) -> None:
-    """Before the ranks agree. Without a client there is no other rank."""
+    """Write the error of this rank under ``key`` before the ranks vote. Without a client there is no other rank."""
     if client is None:
         return
     message, hint = (error.message, error.hint) if isinstance(error, HoldfastError) else (str(error), "")
@@ -25,7 +25,10 @@ def tell_why(client: WorkerClient | None, key: str, rank: int, error: Exception)
 
 
 def hear_why(client: WorkerClient | None, key: str) -> tuple[str, str]:
-    """Rank and message, and the hint; of one of the ranks where several have told. Of none where a fault came first."""
+    """Return the message, with its rank, and the hint of a rank that wrote its error under ``key``.
+
+    If a fault came before any rank wrote one, the message only names the log.
+    """
     value = client.kv("get", (key,), timeout_s=KEY_TIMEOUT_S).value if client is not None else b""
     if not value:
         return "another rank cannot, its log says why", ""

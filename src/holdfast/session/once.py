@@ -1,4 +1,4 @@
-"""``holdfast.once``: what a script makes once for each rank and run."""
+"""``holdfast.once``: values that a script makes once for each rank and run."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from holdfast.core.protocol.messages import OnceAsked, OnceTold
 from holdfast.errors import UsageError
 from holdfast.runtime.worker.worker_client import WorkerClient
 
-ASK_AGAIN_S = 1.0  # a controller may have died over the question
+ASK_AGAIN_S = 1.0  # the question may have been lost with a controller
 
 Value = TypeVar("Value")
 
 _LOCK = threading.Lock()
-_KNOWN: dict[str, str] = {}  # JSON by name; a data loader's forked worker has it from its parent
+_KNOWN: dict[str, str] = {}  # JSON by name; the forked workers of a data loader inherit it
 
 
 def once(name: str, make: Callable[[], Value]) -> Value:
-    """Return what this rank has made under ``name`` in this run; the first time, ``make()`` makes it.
+    """Return the value that this rank has made under ``name`` in this run; ``make()`` makes it the first time.
 
-    A process that replaces a lost one runs the script from its top. What it would decide anew there (a time in the
-    name of a directory, a random identifier, the next free version number) is what the lost process had decided. The
-    same holds after a restart of all workers, and on another node. Each rank has values of its own; a new run begins
-    without any. Without ``holdfast run``, ``make()`` is called and its result returned.
+    A process that replaces a lost one runs the script from its top. It must not choose a new value there (a time in the
+    name of a directory, a random identifier, the next free version number): it gets the value that the lost process
+    chose. The same holds after a restart of all workers, and on another node. Each rank has its own values, and a new
+    run begins without any. Without ``holdfast run``, ``make()`` is called each time and its result is returned.
 
     Args:
-        name: at most 100 characters, of up to 100 names of a rank.
-        make: without arguments; called at most once per rank and run unless it raises or its process dies in it. The
-            result is None, a bool, a number, a text, or a list or dict (with texts as keys) of these, at most 1000
-            characters as JSON. It is written to the run's event log: no passwords.
+        name: at most 100 characters; a rank may have up to 100 names.
+        make: without arguments. It is called at most once per rank and run, unless it raises or its process dies in it.
+            The result is None, a bool, a number, a text, or a list or dict (with texts as keys) of these, at most 1000
+            characters as JSON. It is written to the run's event log, so it must hold no password.
 
     Returns:
-        What ``make()`` of the first process of this rank returned.
+        The value that ``make()`` returned in the first process of this rank.
 
     Raises:
-        UsageError: the name, or what ``make`` returned, cannot be kept; or a child process of a worker asks for a name
+        UsageError: the name, or the value of ``make``, cannot be kept; or a child process of a worker asks for a name
             that the worker itself has not asked for.
 
     Example:
@@ -69,7 +69,7 @@ def once(name: str, make: Callable[[], Value]) -> Value:
 
 
 def _ask(client: WorkerClient, name: str, value: str) -> str:
-    """What the controller keeps under ``name``; ``value``, if it is not empty and nothing is kept yet."""
+    """Ask the controller for the value of ``name``. Give it ``value``, unless empty, to keep if it has none."""
     told: list[OnceTold] = []
     heard = threading.Event()
 
@@ -81,7 +81,7 @@ def _ask(client: WorkerClient, name: str, value: str) -> str:
     client.on(OnceTold, hear)
     while not heard.is_set():
         if client.orphaned:
-            return value  # nobody is left that would replace this process
+            return value  # no controller is left that could replace this process
         client.send(OnceAsked(member_id=client.member_id, name=name, value=value))
         heard.wait(ASK_AGAIN_S)
     if told[-1].full:
@@ -93,7 +93,7 @@ def _ask(client: WorkerClient, name: str, value: str) -> str:
 
 
 def encoded(name: str, value: object) -> str:
-    """``value`` as JSON. Raises: UsageError: it would come back as something else, or is too long."""
+    """Return ``value`` as JSON. Raises: UsageError: JSON would change it, or it is too long."""
     where = _odd(value)
     if where:
         raise UsageError(
@@ -110,7 +110,7 @@ def encoded(name: str, value: object) -> str:
 
 
 def _odd(value: object) -> str:
-    """The first part that would come back as something else; empty: there is none."""
+    """Describe the first part that JSON would change; empty: there is none."""
     if value is None or type(value) in (bool, int, str):
         return ""
     if type(value) is float:
@@ -124,7 +124,7 @@ def _odd(value: object) -> str:
 
 
 def _refuse_child(name: str) -> None:
-    """A child process has no line to the agent, and would make a value of its own.
+    """Refuse the call in a child process, which has no connection to the agent and would make another value.
 
     Raises:
         UsageError: this is a child process of a worker.

@@ -1,4 +1,4 @@
-"""What a session needs to know of the run that its process belongs to."""
+"""The facts about a run that a session needs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,17 @@ from holdfast.session.checkpoints.memory_tier import AUTO
 
 
 class RunContext(NamedTuple):
-    """What a session needs to know of its run; ``shared`` is memory that outlives this process."""
+    """The facts about a run that a session needs.
+
+    Attributes:
+        saves_as: id of the run in its checkpoints.
+        age_s: seconds since the run began.
+        verify_every: steps within which all copies of the state are compared; 0: never.
+        memory_every: steps between two states in the memory tier.
+        checkpoints: the default directory of checkpoints.
+        shared: directory in shared memory that outlives this process.
+        pull: fetches a state in memory from another node.
+    """
 
     saves_as: str
     age_s: float = 0.0
@@ -28,7 +38,11 @@ class RunContext(NamedTuple):
 
 
 def run_of(client: WorkerClient | None, library: bool) -> RunContext:
-    """The run of this process, or one of its own; ``library``: the job itself made it, without a launcher."""
+    """Return the facts about the run of this process. Without a launcher they describe a run of this process alone.
+
+    Args:
+        library: the job started its own agent, without a launcher.
+    """
     if client is None or client.run_dir is None:
         return RunContext(f"solo-{secrets.token_hex(4)}")
     place, about = RunDir(client.run_dir), RunSettings.load(client.run_dir)

@@ -1,7 +1,7 @@
-"""The session: what a training script touches.
+"""The session: the object that a training script uses.
 
-It joins the parts: an adapter for the framework, this rank's protocol state, the saver, the search for a checkpoint and
-the watch for exit requests. Without a launcher everything works on one process, without a control plane.
+It joins the framework's adapter, the protocol state of this rank, the saver, the search for a checkpoint and the watch
+for exit requests. Without a launcher it works in one process, without a control plane.
 """
 
 from __future__ import annotations
@@ -27,14 +27,8 @@ from holdfast.errors import (
     UsageError,
 )
 from holdfast.exit_codes import Exit
-from holdfast.frameworks.common.adapter import (
-    Adapter,
-    BeginsEqual,
-    Collected,
-    HasGroups,
-    StandsIn,
-    TakesParts,
-)
+from holdfast.frameworks.common.adapter import Adapter, Collected
+from holdfast.frameworks.common.optional_abilities import BeginsEqual, HasGroups, StandsIn, TakesParts
 from holdfast.frameworks.common.state_tree import Plain
 from holdfast.runtime.node.deferred_rank import DeferredRank
 from holdfast.runtime.node.disabled import refuse_session
@@ -73,15 +67,15 @@ from holdfast.text import plural
 log = logging.getLogger("holdfast")
 
 STAY_S = 90.0
-"""A process whose script has raised waits this long for a word; a last-gasp has 60 s, a new controller a few."""
+"""Limit of the wait for an order, in a process whose script has raised; a last-gasp checkpoint has 60 s."""
 OFFERED = ("epochs", "exiting", "own", "phase", "root", "save", "section", "state", "step", "steps")
-"""What a session shows to its user."""
+"""The public names of a session."""
 PARTS_VARIABLE = "HOLDFAST_PARTS"
-"""Set by the launcher: each rank does the work of so many, because nodes are missing."""
+"""Variable set by the launcher: each rank does the work of this many ranks, because nodes are missing."""
 
 
 class Session(ScriptLoops):
-    """Made by :func:`holdfast.session`; a context manager.
+    """The session of a script, made by :func:`holdfast.session`; a context manager.
 
     Attributes:
         state: the extra named objects and values that travel in checkpoints; plain values may be replaced here.
@@ -98,10 +92,10 @@ class Session(ScriptLoops):
         self._rehearsing = self._attached = self._entered = False
         self._watch: ExitWatch | None = None  # made when the session opens
         self._entered_by: tuple[FrameType, int] | None = None
-        self._collecting: int | None = None  # the state of this step is read, the machine is at another
+        self._collecting: int | None = None  # step of the state that is being read
 
     def __dir__(self) -> list[str]:
-        """What a script may use: the other methods are called by the library's own parts."""
+        """Return the public names; the other methods are for the library's own parts."""
         return [*OFFERED, *(name for name in super().__dir__() if name.startswith("__"))]
 
     # ------------------------------------------------------------------ open
@@ -154,7 +148,7 @@ class Session(ScriptLoops):
         verify = settings.verify_block, settings.verify_ranks
         self._blocks = StepRunner(self._rank, self._adapter, self._votes, self, self._finite, verify)
         self._common = ReplicaStateCheck(self._adapter, client, self.state)
-        plan_ahead = self._verifier.slice  # the first one takes long, and all would wait for it in the vote
+        plan_ahead = self._verifier.slice  # the first plan takes long: no vote should wait for it
         self._entered = True
         self._rank.connect(
             ParticipantCalls(
@@ -174,7 +168,7 @@ class Session(ScriptLoops):
         return self
 
     def _join(self) -> tuple[WorkerClient | None, bool]:
-        """The line to the control plane, and whether this session started it."""
+        """Return the connection to the control plane, and whether this session started the agent."""
         client = WorkerClient.current()
         if client is not None or self._adapter.world_size == 1:
             return client, False
@@ -183,7 +177,7 @@ class Session(ScriptLoops):
         return join_or_start_agent(seat, exchange), True
 
     def _prepare_root(self) -> None:
-        """Fail now, not at the first save. Raises: StoreWriteError."""
+        """Check the checkpoint directory now instead of at the first save. Raises: StoreWriteError."""
         if self.root is None:
             self._say("holdfast: no checkpoint directory: nothing is saved, also not when a rank is lost")
             return
@@ -224,18 +218,18 @@ class Session(ScriptLoops):
 
     @staticmethod
     def _workers_then(session: Mapping[str, Any]) -> int:
-        """Ranks that the batch of a step was made for."""
+        """Return the number of ranks for which the batch of a step was made."""
         return int(session.get("world", 1)) * int(session.get("parts", 1))
 
     def _take_over(self, client: WorkerClient) -> None:
-        """A newcomer: the survivors give what a checkpoint would."""
+        """Take the state of a newcomer from the survivors instead of from a checkpoint."""
         order = self._rank.await_receive()
         self._stand_at(take_over(self._rank, self._adapter, client, self._tier, order))
         self._votes.inherit(order)
         log.info("holdfast: joins at step %d", order.step)
 
     def _attach(self) -> None:
-        """Hook the framework, once; in a spare before it belongs to the job."""
+        """Install the hooks of the framework, once; in a spare this comes before it belongs to the job."""
         if not self._attached:
             self._attached = True
             self._adapter.attach(self._blocks.hooks(), self._rank.fault_seen, self._between.collective)
@@ -243,14 +237,14 @@ class Session(ScriptLoops):
     # ------------------------------------------------------------------ spare
 
     def _stand_by(self, stand_in: DeferredRank) -> None:
-        """A spare: built, and in no generation yet. The first steps are rehearsed, everything else waits."""
+        """Prepare a spare, which is in no generation yet, for rehearsals; everything else waits until it is called."""
         self._spare = stand_in
         self._attach()
         with self._rank.changed:
             self._rank.machine.open(0)
 
     def _go_on_stage(self) -> None:
-        """Wait until the spare is called; then it is a newcomer. Nothing to do in any other process."""
+        """Wait until the spare is called, and make it a newcomer. In any other process, do nothing."""
         spare, self._spare = self._spare, None
         client = self._client
         if spare is None or client is None:
@@ -303,7 +297,7 @@ class Session(ScriptLoops):
         rank.enter(Phase.READY)
 
     def _rewind(self, step: int) -> None:
-        """All ranks go back to the state of ``step`` that each has in memory. Raises: CheckpointInvalid."""
+        """Restore the state of ``step`` from memory, as all ranks do. Raises: CheckpointInvalid."""
         log.warning("holdfast: back from step %d to %d, from memory", self.step, step)
         found = self._tier.load(step)
         self._verifier.forget()
@@ -325,13 +319,13 @@ class Session(ScriptLoops):
 
     @property
     def step(self) -> int:
-        """Updates done; asked by a ``state_dict`` of the user: those done in the state that is being read."""
+        """Number of updates done; in a ``state_dict`` of the user, the number in the state that is being read."""
         self._asked()
         return self._rank.step if self._collecting is None else self._collecting
 
     @contextmanager
     def _reading(self, step: int) -> Iterator[None]:
-        """The state that is read in the body is that of ``step``."""
+        """Let :attr:`step` return this ``step`` while the body reads the state of it."""
         self._collecting = step
         try:
             yield
@@ -340,7 +334,7 @@ class Session(ScriptLoops):
 
     @property
     def place_in_data(self) -> Mapping[str, int] | None:
-        """Where the job is in the data of its open loop; None: not known."""
+        """Position of the job in the data of its open loop; None: not known."""
         self._asked()
         at: Mapping[str, int] | None = self._loops.place.get("at")
         return at
@@ -350,12 +344,12 @@ class Session(ScriptLoops):
 
     @property
     def exiting(self) -> bool:
-        """All ranks have agreed to leave: no step follows."""
+        """True when all ranks have agreed to leave: no step follows."""
         self._asked()
         return self._behind.exit_agreed
 
     def _asked(self) -> None:
-        """A question whose answer only the job knows: a spare waits until it belongs to it."""
+        """Make a spare wait until it belongs to the job, before it answers a question about the job."""
         self._require_entered()
         if not self._rehearsing:
             self._go_on_stage()
@@ -368,18 +362,20 @@ class Session(ScriptLoops):
 
     @property
     def own(self) -> Plain:
-        """Plain values of this rank alone, where ``state`` is the job's: who replaces the rank, or resumes as it, has
-        them. None: nothing. Set them in the block: they are what they were when it does not count. 128 KiB at most."""
+        """Plain values of this rank alone (``state`` is the job's), for its replacement and a resume; None: nothing.
+
+        Set them in the block; a block that does not count restores the earlier ones. 128 KiB at most.
+        """
         self._asked()
         return self._loops.own
 
     @own.setter
     def own(self, value: Plain) -> None:
-        """For the step that ends next."""
+        """Set the values for the step that ends next."""
         self._loops.own = value
 
     def redo(self) -> None:
-        """Abort the open step and begin it again, inside an update that is computed by a framework's graph.
+        """Abort the open step and begin it again, for a framework that computes the update in its graph.
 
         Raises:
             StepError: no step is open.
@@ -388,9 +384,9 @@ class Session(ScriptLoops):
         self._blocks.redo()
 
     def save(self) -> None:
-        """Ask for a checkpoint by all ranks of the step whose vote comes next; returns at once.
+        """Ask all ranks for a checkpoint of the step whose vote comes next; return at once.
 
-        It is made when the script asks for the step after that: do not wait for it behind the block.
+        It is made when the script asks for the following step: do not wait for it after the block.
 
         Raises:
             UsageError: the session has no checkpoint directory.
@@ -406,10 +402,10 @@ class Session(ScriptLoops):
     def section(self, name: str) -> Iterator[None]:
         """Announce work between two steps that may take long (an evaluation): ``with s.section("eval"):``.
 
-        How long one may show no progress is learned by name; the first one has an hour. A collective in it that loses a
-        peer raises PeerLost: all ranks then start again at the step that comes next, so a section before the block of
-        that step is run again: ``if step.number % 50 == 0 and not step.again: with s.section("eval"): ...``, and one
-        after the loop as well. One after the block (``if step.committed and step.last_in_epoch``) is not: a warning.
+        How long it may show no progress is learned by name; the first run has an hour. If a collective in it loses a
+        peer, it raises PeerLost, and all ranks restart at the next step. A section before the block of that step then
+        runs again: ``if step.number % 50 == 0 and not step.again: with s.section("eval"): ...``. So does one after the
+        loop. One after a block (``if step.committed and step.last_in_epoch``) does not, which causes a warning.
 
         Raises:
             StepError: inside the block of a step, or inside another section.
@@ -425,18 +421,18 @@ class Session(ScriptLoops):
             yield
 
     def framework_stands(self) -> None:
-        """The loop is another library's: what it has done before its next block, setting itself up first, is done."""
+        """Record that the library that owns the loop has finished its setup or other work before the next block."""
         self._rank.moved(ScriptEvent.FRAMEWORK_DONE)
         self._adapter.remember(self._rank.step)
 
     def rewound(self, step: Step) -> None:
-        """The job went back while ``step`` was about to begin: it becomes the step where the job is now."""
+        """Give ``step`` the number and batch of the step where the job is now: it went back before ``step`` began."""
         self._loops.fill(step)
 
     # ------------------------------------------------------------------ a block's questions
 
     def ballot(self, step: int, *, unsound: bool, nonfinite: bool) -> Ballot:
-        """What this rank says in the vote."""
+        """Return the ballot of this rank for the vote of ``step``."""
         plan, digest = self._verifier.slice(step)
         return Ballot(
             step=step,
@@ -453,24 +449,24 @@ class Session(ScriptLoops):
         )
 
     def differ(self, step: int) -> None:
-        """Copies of the state differ between ranks."""
+        """Report the copies of this rank, because copies of the state differ between ranks."""
         self._verifier.tell(step)
 
     def entered(self, step: int) -> bytes | None:
-        """The block of a step has begun."""
+        """Note that the block of ``step`` has begun. Return changed rank-local values for the status page, or None."""
         return self._loops.entered(step)
 
     def batch_of(self, copy: int) -> Any:
-        """What another copy of the model draws for the open step. Raises: LookupError."""
+        """Return the batch of the open step that another copy of the model draws. Raises: LookupError."""
         return self._loops.batch_of(copy)
 
     def foresee(self) -> bytes | None:
-        """The vote of a step comes."""
+        """Prepare for the coming vote. Return the rank-local values of the next step for the status page, or None."""
         self._tier.foresee(self._rank.step)
         return self._loops.foresee()
 
     def before_ready(self, tally: Tally) -> bytes | None:
-        """The block of a step has ended and counts: note the data position, publish a changed layout."""
+        """Note the data position and publish a changed layout, after a block that counts. Return as :meth:`foresee`."""
         self._sections.pass_by(self.step - 1, tell=self._adapter.rank == 0)
         payload = self._loops.note()
         following = self.step + 1
@@ -480,9 +476,9 @@ class Session(ScriptLoops):
         return payload
 
     def after_ready(self, step: Step, tally: Tally) -> None:
-        """A step is committed: save what was asked for, leave when all agreed to."""
+        """Save, or leave, as the vote has decided, after a step is committed."""
         self._common.committed(self._loops.digests_of(step.number))
-        if not self._rank.fenced:  # else the vote after the recovery asks again
+        if not self._rank.fenced:  # otherwise the vote after the recovery asks again
             self._behind.committed(tally)
 
     def _values(self, collected: Collected, step: int) -> dict[str, object]:
@@ -510,7 +506,7 @@ class Session(ScriptLoops):
         self._entered_by = None
         if self._watch is None and error is not None:
             self._adapter.detach()
-            return  # a spare that was not called, or could not take its state: nothing in it is of this job
+            return  # a spare that was not called or did not get its state: it holds nothing of this job
         ended = error is None or self._is_end(error)
         try:
             self._asked()
@@ -526,7 +522,7 @@ class Session(ScriptLoops):
             elif isinstance(error, SystemExit) and self._client is not None and self._rank.state != "ready":
                 tell_exit(self._client, error, self._rank.step)
         finally:
-            if self._watch is not None:  # a spare is called, and may fail, in the `try` above
+            if self._watch is not None:  # still None if a called spare has failed in the `try` above
                 self._watch.stop()
             self._adapter.detach()
             self._saver.close()
@@ -536,11 +532,11 @@ class Session(ScriptLoops):
             raise SystemExit(int(Exit.REQUEUE if self._behind.exit_sealed else Exit.UNSAVED))
 
     def _is_end(self, error: BaseException) -> bool:
-        """``sys.exit(0)`` between two steps ends a training, as the end of the script does."""
+        """Return whether ``error`` ends the training normally: ``sys.exit(0)`` between two steps does."""
         return isinstance(error, SystemExit) and error.code in (None, 0) and self._rank.state == "ready"
 
     def _fall(self, error: Exception) -> None:
-        """An exception leaves the session: what can be kept of the last committed step is kept."""
+        """Keep the state of the last committed step where possible, after an exception has left the session."""
         rank = self._rank
         rank.moved(ScriptEvent.STRAYED)
         state = rank.fail()
@@ -557,7 +553,7 @@ class Session(ScriptLoops):
             self._saver.rescue(state == "aborted")
 
     def _stay(self, client: WorkerClient, error: Exception) -> None:
-        """The script's own exception: keep what this process holds until the job knows that others hold it, too."""
+        """Keep this process, whose script has raised, until the job knows that other ranks have its state."""
 
         def leave(order: Leave) -> None:
             show(error)
@@ -568,7 +564,7 @@ class Session(ScriptLoops):
         self._rank.await_word(STAY_S)
 
     def _finish(self) -> None:
-        """Save the end, and wait until every rank is there; after a recovery all of them do so once more."""
+        """Save the last state and wait for all ranks; after a recovery do both again."""
         rank, saver = self._rank, self._saver
         if not self._behind.exit_agreed:
             self._turns.close()

@@ -1,4 +1,4 @@
-"""What a user may give a session, checked at once: a wrong value met later would meet only one thread or one rank."""
+"""The checked arguments of a session: a wrong value would otherwise fail later, in one thread or on one rank only."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class SessionSettings:
 
 
 def extras_of(state: object) -> dict[str, Any]:
-    """The extra objects and values, by name; the user's own dict. Raises: UsageError."""
+    """Return the user's own dict of extra objects and values, by name. Raises: UsageError."""
     if state is None:
         return {}
     if not isinstance(state, dict):
@@ -77,12 +77,12 @@ def _kept(keep: object) -> KeepPolicy:
     try:
         return retention(keep)
     except UsageError as error:
-        what, _, why = error.message.rpartition(": ")  # what may have colons of its own
+        what, _, why = error.message.rpartition(": ")  # the first part may have colons
         raise UsageError(f"session({what}): {why}", hint=error.hint) from error
 
 
 def _whole(name: str, value: object, least: int | None = None) -> int:
-    """A whole number of any type (numpy's, too); True is none."""
+    """Return a whole number of any type (also numpy's); a bool is refused."""
     if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise UsageError(
             f"session({name}={value!r}): not a whole number", hint=f"leave {name} out, or give a number"
@@ -97,7 +97,7 @@ def _whole(name: str, value: object, least: int | None = None) -> int:
 
 
 def _seconds(name: str, value: object, *, zero: bool = False) -> float:
-    """A duration; ``zero``: it may be none at all."""
+    """Return a duration in seconds; ``zero``: 0 is allowed."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise UsageError(f"session({name}={value!r}): not a number of seconds", hint=f"{name}=600")
     seconds = float(value)
@@ -109,7 +109,7 @@ def _seconds(name: str, value: object, *, zero: bool = False) -> float:
 
 
 def _text(name: str, value: object) -> str:
-    """A path or URL, as text."""
+    """Return a path or URL as text."""
     text = str(value) if isinstance(value, Url) else value
     text = os.fspath(text) if isinstance(text, os.PathLike) else text
     if not isinstance(text, str):

@@ -15,12 +15,17 @@ BOUND_S = 110.0
 
 
 def run(
-    where: Path, launcher: list[str], script: Path, *arguments: str, ranks: int = RANKS
+    where: Path,
+    launcher: list[str],
+    script: Path,
+    *arguments: str,
+    ranks: int = RANKS,
+    bound_s: float = BOUND_S,
 ) -> tuple[int, str]:
     """Run ``script``. Return exit code and output. ``launcher`` is ``["torchrun"]`` or ``["holdfast", "run"]``."""
     where.mkdir(parents=True, exist_ok=True)
     command = [str(BIN / launcher[0]), *launcher[1:], "--nproc-per-node", str(ranks), str(script), *arguments]
-    return _start(command, where)
+    return _start(command, where, bound_s)
 
 
 def drill(where: Path, fault: str, script: Path, *arguments: str) -> tuple[int, str]:
@@ -39,9 +44,9 @@ def drill(where: Path, fault: str, script: Path, *arguments: str) -> tuple[int, 
     return _start(command, where)
 
 
-def _start(command: list[str], where: Path) -> tuple[int, str]:
+def _start(command: list[str], where: Path, bound_s: float = BOUND_S) -> tuple[int, str]:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
-        command, cwd=where, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=BOUND_S,
+        command, cwd=where, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=bound_s,
     )  # fmt: skip
     return done.returncode, done.stdout

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import nn
 
+import holdfast
 from holdfast.errors import UnsupportedError
 from holdfast.integrations.megatron import declare
 from holdfast.store.layouts.layout import Box
 from holdfast.store.manage.checkpoint_root import Root
 from holdfast.store.read.load import load_catalogue
-from tests.frameworks.faces.running import EXAMPLES, RANKS, drill
+from tests.frameworks.faces.running import BIN, BOUND_S, EXAMPLES, RANKS, ROOT, drill, run
 
 JOB = Path(__file__).with_name("megatron_job.py")
 EMBEDDING = "embedding.word_embeddings.weight"  # 64 x 32, split along the vocabulary
@@ -53,6 +56,30 @@ def test_megatron_s_own_data_parallelism_loses_a_rank_and_no_step(tmp_path: Path
     code, output = drill(tmp_path, f"kill:rank=1@step=4,phase={phase}", EXAMPLES / "megatron_gpt.py", "8")
     assert code == 0, output
     assert "PASSED: no committed step lost, the same bits at the end" in output
+
+
+@pytest.mark.timeout(6 * BOUND_S)
+def test_a_checkpoint_in_megatron_s_distributed_format_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    job, folder = JOB.with_name("megatron_dist_job.py"), tmp_path / "run"
+    code, output = run(tmp_path, ["torchrun"], job, "save", str(folder), ranks=2, bound_s=3 * BOUND_S)
+    assert code == 0, output
+    command = [str(BIN / "holdfast"), "ckpt", "import", str(folder / "iter_0000007"), str(tmp_path / "ckpts")]
+    subprocess.run(command, check=True, timeout=BOUND_S)
+    (made,) = (tmp_path / "ckpts").glob("step-00000007*")
+    code, output = run(
+        tmp_path, ["torchrun"], job, "load", str(folder), str(made), ranks=2, bound_s=3 * BOUND_S
+    )
+    assert code == 0 and output.count(" equal") == 2, output
+
+
+def test_megatron_s_distributed_optimizer_is_refused_before_the_first_update() -> None:
+    """Its constructor needs a GPU; the class is what is looked at."""
+    optimizer = DistributedOptimizer.__new__(DistributedOptimizer)
+    with pytest.raises(UnsupportedError, match="DistributedOptimizer of Megatron communicates inside step"):
+        holdfast.session(model=nn.Linear(2, 2), optimizer=optimizer).__enter__()
 
 
 def test_strided_partition_is_refused_by_name() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from itertools import chain
 from pathlib import Path
 
@@ -76,6 +78,23 @@ def test_and_in_the_next_run(tmp_path: Path, undisturbed: set[str]) -> None:
         assert digests(run) == undisturbed
 
 
+def test_fewer_processors_in_the_next_run_are_named(tmp_path: Path) -> None:
+    """As mpirun gives a rank one of them: MindSpore's kernels then round differently."""
+    env = {"JOB_CHECKPOINT": str(tmp_path / "ckpts")}
+    allowed = os.sched_getaffinity(0)
+    with Launched(tmp_path, *flags(2), JOB, env={**env, "JOB_TERM": "0@3"}) as run:
+        assert run.wait() == 75, run.output
+        assert "this rank may use" not in run.logs()
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        with Launched(tmp_path, *flags(2), JOB, env=env, name="u") as run:
+            assert run.wait() == 0, run.output
+    finally:
+        os.sched_setaffinity(0, allowed)
+    expected = f"this rank may use 1 processor, and the rank that wrote the state {len(allowed)};"
+    assert (expected in run.logs()) == (len(allowed) > 1)
+
+
 def test_a_python_function_that_draws_is_refused_by_name(tmp_path: Path) -> None:
     with Launched(tmp_path, *flags(2), JOB, "draws") as run:
         assert run.wait() == 3, run.output
@@ -132,3 +151,12 @@ def test_a_copy_that_changes_alone_is_found(tmp_path: Path) -> None:
         assert run.wait() == 1, run.output
         assert "holds a wrong copy of the state: 1.weight" in run.output
         assert not run.events("sealed")
+
+
+def test_denormal_numbers_are_flushed_in_the_thread_of_the_script_as_in_mindspores(tmp_path: Path) -> None:
+    """Without that, the bits of a small moment depend on the thread in which MindSpore runs the graph."""
+    with Launched(tmp_path, *flags(2), str(Path(JOB).with_name("denormals_job.py"))) as run:
+        assert run.wait() == 0, run.output
+        found = run.said(r"kept before (.*)\n")
+    assert len(found) == 2
+    assert all(re.fullmatch(r"[1-9]\d*, in the session 0", each) for each in found), found

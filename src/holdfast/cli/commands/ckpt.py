@@ -55,7 +55,7 @@ ORDER = ("ls", "show", "verify", "repair", "holders", "export", "import", "merge
 
 
 class Ordered(click.Group):
-    """A group that lists its commands as they are met, and not by their letters."""
+    """A group that lists its commands in the order of their use, not of their letters."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(super().list_commands(ctx), key=ORDER.index)
@@ -229,10 +229,10 @@ def repair_checkpoint(checkpoint: str, dry_run: bool, as_json: bool) -> int:
 
 
 def size_bytes(text: str) -> int:
-    """The bytes that ``5GB``, ``500 mb``, ``4GiB`` or ``1000000`` mean.
+    """Return the number of bytes that ``5GB``, ``500 mb``, ``4GiB`` or ``1000000`` means.
 
     Raises:
-        click.BadParameter: something else.
+        click.BadParameter: another form.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?))?b?", text.strip().lower())
     if match is None or not float(match[1]):
@@ -361,7 +361,7 @@ def prune(
 
 
 def _mapped(texts: Iterable[str]) -> dict[str, str]:
-    """Parts by key. Raises: UsageError."""
+    """Return the part (model, optimizer, ...) of each key, parsed from ``KEY=PART``. Raises: UsageError."""
     found: dict[str, str] = {}
     for text in texts:
         key, equals, part = text.partition("=")
@@ -375,7 +375,7 @@ def _mapped(texts: Iterable[str]) -> dict[str, str]:
 
 @contextmanager
 def _progress(name: str, size_bytes: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A progress bar on stderr when that is a terminal; yields what advances it."""
+    """Show a progress bar on stderr if it is a terminal. Yield a function that advances the bar."""
     console = SafeConsole(stderr=True)
     columns = (name, BarColumn(), DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as bar:
@@ -392,7 +392,7 @@ def _needs_torch() -> None:
 
 def _say_made(made: Iterable[str], as_json: bool) -> None:
     if as_json:
-        # What is no valid Unicode is written as in the text: JSON cannot hold it.
+        # A name that is not valid Unicode is escaped as in the text output: JSON cannot hold it.
         _say_json([name.encode(errors="backslashreplace").decode() for name in made])
     else:
         echo("\n".join(made))
@@ -400,7 +400,10 @@ def _say_made(made: Iterable[str], as_json: bool) -> None:
 
 @contextmanager
 def _checkpoint(text: str) -> Iterator[Place]:
-    """The checkpoint that a user means; says what was passed over for it, and what to do where it is damaged."""
+    """Yield the checkpoint that the user means.
+
+    Print which checkpoints were skipped for it. Add a hint if it is damaged.
+    """
     found = find(text)
     for note in found.notes():
         say(f"note: {note}")
@@ -414,7 +417,7 @@ def _checkpoint(text: str) -> Iterator[Place]:
 
 
 def _to_repair(text: str) -> list[Place]:
-    """What a user wants repaired: of a root, everything from the newest attempt to the first that is valid."""
+    """Return the checkpoints to repair: of a root, all from the newest attempt to the first valid one."""
     choice = choose(text)
     if not isinstance(choice, Choice):
         return [choice]
@@ -425,10 +428,10 @@ def _to_repair(text: str) -> list[Place]:
 
 
 def _repair_first(paths: list[Place], dry_run: bool) -> tuple[Place, Repaired]:
-    """The first of these that can be repaired, and what that took.
+    """Repair the first of these checkpoints that can be repaired. Return its path and the changes.
 
     Raises:
-        CheckpointInvalid: none; of the last one.
+        CheckpointInvalid: none can be repaired; the error is that of the last one.
     """
     *others, last = paths
     for path in others:
@@ -444,7 +447,7 @@ def _repair_first(paths: list[Place], dry_run: bool) -> tuple[Place, Repaired]:
 
 
 def _root(text: str) -> Root:
-    """The root that a user names; one that is not there is a typing error, and not an empty root."""
+    """Return the root that the user names. A missing directory is an error (a typing mistake), not an empty root."""
     place = place_of(text)
     mode = mode_of(place) if isinstance(place, Path) else stat.S_IFDIR
     if mode is None:
@@ -460,10 +463,10 @@ def _root(text: str) -> Root:
 
 
 def _age(place: Root, judged: Validity) -> str:
-    """Since it was written; empty where that is not known."""
+    """Return the time since a checkpoint was written; empty if it is not known."""
     try:
         age_s = place.age_s(judged.name)
-    except (CheckpointInvalid, StoreError):  # it may not be read, or its store does not answer
+    except (CheckpointInvalid, StoreError):  # no permission, or its store does not answer
         return ""
     return span(max(0.0, age_s)) if math.isfinite(age_s) else ""
 

@@ -1,4 +1,4 @@
-"""``holdfast compat``: other tools' packages over Holdfast, for all scripts of this Python."""
+"""``holdfast compat``: packages of other tools, replaced by Holdfast, for all scripts of this Python."""
 
 from __future__ import annotations
 

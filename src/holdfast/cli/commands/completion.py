@@ -1,4 +1,4 @@
-"""Scripts with which a shell completes ``holdfast``: of click for bash, zsh and fish, a static one for tcsh."""
+"""Completion scripts of ``holdfast`` for shells: those of click for bash, zsh and fish, a static one for tcsh."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHELLS = ("bash", "zsh", "fish", "tcsh")
 
 
 def script_for(shell: str) -> str:
-    """What ``shell`` reads to complete commands, flags and the script of ``holdfast run``.
+    """Return the script by which ``shell`` completes commands, flags and the script of ``holdfast run``.
 
     Raises:
         UsageError: another shell.

@@ -1,4 +1,4 @@
-"""``holdfast doctor``: is this machine fit for a run, and what would a loss cost in this layout."""
+"""``holdfast doctor``: test whether this machine is fit for a run, and show what a loss would cost in a layout."""
 
 from __future__ import annotations
 
@@ -43,16 +43,16 @@ SHARED_LEAST_BYTES = 64 << 20
 PROBE_SIZE_BYTES = 16 << 20
 TEMPORARY_LENGTH_MAX = 107 - len("/pymp-12345678/listener-12345678")  # a path of a Unix socket has 107 bytes
 SLOW_BYTES_PER_S = 50e6
-WORKSPACES = (":4096:8", ":16:8")  # those with which cuBLAS is deterministic
+WORKSPACES = (":4096:8", ":16:8")  # the workspaces with which cuBLAS is deterministic
 DETERMINISTIC = {"CUBLAS_WORKSPACE_CONFIG": WORKSPACES[0], "NCCL_ALGO": "Ring", "NCCL_PROTO": "Simple"}
-"""Variables of the workers with a value that suffices. The algorithm of NCCL decides the order of its sums."""
+"""Variables of the workers, each with a sufficient value. The algorithm of NCCL decides the order of its sums."""
 SIGNS = {"good": ("ok", "green"), "poor": ("??", "yellow"), "bad": ("NO", "red")}
 
 Grade = Literal["good", "poor", "bad"]
 
 
 class DoctorFinding(msgspec.Struct, frozen=True):
-    """One thing that was looked at. ``advice`` says what to change, where something is to be changed."""
+    """One result of the doctor. ``advice``: what to change; empty if nothing is to be changed."""
 
     what: str
     grade: Grade
@@ -89,7 +89,7 @@ def doctor(run: str | None, run_dir: str, checkpoint: str | None, as_json: bool)
 
 
 def examine(checkpoint: str | None) -> Iterator[DoctorFinding]:
-    """All looks at this machine, in order."""
+    """Yield the results of all tests of this machine, in order."""
     looks: list[Callable[[], DoctorFinding]] = [
         _python,
         _torch,
@@ -151,7 +151,7 @@ def _groups() -> DoctorFinding:
 
 
 def _names() -> Iterator[DoctorFinding]:
-    """The probes of torch's private names: one line where all pass, else one for each that fails."""
+    """Yield the results of the probes of torch's private names: one line if all pass, otherwise one per failure."""
     try:
         private = importlib.import_module("holdfast.frameworks.torch.private_api")
     except ImportError:
@@ -166,7 +166,7 @@ def _names() -> Iterator[DoctorFinding]:
 
 
 def _same_bits() -> Iterator[DoctorFinding]:
-    """Where there is a GPU: the settings that the same bits in another process need."""
+    """With a GPU, yield the result about the settings for equal bits in another process."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return
@@ -221,7 +221,10 @@ def _processes() -> DoctorFinding:
 
 
 def _temporary() -> DoctorFinding:
-    """Where processes of one rank meet: those of a data loader wait for ever where they cannot."""
+    """Test the directory of temporary files.
+
+    Processes of a data loader connect there, and wait forever if they cannot.
+    """
     try:
         place = tempfile.gettempdir()
     except OSError as error:
@@ -244,7 +247,10 @@ def _checkpoints(place: Place) -> DoctorFinding:
 
 
 def _directory(path: Path) -> DoctorFinding:
-    """Writable, and how fast a file gets to the disk. Nothing is made: the first existing parent speaks for it."""
+    """Test whether a directory is writable, and how fast a file gets to the disk.
+
+    Nothing is created: for a missing directory, its first existing parent is tested.
+    """
     there = path.absolute()
     while not there.exists() and there != there.parent:
         there = there.parent
@@ -269,7 +275,7 @@ def _directory(path: Path) -> DoctorFinding:
 
 
 def _losses(log: Path) -> list[DoctorFinding]:
-    """What a run loses with one rank, by its newest valid checkpoint."""
+    """Return what a run loses with one rank, by its newest valid checkpoint."""
     roots = [
         str(e.data["root"])
         for e in event_log.read(log).events

@@ -1,4 +1,4 @@
-"""``holdfast drain``: a node of a run is to be free, now or by a time; its ranks move while the job trains."""
+"""``holdfast drain``: free a node of a run, now or by a time; its ranks move while the job trains."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def drain(node: str, run: str | None, run_dir: str, by: str | None, cancel: bool
 
 
 def _known(node: str, view: RunView) -> NodeId:
-    """The node's name. Raises: UsageError when the run has no such node, or no other one."""
+    """Return the node's name. Raises: UsageError: the run has no such node, or no other one."""
     here = [host.name for host in view.hosts if not host.gone]
     if len(here) < 2:
         raise UsageError(

@@ -1,4 +1,4 @@
-"""``holdfast drill``: train, break it, and prove that nothing was lost."""
+"""``holdfast drill``: train, inject faults, and prove that nothing was lost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RESTORED = {
     "restart_checkpoint": "state of a checkpoint loaded",
     "restart_fresh": "all began anew at step 0",
 }
-"""Where the state came from when the survivors did not just hand theirs over."""
+"""The origin of the state, if the survivors did not simply hand theirs over."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BAR = 20
 DEFAULT_STEPS = 40
@@ -89,7 +89,7 @@ def drill(
     if json_file is not None:
         _writable(json_file)
     specs = [parse_fault(text) for text in faults]
-    # Now, and not after a whole run; how many steps another script has, that run will show.
+    # Checked now, not after a whole run. The number of steps of another script is known only after that run.
     for spec in specs:
         check(spec, world_size=nproc, steps=steps if script is None else None)
     if script is None:
@@ -121,16 +121,16 @@ def drill(
 
 @contextmanager
 def _interruptible(screen: Screen) -> Iterator[None]:
-    """SIGTERM and the end of the terminal end a drill as Ctrl-C does: the job that it runs is in a session of its own.
+    """Make SIGTERM and the end of the terminal end a drill like Ctrl-C: the job has a separate process session.
 
-    From the first signal on all are ignored, so that the ending is not cut off.
+    After the first signal all others are ignored, so that the end is not interrupted.
     """
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         for each in handled:
             signal.signal(
                 each, lambda _number, _frame: None
-            )  # SIG_IGN would complain of one that has just come
+            )  # SIG_IGN would complain about a signal that has just arrived
         raise KeyboardInterrupt
 
     handled = {each: signal.getsignal(each) for each in SIGNALS if signal.getsignal(each) != signal.SIG_IGN}
@@ -147,7 +147,7 @@ def _interruptible(screen: Screen) -> Iterator[None]:
 
 
 def _writable(file: Path) -> None:
-    """Find out before the runs whether the verdict can be written after them. Raises: UsageError."""
+    """Test before the runs whether the verdict can be written after them. Raises: UsageError."""
     existed = file.exists()
     try:
         with file.open("ab"):
@@ -170,7 +170,7 @@ def _line(name: str, step: int, done: int) -> str:
 
 
 def show(verdict: DrillVerdict) -> None:
-    """Timeline and verdict. A narrow terminal wraps lines itself, so that no digest is cut."""
+    """Print timeline and verdict. A narrow terminal wraps the lines itself, so that no digest is cut."""
     console = table_console()
     for number, fault in enumerate(verdict.faults, 1):
         console.print(Text(f"\nfault {number}: {headline(fault)}", style="bold"), soft_wrap=True)
@@ -188,7 +188,7 @@ def show(verdict: DrillVerdict) -> None:
 
 
 def findings(verdict: DrillVerdict) -> Iterator[tuple[str, str]]:
-    """What was compared and measured, by name."""
+    """Yield (name, value) of everything that the drill compared and measured."""
     yield "steps lost", str(verdict.steps_lost)
     if verdict.steps_redone:
         yield "", f"{verdict.steps_redone} computed again, from a compared state or one in memory"
@@ -204,7 +204,7 @@ def findings(verdict: DrillVerdict) -> Iterator[tuple[str, str]]:
 
 
 def headline(fault: InjectedFaultReport) -> str:
-    """What happened, in words."""
+    """Return a fault in words, such as ``kill -9 of rank 1 at step 14, phase update``."""
     ranks = "rank " + "+".join(map(str, fault.ranks))
     words = {
         "kill": f"kill -9 of {ranks}",
@@ -222,7 +222,7 @@ def headline(fault: InjectedFaultReport) -> str:
 
 
 def timeline(fault: InjectedFaultReport) -> Text:
-    """The six phases, a line each: seconds since the fault, a bar, what it means."""
+    """Return the six phases, a line each: seconds since the fault, a bar, an explanation."""
     words = {**WORDS, "restored": RESTORED.get(fault.action, WORDS["restored"])}
     whole = fault.resumed_s or max((fault.seconds(phase) or 0.0 for phase in SEEN), default=0.0)
     before, lines = 0.0, []
@@ -247,7 +247,7 @@ def _bar(begin_s: float, end_s: float, whole_s: float) -> str:
 
 
 def _block() -> str:
-    """What a bar is made of, also where the terminal knows no more than ASCII."""
+    """Return the character of a bar, which is ASCII if the terminal needs it."""
     try:
         "█".encode(sys.stdout.encoding or "ascii")
     except (UnicodeEncodeError, LookupError):

@@ -1,4 +1,4 @@
-"""``holdfast exit``: ask a run to save at the next step and leave; acknowledged, and can be taken back."""
+"""``holdfast exit``: ask a run to save at the next step and leave. The request is confirmed, and can be cancelled."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.errors import UserError
 from holdfast.runtime.node.agent_client import AgentLink
 
 ASKED_S, ANSWER_S = 2.0, 5.0
-"""How long a request, and the answer to one, may take to be in the event log."""
+"""Time limits for a request, and for its answer, to appear in the event log."""
 POLL_S = 0.05
 
 

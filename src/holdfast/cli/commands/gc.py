@@ -1,10 +1,10 @@
 """``holdfast gc``: remove the directories of ended runs.
 
 Rules:
-1. A run is removed when its end is on record, nothing of it lives, and every limit that was given lets it go.
-2. A checkpoint is never removed, nor a file that Holdfast did not make, unless its run was named for that.
+1. A run is removed only if its end is on record, none of its processes lives, and every given limit allows it.
+2. Checkpoints, and files that Holdfast did not make, are removed only if their run is named for that.
 3. A directory that another user could have made is not touched.
-4. ``run.json`` goes last: what was cut off in the middle is still a run, and the next ``gc`` goes on with it.
+4. ``run.json`` is removed last: a partly removed run is still a run, and the next ``gc`` continues with it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,14 @@ _OWN = frozenset({
     "spares", "room", "kv.log",
 })  # fmt: skip
 _OWN_BEGINS = re.compile(rf"{ATTEMPT}\d+$|\.[a-z.]+\.\d+\.[0-9a-f]{{8}}$")
-"""Logs of an attempt, and what a write that was cut off has left."""
+"""Logs of an attempt, and remains of an interrupted write."""
 
 
 class RemovedRuns(msgspec.Struct):
-    """What was removed, or would be; and why the others stay, by name. ``size_bytes``: of the removed ones."""
+    """The removed runs (or those that would be), and for each other run why it stays.
+
+    ``size_bytes``: of the removed ones.
+    """
 
     removed: list[str]
     spared: dict[str, str]
@@ -108,7 +111,7 @@ def gc(
 
 
 def _check_named(whole: Sequence[str], names: list[str]) -> None:
-    """A typing error shall not look like a run that was removed before. Raises: UsageError."""
+    """Refuse names of runs that do not exist: a typing mistake must not look like a removed run. Raises: UsageError."""
     for name in whole:
         if name not in names:
             close = closest(name, names)
@@ -119,12 +122,12 @@ def _check_named(whole: Sequence[str], names: list[str]) -> None:
 
 
 def _ended_s(one: Listed) -> float:
-    """How long ago it ended; where no end is on record, when it began."""
+    """Return the seconds since the end of a run; without an end on record, since its start."""
     return one.age_s if one.ended_s is None else one.ended_s
 
 
 def _stays(path: Path, one: Listed, view: RunView, lost: bool) -> str:
-    """Why a run may not go, whatever it holds; empty: it may."""
+    """Return why a run must stay, whatever it holds; empty: it may be removed."""
     if why := doubt(path):
         return why
     run = RunDir(path)
@@ -138,7 +141,7 @@ def _stays(path: Path, one: Listed, view: RunView, lost: bool) -> str:
 
 
 def _in_use(path: Path, runs: Iterable[tuple[Listed, RunView]]) -> str:
-    """Another run that lives saves there."""
+    """Return why the directory is in use: another active run saves in it; empty: it is not in use."""
     own = path.resolve()
     for one, view in runs:
         if (
@@ -152,7 +155,7 @@ def _in_use(path: Path, runs: Iterable[tuple[Listed, RunView]]) -> str:
 
 
 def _holds(path: Path) -> str:
-    """What Holdfast cannot make again is in it; empty: nothing."""
+    """Return why a run's content must stay: Holdfast cannot make it again; empty: it may be removed."""
     checkpoints = RunDir(path).checkpoints
     if checkpoints.is_dir() and not checkpoints.is_symlink() and any(checkpoints.iterdir()):
         return f"it holds checkpoints (to remove them, too: --checkpoints-of {path.name})"
@@ -177,10 +180,10 @@ def _size_bytes(path: Path) -> int:
 
 
 def _remove(path: Path) -> str:
-    """Remove a run under its launcher's lock, so that another start of it waits; returns why it stays, if it does."""
+    """Remove a run under its launcher's lock, so that another start of it waits. Return why it stays, if it does."""
     with ExitStack() as held:
         try:
-            # By its descriptor: a start of the same run may give its name to another directory meanwhile.
+            # By its descriptor: a start of the same run may use the name for another directory in the meantime.
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             held.callback(os.close, fd)
             lock = try_lock(Path(f"/proc/self/fd/{fd}") / RunDir(path).launcher_lock.name)

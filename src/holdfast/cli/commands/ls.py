@@ -27,11 +27,11 @@ class Listed(msgspec.Struct):
     """One run.
 
     Attributes:
-        name: what other commands take.
+        name: the argument for other commands.
         start: 1 for the first start of its run id.
-        from_step: of the checkpoint that it began with, -1: none.
+        from_step: step of the checkpoint at its start; -1: none.
         age_s: since its start.
-        ended_s: since its end, None while it has none on record.
+        ended_s: since its end, None without an end on record.
     """
 
     name: str
@@ -75,7 +75,7 @@ def list_runs(run_dir: str, as_json: bool) -> int:
 
 
 def looked_at(base: Path) -> Iterator[tuple[Listed, RunView]]:
-    """Each run below ``base``, newest first; a run that cannot be read is named on stderr, and left out."""
+    """Yield each run below ``base``, newest first. A run that cannot be read is named on stderr and left out."""
     paths = runs_below(base)
     names = [path.name for path in paths]
     for path in paths:
@@ -116,12 +116,12 @@ def _listed(name: str, names: Iterable[str], view: RunView) -> Listed:
 
 
 def state_of(one: Listed) -> str:
-    """In two words: ``running``, ``ended (0)``."""
+    """Return the state in short: ``running``, ``ended (0)``."""
     return one.state if one.code is None else f"{one.state} ({one.code})"
 
 
 def _lineage(one: Listed) -> str:
-    """Which start of its run it is, and the step of the checkpoint that it began with."""
+    """Return the number of this start of its run, and the step of the checkpoint at its start."""
     of = f"start {one.start} of {one.newest}" if one.start > 1 or one.newest != one.name else ""
     step = f"step {one.from_step:,}" if one.from_step > 0 else ""
     return ", ".join(filter(None, (of, step)))

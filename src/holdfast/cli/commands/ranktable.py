@@ -97,7 +97,7 @@ def make_file(
 
 
 def _check_for_hccl(data: bytes) -> None:
-    """Raises: UsageError."""
+    """Refuse a table that HCCL would refuse. Raises: UsageError."""
     table = check(data).table
     assert table is not None, "what is made has no mistake"
     if mistakes := hccl_mistakes(table):

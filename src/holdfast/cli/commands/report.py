@@ -42,7 +42,7 @@ def report(run: str | None, run_dir: str, fault: str | None, as_json: bool) -> i
 
 
 def _ended(view: RunView) -> str:
-    """How the run ended, unless in order: a fault need not have been the cause."""
+    """Return how the run ended, unless it ended in order: a fault need not have been the cause."""
     return (
         f"ended with {view.code}: {view.meaning}: {first_line(view.reason)}"
         if view.code and view.reason

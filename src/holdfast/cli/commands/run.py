@@ -1,4 +1,4 @@
-"""``holdfast run``: torchrun's command line, and a job that survives."""
+"""``holdfast run``: torchrun's command line for a job that survives faults."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def _options(command: click.Command) -> click.Command:
 @_options
 @click.command(
     cls=RunCommand,
-    # The first positional argument ends our flags: whatever follows belongs to the script, even --nnodes.
+    # The first positional argument ends our flags: all words after it belong to the script, even --nnodes.
     context_settings={"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]},
 )
 @click.argument("script", required=False, metavar="SCRIPT", shell_complete=files)
@@ -72,7 +72,7 @@ def run(ctx: click.Context, /, script: str | None, args: tuple[str, ...], **valu
     except (
         UserError,
         AuthError,
-    ) as error:  # of whatever kind: the command line is wrong, and nothing was started
+    ) as error:  # any such error means a wrong command line, and nothing was started
         raise UsageError(error.message, hint=error.hint) from error
     from holdfast.cli.start.launcher import launch  # loads rich: not for a command line that is refused
 

@@ -1,4 +1,4 @@
-"""``holdfast sim``: the protocol against faults on a virtual clock, or exhaustively; and what faults cost a fleet."""
+"""``holdfast sim``: the protocol against faults on a virtual clock or in an exhaustive search; goodput forecasts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``holdfast stacks``: where every rank of a run is now."""
+"""``holdfast stacks``: the current place of every rank of a run in its code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from holdfast.runtime.node.status_page import Page
 
 
 class RankStacks(msgspec.Struct, frozen=True):
-    """One rank: its place, its process (letter of its state, share of a core, kernel wait), all its stacks."""
+    """One rank: its position, its process (letter of its state, share of a core, kernel wait), all its stacks."""
 
     rank: int
     pid: int
@@ -69,7 +69,7 @@ def stacks(run: str | None, run_dir: str, rank: int | None, everything: bool, as
 
 
 def look(directory: RunDir) -> list[RankStacks]:
-    """All living workers of a run on this machine, by rank."""
+    """Return all living workers of a run on this machine, by rank."""
     if not directory.pages_link.is_dir():
         return []
     with ExitStack() as stack:
@@ -79,7 +79,7 @@ def look(directory: RunDir) -> list[RankStacks]:
                 try:
                     page = stack.enter_context(closing(Page.open(directory.page_path(member_id))))
                 except (OSError, ProtocolError):
-                    continue  # gone meanwhile
+                    continue  # gone in the meantime
                 workers.append((member_id, pid, page))
         found = asyncio.run(find(directory, workers))
         ranks = []

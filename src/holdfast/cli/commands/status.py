@@ -67,7 +67,7 @@ def _views(looker: Watch, watch: bool) -> Iterator[RunView]:
 
 
 def _watch(looker: Watch, console: Console, *, all_ranks: bool) -> None:
-    """On a terminal, which shows a part of what is longer; all of it is left there at the end."""
+    """Show the run on a terminal until it is over, in a scrolled window. At the end, leave the whole text there."""
     with Scroller(console) as scroller, Live(console=console, auto_refresh=False) as live:
         view = looker.poll()
         while view.state not in OVER and not scroller.quit:
@@ -78,7 +78,7 @@ def _watch(looker: Watch, console: Console, *, all_ranks: bool) -> None:
 
 
 def render(view: RunView, *, all_ranks: bool = False) -> RenderableType:
-    """The whole screen. ``all_ranks``: one line for each of them, however many there are."""
+    """Return the whole screen. ``all_ranks``: one line for each rank, however many there are."""
     parts: list[RenderableType] = [Hanging(headline(view))]
     if view.code and view.reason:
         parts.append(Hanging(Text(f"why  {first_line(view.reason)}")))
@@ -96,7 +96,7 @@ def render(view: RunView, *, all_ranks: bool = False) -> RenderableType:
 
 
 def headline(view: RunView) -> Text:
-    """One line: what, how far, how fast."""
+    """Return one line with name, state, step and speed."""
     style = STATE_STYLE.get(view.state, "green" if view.code == 0 else "yellow" if view.code == 75 else "red")
     text = Text.assemble((view.run_id, "bold"), "  ", (_state(view), style))
     for fact in facts(view):
@@ -109,13 +109,13 @@ def _state(view: RunView) -> str:
 
 
 def _loss_line(view: RunView) -> str:
-    """Each cause, the largest first."""
+    """Return each cause of lost time, the largest first."""
     causes = sorted(view.losses.items(), key=lambda loss: -loss[1])
     return ", ".join(f"{cause} {span(lost_s)}" for cause, lost_s in causes if lost_s >= LOSS_LEAST_S)
 
 
 def host_lines(view: RunView) -> list[str]:
-    """The whole job of several hosts, as far as it is known here."""
+    """Return lines about a whole job of several hosts, as known on this host."""
     if not view.hosts:
         return []
     said = []
@@ -133,7 +133,7 @@ def host_lines(view: RunView) -> list[str]:
 
 
 def leaving_text(host: HostView) -> str:
-    """A node that will leave: by whose word, and when."""
+    """Return the text for a node that will leave, with the time and the sources of its notices."""
     when = "" if host.leaves_at is None else f" by {clock(host.leaves_at)}"
     return f"{host.name} leaves{when} ({', '.join(host.leaves)})"
 

@@ -24,7 +24,7 @@ from holdfast.schedulers.manifests import KINDS, Object, Pods, objects, secret
 from holdfast.schedulers.sbatch import OPTIONS, OURS, PYXIS, Batch, render
 from holdfast.schedulers.yaml_output import documents
 
-# The first positional argument ends our options: whatever follows belongs to the script.
+# The first positional argument ends our options: all words after it belong to the script.
 SETTINGS = {"allow_interspersed_args": False, "help_option_names": ["-h", "--help"]}
 SUBMIT_S = 120.0
 
@@ -78,7 +78,7 @@ def slurm(
         text = render(batch)
         if values["token_file"]:
             read_token(Path(values["token_file"]))
-    except (UserError, AuthError) as error:  # of whatever kind: nothing was submitted
+    except (UserError, AuthError) as error:  # of any kind: nothing was submitted
         raise UsageError(error.message, hint=error.hint) from error
     if dry_run:
         echo(text, nl=False)
@@ -96,7 +96,7 @@ def slurm(
 
 
 def _batch(ctx: click.Context, script: str, args: tuple[str, ...], values: dict[str, Any]) -> Batch:
-    """Raises: UsageError, ScriptError."""
+    """Return the checked content of the batch script. Raises: UsageError, ScriptError."""
     container = named(values, PYXIS)
     options = named(values, (*OPTIONS, *OURS))
     added = pairs("--sbatch", values["sbatch"])
@@ -125,14 +125,14 @@ def _batch(ctx: click.Context, script: str, args: tuple[str, ...], values: dict[
 
 
 def _launcher() -> tuple[str, ...]:
-    """What starts Holdfast on a host that has the same files, and perhaps another PATH."""
+    """Return the command of Holdfast for a host with the same files but perhaps another PATH."""
     found = shutil.which("holdfast")
     here = Path(sys.executable).parent
     return ("holdfast",) if found and Path(found).parent == here else (sys.executable, "-m", "holdfast")
 
 
 def _sbatch(script: str, batch: Batch, directory: Path) -> str:
-    """The number of the job. Raises: UsageError."""
+    """Submit the script, and return the number of the job. Raises: UsageError."""
     program = shutil.which("sbatch")
     if program is None:
         raise UsageError(
@@ -239,7 +239,7 @@ def k8s(ctx: click.Context, /, script: str | None, args: tuple[str, ...], **valu
 
 
 def _texts(flag: str, texts: tuple[str, ...]) -> dict[str, str]:
-    """Raises: UsageError."""
+    """Parse the ``KEY=VALUE`` texts of a flag. Raises: UsageError: a text has no value."""
     found = {key: value for key, value in pairs(flag, texts).items() if value is not None}
     if len(found) < len(texts):
         raise UsageError(f"{flag} needs KEY=VALUE", hint="holdfast submit k8s --help")
@@ -247,7 +247,7 @@ def _texts(flag: str, texts: tuple[str, ...]) -> dict[str, str]:
 
 
 def _apply(pods: Pods, made: list[Object], fresh: Object) -> None:
-    """Give all objects to kubectl. A Secret that is there is kept: pods of the job may know it. Raises: UsageError."""
+    """Pass all objects to kubectl. An existing Secret is kept: pods of the job may know it. Raises: UsageError."""
     program = shutil.which("kubectl")
     if program is None:
         raise UsageError("there is no kubectl on PATH", hint="leave --apply out: the objects are printed")
@@ -262,7 +262,7 @@ def _apply(pods: Pods, made: list[Object], fresh: Object) -> None:
 
 
 def _kubectl(command: list[str], given: str = "") -> str:
-    """What it printed. Raises: UsageError."""
+    """Run kubectl, and return its output. Raises: UsageError."""
     try:
         done = subprocess.run(
             command, input=given, capture_output=True, text=True, timeout=SUBMIT_S, check=False

@@ -1,4 +1,4 @@
-"""What the commands of ``holdfast submit`` share: the flags of ``holdfast run`` that pass through them."""
+"""Common parts of the commands of ``holdfast submit``: the flags of ``holdfast run`` that they pass on."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DECIDED = frozenset({
     "nnodes", "node_rank", "master_addr", "master_port", "rdzv_backend", "rdzv_endpoint", "rank_table", "bind",
     "spares", "run_id", "grace_s", "shutdown_timeout", "explain", "print_completion",
 })  # fmt: skip
-"""Flags that this command decides, that differ from host to host, or that have another meaning here."""
+"""Flags that this command sets itself, that differ between hosts, or that have another meaning here."""
 PASSED = tuple(flag for flag in FLAGS if flag.use == "used" and flag.key not in DECIDED)
 
 
 def passes_flags(command: click.Command) -> click.Command:
-    """Give a command the flags of ``holdfast run`` that pass through it."""
+    """Return the command with the flags of ``holdfast run`` that it passes on."""
     for flag in PASSED:
         names = [name for name in flag.spellings if name.startswith("--") or name == "-m"]
         command.params.append(
@@ -38,7 +38,7 @@ def passes_flags(command: click.Command) -> click.Command:
 def flags_of(
     ctx: click.Context, values: Mapping[str, Any], *, without: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """The words for ``holdfast run`` of the flags that were given."""
+    """Return the given flags as words for ``holdfast run``."""
     words: list[str] = []
     for flag in PASSED:
         if flag.key not in without and ctx.get_parameter_source(flag.key) is ParameterSource.COMMANDLINE:
@@ -53,7 +53,7 @@ def _words(flag: RunFlag, value: object) -> tuple[str, ...]:
 
 
 def passes_options(command: click.Command) -> click.Command:
-    """Give a command the options of ``sbatch`` and of ``srun`` with pyxis, by their own names."""
+    """Return the command with the options of ``sbatch``, and of ``srun`` with pyxis, under their own names."""
     for name in sorted({*OPTIONS, *OURS, *PYXIS} - {"nodes"}):
         switch = name in SWITCHES
         command.params.append(
@@ -63,12 +63,12 @@ def passes_options(command: click.Command) -> click.Command:
 
 
 def key_of(name: str) -> str:
-    """Of an option of Slurm's in the values: no flag of ours has such a one."""
+    """Return the key of a Slurm option in the values; it differs from all keys of our flags."""
     return f"slurm_{name.replace('-', '_')}"
 
 
 def named(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, str | None]:
-    """The options of Slurm's that were given; None: a switch."""
+    """Return the given Slurm options; None: a switch."""
     given = ((name, values.get(key_of(name))) for name in sorted(set(names)))
     return {
         name: None if value is True else str(value) for name, value in given if value not in (None, False)
@@ -76,7 +76,7 @@ def named(values: Mapping[str, Any], names: Iterable[str]) -> dict[str, str | No
 
 
 def pairs(flag: str, texts: Sequence[str]) -> dict[str, str | None]:
-    """``KEY=VALUE``, or ``KEY`` for a switch.
+    """Return the value of each key in texts of the form ``KEY=VALUE``; None for a ``KEY`` alone, a switch.
 
     Raises:
         UsageError: the same key twice.

@@ -1,1 +1,1 @@
-"""What people read: the console of a run, views made from its files, fault reports, logs, completion, error output."""
+"""The output for people: console of a run, views made from a run's files, fault reports, logs, completion, errors."""

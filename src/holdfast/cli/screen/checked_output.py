@@ -1,8 +1,8 @@
-"""When stdout or stderr cannot take what a command prints.
+"""Handling of a stdout or stderr that cannot take the output of a command.
 
-Theory. click, rich and the interpreter have answers of their own to a failed write, each another one and none with a
-code of ours. So the error is met below them: the process writes through a raw stream that turns it into
-:class:`OutputLost`, once; what comes after it is dropped.
+Theory. click, rich and the interpreter each handle a failed write in their own way, and none with an exit code of
+Holdfast. So the error is handled below them: the process writes through a raw stream that turns the first error into
+:class:`OutputLost` and drops all later output.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from holdfast.exit_codes import Exit
 
 
 class OutputLost(Exception):
-    """Stdout could not be written. No ``OSError``: nobody in between shall take it for one that it knows."""
+    """A failed write to stdout. It is no ``OSError``, so that no code in between handles it as one."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(str(error))
         self.error = error
 
     def answer(self) -> Exit:
-        """Say it, and the exit code. A pipe that nobody reads is said by nobody: ``head`` has what it wanted."""
+        """Print the error, and return the exit code.
+
+        A closed pipe is no error for ``head``, so nothing is printed for it.
+        """
         if isinstance(self.error, BrokenPipeError):
             return Exit.PIPE
         return show(
@@ -37,7 +40,7 @@ class OutputLost(Exception):
 
 
 class _Raw(io.FileIO):
-    """A descriptor that answers for the first write that failed, and takes everything after it."""
+    """A file descriptor that raises for the first failed write, and drops all later output."""
 
     def __init__(self, fd: int, *, silent: bool) -> None:
         super().__init__(fd, "wb", closefd=False)
@@ -46,7 +49,7 @@ class _Raw(io.FileIO):
         self._lost = False
 
     def write(self, data: Any) -> Any:
-        """As any file; raises :class:`OutputLost`."""
+        """Write ``data``, and return the number of bytes taken. Raises: OutputLost: the first failed write."""
         try:
             return len(data) if self._lost else super().write(data)
         except OSError as error:
@@ -59,9 +62,9 @@ class _Raw(io.FileIO):
 
 
 def watch() -> None:
-    """Write through streams that tell a lost output; of a lost stderr nobody can be told.
+    """Replace stdout and stderr by streams that report lost output; the loss of stderr itself cannot be reported.
 
-    What was closed (``>&-``) is the null device, else the next file that is opened would be taken for it.
+    A closed stream (``>&-``) becomes the null device. Otherwise the next opened file would get its number.
     """
     for fd in range(3):
         try:
@@ -74,19 +77,19 @@ def watch() -> None:
 
 
 def _watched(stream: TextIO, *, silent: bool) -> TextIO:
-    if not isinstance(stream, io.TextIOWrapper):  # closed, or somebody else's
+    if not isinstance(stream, io.TextIOWrapper):  # closed, or replaced by another program
         return stream
     stream.flush()
     return io.TextIOWrapper(
         io.BufferedWriter(_Raw(stream.fileno(), silent=silent)),
         encoding=stream.encoding,
-        errors="backslashreplace",  # what a rank prints, or a name of a file, may be in no encoding of this terminal
+        errors="backslashreplace",  # a rank's output or a file name may not be in this terminal's encoding
         line_buffering=stream.line_buffering or stream.write_through,
     )
 
 
 def outlive_full_disk() -> None:
-    """From now on drop what there is no room for: a job does not end because the file with its output is full."""
+    """Drop output without room from now on: a job does not end because the file with its output is full."""
     for stream in (sys.stdout, sys.stderr):
         raw = getattr(getattr(stream, "buffer", None), "raw", None)
         if isinstance(raw, _Raw):
@@ -94,6 +97,6 @@ def outlive_full_disk() -> None:
 
 
 def flush() -> None:
-    """Have everything out while an error can still be told. Raises: OutputLost."""
+    """Flush both streams while an error can still be reported. Raises: OutputLost."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -1,4 +1,4 @@
-"""What a checkpoint holds beside its tensors, for a reader: values by dotted names, and totals of the tensors."""
+"""The contents of a checkpoint for a reader: plain values by dotted names, and totals of the tensors."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ TEXT_MAX = 60  # characters of a value
 ITEMS_MAX = 8  # of a list that is shown in one line
 LEVELS_MAX = 32
 _BY_PARAMETER = frozenset({"state", "members", "shared", "added"})
-"""Of an optimizer: one entry for each parameter, which no reader looks for here."""
+"""Keys of an optimizer's state with one entry for each parameter, which are not shown."""
 
 
 class Total(msgspec.Struct):
-    """The tensors of one dtype. ``elements``: of the whole tensors."""
+    """The totals of the tensors of one dtype. ``elements``: the number of elements of the whole tensors."""
 
     tensors: int = 0
     elements: int = 0
@@ -26,7 +26,7 @@ class Total(msgspec.Struct):
 
 
 def totals(tensors: Iterable[TensorEntry]) -> dict[str, Total]:
-    """By dtype, the largest first."""
+    """Return the totals by dtype, the largest first."""
     found: dict[str, Total] = {}
     for tensor in tensors:
         total = found.setdefault(tensor.dtype, Total())
@@ -37,16 +37,16 @@ def totals(tensors: Iterable[TensorEntry]) -> dict[str, Total]:
 
 
 def readable(values: Mapping[str, object]) -> dict[str, str]:
-    """Plain values by dotted name (``optimizers.default.groups.0.lr``), as text.
+    """Return plain values by dotted name (``optimizers.default.groups.0.lr``), as text.
 
-    Left out: what is empty or None, tensors, and what an optimizer keeps for each parameter.
+    Empty values, None, tensors, and an optimizer's values for each parameter are left out.
     """
     return {name: text for name, text in _walk(values, "", LEVELS_MAX) if text}
 
 
 def _walk(value: object, name: str, levels: int) -> Iterator[tuple[str, str]]:
     if isinstance(value, Mapping) and levels:
-        if set(value) == {"@", "v"}:  # a tensor, or another thing that has a form of its own
+        if set(value) == {"@", "v"}:  # a tensor, or another encoded object
             return
         by_parameter = "groups" in value and "state" in value
         for key, item in value.items():

@@ -1,4 +1,4 @@
-"""What a shell may complete on a command line of ``holdfast``: files, runs, ranks, attempts and checkpoints."""
+"""The words that a shell can complete on a command line of ``holdfast``: files, runs, ranks, attempts, checkpoints."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 
 def files(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Names of files, by the shell itself."""
+    """Return the request that the shell itself completes file names."""
     return [CompletionItem(incomplete, type="file")]
 
 
 def run_names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Runs that begin so, newest first; where there is none, files."""
+    """Return runs whose names begin with ``incomplete``, newest first; without a match, a request for file names."""
     from holdfast.cli.screen.run_lookup import RUNS, runs_below
 
     base = Path(str(ctx.params.get("run_dir") or RUNS))
@@ -31,7 +31,7 @@ def run_names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -
 
 
 def ranks(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The ranks of the run that is named before, else of the newest one."""
+    """Return the matching ranks of the run that is named earlier on the line, or of the newest run."""
     try:
         _, settings = _run_of(ctx)
     except HoldfastError:
@@ -40,7 +40,7 @@ def ranks(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> li
 
 
 def attempts(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The attempts of that run that have logs."""
+    """Return the matching attempts with logs, of the run that is named on the line or of the newest one."""
     from holdfast.cli.screen.log_tail import attempts as numbers
     from holdfast.cli.screen.run_view import Watch
 
@@ -52,7 +52,7 @@ def attempts(ctx: click.Context, parameter: click.Parameter, incomplete: str) ->
 
 
 def checkpoints(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Below a root: its checkpoints, newest first, or their steps after ``ROOT@``; elsewhere files."""
+    """Return checkpoints below a root, newest first, or their steps after ``ROOT@``; otherwise a request for files."""
     root, at, _ = incomplete.rpartition("@")
     parent = root if at else incomplete.rpartition("/")[0]
     newest_first = _attempts_in(Path(parent or "."))
@@ -65,15 +65,15 @@ def checkpoints(ctx: click.Context, parameter: click.Parameter, incomplete: str)
 
 
 def _run_of(ctx: click.Context) -> tuple[RunDir, RunSettings]:
-    """The run that stands on the line. Raises: UsageError."""
+    """Return the run that is named on the line. Raises: UsageError."""
     from holdfast.cli.screen.run_lookup import RUNS, find_run
 
-    left = iter(ctx.args)  # click stops at an option without its value, and sorts nothing then
+    left = iter(ctx.args)  # at an option without its value click stops, and leaves all words here
     return find_run(ctx.params.get("run") or next(left, None), str(ctx.params.get("run_dir") or RUNS))
 
 
 def _attempts_in(root: Path) -> list[tuple[int, str]]:
-    """(step, name) of each attempt, newest first; whether they are valid is not looked at."""
+    """Return (step, name) of each attempt, newest first, valid or not."""
     from holdfast.store.format.manifest import attempt_key
 
     try:

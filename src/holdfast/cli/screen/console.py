@@ -1,4 +1,4 @@
-"""What ``holdfast run`` shows: the output of ranks on stdout, its own words on stderr, one status line.
+"""The console of ``holdfast run``: output of ranks on stdout, messages of Holdfast on stderr, one status line.
 
 On a terminal the status line stays at the bottom; elsewhere it is a plain line every ``PLAIN_PERIOD_S`` seconds.
 """
@@ -28,22 +28,22 @@ NAME = "holdfast: "
 
 
 def clock(at: float | None = None) -> str:
-    """Unix time ``at``, by default now, as the time of day here: ``21:52:45``."""
+    """Return Unix time ``at``, by default now, as the local time of day: ``21:52:45``."""
     return time.strftime("%H:%M:%S", time.localtime(at))
 
 
 def dated(text: str) -> str:
-    """A console line of a run: its name and the time of day before it."""
+    """Return a console line of a run, with the name of Holdfast and the time of day before the text."""
     return f"{NAME}{clock()} {text}"
 
 
 def marked(rank: int, line: str) -> str:
-    """A line of a rank with its number, once: torch puts it before the lines of a traceback, too."""
+    """Return a line of a rank with the rank's number before it, in place of torch's own number in a traceback."""
     return f"[rank {rank}] {line.removeprefix(f'[rank{rank}]: ')}"
 
 
 class SafeConsole(Console):
-    """As rich's, without highlighting; what is printed cannot drive the terminal, but styles and the status line do."""
+    """A rich console without highlighting. Printed text cannot drive the terminal; styles and the status line can."""
 
     def __init__(
         self, *, stderr: bool = False, soft_wrap: bool = False, width_columns: int | None = None
@@ -51,13 +51,16 @@ class SafeConsole(Console):
         super().__init__(highlight=False, stderr=stderr, soft_wrap=soft_wrap, width=width_columns)
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """As rich's."""
+        """Yield the segments of rich, with control characters escaped."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else segment._replace(text=shown(segment.text))
 
 
 class Hanging:
-    """Lines that are broken between words, and go on below their second word: an id or a path stays whole to copy."""
+    """Lines that break between words, with later lines indented below the second word.
+
+    An id or path stays in one piece.
+    """
 
     def __init__(self, text: Text) -> None:
         self._text = text
@@ -76,13 +79,16 @@ class Hanging:
 
 
 def table_console() -> SafeConsole:
-    """For tables and long lines on stdout: nothing is wrapped but on a terminal."""
+    """Return a console for tables and long lines on stdout, which wraps only on a terminal."""
     console = SafeConsole()
     return console if console.is_terminal else SafeConsole(width_columns=UNWRAPPED_WIDTH)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A table on stdout. On a terminal a wide cell is folded, but not in thousands of rows: that takes seconds."""
+    """Print a table on stdout.
+
+    On a terminal a wide cell is folded, except in tables of thousands of rows (too slow).
+    """
     console = table_console()
     rows = [tuple(map(shown, row)) for row in rows]
     if console.is_terminal and len(rows) <= ROWS_FOLDED_MAX:
@@ -103,12 +109,14 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 class Screen:
-    """The console of one run. Use it as a context manager: the status line needs to be taken down."""
+    """The console of one run. Use it as a context manager, so that the status line is removed at the end."""
 
     def __init__(self, *, marked: bool, prefix: Callable[[int], str] | None = None) -> None:
-        """Args:
-        marked: each line of a rank carries the rank.
-        prefix: what stands before the lines of a rank instead.
+        """Make the console of one run.
+
+        Args:
+            marked: print the rank before each of its lines.
+            prefix: returns the text to print before the lines of a rank instead.
         """
         self._marked = marked
         self._prefix = prefix
@@ -132,7 +140,7 @@ class Screen:
             self._live = None
 
     def rank(self, rank: int, line: str, *, always_marked: bool = False) -> None:
-        """A line that a rank printed."""
+        """Print a line that a rank printed."""
         if self._prefix is not None:
             text = f"{self._prefix(rank)}{line}"
         else:
@@ -143,14 +151,14 @@ class Screen:
             echo_line(text)
 
     def say(self, text: str) -> None:
-        """A line of our own."""
+        """Print one line of Holdfast."""
         if self._live is not None and self._console is not None:
             self._console.print(Text.assemble((dated(""), "dim"), text))
         else:
             echo(dated(text), err=True)
 
     def status(self, text: str) -> None:
-        """Replace the status line; elsewhere than on a terminal print it when it is due."""
+        """Replace the status line. Without a terminal, print it as a plain line when it is due."""
         now_s = time.monotonic()
         if self._live is not None:
             self._live.update(Text(text, style="bold", overflow="ellipsis", no_wrap=True), refresh=True)

@@ -1,4 +1,4 @@
-"""The one place that turns an exception into what a user reads and the code that a shell sees.
+"""The one place that turns an exception into a message for the user and an exit code for the shell.
 
 Form, always on stderr::
 
@@ -6,7 +6,6 @@ Form, always on stderr::
       after: how far it came          (of a run)
       log: path                       (when a run or a traceback file exists)
       next: the command or change to try
-
 """
 
 from __future__ import annotations
@@ -40,12 +39,12 @@ from holdfast.text import closest
 _LOG = "log: "
 _NOTHING_SAID: Any = getattr(
     click.exceptions, "NoArgsIsHelpError", ()
-)  # of click 8.2; before, help is printed
+)  # of click 8.2; older versions print the help
 
 
 @contextmanager
 def logs_at(path: Path | str) -> Iterator[None]:
-    """Errors that leave this block name ``path`` as the place to read more (an inner place wins)."""
+    """Add ``path``, as the place with more details, to errors that leave this block. An inner path has precedence."""
     try:
         yield
     except HoldfastError as error:
@@ -55,7 +54,7 @@ def logs_at(path: Path | str) -> Iterator[None]:
 
 
 def exit_code(error: HoldfastError) -> Exit:
-    """The documented code of an error that ended a command."""
+    """Return the documented code of an error that ended a command."""
     if isinstance(error, UsageError):
         return Exit.USAGE
     if isinstance(error, NotMet):
@@ -66,22 +65,22 @@ def exit_code(error: HoldfastError) -> Exit:
 
 
 def no_colour() -> bool:
-    """The user wants none (https://no-color.org)."""
+    """Return True if the user wants no colours (https://no-color.org)."""
     return bool(os.environ.get("NO_COLOR"))
 
 
 def say(text: str, *, colour: str = "", lead: str = "") -> None:
-    """One message on stderr; ``lead`` is coloured when stderr is a terminal."""
+    """Print one message on stderr; ``lead`` is coloured if stderr is a terminal."""
     if lead and sys.stderr.isatty() and not no_colour():
         lead = click.style(lead, fg=colour, bold=True)
     echo(text, lead=lead, err=True)
 
 
 def outcome(message: str, log: str, hint: str, report: str = "", after: str = "") -> None:
-    """A failure in its printed form; what is empty is left out.
+    """Print a failure; empty parts are left out.
 
     Args:
-        report: of the fault that ended it.
+        report: path of the report on the fault that ended the run.
         after: how far a run came.
     """
     say(message, colour="red", lead="error: ")
@@ -103,7 +102,7 @@ def show(error: HoldfastError) -> Exit:
 
 
 def show_unexpected(error: BaseException) -> Exit:
-    """Print an exception that nobody foresaw; its traceback goes to a private file that is named."""
+    """Print an unexpected exception, and return its exit code. Its traceback goes to a private file that is named."""
     text = f"{type(error).__name__}: {error}"
     internal = InternalError(f"this is a defect of Holdfast: {text}", hint="report it with the file above")
     try:
@@ -119,7 +118,7 @@ def show_unexpected(error: BaseException) -> Exit:
 
 
 def of_the_machine(error: OSError) -> UserError | None:
-    """What the machine refuses (no permission, no room, no descriptor left), None: that is a defect of ours."""
+    """Return an error that the machine caused (permission, room, file descriptors); None: a defect of Holdfast."""
     hint = HINTS_OF_THE_MACHINE.get(error.errno or 0)
     if hint is None:
         return None
@@ -128,7 +127,7 @@ def of_the_machine(error: OSError) -> UserError | None:
 
 
 def working_directory() -> None:
-    """See that there is one. Raises: UsageError."""
+    """Check that the working directory exists. Raises: UsageError."""
     try:
         os.getcwd()
     except OSError as error:
@@ -138,7 +137,7 @@ def working_directory() -> None:
 
 
 def translate(error: click.ClickException) -> UsageError:
-    """What click found wrong with the command line, with a suggestion where one is close."""
+    """Return an error of click about the command line as a UsageError, with a close flag as suggestion."""
     context = getattr(error, "ctx", None)
     path = context.command_path if context is not None else "holdfast"
     hint = f"{path} --help"
@@ -146,7 +145,7 @@ def translate(error: click.ClickException) -> UsageError:
         commands = ", ".join(context.command.list_commands(context))
         return UsageError(f"{path} needs a command: {commands}", hint=hint)
     if isinstance(error, click.NoSuchOption):
-        # Both spellings are one to the eye, so they are one here.
+        # The eye sees no difference between the two spellings, so none is made here.
         close = closest(error.option_name.replace("_", "-"), _options(context))
         found = f"; did you mean {close}?" if close else ""
         if path.endswith((" run", " drill")):

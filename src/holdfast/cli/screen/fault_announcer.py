@@ -1,9 +1,9 @@
-"""What the terminal is told of faults. A mistake of the script is made by all ranks, and again after a restart: once.
+"""The console lines about faults. All ranks often make the same mistake of the script: it is printed only once.
 
 Invariants:
-1. Each fault that is told is named by its number and its rank.
-2. The log of an exception is shown once: the same words, but for numbers, come from the same place most often.
-3. Who has left because of another one's fault shows nothing: what it printed is about that.
+1. Each printed fault is named by its number and its rank.
+2. The log of an exception is shown once: the same text, apart from numbers, most often has the same cause.
+3. A rank that left because of another rank's fault shows no log: its output is about that fault.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from holdfast.text import noun_of, plural, ranges
 
 
 class FaultAnnouncer:
-    """Says each fault, and each recovery, as it comes.
+    """The printer of each fault, and of each recovery, as it comes.
 
     Args:
-        watch: of the run.
-        shown: whether the log of this attempt and rank is on the screen anyway.
+        watch: the view of the run.
+        shown: whether the log of this attempt and rank is already on the screen.
     """
 
     def __init__(self, watch: Watch, shown: Callable[[int, int], bool]) -> None:
         self._watch = watch
         self._shown = shown
-        self._faults = 0  # told so far
+        self._faults = 0  # printed so far
         self._recoveries = 0
         self._raised: set[str] = set()  # exceptions whose log was shown
 
     def faults(self, screen: Screen) -> None:
-        """What is new, with the last lines of ranks that are not on the screen."""
+        """Print the new faults, with the last lines of ranks that are not on the screen."""
         faults = self._watch.story.faults
         for group in _gathered(faults[self._faults :], _words):
             screen.say(_text(group))
@@ -45,7 +45,7 @@ class FaultAnnouncer:
         self._faults = len(faults)
 
     def recoveries(self, screen: Screen, before: Callable[[], object]) -> None:
-        """Those that have come to their end, after ``before()``."""
+        """Call ``before()`` and print the recoveries that have ended, if there are new ones."""
         faults = self._watch.story.faults[self._recoveries :]
         if not (over := list(takewhile(lambda fault: fault.recovered_s is not None, faults))):
             return
@@ -68,13 +68,13 @@ class FaultAnnouncer:
 
 
 def _text(faults: Sequence[FaultView]) -> str:
-    """One line about faults that are alike: ``F001 to F003: ranks 0-2: ...``."""
+    """Return one line about equal faults: ``F001 to F003: ranks 0-2: ...``."""
     ranks = sorted({fault.rank for fault in faults})
     return f"{_names(faults)}: {noun_of(len(ranks), 'rank')} {ranges(ranks)}: {fault_what(faults[0])}"
 
 
 def _answered(fault: FaultView, session: bool) -> str:
-    """What was done about a fault; whether a script without a session trains, nobody can know."""
+    """Return how a fault was answered. For a script without a session it is not known whether training continues."""
     if not session:
         return f"all workers were started again after {fault.recovered_s:.2f} s"
     lost = f"{plural(fault.steps_lost, 'step')} lost, " if fault.steps_lost else ""
@@ -82,14 +82,14 @@ def _answered(fault: FaultView, session: bool) -> str:
 
 
 def _words(fault: FaultView) -> str:
-    """What makes a fault the same as another one: a rank, a step or a loss does not."""
+    """Return the text by which faults are compared: without the numbers of ranks, steps and so on."""
     return NUMBER.sub("", fault_what(fault))
 
 
 def _gathered(
     faults: Sequence[FaultView], alike: Callable[[FaultView], str | tuple[str, str, int]]
 ) -> list[list[FaultView]]:
-    """The faults in their order; those that follow one another and are alike in one list."""
+    """Return the faults in their order, with consecutive equal ones in one list."""
     return [list(group) for _, group in groupby(faults, alike)]
 
 

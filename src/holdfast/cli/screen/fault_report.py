@@ -1,6 +1,6 @@
-"""From the event log to one page per fault: who, where, why, how long, at what cost, and what to do about it.
+"""One page per fault, made from the event log: rank, place, cause, duration, cost, and the next thing to do.
 
-Deterministic: the same log gives the same report, so a run of last year can be reported again by a newer version.
+It is deterministic: the same log gives the same report, so a newer version can report on an old run again.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ USUAL_S = {
     "restored": 2.0,
     "resumed": 2.0,
 }
-"""What each phase of a recovery usually takes at most; a hang is detected within its own bound and half a second."""
-OFTEN = 3  # faults of one rank from which its machine is suspected
+"""The usual upper limit of each phase of a recovery. For a hang, detection takes its own bound and half a second."""
+OFTEN = 3  # faults of one rank after which its machine is suspected
 
 
 class PhaseTime(msgspec.Struct, frozen=True):
-    """One phase: seconds from the fault to its end, how long it took, and what is usual."""
+    """One phase: seconds from the fault to its end, its duration, and the usual duration."""
 
     phase: str
     at_s: float
@@ -53,7 +53,7 @@ class PhaseTime(msgspec.Struct, frozen=True):
 
     @property
     def late(self) -> bool:
-        """It took longer than usual."""
+        """True if it took longer than usual."""
         return self.took_s > self.usual_s
 
 
@@ -72,19 +72,19 @@ class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
     confidence: str
     evidence: list[str]
     stacks: list[str]
-    log: str  # empty: it lies on that node
+    log: str  # empty: it is on that node
     log_tail: list[str]
     action: str
     reason: str
     decision: str
     timeline: list[PhaseTime]
     recovered: bool
-    session: bool  # the script has one: without, nobody can know whether it trains
-    lost_s: float  # without training, as far as known
+    session: bool  # the script has a session; without one it is not known whether it trains
+    lost_s: float  # time without training, if known
     steps_lost: int
     in_doubt: int
     saved: str
-    ended: str  # how the run ended, if it did with this fault
+    ended: str  # how the run ended, if it ended with this fault
     next_steps: list[str]
 
 
@@ -95,18 +95,18 @@ class _Case:
         self.fault = fault
         self.detected = detected
         self.hang: dict[str, Any] = {}
-        self.corrupted: dict[str, Any] = {}  # copies of the state differed
-        self.again: dict[str, int] = {}  # so often on each suspected node, this time included
+        self.corrupted: dict[str, Any] = {}  # set if copies of the state differed
+        self.again: dict[str, int] = {}  # number of corruptions on each suspected node, this one included
         self.events: list[Event] = []
         self.open = True
 
     def last(self, kind: str) -> dict[str, Any]:
-        """Data of the newest event of a kind; empty when there is none."""
+        """Return the data of the newest event of a kind; empty if there is none."""
         return next((e.data for e in reversed(self.events) if e.kind == kind), {})
 
     @property
     def exited(self) -> dict[str, Any]:
-        """How the process of this fault ended; those of other ranks end within the same recovery."""
+        """The data of the event for the exit of this fault's process; other ranks may exit in the same recovery."""
         mine = (e for e in self.all("member_exited") if e.get("member_id") == self.fault.member_id)
         return next(mine, {})
 
@@ -119,22 +119,22 @@ class _Case:
 
     @property
     def lost_with_it(self) -> list[dict[str, Any]]:
-        """Other faults that were found before this one was answered, and are no consequence themselves."""
+        """Other faults that were found before this one was answered, and that are no consequence themselves."""
         others = (e for e in self.all("detected") if e["member_id"] != self.fault.member_id)
         return [e for e in others if e["kind"] != "collective"]
 
     def all(self, kind: str) -> list[dict[str, Any]]:
-        """Data of all events of a kind."""
+        """Return the data of all events of a kind."""
         return [e.data for e in self.events if e.kind == kind]
 
     def before_the_plan(self, kind: str) -> list[dict[str, Any]]:
-        """The same, of those that the newest plan was made from."""
+        """Return the data of all events of a kind that came before the newest plan."""
         planned = (at for at in reversed(range(len(self.events))) if self.events[at].kind == "planned")
         return [e.data for e in self.events[: next(planned, len(self.events))] if e.kind == kind]
 
 
 class IncidentLog:
-    """Folds a log into reports; ``take`` events in their order."""
+    """A reader of an event log that makes reports. Call ``take`` with the events in their order."""
 
     def __init__(self, run: RunDir, settings: RunSettings) -> None:
         self._run = run
@@ -147,7 +147,7 @@ class IncidentLog:
         self._exits: dict[int, Event] = {}
 
     def take(self, event: Event) -> None:
-        """One event."""
+        """Add one event."""
         known = len(self._story.faults)
         self._story.take(event)
         if event.kind == "stalled":
@@ -165,7 +165,7 @@ class IncidentLog:
             if fault.kind == "corruption" and self._corrupted:
                 case.corrupted = self._corrupted[-1]
                 for node in sorted(set(case.corrupted["nodes"])):
-                    # The same step again is the script's doing.
+                    # A repetition at the same step is caused by the script.
                     steps = {data["step"] for data in self._corrupted if node in data["nodes"]}
                     case.again[node] = len(steps)
             if fault.member_id in self._exits:
@@ -179,7 +179,7 @@ class IncidentLog:
                 case.open &= case.fault.member_id != event.data["member_id"]
 
     def reports(self) -> list[FaultReport]:
-        """One per fault, in the order of detection."""
+        """Return one report per fault, in the order of detection."""
         return [self._report(case) for case in self._cases]
 
     def _report(self, case: _Case) -> FaultReport:
@@ -346,7 +346,7 @@ def _evidence(case: _Case) -> list[str]:
         shown = f"; its status page shows {exited['phase']} of step {exited['step']}"
         found.append(f"its process {_end(exited)}{'' if exited['phase'] == NO_PAGE else shown}")
     states: dict[str, list[str]] = {}
-    for settled in case.before_the_plan("settled"):  # newcomers settle as well, after it
+    for settled in case.before_the_plan("settled"):  # newcomers settle as well, but after the plan
         where = f"{settled['state']} at step {settled['step']}"
         if (rank := str(settled["rank"])) not in states.setdefault(where, []):
             states[where].append(rank)
@@ -386,7 +386,7 @@ def _decision(planned: dict[str, Any], verdict: dict[str, Any]) -> str:
 
 
 def text(report: FaultReport) -> str:
-    """One screen."""
+    """Return the report as text for one screen."""
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(report.at))
     node = f", {report.node}" if report.node else ""
     sure = f" ({report.confidence})" if report.kind in ("hang", "corruption") else ""
@@ -441,7 +441,7 @@ def _cost(report: FaultReport) -> str:
 
 
 def write(run: RunDir, report: FaultReport) -> Path:
-    """Write ``faults/F003.txt`` and ``.json`` into the run directory; returns the path of the text.
+    """Write ``faults/F003.txt`` and ``.json`` into the run directory, and return the path of the text.
 
     Raises:
         OSError: it cannot be written.
@@ -456,7 +456,7 @@ def write(run: RunDir, report: FaultReport) -> Path:
 
 
 def reports_of(run: RunDir, settings: RunSettings, events: Sequence[Event]) -> list[FaultReport]:
-    """All reports of a log."""
+    """Return all reports of a log."""
     book = IncidentLog(run, settings)
     for event in events:
         book.take(event)

@@ -1,4 +1,4 @@
-"""Following the logs of ranks: plain files that grow, one per rank and attempt."""
+"""Reading of the logs of ranks as they grow: plain files, one per rank and attempt."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ _RANK = re.compile(r"rank-(\d{5,})\.log")
 
 
 def attempts(log_dir: Path) -> list[int]:
-    """Numbers of the attempts that have logs, ascending."""
+    """Return the numbers of the attempts that have logs, ascending."""
     found = [_ATTEMPT.fullmatch(p.name) for p in log_dir.iterdir()] if log_dir.is_dir() else []
     return sorted(int(match[1]) for match in found if match)
 
 
 def ranks_of(log_dir: Path, attempt: int) -> list[int]:
-    """Ranks that have a log in an attempt, ascending."""
+    """Return the ranks that have a log in an attempt, ascending."""
     directory = log_path(log_dir, attempt, 0).parent
     found = [_RANK.fullmatch(p.name) for p in directory.iterdir()] if directory.is_dir() else []
     return sorted(int(match[1]) for match in found if match)
 
 
 class FileTail:
-    """Lines of one growing file. What follows ``\\r`` replaces its line, as on a terminal: a progress bar is one line.
+    """The lines of one growing file.
 
-    A line that is being replaced is shown as it is now once in ``UPDATED_PERIOD_S``, and when it is complete.
+    As on a terminal, text after ``\\r`` replaces its line: a progress bar is one line.
+
+    A line that is being replaced is returned once per ``UPDATED_PERIOD_S``, and when it is complete.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -43,7 +45,7 @@ class FileTail:
         self._updated_s: float | None = None  # when the line without an end was first replaced and not shown
 
     def poll(self) -> list[str]:
-        """Lines that were completed since the last call; at most ``READ_SIZE_BYTES_MAX`` are read at once."""
+        """Return the lines completed since the last call; at most ``READ_SIZE_BYTES_MAX`` are read at once."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
@@ -54,7 +56,7 @@ class FileTail:
         return self.feed(data)
 
     def feed(self, data: bytes) -> list[str]:
-        """Lines that ``data``, the next piece of the file, completes; an updated one that is due as well."""
+        """Return the lines that ``data``, the next piece of the file, completes, and a replaced line that is due."""
         *lines, rest = re.split(rb"\r?\n", self._rest + data)
         if lines:
             self._updated_s = None
@@ -70,7 +72,7 @@ class FileTail:
         return [_last_state(line) for line in lines]
 
     def drain(self) -> Iterator[str]:
-        """All that is left, the line without an end included. For a file that nobody writes any more."""
+        """Yield the rest of a file that no process writes any more, including a line without an end."""
         before = -1
         while self._offset != before:
             before = self._offset
@@ -85,12 +87,14 @@ def _last_state(line: bytes) -> str:
 
 
 class LogTail:
-    """Lines of some ranks over all attempts, in the order of attempts."""
+    """The lines of some ranks over all attempts, in the order of attempts."""
 
     def __init__(self, log_dir: Path, shown: Callable[[int, int], bool]) -> None:
-        """Args:
-        log_dir: where ``attempt-NNN/`` are.
-        shown: whether to follow the log of this attempt and rank; asked again until it says so.
+        """Start with the first attempt.
+
+        Args:
+            log_dir: the directory of the ``attempt-NNN/`` directories.
+            shown: whether to read the log of this attempt and rank; asked again until it returns True.
         """
         self._log_dir = log_dir
         self._shown = shown
@@ -98,10 +102,10 @@ class LogTail:
         self._tails: dict[int, FileTail] = {}
 
     def poll(self) -> Iterator[tuple[int, str]]:
-        """(rank, line) of everything new. A new attempt ends the files of the one before it."""
+        """Yield (rank, line) of everything new. A new attempt ends the files of the attempt before it."""
         for attempt in attempts(self._log_dir):
             if attempt > self._attempt:
-                self._open()  # it may have been over before anybody looked
+                self._open()  # it may have ended before the first look
                 yield from self.drain()
                 self._attempt, self._tails = attempt, {}
             if attempt == self._attempt:
@@ -116,7 +120,7 @@ class LogTail:
                 self._tails[rank] = FileTail(log_path(self._log_dir, self._attempt, rank))
 
     def drain(self) -> Iterator[tuple[int, str]]:
-        """The rest of the present attempt's files."""
+        """Yield the rest of the current attempt's files."""
         for rank, tail in sorted(self._tails.items()):
             for line in tail.drain():
                 yield rank, line

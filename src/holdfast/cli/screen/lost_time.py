@@ -1,10 +1,10 @@
-"""Where the time of a run went that was no training, from its event log.
+"""The time of a run that was no training, by cause, from its event log.
 
-Theory. What is left of the time of a run, when each of these is taken off, is goodput: its **start** (until all
-sessions are open), times in which it **stands still** (until a hang is found), **recoveries** (from a fault to the next
-committed step), steps that are **redone**, the time that steps wait for a **save**, what **slow** ranks cost beyond the
-time of the others, and its **end** (from the last step until all processes are gone). Steps that are redone take their
-share of what is left: all steps are taken to be equally long.
+Theory. Goodput is the part of a run's time that remains without these: its **start** (until all sessions are open),
+times in which it **stands still** (until a hang is found), **recoveries** (from a fault to the next committed step),
+steps that are **redone**, the time that steps wait for a **save**, the cost of **slow** ranks beyond the time of the
+others, and its **end** (from the last step until all processes are gone). The time of redone steps is a share of the
+remaining time, because all steps are assumed to take equally long.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Times = tuple[float, float]  # from, to; Unix time
 
 
 class LostTime:
-    """Folds the event log."""
+    """The sum of lost times, from the events of a log."""
 
     def __init__(self) -> None:
         self._opened_at = 0.0
@@ -28,11 +28,12 @@ class LostTime:
         self._still_from = 0.0
         self._still: list[Times] = []
         self._saves: dict[tuple[int, str], float] = {}  # step, kind -> the longest wait of a rank
-        self._slow: dict[int, tuple[float, float]] = {}  # rank -> since when, share of the time that it costs
+        # Rank -> since when, and its share of the time that is lost.
+        self._slow: dict[int, tuple[float, float]] = {}
         self._slow_s = 0.0
 
     def take(self, event: Event) -> None:
-        """One event of any kind."""
+        """Add one event of any kind."""
         data = event.data
         match event.kind:
             case "session_opened":
@@ -47,7 +48,7 @@ class LostTime:
                 self._still_from = 0.0
             case "saved":
                 waits = "stall_s" if data["save_kind"] == "periodic" else "duration_s"
-                waited_s = float(data.get(waits, 0.0))  # older versions have said less
+                waited_s = float(data.get(waits, 0.0))  # older versions have written less
                 save = int(data["step"]), str(data["save_kind"])
                 self._saves[save] = max(waited_s, self._saves.get(save, 0.0))
             case "straggler":
@@ -67,13 +68,13 @@ class LostTime:
     def seconds(
         self, begun: float, now: float, recoveries: Sequence[Times], still_s: float, steps: tuple[int, int]
     ) -> dict[str, float]:
-        """Seconds by cause, those without any left out.
+        """Return the lost seconds by cause, without the causes that lost none.
 
         Args:
             begun, now: of the run; Unix time.
             recoveries: of each fault.
-            still_s: since when no rank moves now.
-            steps: that count, and that were done again.
+            still_s: for how long no rank has made progress.
+            steps: the number of steps that count, and of those that were done again.
         """
         opened = self._opened_at or now
         still = [*self._still, (now - still_s, now)]
@@ -94,7 +95,7 @@ class LostTime:
 
 
 def _covered(times: Iterable[Times], first: float, last: float) -> float:
-    """Seconds between ``first`` and ``last`` that lie in one of these or more."""
+    """Return the seconds between ``first`` and ``last`` that are in at least one of these times."""
     covered_s, until = 0.0, first
     for begin, end in sorted(times):
         covered_s += max(0.0, min(end, last) - max(begin, until))

@@ -1,4 +1,4 @@
-"""Which run a command means: an id, a path, or the newest one."""
+"""The lookup of the run that a command means: by id or path, or the newest one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMED_MAX = 4
 
 
 def run_dir_option(command: Any) -> Any:
-    """The option of every command that reads runs: ``[--run-dir DIR]``."""
+    """Return the command with the option ``[--run-dir DIR]``, which every command that reads runs has."""
     return click.option(
         "--run-dir",
         "--run_dir",
@@ -31,17 +31,17 @@ def run_dir_option(command: Any) -> Any:
 
 
 def run_argument(command: Any) -> Any:
-    """The argument and the option that every reader of one run has: ``[RUN] [--run-dir DIR]``."""
+    """Return the command with ``[RUN] [--run-dir DIR]``, which every command that reads one run has."""
     argument = click.argument("run", required=False, metavar="[RUN]", shell_complete=run_names)
     return argument(run_dir_option(command))
 
 
 def find_run(asked: str | None, base: str) -> tuple[RunDir, RunSettings]:
-    """The run's directory and settings.
+    """Return the run's directory and settings.
 
     Args:
         asked: id, path of a run directory, or None for the newest run.
-        base: directory that holds the runs.
+        base: the directory of the runs.
 
     Raises:
         UsageError: there is no such run.
@@ -51,20 +51,20 @@ def find_run(asked: str | None, base: str) -> tuple[RunDir, RunSettings]:
 
 
 def name_of(run: Path) -> str:
-    """What another command has to be told here to mean this run, as a word of a shell.
+    """Return the argument by which another command finds this run from the working directory, quoted for a shell.
 
     Args:
-        run: its directory.
+        run: the directory of the run.
     """
     try:
         default = run.parent.samefile(RUNS)
-    except OSError:  # there is none here
+    except OSError:  # there is no default directory of runs here
         default = False
     return shlex.quote(run.name if default else str(run))
 
 
 def runs_below(base: Path) -> list[Path]:
-    """Run directories below ``base``, newest first."""
+    """Return the run directories below ``base``, newest first."""
     found = [p.parent for p in base.glob(f"*/{SETTINGS_FILE}")] if base.is_dir() else []
     return sorted(found, key=lambda p: (p / SETTINGS_FILE).stat().st_mtime_ns, reverse=True)
 

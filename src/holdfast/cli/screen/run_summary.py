@@ -1,4 +1,4 @@
-"""What a run and its faults look like in words: the facts and sentences that several commands show."""
+"""A run and its faults in words: facts and sentences that several commands show."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ LOSS_SHOWN_LEAST = 0.01
 
 
 def near(path: str) -> str:
-    """``path`` as it is named from here, where that is below this directory."""
+    """Return ``path`` relative to the working directory if it is below it; otherwise unchanged."""
     relative = os.path.relpath(path)
     return path if relative.startswith(os.pardir) else relative
 
 
 def facts(view: RunView) -> list[str]:
-    """Short facts for a headline or a status line, the most important first."""
+    """Return short facts for a headline or a status line, the most important first."""
     found = []
     if view.session or view.step:
         found.append(f"step {view.step:,}")
@@ -51,13 +51,13 @@ def facts(view: RunView) -> list[str]:
 
 
 def largest_loss(view: RunView) -> str:
-    """Where most of the time went that was no training, where that is more than a hundredth."""
+    """Return the largest cause of lost time, if it is more than a hundredth of the whole; otherwise empty."""
     cause, lost_s = max(view.losses.items(), key=lambda loss: loss[1], default=("", 0.0))
     return f" ({cause} {span(lost_s)})" if lost_s > LOSS_SHOWN_LEAST * view.elapsed_s else ""
 
 
 def kept(view: RunView) -> str:
-    """What is left of a run that did not end well."""
+    """Return a text with the newest checkpoint and the lost steps of a run that did not end well."""
     behind = 0 if view.cut_off else view.step - max(view.kept_step, 0)
     newest = f"newest checkpoint: step {view.kept_step:,}" if view.kept_step >= 0 else "no checkpoint"
     not_kept = "is not kept" if behind == 1 else "are not kept"
@@ -65,32 +65,32 @@ def kept(view: RunView) -> str:
 
 
 def fault_text(fault: FaultView) -> str:
-    """What happened, as ``rank 2: killed by SIGKILL, in backward of step 20``."""
+    """Return a fault in words, such as ``rank 2: killed by SIGKILL, in backward of step 20``."""
     return f"rank {fault.rank}: {fault_what(fault)}"
 
 
 def fault_what(fault: FaultView) -> str:
-    """The same without the rank."""
+    """Return a fault in words without the rank."""
     what = first_line(named(fault.what)) or fault.kind
-    # A collective that was given up is named with the place it was called from.
+    # A broken collective is named with the place of its call.
     said = fault.phase in ("", NO_PAGE) or f"in {fault.phase} of step {fault.step}" in what
     return what if said else f"{what}, {fault_place(fault)}"
 
 
 def named(what: str) -> str:
-    """Add the name of the signal to its number."""
+    """Return the text with the name of the signal after its number."""
 
     def name(told: re.Match[str]) -> str:
         try:
             return f"{told[0]} ({signal.Signals(int(told[1])).name})"
-        except ValueError:  # not all have one
+        except ValueError:  # not every number has a name
             return told[0]
 
     return re.sub(r"\bby signal (\d+)(?=$|,)", name, what)
 
 
 def alike(faults: Sequence[FaultView]) -> str:
-    """What all faults of a run have in common: numbers make them no others. Empty where they differ, or are too few."""
+    """Return the common text of all faults of a run, apart from numbers; empty if they differ, or are too few."""
     own = [fault for fault in faults if fault.what != LEFT_FOR_RESTART]
     if len(own) < ALIKE_LEAST or len({NUMBER.sub("", fault_what(fault)) for fault in own}) > 1:
         return ""
@@ -100,7 +100,7 @@ def alike(faults: Sequence[FaultView]) -> str:
 
 
 def fault_place(fault: FaultView) -> str:
-    """Where it was: of a script that has opened no session, or not yet, nothing is known."""
+    """Return the place of a fault. It is unknown for a script that has not opened a session."""
     if fault.phase == Phase.STARTING.name.lower():
         return "before any session"
     if fault.phase == NO_PAGE:
@@ -113,12 +113,12 @@ def fault_place(fault: FaultView) -> str:
 
 
 def first_line(text: str) -> str:
-    """Messages of exceptions have as many lines as they like; the log has all of them."""
+    """Return the first line of an exception's text; the log has all of them."""
     return next(iter(text.splitlines()), "")
 
 
 def again(view: RunView) -> str:
-    """The next command after an end before the last step: where it continues, and what is lost."""
+    """Return the next command after an early end of a run: where the run continues, and what is lost."""
     if view.left:
         return "start the same command to give the job this node again"
     if not view.session:

@@ -1,4 +1,4 @@
-"""What a run looks like, from its files alone: event log and status pages; live, finished and crashed runs alike."""
+"""The state of a run, read from its event log and status pages alone. It works for live, finished and crashed runs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ State = Literal["starting", "running", "recovering", "exiting", "ended", "lost"]
 
 
 class RankView(msgspec.Struct):
-    """One rank. ``age_s``: since it last entered a phase."""
+    """One rank. ``age_s``: seconds since the rank last entered a phase."""
 
     rank: int
     member_id: int
@@ -44,16 +44,16 @@ class RankView(msgspec.Struct):
     age_s: float
     generation: str
     repeated: int
-    busy_s: float = 0.0  # the last committed step without waiting for peers; 0: unknown
-    slow: float = 0.0  # its steps take so many times as long as the others'; 0: not a straggler
-    usual_s: float = 0.0  # the median of its steps that this was found with
+    busy_s: float = 0.0  # time of the last committed step without waiting for peers; 0: unknown
+    slow: float = 0.0  # ratio of the time of its steps to that of the others; 0: not a straggler
+    usual_s: float = 0.0  # the median of its steps at the time of that finding
     section: str = ""
     trains: bool = False  # it has begun a collective, with a session or without
     stopped: bool = False  # a signal has stopped its process
 
 
 class SpareView(msgspec.Struct):
-    """A process that waits to become a rank. ``where``: empty while it is being built; ``age_s``: since it waits."""
+    """A process that waits to become a rank. ``where``: empty while it is built; ``age_s``: seconds in this state."""
 
     pid: int
     where: str
@@ -80,17 +80,20 @@ class FaultView(msgspec.Struct):
 
     @property
     def name(self) -> str:
-        """As ``F003``."""
+        """The name of the fault, such as ``F003``."""
         return f"F{self.number:03d}"
 
     @property
     def recovered_s(self) -> float | None:
-        """From the fault to the next committed step, None while it has not come."""
+        """Seconds from the fault to the next committed step, None before that step."""
         return self.phases.get("resumed")
 
 
 def repeated(faults: Sequence[FaultView], fault: FaultView) -> str:
-    """How often and where its exception came up to this fault; empty for the first time. Numbers make it no other."""
+    """Return how often and where this exception came up to this fault; empty for the first time.
+
+    Exceptions that differ only in numbers count as the same.
+    """
     words = NUMBER.sub("", fault.what)
     same = [f for f in faults if f.kind == fault.kind == "exception" and NUMBER.sub("", f.what) == words]
     steps = [str(f.step) for f in same if f.number <= fault.number]
@@ -99,13 +102,14 @@ def repeated(faults: Sequence[FaultView], fault: FaultView) -> str:
 
 
 INSIDE = frozenset({"forward", "backward", "vote", "update", "commit"})
-OUTSIDE = frozenset({"ready", "finished"})  # a standstill where others are inside
+OUTSIDE = frozenset({"ready", "finished"})  # a standstill, if other ranks are inside
 STILL_STEPS, STILL_S = 10, 10.0
 
 
 class HostView(msgspec.Struct):
-    """One host of several. ``gone``: how, empty while it is there, as far as this host has heard. ``leaves``: sources
-    of the notices that it will leave; ``leaves_at``: by when (Unix time), None without a deadline."""
+    """One host of several. ``gone``: how it left, empty while it is connected, as far as this host knows. ``leaves``:
+    sources of the notices that it will leave. ``leaves_at``: by when (Unix time), None without a deadline.
+    """
 
     name: str
     ranks: list[int]
@@ -115,10 +119,11 @@ class HostView(msgspec.Struct):
 
 
 class RunView(msgspec.Struct):
-    """One run. ``code`` and ``meaning``: once it is over; ``goodput``: the share of time that is in none of ``losses``
-    (seconds by cause, see ``lost_time.py``), None before the first step; ``still_s``: since when no rank has moved, 0
-    where that is no standstill; ``kept_step``: of the newest checkpoint, sealed in this run or found at its start; -1:
-    there is none."""
+    """One run. ``code`` and ``meaning``: after its end. ``goodput``: the share of time that is in none of ``losses``
+    (seconds by cause, see ``lost_time.py``), None before the first step. ``still_s``: for how long no rank has made
+    progress, 0 if that is no standstill. ``kept_step``: of the newest checkpoint, sealed in this run or found at its
+    start; -1: there is none.
+    """
 
     run_id: str
     directory: str
@@ -145,17 +150,17 @@ class RunView(msgspec.Struct):
     command: list[str]
     root: str = ""  # where its session saves
     spares: list[SpareView] = []
-    left: bool = False  # this node alone has; the job goes on on the others
-    cut_off: bool = False  # from the others, or nothing is left here: these may have gone on, or saved more
-    hosts: list[HostView] = []  # of a job of several
-    here: str = ""  # the name of this one
+    left: bool = False  # only this node has left; the job continues on the others
+    cut_off: bool = False  # cut off, or ended here: other nodes may have continued, or saved more
+    hosts: list[HostView] = []  # of a job of several hosts
+    here: str = ""  # the name of this host
     heard_at: float = 0.0  # when the newest line of the event log was written, Unix time
-    found_step: int = -1  # of the checkpoint that it began with; -1: none
+    found_step: int = -1  # step of the checkpoint at its start; -1: none
     losses: dict[str, float] = {}
 
 
 class RunHistory:
-    """Folds the event log."""
+    """The history of a run, from the events of its log."""
 
     def __init__(self) -> None:
         self.attempt = -1
@@ -171,34 +176,34 @@ class RunHistory:
         self.step = 0
         self.steps_lost = 0
         self.sealed_step = -1
-        self.found_step = -1  # of the checkpoint that the run began with
+        self.found_step = -1  # step of the checkpoint at the start of the run
         self.exiting = ""
         self.notices: dict[str, dict[str, float | None]] = {}  # deadline by node and source
-        self.agreed_step = -1  # where all ranks leave
-        self.cancels: list[bool] = []  # answers to requests to stay
+        self.agreed_step = -1  # the step at which all ranks leave
+        self.cancels: list[bool] = []  # answers to cancellations of an exit
         self.ended: dict[str, Any] | None = None
         self.ended_at = self.heard_at = 0.0
         self.faults: list[FaultView] = []
         self.warnings: list[str] = []
-        self.saves: list[str] = []  # one line for each checkpoint that is whole
-        self._save_s = 0.0  # of the share that was written last
+        self.saves: list[str] = []  # one line for each complete checkpoint
+        self._save_s = 0.0  # duration of the share that was written last
         self._unsaved_step = -1
         self.slow: dict[
             int, tuple[float, float]
         ] = {}  # stragglers: rank -> ratio, and median of its steps in s
-        self.hosts: dict[str, str] = {}  # of several: name -> why it is gone, empty while it is there
+        self.hosts: dict[str, str] = {}  # of several: name -> why it is gone; empty: it is connected
         self.log_ends: dict[int, int] = {}  # member id -> size in bytes of its log when it ended
         self.losses = LostTime()
-        self._open: list[tuple[FaultView, float]] = []  # and when it happened, CLOCK_MONOTONIC
+        self._open: list[tuple[FaultView, float]] = []  # with its time, CLOCK_MONOTONIC
 
     @property
     def left(self) -> bool:
-        """This node has left a job that goes on."""
+        """True if this node has left a job that continues on other nodes."""
         return self.ended is not None and bool(self.ended.get("left"))
 
     @property
     def recovering(self) -> bool:
-        """A fault is being answered."""
+        """True while a fault is being answered."""
         return bool(self._open)
 
     @property
@@ -207,7 +212,7 @@ class RunHistory:
         return self.faults[-1] if self.faults else None
 
     def take(self, event: Event) -> None:
-        """One event of any kind; unknown kinds are other readers' business."""
+        """Add one event of any kind; unknown kinds are ignored."""
         self.heard_at = max(self.heard_at, event.t_wall)
         self.losses.take(event)
         fold = getattr(self, f"_on_{event.kind}", None)
@@ -232,12 +237,13 @@ class RunHistory:
         for rank in data["ranks"]:
             self.slow.pop(rank, None)
         for fault, _ in self._open:
-            if not fault.action and fault.rank in data["ranks"]:  # a newcomer's: nothing new is decided
+            # Lost before its join: no new decision is made.
+            if not fault.action and fault.rank in data["ranks"]:
                 fault.action = "replace"
                 fault.reason = "it was lost before it had joined: the decision stands"
 
     def _seat(self, ranks: Iterable[int], data: dict[str, Any]) -> None:
-        nodes = data.get("nodes", ())  # older versions have said less
+        nodes = data.get("nodes", ())  # older versions have written less
         self._nodes.update(zip(data["members"], nodes, strict=False))
         for rank, node, local_rank in zip(ranks, nodes, data.get("local_ranks", ()), strict=False):
             self.places.setdefault((self.attempt, rank), {})[node] = local_rank
@@ -286,12 +292,12 @@ class RunHistory:
         self.notices.get(str(data["node"]), {}).pop(str(data["source"]), None)
 
     def leaves(self, node: str) -> tuple[list[str], float | None]:
-        """Sources of the notices that stand for this node, and the first deadline (Unix time)."""
+        """Return the sources of this node's current notices, and the first deadline (Unix time)."""
         notices = self.notices.get(node, {})
         return sorted(notices), min((at for at in notices.values() if at is not None), default=None)
 
     def ranks_on(self, node: str) -> list[int]:
-        """Those that were seated there last, as far as this log says."""
+        """Return the ranks that were last placed on this node, according to this log."""
         newest = {rank: member for member, rank in sorted(self.members.items())}
         return sorted(rank for rank, member in newest.items() if self._nodes.get(member) == node)
 
@@ -325,7 +331,7 @@ class RunHistory:
 
     def _on_saved(self, event: Event, data: dict[str, Any]) -> None:
         self._save_s = float(data["duration_s"])
-        if data["error"] and data["step"] != self._unsaved_step:  # the others say the same
+        if data["error"] and data["step"] != self._unsaved_step:  # the other ranks report the same
             self._unsaved_step = int(data["step"])
             self.warnings.append(f"rank {data['rank']} could not save step {data['step']}: {data['error']}")
 
@@ -382,7 +388,7 @@ class RunHistory:
 
     def _on_agent_ended(self, event: Event, data: dict[str, Any]) -> None:
         self.step = max(self.step, int(data.get("step", 0)))
-        # An agent that gave up on controllers ends the run alone; otherwise the run has ended before.
+        # An agent that gave up on controllers ends the run alone; otherwise the run has already ended.
         if self.ended is None:
             self.ended, self.ended_at = (
                 {"code": data["code"], "reason": "no controller could be kept"},
@@ -395,7 +401,7 @@ class RunHistory:
 
 
 class Watch:
-    """One run, looked at again and again: only what is new is read."""
+    """The state of one run, read repeatedly: each time only new events are read."""
 
     def __init__(self, directory: RunDir, settings: RunSettings) -> None:
         self.directory = directory
@@ -406,31 +412,31 @@ class Watch:
 
     @property
     def over(self) -> bool:
-        """The run ended, or nobody is left who could go on with it."""
+        """True if the run has ended, or no process is left that could continue it."""
         return self.poll().state in ("ended", "lost")
 
     @property
     def log_dir(self) -> Path:
-        """Where the ``attempt-NNN/`` directories are."""
+        """The directory of the ``attempt-NNN/`` directories."""
         return Path(log_root(self.directory, self.settings))
 
     def read(self) -> RunHistory:
-        """Read what is new in the event log."""
+        """Read the new events of the log, and return the history."""
         for event in self._follower.poll():
             self.story.take(event)
         return self.story
 
     def local_rank(self, attempt: int, rank: int) -> int | None:
-        """Which worker of this node was this rank in an attempt; None: none of them, as far as was read."""
+        """Return the local rank of this rank on this node in an attempt; None: not on this node, as far as known."""
         return self.story.places.get((attempt, rank), {}).get(self.settings.node)
 
     def local_ranks(self) -> dict[int, int]:
-        """Of each rank that was on this node, in its newest attempt here."""
+        """Return the local rank of each rank that was on this node, in its newest attempt here."""
         node, places = self.settings.node, sorted(self.story.places.items())
         return {rank: seats[node] for (_, rank), seats in places if node in seats}
 
     def poll(self) -> RunView:
-        """Read what is new and show everything."""
+        """Read the new events and the status pages, and return the whole state."""
         self.read()
         story, settings = self.story, self.settings
         ranks = self._ranks()
@@ -515,7 +521,7 @@ class Watch:
     def _speed(self, step: int) -> float | None:
         now_s = time.monotonic()
         if not self.story.session:
-            self._speeds.clear()  # at its resume it comes to its step from 0 within no time
+            self._speeds.clear()  # a resume jumps from 0 to its step at once, which is no speed
         self._speeds.append((now_s, step))
         while len(self._speeds) > 2 and now_s - self._speeds[0][0] > SPEED_WINDOW_S:
             self._speeds.popleft()
@@ -525,7 +531,7 @@ class Watch:
         )
 
     def _losses(self, now: float, step: int, still_s: float) -> dict[str, float] | None:
-        """None before the first step: the start is not over."""
+        """Return the lost seconds by cause; None before the first step, when the start is not over."""
         begun, story = self.settings.created_at, self.story
         made = step - max(story.found_step, 0)
         if now <= begun or not story.session or made <= 0:
@@ -538,16 +544,16 @@ class Watch:
 
 
 def log_of(fault: FaultView, run: RunDir, settings: RunSettings) -> Path | None:
-    """The log of the rank that failed; None: it lies on another node."""
+    """Return the log of the rank that failed; None: it is on another node."""
     if fault.node not in ("", settings.node):
         return None
     return log_path(log_root(run, settings), fault.attempt, fault.rank)
 
 
 def meaning(code: Exit, session: bool) -> str:
-    """What the end of a run means. ``session``: one was opened in it; without one there is nothing to save."""
+    """Return what the end of a run means. ``session``: one was opened; without one there is nothing to save."""
     if code is Exit.USAGE:
-        return "nothing was started"  # its own arguments were checked before there was a run
+        return "nothing was started"  # its own arguments are checked before there is a run
     if code is Exit.UNSAVED and not session:
         return "asked to exit; no session was open, so there was nothing to save"
     return MEANING[code]
@@ -578,7 +584,7 @@ def _rank_view(page: Page) -> RankView:
 
 
 def _still_s(ranks: list[RankView]) -> float:
-    """For how long no rank in a session has moved: for longer than steps take. 0: they move, or may take that long."""
+    """Return for how long no rank in a session has made progress, if that is longer than steps take; otherwise 0."""
     living = [r for r in ranks if r.alive]
     busy_s = max((r.busy_s for r in living), default=0.0)
     inside = any(r.phase in INSIDE for r in living) and all(r.phase in INSIDE | OUTSIDE for r in living)
@@ -589,6 +595,6 @@ def _still_s(ranks: list[RankView]) -> float:
 
 
 def _age_s(page: Page) -> float:
-    """Since it last entered a phase; 0: it has entered none."""
+    """Return the seconds since the worker last entered a phase; 0: it has entered none."""
     entered_ns = page[Word.ENTERED_NS]
     return round(max(0.0, time.monotonic() - entered_ns / 1e9), 3) if entered_ns else 0.0

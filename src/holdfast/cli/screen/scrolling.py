@@ -1,4 +1,4 @@
-"""A text that changes and is longer than the terminal: keys move it."""
+"""A changing text that is longer than the terminal, with keys to scroll."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FIRST, LAST, QUIT = ("H", "1~", "g"), ("F", "4~", "G"), "q"
 
 
 class Scroller:
-    """Keys from the terminal at stdin, if there is one and this process has it. Use it as a context manager."""
+    """A scroller with keys from stdin, if it is a terminal in the foreground. Use it as a context manager."""
 
     def __init__(self, console: Console) -> None:
         self.quit = False
@@ -57,11 +57,11 @@ class Scroller:
 
     @property
     def _page(self) -> int:
-        """Lines of the text on a screen; one more says where they are."""
+        """The number of text lines that fit on the screen; one more line shows the position."""
         return max(self._console.height - 1, 1)
 
     def window(self, whole: RenderableType) -> RenderableType:
-        """What is on the screen of ``whole``: all of it, where it fits."""
+        """Return the visible part of ``whole``: all of it, if it fits."""
         lines = self._console.render_lines(whole, pad=False)
         self._lines = len(lines)
         self._move(0)
@@ -74,7 +74,7 @@ class Scroller:
         return Group(Segments(shown), Text(place, style="dim reverse", no_wrap=True, overflow="ellipsis"))
 
     def wait(self, until_s: float) -> bool:
-        """Wait for a key, at most until ``until_s`` of the monotonic clock. Returns True when one came."""
+        """Wait for a key, at most until ``until_s`` of the monotonic clock. Return True if one came."""
         left_s = max(until_s - time.monotonic(), 0.0)
         if self._input is None:
             time.sleep(left_s)
@@ -104,5 +104,5 @@ class Scroller:
 
 
 def _leave(number: int, _frame: object) -> NoReturn:
-    """So that the terminal is put back."""
+    """Exit in an orderly way, so that the terminal is restored."""
     sys.exit(128 + number)

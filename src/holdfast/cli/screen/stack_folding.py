@@ -8,7 +8,7 @@ from holdfast.text import plural
 
 
 def folded(stacks: str) -> str:
-    """The stacks of one process, as faulthandler wrote them, in the order in which a user asks for them."""
+    """Return the stacks of one process, written by faulthandler, in the order of interest to a user."""
     blocks = [block for block in stacks.strip("\n").split("\n\n") if block.strip()]
     blocks.sort(key=lambda block: (MAIN not in block, not _has_user_frame(block)))
     shown = [block for block in blocks if MAIN in block or not _is_own(block)]

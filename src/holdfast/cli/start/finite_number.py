@@ -1,4 +1,4 @@
-"""Numbers on the command line."""
+"""A click type for finite numbers on the command line."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import click
 
 
 class FiniteNumber(click.FloatRange):
-    """A number that is one: ``nan`` is in every range (neither below nor above), and settings cannot say ``inf``."""
+    """A finite number: ``nan`` would pass every range check, and settings cannot store ``inf``."""
 
     name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """As click, and finite."""
+        """Return the number that click parses. Refuse one that is not finite."""
         number = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value!r} is not a finite number", param, ctx)

@@ -1,10 +1,10 @@
 """Flags of ``holdfast run`` from files: ``holdfast.toml``, and ``[tool.holdfast]`` of ``pyproject.toml``.
 
 Rules:
-1. Command line beats variable beats ``holdfast.toml`` beats ``pyproject.toml`` beats default. Of two flags that say the
-   same thing in two ways (``RIVALS``), the one from the better place counts alone.
+1. The command line has precedence over a variable, then ``holdfast.toml``, then ``pyproject.toml``, then the default.
+   If two flags set the same thing (``RIVALS``), only the one from the place with precedence counts.
 2. The files of the working directory are read, and no others.
-3. A key that is no flag, or a value of another type, is an error: a setting is never left out without a word.
+3. A key that is no flag, or a value of another type, is an error: no setting is ignored silently.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdfast.text import closest
 FILES = ("holdfast.toml", "pyproject.toml")
 COMMAND_LINE, DEFAULT = "command line", "default"
 NEVER = frozenset({"explain", "print_completion"})
-"""They are about one call of the command."""
+"""Keys of flags that concern a single call of the command, so that no file can set them."""
 RIVALS = (
     frozenset({"grace_s", "shutdown_timeout"}),
     frozenset({"rdzv_endpoint", "master_addr"}),
@@ -37,7 +37,7 @@ _IN_WORDS = {"text": "a text", "whole": "a whole number", "number": "a number", 
 
 @dataclass
 class FlagValues:
-    """Values of all flags by key. ``sources``: where each comes from; ``over``: what else has named it, and lost."""
+    """The values of all flags by key. ``sources``: the origin of each; ``over``: files that set it without effect."""
 
     values: dict[str, Any]
     sources: dict[str, str]
@@ -50,7 +50,7 @@ class FlagValues:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """One line for each file that counts."""
+        """One line for each file that sets a value."""
         found = []
         for name in FILES:
             used = ", ".join(flag.name for flag in FLAGS if self.sources.get(flag.key) == name)
@@ -60,11 +60,11 @@ class FlagValues:
 
 
 def settle(ctx: click.Context, values: Mapping[str, Any], directory: Path) -> FlagValues:
-    """The values that count, from all places.
+    """Return the value of each flag with its source, from the command line, the environment and the files.
 
     Args:
         values: as click has parsed command line and environment.
-        directory: whose files are read.
+        directory: the directory of the files.
 
     Raises:
         UsageError: a file that cannot be read, an unknown key, or a value that the flag does not take.
@@ -83,7 +83,7 @@ def settle(ctx: click.Context, values: Mapping[str, Any], directory: Path) -> Fl
 
 
 def explanation(settled: FlagValues) -> list[tuple[str, str, str]]:
-    """Flag, value and source of each flag that has an effect; those that somebody has set come first."""
+    """Return flag, value and source of each flag that has an effect; those that are set come first."""
     flags = [flag for flag in FLAGS if flag.use == "used" and flag.key not in NEVER]
     rows = []
     for flag in sorted(flags, key=lambda flag: settled.sources[flag.key] == DEFAULT):
@@ -142,7 +142,7 @@ def _flags(path: Path, items: Iterable[tuple[str, Any]]) -> list[tuple[RunFlag, 
 
 
 def _checked(path: Path, flag: RunFlag, value: Any) -> Any:
-    """The value as the flag takes it. Raises: UsageError."""
+    """Return the value in the type of the flag. Raises: UsageError."""
     is_whole = isinstance(value, int) and not isinstance(value, bool)
     if flag.kind == "text" and (isinstance(value, str) or is_whole):
         return str(value)

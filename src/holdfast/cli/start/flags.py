@@ -1,6 +1,6 @@
 """Every flag of ``holdfast run``, as data: torchrun's whole list and our own few.
 
-Each of torchrun's flags is *used*, accepted *without effect* (a line says why when it is given), or *refused* by name
+Each of torchrun's flags is *used*, accepted *without effect* (a note says why when it is given), or *refused* by name
 with the reason. ``docs/run-flags.md`` holds the same table, and tests compare both with torch's own parser.
 """
 
@@ -17,9 +17,9 @@ _ONE_NODE = "the workers meet through the agents"
 
 @dataclass(frozen=True)
 class RunFlag:
-    """One flag. ``about`` is the help text, or the reason when the flag has no effect or is refused."""
+    """One flag. ``about`` is the help text, or the reason if the flag has no effect or is refused."""
 
-    name: str  # dash spelling, the underscore spelling is accepted too
+    name: str  # spelling with dashes; the one with underscores is accepted, too
     kind: Kind
     use: Use
     about: str
@@ -31,7 +31,7 @@ class RunFlag:
 
     @property
     def key(self) -> str:
-        """Name of the value in Python."""
+        """The name of the value in Python."""
         return self.name.removeprefix("--").replace("-", "_")
 
     @property
@@ -42,11 +42,11 @@ class RunFlag:
 
     @property
     def variable(self) -> str | None:
-        """Environment variable that sets it, if any."""
+        """The environment variable that sets the flag, if any."""
         return f"PET_{self.key.upper()}" if self.env and not self.ours else self.own_variable or None
 
     def row(self) -> str:
-        """Its line in ``docs/run-flags.md``."""
+        """Return the line of the flag in ``docs/run-flags.md``."""
         names = ", ".join(f"`{s}`" for s in ((self.short, self.name) if self.short else (self.name,)))
         variable = f"`{self.variable}`" if self.variable else ""
         return f"| {names} | {variable} | {self.use} | {self.about} |"
@@ -122,6 +122,8 @@ FLAGS: tuple[RunFlag, ...] = (
     _own("--rank-table", "text", "JSON file that names the hosts and their devices (docs/rank-tables.md): gives "
          "--nnodes, --nproc-per-node, --node-rank, --master-addr and --bind", variable="RANK_TABLE_FILE"),
     _own("--token-file", "text", "secret of the job, the same on every host (mode 0600); needed for several nodes"),
+    _own("--encrypt", "switch", "encrypt what Holdfast sends between hosts, the same on every host (needs "
+         "holdfast[encrypt]); gloo and NCCL encrypt nothing", False),
     _own("--bind", "text", "address of this host that the others reach (default: the one towards the first contact)"),
     _own("--witness", "text", "directory on shared storage, or s3://bucket/prefix: of two nodes, the one that claims "
          "it first goes on alone"),

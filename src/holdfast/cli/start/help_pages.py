@@ -20,8 +20,8 @@ EXAMPLES = (
 COMMON = ("nproc_per_node", "nnodes", "rdzv_endpoint", "run_id", "root", "max_restarts")
 TOPICS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("What everybody needs", COMMON),
-    ("Several nodes", ("node_rank", "token_file", "master_addr", "master_port", "bind", "shrink_to", "witness",
-                       "rank_table", "rdzv_backend", "rdzv_conf")),
+    ("Several nodes", ("node_rank", "token_file", "encrypt", "master_addr", "master_port", "bind", "shrink_to",
+                       "witness", "rank_table", "rdzv_backend", "rdzv_conf")),
     ("The script", ("module", "no_python", "run_path", "framework", "preload", "role")),
     ("Console and logs", ("tee", "redirects", "local_ranks_filter", "log_line_prefix_template", "run_dir", "log_dir")),
     ("Faults", ("spares", "on_fault", "restart_window", "memory_every", "verify_every", "replace_slower_than")),
@@ -52,10 +52,10 @@ _METAVAR_OF = {key: name for name, keys in _METAVARS.items() for key in keys}
 
 
 class RunCommand(click.Command):
-    """Examples, then the flags by topic; the flags themselves are ``cli/start/flags.py``."""
+    """The help of ``holdfast run``: examples, then the flags by topic. The flags themselves are in ``flags.py``."""
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """As click's, with the examples before the flags."""
+        """Write the help as click does, with the examples before the flags."""
         self.format_usage(ctx, formatter)
         self.format_help_text(ctx, formatter)
         with formatter.section("Examples"):
@@ -64,7 +64,7 @@ class RunCommand(click.Command):
         self.format_options(ctx, formatter)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """The flags by topic; those without effect, and the refused ones, at the end."""
+        """Write the flags by topic; those without effect, and the refused ones, come last."""
         for title, keys in TOPICS:
             with formatter.section(title):
                 formatter.write_dl([_row(BY_KEY[key]) for key in keys])
@@ -74,7 +74,7 @@ class RunCommand(click.Command):
 
 
 def metavar(flag: RunFlag) -> str:
-    """What stands for the value of a flag."""
+    """Return the placeholder for the value of a flag."""
     return "" if flag.kind == "switch" else _METAVAR_OF.get(flag.key, "TEXT")
 
 

@@ -1,7 +1,7 @@
-"""The front process of a run: starts the agent, shows what happens, passes signals on. It holds no protocol state.
+"""The front process of a run: it starts the agent, shows the progress, and passes signals on. It has no protocol state.
 
-Whatever it shows it reads from files, so its death changes nothing but the view: the agent then asks for a graceful
-exit. If the agent dies first, a successor is started that adopts the workers.
+It shows only what it reads from files, so its death does not harm the run: the agent then asks for a graceful exit. If
+the agent dies first, the launcher starts a successor, which adopts the workers.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from holdfast.runtime.node.rundir import RunDir
 from holdfast.text import plural
 
 POLL_S = 0.1
-LOOK_EVERY = 3  # looks at the event log and the pages once in so many polls
+LOOK_EVERY = 3  # number of polls between two looks at the event log and the pages
 SUCCESSORS_MAX = 16  # in a row
-LONG_LIFE_S = 5.0  # an agent that lived for so long is no failed start
+LONG_LIFE_S = 5.0  # an agent that lived longer than this is no failed start
 SUCCESSOR_PAUSE_S = 0.2
 AGENT_STOPPED_S = 5.0
 ASK_S = 5.0  # for the answer of an agent
@@ -70,8 +70,8 @@ def launch(request: Request) -> int:
     """Run a job to its end and return the documented exit code.
 
     Raises:
-        UsageError: no worker can be started, the run directory cannot be made, or the run goes on.
-        UserError: somebody has removed it, or moved it, or there was no room in it for long.
+        UsageError: no worker can be started, the run directory cannot be made, or the run is still active.
+        UserError: the run directory was removed or moved, or had no room for a long time.
         InternalError: agents die one after the other.
     """
     run_dir = RunDir(request.run_dir)
@@ -81,7 +81,7 @@ def launch(request: Request) -> int:
     if request.settings.log_dir:
         _make_logs(Path(request.settings.log_dir))
     run_dir.create(request.token)
-    run_dir.hold_launch()  # before it is known as a run: another start of it looks
+    run_dir.hold_launch()  # before the directory is known as a run: another start of it tests this lock
     if earlier is not None:
         stay = ", its checkpoints stay" if bring_checkpoints(run_dir, earlier) else ""
         note = f"the earlier start of this run is in {earlier}{stay}"
@@ -100,7 +100,7 @@ def launch(request: Request) -> int:
 
 
 def _make_logs(directory: Path) -> None:
-    """Else no worker would start. Raises: UsageError."""
+    """Make the directory of the logs, which the workers need to start. Raises: UsageError."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
@@ -111,10 +111,10 @@ def _make_logs(directory: Path) -> None:
 
 
 def _make_room(run_dir: RunDir) -> Path | None:
-    """Put an earlier start of this run aside; returns where it is.
+    """Move an earlier start of this run aside, and return its new place.
 
     Raises:
-        UsageError: it goes on, or cannot be moved.
+        UsageError: it still runs, or cannot be moved.
     """
 
     def waiting() -> None:
@@ -132,7 +132,10 @@ def _make_room(run_dir: RunDir) -> Path | None:
 
 
 def prefixes(template: str, watch: Watch) -> Callable[[int], str]:
-    """What stands before the lines of a rank of this node, by torchrun's template; of another node's its number."""
+    """Return a function that gives the text before the lines of a rank, by torchrun's template.
+
+    For a rank of another node the text is its number.
+    """
     text, role, hostname = Template(template), watch.settings.role, socket.gethostname()
     known: dict[int, int] = {}
     count = 0
@@ -149,7 +152,7 @@ def prefixes(template: str, watch: Watch) -> Callable[[int], str]:
 
 
 class RunLauncher:
-    """One run, seen from the terminal."""
+    """The front process of one run: its output, its signals, and the successors of its agent."""
 
     def __init__(self, request: Request, run_dir: RunDir) -> None:
         self.request = request
@@ -166,7 +169,7 @@ class RunLauncher:
         self._had_room = True
 
     def run(self) -> int:
-        """Until the run is over."""
+        """Start the agent, and show the run until it is over. Return the exit code."""
         outlive_full_disk()
         marked, prefix = len(self.request.shown_local_ranks) > 1, self.request.line_prefix
         with (
@@ -179,7 +182,7 @@ class RunLauncher:
             view = self.watch.poll()
             turn = 0
             while view.state != "ended":
-                if agent.poll() is None:  # else its successor is asked
+                if agent.poll() is None:  # otherwise its successor is asked
                     self._pass_on_signals(screen)
                 self._show_output(screen)
                 if turn % LOOK_EVERY == 0 or agent.poll() is not None:
@@ -208,7 +211,7 @@ class RunLauncher:
         screen.say(f"{plural(self.request.settings.nproc, 'worker')}; see: holdfast status {self._name()}")
 
     def _name(self) -> str:
-        """What another command has to be told to mean this run."""
+        """Return the argument by which other commands find this run."""
         return name_of(self.run_dir.path)
 
     @contextmanager
@@ -217,7 +220,7 @@ class RunLauncher:
             self._asked.append(signal.Signals(number))
 
         numbers = set(self.request.signals)
-        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup: it shall outlive its terminal
+        if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # nohup: the run is to outlive its terminal
             numbers.discard(signal.SIGHUP)
         before = {number: signal.signal(number, note) for number in numbers}
         try:
@@ -246,7 +249,7 @@ class RunLauncher:
                 why = error.message if isinstance(error, HoldfastError) else str(error)
                 screen.say(f"{source}: the agent does not answer ({why}); it, or a successor, is asked again")
                 self._answered -= 1
-                # It was looked at for so long, though not by `_stands_still`: one that is stopped is to be killed.
+                # This wait counts as looking at the agent: `_stands_still` then kills an agent that is stopped.
                 self._agent_seen_s += min(time.monotonic() - began_s, ASK_S)
                 return
             screen.say(f"{source}: {answer.detail}" + (" (again to end at once)" if first else ""))
@@ -255,7 +258,7 @@ class RunLauncher:
         return self.watch.local_rank(attempt, rank) in self.request.shown_local_ranks
 
     def _show_output(self, screen: Screen) -> None:
-        self.watch.read()  # it says whose logs these are
+        self.watch.read()  # the history has the node of each log
         for rank, line in self.tail.poll():
             screen.rank(rank, line)
 
@@ -270,7 +273,10 @@ class RunLauncher:
         self._telling.recoveries(screen, self._write_reports)
 
     def _show_room(self, screen: Screen) -> None:
-        """On a full disk training goes on; what is decided is written where room was kept for it."""
+        """Warn when the disk is full.
+
+        Training continues, and decisions are written into room that was reserved for them.
+        """
         left = os.statvfs(self.run_dir.path).f_bavail
         if not left and self._had_room:
             screen.say(
@@ -283,9 +289,9 @@ class RunLauncher:
         return shlex.quote(str(self.run_dir.path))
 
     def _stands_still(self, agent_pid: int) -> bool:
-        """The agent was stopped (SIGSTOP), for long: its node would be given up soon, and nobody else can mend that."""
+        """Return True if the agent has been stopped (SIGSTOP) for long: its node would soon be given up."""
         now_s = time.monotonic()
-        # Who did not look for long was stopped itself, as the whole host may have been: that says nothing of the agent.
+        # After a pause without looks this process was stopped itself, perhaps with its host: the agent is not to blame.
         if not stopped(agent_pid) or now_s - self._agent_seen_s > AGENT_STOPPED_S / 2:
             self._agent_ran_s = now_s
         self._agent_seen_s = now_s
@@ -306,10 +312,12 @@ class RunLauncher:
         return start_agent(self.run_dir.path)
 
     def _await_room(self, screen: Screen) -> None:
-        """An agent that cannot write its log ends at once. Workers without one save and leave by themselves.
+        """Wait for room on the disk, as an agent that cannot write its log ends at once.
+
+        Workers without an agent save and leave on their own.
 
         Raises:
-            UserError: there was no room for long, or somebody asks to leave.
+            UserError: there was no room for long, or a signal asks to leave.
         """
         until_s = time.monotonic() + ROOM_WAIT_S
         said = False
@@ -335,7 +343,7 @@ class RunLauncher:
             agent.wait()
 
     def close(self) -> int:
-        """Print the last lines (outcome, cost, and for a failure where to read and what to do); returns the code."""
+        """Print the outcome and cost of the run, for a failure also the log and the next step. Return the exit code."""
         view = self.watch.poll()
         code = Exit(view.code if view.code is not None else Exit.INTERNAL)
         written = self._write_reports()
@@ -353,7 +361,7 @@ class RunLauncher:
         log = log_of(fault, self.run_dir, self.request.settings) if fault else None
         outcome(
             f"run {view.run_id}: {view.meaning}{_why(view, fault)}",
-            # Of whoever failed last, or the directory of all logs of this node.
+            # The log of the rank that failed last, or the directory of all logs of this node.
             str(log) if log else view.logs,
             self._next(view, code, fault),
             str(written[fault.number - 1]) if fault and written else "",
@@ -362,7 +370,7 @@ class RunLauncher:
         return code
 
     def _next(self, view: RunView, code: Exit, fault: FaultView | None) -> str:
-        """One thing to do: what the error itself says, else what fits the code."""
+        """Return one thing to do: the hint of the error itself, otherwise a text for the exit code."""
         said = [line.strip() for line in view.reason.splitlines()[1:]]
         hints = [line.removeprefix(HINT) for line in said if line.startswith(HINT)]
         if hints:
@@ -382,7 +390,7 @@ class RunLauncher:
         return NEXT[code].format(run=self._name())
 
     def _write_reports(self) -> list[Path]:
-        """One page per fault into the run directory; returns their paths."""
+        """Write one page per fault into the run directory, and return the paths."""
         settings, run = self.request.settings, self.run_dir
         if not self.watch.story.faults:
             return []
@@ -399,14 +407,14 @@ class RunLauncher:
 
 
 def culprit(view: RunView) -> FaultView | None:
-    """The fault that the reason of the end is about, else the newest one."""
+    """Return the fault that the reason for the end of the run names, or the newest fault."""
     about = (f for f in reversed(view.faults) if f.what and f.what in view.reason)
     return next(about, view.faults[-1] if view.faults else None)
 
 
 def _why(view: RunView, fault: FaultView | None) -> str:
-    """The first line of the reason, with the rank that it is about."""
-    why = first_line(view.reason).rstrip(":")  # what it announces is in the log
+    """Return the first line of the reason for the end of the run, with the rank that the line is about."""
+    why = first_line(view.reason).rstrip(":")  # the text after the colon is in the log
     if not why:
         return ""
     rank = (

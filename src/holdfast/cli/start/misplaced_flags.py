@@ -1,4 +1,4 @@
-"""Flags of ours that stand behind the script: they are its arguments, and were perhaps not meant so."""
+"""Flags of ``holdfast run`` after the script: they are arguments of the script, perhaps by mistake."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAUNCHING = frozenset({
 
 
 def misplaced(script: str, args: Sequence[str]) -> str:
-    """One note about flags of the launcher among the arguments of a script that does not speak of them; else empty.
+    """Return a note about flags of the launcher among the arguments of a script that does not name them; else empty.
 
     Args:
         script: file, module or program, as found.

@@ -1,4 +1,4 @@
-"""The nodes of a job as the command line names them: how many, which one this is, and where it looks for the others."""
+"""The nodes of a job on the command line: their number, the number of this one, and the address to find the others."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 from holdfast.cli.screen.error_output import say
 from holdfast.errors import NotMet, UnsupportedError, UsageError
+from holdfast.frame_encryption import require_encryption
 from holdfast.runtime.agent.peers import address_towards
-from holdfast.runtime.net.addresses import endpoint, family_of, is_loopback, read_endpoint, read_host
+from holdfast.runtime.net.addresses import Address, endpoint, family_of, is_loopback, read_endpoint, read_host
+from holdfast.runtime.net.stream_sockets import dial
 from holdfast.runtime.node.interfaces import GLOO, NCCL, interface_of
 from holdfast.runtime.node.run_settings import JOIN_S, RunSettings, shape
 from holdfast.runtime.node.rundir import read_token
@@ -23,30 +25,31 @@ from holdfast.text import plural
 DEFAULT_PORT = 29500
 NPROC_MAX = 4096
 LOOK_S = 1.0
-ANSWER_S = 2.0  # a host that is up answers a dial within this, be it by a refusal
+ANSWER_S = 2.0  # a host that is up answers a dial within this time, if only by a refusal
 RUN_HELP = "holdfast run --help"
+ENCRYPTED = "what Holdfast sends to other hosts is encrypted; what gloo and NCCL send is not"
 
 
 class NodeFlags(NamedTuple):
-    """What the command line says about the nodes of the job."""
+    """The flags about the nodes of the job."""
 
     least: int
     most: int
     number: int  # of this node; -1: it has a name instead
     node: str
     contacts: tuple[str, ...]
-    first_contacts: int  # so many of them are addresses of the first one
+    first_contacts: int  # number of contacts that are addresses of the first one
     bind: str
     join_s: float
 
     @property
     def several(self) -> bool:
-        """More than one node may take part."""
+        """True if more than one node may take part."""
         return self.most > 1
 
 
 class Contact(NamedTuple):
-    """Where agents look for others first: one name, and what it means here."""
+    """A host that agents dial first: its name, its addresses as seen from here, and the port."""
 
     name: str
     addresses: tuple[str, ...]
@@ -54,17 +57,20 @@ class Contact(NamedTuple):
 
     @property
     def means_here(self) -> bool:
-        """A host's own name that it takes for loopback, as on Debian: the others know it by another address."""
+        """True if the name is this host's own and resolves to loopback, as on Debian.
+
+        Other hosts use another address.
+        """
         return all(map(is_loopback, self.addresses)) and self.name not in (*self.addresses, "localhost")
 
     def reached(self, bind: str) -> tuple[str, ...]:
-        """Address and port of all it has."""
+        """Return address and port of each of its addresses; if the name resolves to loopback here, of ``bind``."""
         hosts = (bind,) if self.means_here else self.addresses
         return tuple(endpoint(host, self.port) for host in hosts)
 
 
 def read_nodes(values: Mapping[str, Any], given: frozenset[str]) -> NodeFlags:
-    """The nodes that the flags ask for.
+    """Return the nodes that the flags request.
 
     Raises:
         UsageError: a value that cannot work.
@@ -102,7 +108,7 @@ def read_nodes(values: Mapping[str, Any], given: frozenset[str]) -> NodeFlags:
 
 
 def join_s_of(conf: str) -> float:
-    """Seconds within which the nodes meet, by the keys that torchrun's own rendezvous read. Raises: UsageError."""
+    """Return the seconds within which the nodes meet, by the keys of torchrun's own rendezvous. Raises: UsageError."""
     pairs = dict(part.strip().partition("=")[::2] for part in conf.split(",") if part.strip())
     text = pairs.get("join_timeout", pairs.get("timeout", str(JOIN_S)))
     try:
@@ -115,7 +121,7 @@ def join_s_of(conf: str) -> float:
 
 
 def _first_places(values: Mapping[str, Any], given: frozenset[str]) -> list[tuple[str, int]]:
-    """Host and port of each contact. Raises: UsageError."""
+    """Return host and port of each contact. Raises: UsageError."""
     asked = str(values["rdzv_endpoint"] or "") if "rdzv_endpoint" in given else ""
     items = [item.strip() for item in asked.split(",") if item.strip()]
     if items:
@@ -131,10 +137,10 @@ def _contact(host: str, port: int, wait_s: float) -> Contact:
 
 
 def _addresses(host: str, flag: str, wait_s: float) -> tuple[str, ...]:
-    """All addresses of a host, those that others reach before loopback; of a name that has some, those of IPv4.
+    """Return the addresses of a host: those of IPv4 if it has any, and loopback only if there is no other.
 
-    Link-local addresses of IPv6 are left out: another host reaches them through an interface of its own.
-    A name may be known later than its user runs: that of a pod which is not up yet. It is asked for again.
+    Link-local addresses of IPv6 are left out: each host reaches them through another interface. A name may become known
+    later, for example that of a pod which is not up yet. It is looked up again until ``wait_s`` is over.
     """
     deadline_s, waiting = time.monotonic() + wait_s, False
     while True:
@@ -187,7 +193,9 @@ def _bind(asked: str | None, contact: Contact, wait_s: float) -> str:
 
 
 def _here_towards(contact: Contact) -> str:
-    """The address of this host that reaches the contact; where its addresses need several of ours: one that answers.
+    """Return the address of this host that reaches the contact.
+
+    If the contact's addresses need different ones of ours, prefer an address at which a host answers.
 
     Raises:
         OSError: no route to any of them.
@@ -206,10 +214,10 @@ def _here_towards(contact: Contact) -> str:
 
 
 def _that_answer(addresses: Iterable[str], port: int) -> Iterable[str]:
-    """The addresses at which a host is up, whatever listens there."""
+    """Yield the addresses at which a host is up, even if no process listens on the port."""
     for address in addresses:
         try:
-            socket.create_connection((address, port), ANSWER_S).close()
+            dial(Address(address, port), ANSWER_S).close()
         except ConnectionRefusedError:
             yield address
         except OSError:
@@ -219,7 +227,7 @@ def _that_answer(addresses: Iterable[str], port: int) -> Iterable[str]:
 
 
 def read_counts(asked: str) -> tuple[int, ...]:
-    """The numbers of ``--nproc-per-node``: ``8``, or ``8,4`` for nodes of two sizes. Raises: UsageError."""
+    """Return the numbers of ``--nproc-per-node``: ``8``, or ``8,4`` for nodes of two sizes. Raises: UsageError."""
     words = [word.strip() for word in asked.split(",")]
     if not all(word.isdecimal() and 1 <= int(word) <= NPROC_MAX for word in words):
         raise UsageError(
@@ -231,7 +239,7 @@ def read_counts(asked: str) -> tuple[int, ...]:
 
 
 def shrink_to(values: Mapping[str, Any], nodes: NodeFlags, counts: Sequence[int]) -> int:
-    """Fewest nodes to go on with. Raises: UsageError, UnsupportedError."""
+    """Return the fewest nodes to continue with. Raises: UsageError, UnsupportedError."""
     least = int(values["shrink_to"])
     if least == 0:
         return 0
@@ -254,7 +262,7 @@ def shrink_to(values: Mapping[str, Any], nodes: NodeFlags, counts: Sequence[int]
 
 
 def read_secret(path: str | None, nodes: NodeFlags) -> bytes:
-    """The secret of the job; empty: one node makes its own. Raises: UsageError."""
+    """Return the secret of the job; empty: one node makes its own. Raises: UsageError."""
     if path is None:
         if nodes.several:
             raise UsageError(
@@ -265,8 +273,16 @@ def read_secret(path: str | None, nodes: NodeFlags) -> bytes:
     return read_token(Path(path))
 
 
+def encrypts(values: Mapping[str, Any], nodes: NodeFlags) -> bool:
+    """What Holdfast sends between hosts is encrypted. Raises: UsageError: the package is missing."""
+    if not (values["encrypt"] and nodes.several):
+        return False
+    require_encryption()
+    return True
+
+
 def node_notes(nodes: NodeFlags, settings: RunSettings) -> tuple[str, ...]:
-    """What the user reads first about several nodes."""
+    """Return the notes about several nodes that the user sees first."""
     if not nodes.several:
         return ()
     where = f"{nodes.node} at {nodes.bind}, first contact {nodes.contacts[0]}"
@@ -276,6 +292,8 @@ def node_notes(nodes: NodeFlags, settings: RunSettings) -> tuple[str, ...]:
         notes.append(
             f"{nodes.bind} is this machine only: hosts of their own need --master-addr (or --bind ADDRESS)"
         )
+    if settings.encrypts:
+        notes.append(ENCRYPTED)
     if nodes.most == 2 and not settings.witness:
         notes.append(
             "two nodes are no majority of each other: when one is lost, the other one saves a checkpoint and "

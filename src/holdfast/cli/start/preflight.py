@@ -1,6 +1,6 @@
-"""What no start can succeed without, looked at before the first worker: else each restart fails in the same way.
+"""Checks before the first worker, of conditions that every start needs: otherwise each restart fails in the same way.
 
-Only what is certain is refused: less than the least that a run takes, before the script has begun anything.
+Only certain failures are refused: less than the minimum that a run takes before the script does anything.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ INTERPRETER_TIMEOUT_S = 60.0
 
 
 def require_start(settings: RunSettings) -> None:
-    """The workers of this node can be started at all.
+    """Check that the workers of this node can be started at all.
 
     Raises:
-        UsageError: there is no room for their status pages, no process left for them, or their interpreter is none.
+        UsageError: no room for their status pages, no processes left for them, or an interpreter that does not work.
     """
     if why := no_room_for_pages(settings.nproc):
         raise UsageError(
@@ -39,7 +39,7 @@ def require_start(settings: RunSettings) -> None:
 
 
 def no_room_for_pages(nproc: int, where: Path = SHARED_MEMORY) -> str:
-    """Why the status pages of so many workers cannot be made; empty: they can, there or in the run directory."""
+    """Return why status pages of ``nproc`` workers cannot be made; empty: they can, here or in the run directory."""
     if not os.access(where, os.W_OK | os.X_OK):
         return ""
     need, free = nproc * FILE_SIZE_BYTES, shutil.disk_usage(where).free
@@ -49,7 +49,7 @@ def no_room_for_pages(nproc: int, where: Path = SHARED_MEMORY) -> str:
 
 
 def no_processes_for(nproc: int, per_worker: int = WORKER_THREADS) -> str:
-    """Why this user can have no processes for so many workers; empty: there is no limit here, or room below it."""
+    """Return why this user cannot have processes for ``nproc`` workers; empty: no limit, or enough below the limit."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if limit == resource.RLIM_INFINITY or os.geteuid() == 0:  # root is not limited
         return ""
@@ -60,12 +60,12 @@ def no_processes_for(nproc: int, per_worker: int = WORKER_THREADS) -> str:
 
 
 def threads_of(user: int) -> int:
-    """Threads of a user, as far as they are seen from here."""
+    """Return the number of threads of a user that are visible here."""
     count = 0
     for status in Path("/proc").glob("[0-9]*/status"):
         try:
             fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
-        except OSError:  # it has ended
+        except OSError:  # the process has ended
             continue
         if int(fields["Uid"].split()[0]) == user:
             count += int(fields.get("Threads", "0"))
@@ -73,8 +73,10 @@ def threads_of(user: int) -> int:
 
 
 def _require_interpreter(settings: RunSettings) -> None:
-    """It runs Holdfast's worker. Raises: UsageError."""
-    words = [settings.python, "-c", "import holdfast.runtime.worker.entry"]
+    """Check that the interpreter can import Holdfast's worker. Raises: UsageError."""
+    asks = "; import sys; from holdfast.frame_encryption import missing; sys.exit(missing() or 0)"
+    code = "import holdfast.runtime.worker.entry" + (asks if settings.encrypts else "")
+    words = [settings.python, "-c", code]
     named = f"PYTHON_EXEC={settings.python}"
     hint = "name an interpreter that has Holdfast installed, or leave PYTHON_EXEC out"
     try:

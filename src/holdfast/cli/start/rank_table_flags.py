@@ -15,7 +15,7 @@ from holdfast.runtime.net.addresses import family_of, read_host, same_address
 from holdfast.runtime.rank_table.table import COMPLETED, RankTable, TableServer, read, refusal
 from holdfast.text import plural
 
-WAIT_S = 120.0  # as long as its hosts may be apart
+WAIT_S = 120.0  # the time that its hosts may start apart
 LOOK_S = 0.5
 VARIABLE = "RANK_TABLE_FILE"
 NOT_READY = ("initializing",)
@@ -23,7 +23,7 @@ FORMS = "--rank-table FILE alone says all of this"
 
 
 class RankTableFlags(NamedTuple):
-    """Flag values with those of the table, and what a worker is told of it."""
+    """The flag values including those of the table, and the values for the workers."""
 
     values: Mapping[str, Any]
     given: frozenset[str]
@@ -33,7 +33,7 @@ class RankTableFlags(NamedTuple):
 
 
 def place(values: Mapping[str, Any], given: frozenset[str]) -> RankTableFlags:
-    """The values as the table wants them; unchanged without one.
+    """Return the flag values with those of the rank table; unchanged without a table.
 
     Raises:
         UsageError: a table with mistakes, flags that contradict it, or a host that is not in it.
@@ -68,7 +68,7 @@ def place(values: Mapping[str, Any], given: frozenset[str]) -> RankTableFlags:
 
 
 def load(path: Path) -> RankTable:
-    """A table without mistakes; one that is being written is waited for.
+    """Return a table without mistakes. Wait for a table that is still being written.
 
     Raises:
         UsageError: it has mistakes, or is not ready in time.
@@ -100,7 +100,7 @@ def _agree(values: Mapping[str, Any], given: frozenset[str], key: str, told: str
 
 
 def _nnodes(values: Mapping[str, Any], given: frozenset[str], hosts: int, path: Path) -> int:
-    """The most nodes that may take part; hosts beyond those of the table are spares."""
+    """Return the maximum number of nodes; hosts beyond those of the table are spares."""
     text = str(values["nnodes"])
     if "nnodes" not in given:
         return hosts
@@ -112,7 +112,7 @@ def _nnodes(values: Mapping[str, Any], given: frozenset[str], hosts: int, path: 
 
 
 def _number(values: Mapping[str, Any], given: frozenset[str], table: RankTable, path: Path, most: int) -> int:
-    """Which host of the table this is: as said, or the one whose address is an address of this machine."""
+    """Return the number of this host in the table: the given one, or that of the entry with a local address."""
     if "node_rank" in given:
         return int(values["node_rank"])
     if "bind" in given:
@@ -147,7 +147,7 @@ def _address(server: TableServer, path: Path) -> str:
         return server.address
     try:
         found = socket.getaddrinfo(server.name, None, type=socket.SOCK_STREAM)
-        return str(sorted(found)[0][4][0])  # of several that of IPv4, which sorts first
+        return str(sorted(found)[0][4][0])  # of several addresses one of IPv4, which sorts first
     except OSError as error:
         raise UsageError(f"the rank table {path} gives no address of the host {server.name}, nor do the names",
                          hint="write its host_ip, or --node-rank, --master-addr and --bind") from error  # fmt: skip

@@ -1,4 +1,4 @@
-"""From flag values to the settings of a run; everything that can be wrong is said here, before anything starts."""
+"""The settings of a run, made from flag values. All wrong values are reported here, before anything starts."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from holdfast.cli.start.misplaced_flags import misplaced
 from holdfast.cli.start.node_flags import (
     RUN_HELP,
     NodeFlags,
+    encrypts,
     node_notes,
     read_counts,
     read_nodes,
@@ -57,7 +58,7 @@ Number = TypeVar("Number", int, float)
 
 @dataclass(frozen=True)
 class Request:
-    """What the command line asked for, checked."""
+    """The checked content of the command line."""
 
     settings: RunSettings
     run_dir: Path
@@ -69,7 +70,7 @@ class Request:
 
 
 def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args: tuple[str, ...]) -> Request:
-    """Check every flag and the script.
+    """Check every flag and the script, and return the checked request.
 
     Args:
         values: by :attr:`Flag.key`.
@@ -111,6 +112,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         first_contacts=nodes.first_contacts,
         join_s=nodes.join_s,
         bind=nodes.bind,
+        encrypts=encrypts(values, nodes),
         witness=str(absolute(values["witness"])) if values["witness"] is not None else "",
         master_addr=read_host(str(values["master_addr"]).strip(), "--master-addr"),
         master_port=0 if nodes.several else int(values["master_port"] or 0),
@@ -129,8 +131,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
         redirects=str(values["redirects"]),
         tee=str(values["tee"]),
     )
-    if not nodes.several:
-        _check_address(settings, given)
+    _check_address(settings, given)
     notes += told + node_notes(nodes, settings) + tuple(filter(None, [misplaced(target, args)]))
     token = read_secret(values["token_file"], nodes)
     shown = shown_local_ranks(nproc, settings.tee, settings.redirects, str(values["local_ranks_filter"]))
@@ -159,13 +160,16 @@ def _refuse_and_note(values: Mapping[str, Any], given: frozenset[str]) -> tuple[
         )
     if "rdzv_backend" in given:
         notes.append(f"--rdzv-backend has no effect: {BY_KEY['local_addr'].about}")
-    if "rdzv_endpoint" in given and str(values["nnodes"]) in ("1", "1:1"):
-        notes.append("--rdzv-endpoint has no effect: one node meets nobody")
+    if str(values["nnodes"]) in ("1", "1:1"):
+        if "rdzv_endpoint" in given:
+            notes.append("--rdzv-endpoint has no effect: one node meets nobody")
+        if values["encrypt"]:
+            notes.append("--encrypt has no effect: on one node nothing that Holdfast sends leaves the host")
     return tuple(notes)
 
 
 def _refuse_other_bytes(words: Iterable[str]) -> None:
-    """Settings and event log are UTF-8. Raises: UsageError."""
+    """Refuse words that are not UTF-8, which settings and event log need. Raises: UsageError."""
     for word in words:
         try:
             word.encode()
@@ -176,7 +180,7 @@ def _refuse_other_bytes(words: Iterable[str]) -> None:
 
 
 def kind_of(values: Mapping[str, Any]) -> TargetKind:
-    """What the flags say that the script is. Raises: UsageError."""
+    """Return whether the flags name a script, a module or a program. Raises: UsageError."""
     if values["module"] and values["no_python"]:
         raise UsageError("--module and --no-python exclude each other", hint="leave one of them out")
     if values["run_path"]:
@@ -189,7 +193,7 @@ def _framework(asked: str) -> FrameworkName:
     if name is None:
         raise UsageError(f"--framework {asked}: supported are {', '.join(FRAMEWORKS)}", hint=RUN_HELP)
     known = FRAMEWORKS[name]
-    # Another interpreter has its own packages: its workers will say what is missing.
+    # Another interpreter has its own packages: its workers report a missing one.
     if (
         name != "torch"
         and "PYTHON_EXEC" not in os.environ
@@ -211,7 +215,7 @@ def _preload(names: str) -> tuple[str, ...]:
 
 
 def find_target(kind: TargetKind, script: str) -> str:
-    """What is to be started: a path, or the name of a module. Raises: ScriptError."""
+    """Return the path to start, or the name of a module. Raises: ScriptError."""
     if kind == "executable":
         program = shutil.which(script)
         if program is None:
@@ -242,7 +246,8 @@ def _script_hint(path: Path) -> str:
 
 def _check_module(name: str) -> None:
     path = Path(name)
-    if path.suffix == ".py" and path.is_file():  # to look for a module "py" in it, python runs it
+    # Python would run the file in order to look for a module "py" in it.
+    if path.suffix == ".py" and path.is_file():
         raise ScriptError(
             f"-m {name}: {path.name} is a file, and -m takes the name of a module",
             hint=f"leave -m out, or write -m {name.removesuffix('.py').replace('/', '.')}",
@@ -256,17 +261,17 @@ def _check_module(name: str) -> None:
         found = False
     finally:
         sys.path[:] = before
-    # Another interpreter has its own packages: it will say itself what is missing.
+    # Another interpreter has its own packages: it reports a missing one itself.
     if not found and "PYTHON_EXEC" not in os.environ:
         raise ScriptError(f"no module named {name} (looked in {os.getcwd()} and the installed packages)",
                           hint="check the name; for a file leave -m out")  # fmt: skip
 
 
 def worker_counts(asked: str, nodes: NodeFlags) -> tuple[int, ...]:
-    """``--nproc-per-node``: one number for all nodes, or one for each by ``--node-rank``, where they differ.
+    """Return the numbers of ``--nproc-per-node``: one for all nodes, or one for each node by its ``--node-rank``.
 
     Raises:
-        UsageError: no numbers, not so many as nodes, no such device, or too many ranks in all.
+        UsageError: no numbers, not as many as nodes, no such device, or too many ranks in all.
     """
     counts = (_of_devices(asked),) if asked in ("cpu", *_COUNT_DEVICES) else read_counts(asked)
     if len(counts) not in (1, nodes.least):
@@ -288,14 +293,14 @@ def worker_counts(asked: str, nodes: NodeFlags) -> tuple[int, ...]:
 
 
 def workers_of(nodes: NodeFlags, counts: Sequence[int]) -> int:
-    """Those of this node; a spare one can take the place of any."""
+    """Return the number of workers of this node; for a spare node, the largest number, as it can replace any node."""
     if len(counts) == 1:
         return counts[0]
     return counts[nodes.number] if nodes.number < nodes.least else max(counts)
 
 
 def _of_devices(asked: str) -> int:
-    """As torchrun counts. Raises: UsageError."""
+    """Return the number of devices, counted as torchrun does. Raises: UsageError."""
     count = _count_devices(asked) if asked in _COUNT_DEVICES else 0
     if count > 0:
         return count
@@ -307,7 +312,7 @@ def _of_devices(asked: str) -> int:
 
 
 def _count_devices(kind: str) -> int:
-    # In a process of its own: the launcher stays small, and a device is never initialised in it.
+    # In a separate process: the launcher stays small, and no device is initialised in it.
     code = f"import torch; print({_COUNT_DEVICES[kind]})"
     python = os.environ.get("PYTHON_EXEC", sys.executable)
     try:
@@ -340,7 +345,7 @@ def _at_least(values: Mapping[str, Any], key: str, least: Number) -> Number:
 
 
 class Answers(TypedDict):
-    """The settings that say what is a fault, and what is done about it."""
+    """The settings that define a fault, and the answer to it."""
 
     max_restarts: int
     restart_window_s: float
@@ -376,7 +381,7 @@ def _answers(values: Mapping[str, Any]) -> Answers:
 
 
 def _notices(spec: str) -> str:
-    read_sources(spec, os.environ)  # refuses what it does not know
+    read_sources(spec, os.environ)  # raises for an unknown source
     return spec
 
 
@@ -412,7 +417,7 @@ def _memory_every(text: str) -> int:
 
 
 def _on_fault(values: Mapping[str, Any]) -> str:
-    """Raises: UsageError, by ``Ladder.parse``."""
+    """Return the checked value of ``--on-fault``. Raises: UsageError, by ``Ladder.parse``."""
     spec = str(values["on_fault"])
     Ladder.parse(spec)
     return spec
@@ -427,6 +432,8 @@ def _grace_s(values: Mapping[str, Any], given: frozenset[str]) -> float:
 
 
 def _check_address(settings: RunSettings, given: frozenset[str]) -> None:
+    if settings.several:  # the agents look for each other there
+        return
     port = settings.master_port
     if not 0 <= port <= 65535:
         raise UsageError(f"--master-port {port} is no port number", hint="leave it out: a free one is chosen")
@@ -470,7 +477,7 @@ def _signals(names: str) -> tuple[signal.Signals, ...]:
 
 
 def shown_local_ranks(nproc: int, tee: str, redirects: str, only: str) -> frozenset[int]:
-    """Local ranks, as torchrun counts here, whose output goes to this node's console (always also to their log).
+    """Return the local ranks whose output goes to this node's console, by torchrun's rules. All are always logged.
 
     Args:
         nproc: number of workers of this node.

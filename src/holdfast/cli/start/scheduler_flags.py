@@ -21,7 +21,7 @@ ALL_SAID = ({"nnodes", "node_rank", "master_addr"}, {"nnodes", "node_rank", "rdz
 
 
 def scheduled(settled: FlagValues, env: Mapping[str, str]) -> FlagValues:
-    """The values with those that the scheduler's environment gives; flags that are given win.
+    """Return the flag values with those of the scheduler's environment; flags set by the user have precedence.
 
     Raises:
         UsageError: flags that contradict the environment, or an environment that is incomplete.
@@ -68,12 +68,12 @@ def _of_step(settled: FlagValues, env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def token_path(values: Mapping[str, Any], step: SlurmStep) -> Path:
-    """Where the nodes of a step find their secret."""
+    """Return the file of the secret that the nodes of a step share."""
     return Path(values["run_dir"]).absolute() / f"{step.name}.token"
 
 
 def share_token(settled: FlagValues) -> None:
-    """Make the secret of a step's nodes, or wait for it. Nothing to do where ``--token-file`` is given.
+    """Make the secret of a step's nodes, or wait for it. With ``--token-file`` there is nothing to do.
 
     Raises:
         UsageError: it cannot be made.
@@ -90,7 +90,7 @@ def share_token(settled: FlagValues) -> None:
 
 
 def _agree(settled: FlagValues, step: SlurmStep) -> None:
-    """Raises: UsageError."""
+    """Check that the flags agree with the Slurm step. Raises: UsageError."""
     values, given = settled.values, settled.given
     text = str(values["nnodes"])
     if "nnodes" in given and text.rpartition(":")[2] != str(step.nodes):
@@ -107,7 +107,7 @@ def _agree(settled: FlagValues, step: SlurmStep) -> None:
 
 
 def _address(host: str) -> str:
-    """The host itself where its name is known here; else the address that Slurm's configuration has for it."""
+    """Return the host itself if its name resolves here; otherwise its address in Slurm's configuration."""
     try:
         socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
         return host
@@ -119,6 +119,6 @@ def _address(host: str) -> str:
             capture_output=True, text=True, timeout=ASK_S, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
-        return host  # the name is asked for again, as that of a host that is not up yet
+        return host  # the name is looked up again later, like that of a host that is not up yet
     found = [word.partition("=")[2] for word in asked.stdout.split() if word.startswith("NodeAddr=")]
     return found[0] if found and found[0] else host

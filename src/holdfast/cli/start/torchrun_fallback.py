@@ -15,7 +15,7 @@ from holdfast.runtime.node.disabled import DISABLE_VARIABLE
 
 
 def torchrun_command(settled: FlagValues, script: str, args: Sequence[str]) -> list[str]:
-    """The command line without Holdfast.
+    """Return the command line of torchrun for this script.
 
     Raises:
         UsageError: torchrun cannot start the script.
@@ -40,7 +40,7 @@ def torchrun_command(settled: FlagValues, script: str, args: Sequence[str]) -> l
 
 
 def give_way(settled: FlagValues, script: str, args: Sequence[str]) -> NoReturn:
-    """Become torchrun, with one line that says so.
+    """Replace this process by torchrun, after one line that says so.
 
     Raises:
         UsageError: it cannot be started.

@@ -1,4 +1,4 @@
-"""A torch that is newer than the tested ones: tried once, and what that means for a run."""
+"""A torch that is newer than the tested versions: its self-test, and the settings of a run that follow from it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from holdfast.runtime.node.torch_build import TESTED, TRIED, VARIABLE, all_resta
 
 
 def heed_torch(settings: RunSettings) -> tuple[RunSettings, tuple[str, ...]]:
-    """Settings that the installed torch can keep, and notes for the user.
+    """Return settings that work with the installed torch, and notes for the user.
 
-    A torch that cannot work at all is an error of the worker that imports it: a script may need none.
+    A torch that is newer than the tested ones runs its self-test first. If that fails, all workers restart after a
+    fault.
+    A torch that cannot work at all is an error of the worker that imports it: the script may not need it.
     """
     if settings.framework != "torch" or settings.python or VARIABLE in os.environ:
         return settings, ()

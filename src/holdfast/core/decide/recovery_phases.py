@@ -1,48 +1,146 @@
-"""The phases of a recovery and the events that lead from one to the next."""
+"""The phases of a recovery: which event leads from which to which, and what each phase means.
+
+Theory. ``PHASES`` says which event leads from which phase to which. ``RULES`` has one row per phase: the order that a
+member receives, and all else that depends on the phase. A new rule is a new column. What an order contains comes from
+the plan of the recovery (``core/job/recovery_plan.py``). ``docs/protocol.md`` shows both tables, and a test compares
+them.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, get_args
 
 Phase = Literal[
     "idle",
-    "grace",
-    "fencing",
-    "retrying",
-    "replacing",
-    "saving",
-    "leaving",
-    "waiting",
-    "starting",
-    "resuming",
+    "grace",  # a collective broke, and no death explains it so far
+    "fencing",  # the survivors leave the old generation and report
+    "retrying",  # all stay; those in doubt come to the step
+    "preparing",  # replacements start, and the sources compare what they hold
+    "replacing",  # replacements start and receive the state
+    "comparing",  # the sources compare what they hold, before they save it
+    "saving",  # the sources write a last-gasp checkpoint
+    "leaving",  # all leave, and start again
+    "ending",  # all leave, and the run ends
+    "waiting",  # for nodes
+    "starting",  # until all sessions are open
+    "resuming",  # new processes do their first step
+    "resuming_in_place",  # survivors, and replacements beside them, do their next step
+    "stopped",  # the run was ended from outside: nothing is decided any more
 ]
 
-PHASES: dict[tuple[Phase, str], Phase] = {
-    ("idle", "launch"): "starting",
-    ("idle", "suspect"): "grace",
-    ("starting", "suspect"): "grace",
-    ("resuming", "suspect"): "grace",
-    ("idle", "fault"): "fencing",
-    ("grace", "fault"): "fencing",
-    ("starting", "fault"): "fencing",
-    ("resuming", "fault"): "fencing",
-    ("retrying", "fault"): "fencing",
-    ("replacing", "fault"): "fencing",
-    ("saving", "fault"): "fencing",
-    ("fencing", "retry"): "retrying",
-    ("fencing", "replace"): "replacing",
-    ("fencing", "save"): "saving",
-    ("fencing", "leave"): "leaving",
-    ("saving", "sealed"): "leaving",
-    ("retrying", "agreed"): "resuming",
-    ("replacing", "agreed"): "resuming",
-    ("leaving", "gone"): "starting",
-    ("starting", "no nodes"): "waiting",
-    ("waiting", "launch"): "starting",
-    ("starting", "opened"): "resuming",
-    ("resuming", "reached"): "idle",
+RecoveryEvent = Literal[
+    "launch",
+    "suspect",
+    "fault",
+    "retry",
+    "compare_to_replace",
+    "replace",
+    "compare_to_save",
+    "save",
+    "leave",
+    "end",
+    "agreed",
+    "gone",
+    "no_nodes",
+    "opened",
+    "adopted_in_place",
+    "reached",
+    "stop",
+]
+
+
+class RecoveryMoves(NamedTuple):
+    """Rows of the table: from each of ``sources``, ``event`` leads to ``target``."""
+
+    event: RecoveryEvent
+    sources: tuple[Phase, ...]
+    target: Phase
+
+
+_AFTER_A_START: tuple[Phase, ...] = ("idle", "starting", "resuming", "resuming_in_place")
+_AFTER_A_DECISION: tuple[Phase, ...] = ("retrying", "preparing", "replacing", "comparing", "saving")
+
+RECOVERY_MOVES: tuple[RecoveryMoves, ...] = (
+    RecoveryMoves("launch", ("idle", "waiting"), "starting"),
+    RecoveryMoves("suspect", _AFTER_A_START, "grace"),
+    RecoveryMoves("fault", ("grace", "fencing", *_AFTER_A_START, *_AFTER_A_DECISION), "fencing"),
+    RecoveryMoves("retry", ("fencing",), "retrying"),
+    RecoveryMoves("compare_to_replace", ("fencing",), "preparing"),
+    RecoveryMoves("replace", ("fencing", "preparing"), "replacing"),
+    RecoveryMoves("compare_to_save", ("fencing",), "comparing"),
+    RecoveryMoves("save", ("comparing",), "saving"),
+    RecoveryMoves("leave", ("fencing", "saving"), "leaving"),
+    RecoveryMoves("end", ("fencing", "saving"), "ending"),
+    RecoveryMoves("agreed", ("retrying", "replacing"), "resuming_in_place"),
+    RecoveryMoves("gone", ("leaving",), "starting"),
+    RecoveryMoves("no_nodes", ("starting",), "waiting"),
+    RecoveryMoves("opened", ("starting",), "resuming"),
+    RecoveryMoves("adopted_in_place", ("starting",), "resuming_in_place"),
+    RecoveryMoves("reached", ("resuming", "resuming_in_place"), "idle"),
+    RecoveryMoves("stop", get_args(Phase), "stopped"),
+)
+
+PHASES: Mapping[tuple[Phase, RecoveryEvent], Phase] = {
+    (source, moves.event): moves.target for moves in RECOVERY_MOVES for source in moves.sources
 }
-"""(phase, event) -> next phase. A pair that is missing cannot happen."""
+"""(phase, event) -> phase; what is not here cannot happen. A fault or a suspicion without a row changes nothing."""
+
+Then = Literal["", "retry", "replace", "restart"]
+Order = Literal["", "fence", "settle", "receive", "resume", "leave"]
+Until = Literal["", "answered", "there", "joined", "gone", "started", "reached"]
+
+
+class PhaseRules(NamedTuple):
+    """What one phase means.
+
+    Attributes:
+        order: the message that a living member receives, also when it connects again; empty: none.
+        to_replacement: the same for a replacement that has not joined; None: the same message.
+        until: the phase ends when this holds: all living members have ``answered`` the fence; all are ``there`` (at
+            the step); all seats are held by members that are there (``joined``); no process is left (``gone``); all
+            processes of a script without a session have ``started``; all members have ``reached`` a step. Empty: only
+            an event ends the phase.
+        waits: the bounds of ``core/job/wait_bounds.py`` that run.
+        then: what the sources do once they are at the step (``Settle.then``); empty: there are no sources.
+        compares: the sources send digests first; the state goes nowhere before they are equal.
+        in_place: the survivors continue in their processes. A rank that leaves its loop is a fault, and no process
+            may be stopped.
+        trains: the ranks compute, or are about to. The run can end, and stalls are judged.
+    """
+
+    order: Order = ""
+    to_replacement: Order | None = None
+    until: Until = ""
+    waits: tuple[str, ...] = ()
+    then: Then = ""
+    compares: bool = False
+    in_place: bool = False
+    trains: bool = False
+
+
+RULES: Mapping[Phase, PhaseRules] = {
+    "idle": PhaseRules(trains=True),
+    "grace": PhaseRules(),
+    "fencing": PhaseRules("fence", until="answered", waits=("quiesce",)),
+    "retrying": PhaseRules("settle", until="there", waits=("retry",), then="retry", in_place=True),
+    "preparing": PhaseRules(
+        "settle", "", waits=("vouch", "offer", "join"), then="replace", compares=True, in_place=True
+    ),
+    "replacing": PhaseRules(
+        "settle", "receive", until="joined", waits=("offer", "join"), then="replace", in_place=True
+    ),
+    "comparing": PhaseRules("settle", waits=("vouch",), then="restart", compares=True),
+    "saving": PhaseRules("settle", waits=("gasp",), then="restart"),
+    "leaving": PhaseRules("leave", until="gone", waits=("leave",)),
+    "ending": PhaseRules("leave", until="gone", waits=("leave",)),
+    "waiting": PhaseRules(),
+    "starting": PhaseRules(until="started", trains=True),
+    "resuming": PhaseRules(until="reached", trains=True),
+    "resuming_in_place": PhaseRules("resume", until="reached", in_place=True, trains=True),
+    "stopped": PhaseRules(),
+}
+"""One row per phase. ``then`` is ``stop`` instead of ``restart`` where the run ends with the recovery."""
 
 
 NO_PAGE = "no page"

@@ -10,29 +10,29 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from holdfast.core.decide.recovery_phases import Phase
+from holdfast.core.decide.recovery_phases import PhaseRules
 from holdfast.core.job.job_state import Job
 from holdfast.core.job.last_gasp import LastGaspSave
 from holdfast.core.job.membership import Member
 from holdfast.core.job.replacement import Replacement
-from holdfast.core.job.wait_bounds import WAITS, Bounds
+from holdfast.core.job.source_digests import SourceDigests
+from holdfast.core.job.wait_bounds import Bounds
 from holdfast.core.protocol.health_messages import Active
 from holdfast.core.protocol.messages import Settled
-
-ALL_NEEDED: tuple[Phase, ...] = ("retrying", "replacing")
-"""Phases in which every living member has work: a source serves its state until all have joined."""
 
 
 class AwaitedAnswer(Protocol):
     """The interface of a recovery, as far as this module needs it."""
 
-    phase: Phase
     bounds: Bounds
     replacement: Replacement
     gasp: LastGaspSave
     reports: dict[int, Settled]
-    is_vouched: bool
-    unvouched: set[int]
+    digests: SourceDigests
+
+    @property
+    def rules(self) -> PhaseRules:
+        """The row of the phase."""
 
     def is_there(self, member: Member) -> bool:
         """Return True if the member is at the step of the decision, or can go back to it."""
@@ -58,9 +58,10 @@ class Awaited:
         """Handle a report of an agent on the activity of its processes. Kill the stopped ones that are waited for."""
         recovery = self.recovery
         recovery.bounds.heard(event)
-        waits = WAITS.get(recovery.phase, ())
+        waits = recovery.rules.waits
         if event.stopped and waits:
-            everyone, living = recovery.phase in ALL_NEEDED, self.job.roster.living
+            # Where all continue in place, a source serves its state until all have joined.
+            everyone, living = recovery.rules.in_place, self.job.roster.living
             recovery.bounds.halt(
                 now, [m for m in living if everyone or any(self.is_awaited(wait, m) for wait in waits)]
             )
@@ -68,7 +69,7 @@ class Awaited:
     def is_awaited(self, wait: str, member: Member) -> bool:
         """Return True if the current phase waits for this member under the time limit ``wait``."""
         recovery = self.recovery
-        if wait not in WAITS.get(recovery.phase, ()):
+        if wait not in recovery.rules.waits:
             return False
         match wait:
             case "quiesce":
@@ -76,18 +77,18 @@ class Awaited:
             case "retry":
                 return not recovery.is_there(member)
             case "vouch":
-                return not recovery.is_vouched and member.rank in recovery.unvouched
+                return member.rank in recovery.digests.awaited
             case "offer":
                 return not member.joining and recovery.replacement.awaits(member)
             case "join":
                 return member.joining or not recovery.is_there(member)
             case "gasp":
-                return recovery.is_vouched and member.rank in recovery.gasp.writing
+                return member.rank in recovery.gasp.writing
         return True
 
     def _is_held_up(self, wait: str, member: Member) -> bool:
         """Return True if the member cannot act yet because it waits for others or for another task of its own."""
         recovery = self.recovery
         if wait == "join" and member.joining:
-            return member.asked and not (recovery.is_vouched and recovery.replacement.is_offered)
-        return wait == "offer" and not recovery.is_vouched and member.rank in recovery.unvouched
+            return member.asked and (recovery.rules.compares or not recovery.replacement.is_offered)
+        return wait == "offer" and recovery.rules.compares and member.rank in recovery.digests.awaited

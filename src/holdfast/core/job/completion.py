@@ -30,3 +30,22 @@ class AllOf:
                 self._missing = place
                 return False
         return True
+
+
+class SessionOpenings:
+    """Whether all sessions of the newest start have opened."""
+
+    def __init__(self) -> None:
+        self.complete = False
+        self._open = AllOf()
+
+    def begin(self, *, complete: bool = False) -> None:
+        """All members start; ``complete``: an earlier controller has seen all sessions open."""
+        self.complete = complete
+
+    def check(self, members: Sequence[Member], world_size: int) -> bool:
+        """Return True when, for the first time since the start, all sessions are open."""
+        if self.complete or len(members) < world_size:
+            return False
+        self.complete = self._open.all(members, lambda m: m.opened_step is not None)
+        return self.complete

@@ -26,7 +26,7 @@ import msgspec
 from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
 from holdfast.core.job.fault import Fault
 from holdfast.core.job.job_state import Job
-from holdfast.core.job.leaving import Choice, Plight, choose
+from holdfast.core.job.leaving import LeavingAnswer, LeavingFacts, answer_notice
 from holdfast.core.job.membership import node_order
 from holdfast.core.job.node_tracker import NodeTracker
 from holdfast.core.job.recovery import Recovery
@@ -204,10 +204,10 @@ class Departures:
         gone: set[NodeId] = {n for (n, _), standing in self._standing.items() if standing.at_once}
         for node_id in self._in_order():
             gone.add(node_id)
-            plight = self._plight(now, node_id, gone)
-            choice = choose(plight)
-            if choice != "wait":
-                self._act(now, node_id, choice, plight, gone)
+            facts = self._facts_about(now, node_id, gone)
+            answer = answer_notice(facts)
+            if answer != "wait":
+                self._act(now, node_id, answer, facts, gone)
                 break
         else:
             self._abandon()
@@ -233,7 +233,7 @@ class Departures:
 
         return sorted(due, key=order)
 
-    def _plight(self, now: float, node_id: NodeId, gone: set[NodeId]) -> Plight:
+    def _facts_about(self, now: float, node_id: NodeId, gone: set[NodeId]) -> LeavingFacts:
         job = self.job
         own = [s for (node, _), s in self._standing.items() if node == node_id]
         due_s = min(standing.due_s for standing in own)
@@ -242,7 +242,7 @@ class Departures:
         fits, room = job.fits, job.room()
         stands = node_id != WHOLE_JOB and self._others_stand()
         job.leaving = before
-        return Plight(
+        return LeavingFacts(
             left_s=None if due_s == math.inf else due_s - now,
             move_s=max(MOVE_S, STEPS_TO_MOVE * step_s),
             save_s=max(SAVE_S, SAVES_TO_SAVE * self._save_s + STEPS_TO_MOVE * step_s),
@@ -288,28 +288,30 @@ class Departures:
 
     # ---------------------------------------------------------------- and doing it
 
-    def _act(self, now: float, node_id: NodeId, choice: Choice, plight: Plight, gone: set[NodeId]) -> None:
+    def _act(
+        self, now: float, node_id: NodeId, answer: LeavingAnswer, facts: LeavingFacts, gone: set[NodeId]
+    ) -> None:
         job, phase = self.job, self.recovery.phase
         source = next(s.source for (node, _), s in sorted(self._standing.items()) if node == node_id)
-        if choice == "save":
-            self._leave_all(source, max(0.0, plight.left_s or 0.0))
+        if answer == "save":
+            self._leave_all(source, max(0.0, facts.left_s or 0.0))
             return
         if self._move is None or self._move.node_id != node_id:
             self._abandon()
             self._move = Move(node_id=node_id, since_s=now)
         job.leaving = set(gone)
-        last = plight.left_s is not None and plight.left_s <= LAST_S
-        if choice in ("prepare", "move") and self._is_smooth and phase == "idle":
+        last = facts.left_s is not None and facts.left_s <= LAST_S
+        if answer in ("prepare", "move") and self._is_smooth and phase == "idle":
             self._prepare(self._move)
-        if choice == "prepare" or (plight.at_once and now < self._window_s):
+        if answer == "prepare" or (facts.at_once and now < self._window_s):
             return
-        if choice == "leave":
+        if answer == "leave":
             hard = phase in ("idle", "waiting", "starting") or last
         else:
             hard = not job.session or last or (phase == "idle" and not self._is_smooth)
         if hard:
             self._depart(now, node_id, source)
-        elif choice != "leave" and phase == "idle" and self._held(now, self._move, plight):
+        elif answer != "leave" and phase == "idle" and self._held(now, self._move, facts):
             self._swap(now, node_id, source)
 
     def _prepare(self, move: Move) -> None:
@@ -336,7 +338,7 @@ class Departures:
             for order in orders:
                 job.send_node(order.node_id, order)
 
-    def _held(self, now: float, move: Move, plight: Plight) -> bool:
+    def _held(self, now: float, move: Move, facts: LeavingFacts) -> bool:
         """Ask all ranks to stop at the end of a step.
 
         Return True when they have stopped or the time for that is over.
@@ -344,8 +346,8 @@ class Departures:
         job = self.job
         if move.asked_in != job.generation:
             move.asked_in, move.holds = job.generation, False
-            bound_s = max(job.config.hold_s, plight.move_s)
-            move.hold_until_s = now + min(bound_s, max(0.0, (plight.left_s or bound_s) - LAST_S))
+            bound_s = max(job.config.hold_s, facts.move_s)
+            move.hold_until_s = now + min(bound_s, max(0.0, (facts.left_s or bound_s) - LAST_S))
             asked = job.roster.living[0]
             job.send(asked, HoldOrder(member_id=asked.member_id, generation=job.generation))
         return move.holds or now >= move.hold_until_s
@@ -356,9 +358,8 @@ class Departures:
         what = f"moves, {node_id} leaves the job ({source})"
         faults = []
         for member in job.roster.on_node(node_id):
-            member.is_excused = True
             faults.append(Fault.of(member, "leave", what, now))
-            job.kill(member, what)
+            job.kill(member, what, excused=True)
         self.recovery.fault(now, *faults)
 
     def _depart(self, now: float, node_id: NodeId, source: str) -> None:

@@ -15,7 +15,7 @@ from holdfast.core.decide.recovery_phases import NO_PAGE
 from holdfast.core.decide.stop_policy import DEATH, Failure
 from holdfast.core.ids import Generation
 from holdfast.core.job.membership import Member
-from holdfast.core.protocol.messages import Field, MemberExited
+from holdfast.core.protocol.messages import FaultSeen, Field, MemberExited
 from holdfast.exit_codes import Exit
 
 Seen = Literal["detected", "fenced", "quiesced", "planned", "restored", "resumed"]
@@ -144,8 +144,14 @@ class Faults:
 
     def __init__(self) -> None:
         self.all: list[Fault] = []  # oldest first
+        self.suspected: Fault | None = None  # the last one that was seen without a cause
         self._of: dict[int, list[Fault]] = {}  # by member
         self._freed_ns = 0
+
+    def suspect(self, member: Member, seen: FaultSeen, now: float) -> None:
+        """Keep a broken collective: it is a fault if no death explains it."""
+        self.suspected = Fault.of(member, "collective", seen.what, now)
+        self.suspected.step = seen.step
 
     def add(self, fault: Fault, now: float) -> None:
         """Add a fault that was just detected."""

@@ -41,6 +41,8 @@ from holdfast.exit_codes import Exit
 
 WHAT_LENGTH_MAX = 500
 MEMBERS_PER_TERM = 1_000_000
+ALONE = "the loss of the majority of the agents"
+"""The source of the exit that a controller without a majority asks for."""
 STEPS_TO_SETTLE = 2.0
 STARTS_TO_JOIN = 2.0
 
@@ -85,7 +87,7 @@ class Job:
         self.root = past.root
         self.begun_s = 0.0  # from the start of a process to its first step: the longest so far
         self.state_size_bytes = 0  # the largest that a rank has told to this controller
-        self.exit_source = past.exit_source
+        self.exit_source = ALONE if config.alone else past.exit_source
         self.agreed_step = past.agreed_step  # all ranks save it and leave; None: they have not agreed to
         self.unequal = past.unequal  # why no state of the living is trusted; empty: it is
         self.released = past.released
@@ -141,6 +143,41 @@ class Job:
         saved = 0 <= self.step <= self.sealed_step
         return self.released and saved and not self.exit_source and not self.config.library
 
+    def decide(self, step: int | None) -> None:
+        """The recovery has decided that the job is at ``step``; None: no session tells."""
+        if step is not None:
+            self.step = step
+
+    def go_back(self, step: int) -> None:
+        """All ranks go back to ``step``, of which each has a state in memory."""
+        self.step = step
+        self.base_step = min(self.base_step, step)
+
+    def restored(self, step: int) -> None:
+        """All ranks of a new start are at ``step``, with a state that was compared."""
+        self.unequal = ""
+        self.base_step = self.step = step
+        self.sealed_step = min(self.sealed_step, step)
+
+    def distrust(self, step: int, rank: int) -> None:
+        """Copies of the state differ: no state of the living or in memory is used any more."""
+        self.unequal = f"copies of the state of step {step} differ between ranks"
+        self.record("copies_differ", step=step, rank=rank, reason=self.unequal)
+
+    def finished(self, step: int, *, sealed: bool) -> None:
+        """The session of a rank has ended at ``step``; ``sealed``: after a checkpoint of this step."""
+        if sealed:
+            self.sealed_step = max(self.sealed_step, step)
+
+    def release(self, step: int) -> None:
+        """All sessions have ended at ``step``: what follows the training begins."""
+        self.released, self.step = True, step
+
+    def join_generation(self, generation: Generation) -> None:
+        """Library mode: the first worker brings the generation."""
+        self.generation = generation
+        self.roster.renew(generation)
+
     def reopen(self, reason: str) -> None:
         """A fault after the training: those that do what follows leave it, and start again with the others."""
         if not self.released:
@@ -148,8 +185,7 @@ class Job:
         self.released = False
         for member in self.roster.living:
             if member.failed is None:
-                member.is_excused = True
-                self.kill(member, reason, self.config.term_grace_s)
+                self.kill(member, reason, self.config.term_grace_s, excused=True)
 
     def let_go(self, member: Member) -> None:
         """Its user code raised, and nobody needs what it holds: it may end, and has to."""
@@ -157,9 +193,9 @@ class Job:
         self.send(member, Release(member_id=member.member_id, generation=self.generation))
         self.timer(f"failing:{member.member_id}", self.config.failing_s)
 
-    def time_out(self, member: Member, reason: str) -> None:
+    def time_out(self, member: Member, reason: str, *, hung_at_s: float = 0.0) -> None:
         """Kill one that has not answered in time; its agent looks at where it stands before."""
-        self.kill(member, reason, silent=True)
+        self.kill(member, reason, silent=True, hung_at_s=hung_at_s)
 
     def send_node(self, node_id: NodeId, message: Message) -> None:
         """To an agent."""
@@ -186,11 +222,28 @@ class Job:
         self.generation = Generation(self.config.term, self.generation.n + 1)
         return self.generation
 
-    def kill(self, member: Member, reason: str, grace_s: float = 0.0, *, silent: bool = False) -> None:
-        """SIGKILL; repeated orders are harmless. ``silent``: with a last look at it, for the report."""
+    def kill(
+        self,
+        member: Member,
+        reason: str,
+        grace_s: float = 0.0,
+        *,
+        silent: bool = False,
+        excused: bool = False,
+        hung_at_s: float = 0.0,
+        hung_in: str = "",
+    ) -> None:
+        """SIGKILL; repeated orders are harmless.
+
+        Args:
+            silent: with a last look at the process, for the report.
+            excused: the fault of another member is the cause.
+            hung_at_s: since then the process hangs; 0: it does not.
+            hung_in: where, when its own code is the reason.
+        """
         if not member.alive:
             return
-        member.kill_reason = member.kill_reason or reason
+        member.condemn(reason, excused=excused, hung_at_s=hung_at_s, hung_in=hung_in)
         who, node = member.member_id, member.node_id
         order = KillMember(member_id=who, node_id=node, reason=reason, grace_s=grace_s, silent=silent)
         self.send_node(member.node_id, order)

@@ -1,7 +1,7 @@
-"""The choice about a node that will leave: move its ranks, continue with fewer, save and end, or wait.
+"""The answer about a node that will leave: move its ranks, continue with fewer, save and end, or wait.
 
-Theory. The choice is a pure function of the present facts, computed again whenever they may have changed. An
-irreversible choice is made as late as possible, because a notice may be withdrawn and a spare node may come. So a
+Theory. The answer is a pure function of the present facts, computed again whenever they may have changed. An
+irreversible answer is made as late as possible, because a notice may be withdrawn and a spare node may come. So a
 possible move is prepared at once, during training. Everything that costs the job something waits for the last moment at
 which it still fits before the deadline.
 
@@ -16,10 +16,10 @@ from typing import Literal
 
 import msgspec
 
-Choice = Literal["wait", "prepare", "move", "shrink", "leave", "save"]
+LeavingAnswer = Literal["wait", "prepare", "move", "shrink", "leave", "save"]
 
 
-class Plight(msgspec.Struct, frozen=True, kw_only=True):
+class LeavingFacts(msgspec.Struct, frozen=True, kw_only=True):
     """The facts about a node with a notice and about the job. Times are in seconds.
 
     Attributes:
@@ -44,16 +44,16 @@ class Plight(msgspec.Struct, frozen=True, kw_only=True):
     prepared: bool
 
 
-def choose(plight: Plight) -> Choice:
-    """Return the choice for these facts, by the table of docs/design/0036-leaving.md."""
-    left_s = plight.left_s
-    late = left_s is not None and left_s <= plight.move_s
-    if plight.stands and not plight.holds_ranks:
+def answer_notice(facts: LeavingFacts) -> LeavingAnswer:
+    """Return the answer to a notice, given these facts, by the table of docs/design/0036-leaving.md."""
+    left_s = facts.left_s
+    late = left_s is not None and left_s <= facts.move_s
+    if facts.stands and not facts.holds_ranks:
         return "leave"
-    if plight.stands and plight.fits:
-        return "move" if plight.prepared or late else "prepare"
-    if plight.stands and plight.fits_fewer:
-        return "shrink" if late or left_s is None or plight.at_once else "wait"
-    if plight.at_once or (left_s is not None and left_s <= plight.save_s):
+    if facts.stands and facts.fits:
+        return "move" if facts.prepared or late else "prepare"
+    if facts.stands and facts.fits_fewer:
+        return "shrink" if late or left_s is None or facts.at_once else "wait"
+    if facts.at_once or (left_s is not None and left_s <= facts.save_s):
         return "save"
     return "wait"

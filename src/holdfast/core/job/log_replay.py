@@ -119,7 +119,7 @@ def _started(past: ReplayedState, data: Data) -> Changes:
         "last_member": max([past.last_member, *(s.member_id for s in seats)]),
     }
     if data["in_place"]:
-        return seated
+        return seated | {"opened": True}
     return seated | {
         "attempts": _int(data, "attempt") + 1,
         "opened": False,

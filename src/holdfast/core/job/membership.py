@@ -78,6 +78,27 @@ class Member(msgspec.Struct, kw_only=True):
     state: RankState = "starting"
     step: int = 0
 
+    def report(self, state: RankState, step: int) -> None:
+        """The member has reported where it is."""
+        self.state, self.step = state, step
+
+    def commit(self, step: int) -> None:
+        """The member has committed a step in the current generation."""
+        self.reached = True
+        self.report("ready", step)
+
+    def resume(self) -> None:
+        """The member continues in a new generation, in which it has committed no step."""
+        self.reached = False
+
+    def condemn(
+        self, reason: str, *, excused: bool = False, hung_at_s: float = 0.0, hung_in: str = ""
+    ) -> None:
+        """The death of the member is ordered, or assumed; the arguments are those of ``Job.kill``."""
+        self.kill_reason = self.kill_reason or reason
+        self.is_excused = self.is_excused or excused
+        self.hung_at_s, self.hung_in = hung_at_s or self.hung_at_s, hung_in or self.hung_in
+
     @property
     def stays(self) -> bool:
         """True if its user code raised, but the process keeps the state until it is released."""
@@ -129,6 +150,16 @@ class Roster:
         self._members[member.member_id] = member
         self._ranks[member.rank] = member.member_id
         self._sorted = self._living = self._homes = self._dead = None
+
+    def renew(self, generation: Generation) -> None:
+        """The same members are seated in a newer generation."""
+        self.generation = generation
+
+    def lose_memory(self, node_id: NodeId) -> None:
+        """The states that the dead of this node left in its memory are gone."""
+        for member in self.members:
+            if member.node_id == node_id and member.exited is not None:
+                member.exited = msgspec.structs.replace(member.exited, kept=())
 
     def bury(self, member: Member, exited: MemberExited) -> None:
         """Record that the process of a member has ended."""

@@ -14,8 +14,6 @@ Invariants:
 
 from __future__ import annotations
 
-import msgspec
-
 from holdfast.core.decide.recovery_phases import NO_PAGE
 from holdfast.core.decide.stop_policy import HANG, Failure
 from holdfast.core.ids import MemberId, NodeId
@@ -58,8 +56,6 @@ class NodeTracker:
         job.timer("beat", job.config.beat_s)
         job.timer("startup", job.config.startup_s)
         job.timer("roll", job.config.rejoin_s)
-        if job.config.alone:
-            job.exit_source = "the loss of the majority of the agents"
         if self.adopting:
             # With one voter (the survivor of two hosts that a witness chose) members may still be on several nodes.
             if self.voters or job.config.alone or len({s.node_id for s in self._past.seats}) > 1:
@@ -79,7 +75,7 @@ class NodeTracker:
             self.recovery.replacement.adopt(
                 {s.member_id: s.rank for s in former if s.member_id not in seated}
             )
-            self.recovery.seated(self._past.opened, self._past.in_place)
+            self.recovery.openings.begin(complete=self._past.opened)
 
     # ---------------------------------------------------------------- agents
 
@@ -99,7 +95,8 @@ class NodeTracker:
                 here = seen[member.member_id]
                 member.started, member.pid = True, here.pid
                 if here.state != "starting":
-                    member.said_hello, member.state, member.step = True, here.state, here.step
+                    member.said_hello = True
+                    member.report(here.state, here.step)
                 if member.kill_reason:  # the order may have been lost with the previous agent
                     job.kill(member, member.kill_reason, 0.0 if job.session else job.config.term_grace_s)
         for member_id in sorted(seen):
@@ -186,10 +183,7 @@ class NodeTracker:
             )
             return
         self._roll()
-        for member in job.roster.members:
-            if member.node_id == node_id and member.exited is not None:
-                # The copies in the memory of that node are lost with it.
-                member.exited = msgspec.structs.replace(member.exited, kept=())
+        job.roster.lose_memory(node_id)
         for member in job.roster.on_node(node_id):
             self._lose(now, member, f"went with its node: {reason}")
 
@@ -215,7 +209,7 @@ class NodeTracker:
             step=member.step,
             detail=NO_PAGE,
         )
-        member.kill_reason = member.kill_reason or what
+        member.condemn(what)
         self.job.record("member_lost", member_id=int(member.member_id), rank=member.rank, what=what)
         self.member_exited(now, exited)
 
@@ -238,14 +232,14 @@ class NodeTracker:
         job.record(
             "adopted", members=[m.rank for m in roster.living], dead=[m.rank for m in dead], fenced=fenced
         )
-        self.recovery.adopt(now)
+        self.recovery.adopt(now, in_place=self._past.in_place)
         faults = [
             self._fault_of(now, m, m.exited)
             for m in dead
             if m.exited and m.failed is None and not self.ending.is_expected(m, m.exited)
         ]
         if not roster.living and (job.released or all(m.finished for m in roster.members)):
-            job.released = True
+            job.release(job.step)
             self.ending.exited()
         elif faults:
             self.recovery.fault(now, *faults)  # together: with no member alive the first fault restarts all
@@ -267,7 +261,7 @@ class NodeTracker:
         """Handle the hello of a worker whose client is connected, for the first time or again."""
         job = self.job
         member = job.roster.get(event.member_id)
-        if member is None and job.config.library:
+        if member is None and job.config.library and self.ending.stopping is None:
             member = self._join_library(event)
         if member is None or not member.alive:
             job.send_process(
@@ -281,7 +275,8 @@ class NodeTracker:
             )
             return
         member.started = member.said_hello = True
-        member.pid, member.state, member.step = event.pid, event.state, event.step
+        member.pid = event.pid
+        member.report(event.state, event.step)
         if not self.adopting:
             self.recovery.remind(member)
             self.ending.remind(member)
@@ -297,7 +292,7 @@ class NodeTracker:
         if job.roster.at(event.rank) is not None or node_id is None or node_id not in job.slots:
             return None
         if not job.roster.members:
-            job.generation = job.roster.generation = event.generation
+            job.join_generation(event.generation)
             self.recovery.join_started()
         member = Member(
             member_id=event.member_id,

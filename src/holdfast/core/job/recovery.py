@@ -1,7 +1,8 @@
 """Life of a fault: from the first sign of it to a committed step at full size.
 
-Theory. A recovery is one small machine over the phases of ``phases.PHASES``; the six phases that users see
-(detected, fenced, quiesced, planned, restored, resumed) are the times at which it passes its edges.
+Theory. A recovery is in one phase (``core/decide/recovery_phases.py``), which says what each member is ordered to do
+and what is waited for. What was decided is one value, the plan. The six phases that users see
+(detected, fenced, quiesced, planned, restored, resumed) are the times at which the machine passes its edges.
 ``decide`` is the heart and is pure: given what every rank of the old generation reported, or left on its
 status page, where does the job stand? A second fault while a decision is being carried out starts again at
 the fence, under a new generation; until the decision it just joins. All orders are idempotent by generation,
@@ -20,26 +21,28 @@ Invariants:
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
 
 import msgspec
 
-from holdfast.core.decide.decision import Decision, decide, stands_in
+from holdfast.core.decide.decision import decide, stands_in
 from holdfast.core.decide.ladder import judge
-from holdfast.core.decide.recovery_phases import PHASES, Phase
-from holdfast.core.decide.stop_policy import STOP_CODE, Answered, Failure, LadderVerdict
-from holdfast.core.ids import MemberId, NodeId, memory_name
+from holdfast.core.decide.recovery_phases import PHASES, RULES, Phase, PhaseRules, RecoveryEvent
+from holdfast.core.decide.stop_policy import Answered, Failure
+from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.job.awaited import Awaited
-from holdfast.core.job.completion import AllOf
+from holdfast.core.job.completion import AllOf, SessionOpenings
 from holdfast.core.job.early_exits import missed
 from holdfast.core.job.fault import Fault, FaultKind, Faults, Seen
 from holdfast.core.job.job_state import Job
 from holdfast.core.job.last_gasp import LastGaspSave
 from holdfast.core.job.membership import Member
+from holdfast.core.job.recovery_plan import STAY, RecoveryPlan
 from holdfast.core.job.replacement import Replacement
 from holdfast.core.job.situation import Survey
+from holdfast.core.job.source_digests import SourceDigests
 from holdfast.core.job.wait_bounds import Bounds
-from holdfast.core.protocol.health_messages import Active, StateDigests
+from holdfast.core.protocol.health_messages import StateDigests
 from holdfast.core.protocol.messages import (
     FaultSeen,
     Fence,
@@ -58,7 +61,6 @@ from holdfast.errors import InternalError
 from holdfast.exit_codes import Exit
 from holdfast.text import plural
 
-IN_PLACE = ("retrying", "replacing", "resuming")
 DECIDED: tuple[Seen, ...] = ("fenced", "quiesced", "planned")
 """What the fault of a newcomer need not go through again: the decision that it was started for stands."""
 
@@ -74,21 +76,22 @@ class Recovery:
         self.survey = Survey(job, self.replacement, self.gasp)
         self.awaited = Awaited(job, self)
         self.phase: Phase = "idle"
+        self.plan: RecoveryPlan | None = None  # of this generation, from the decision on
         self.faults = Faults()
-        self.final: tuple[Exit, str] | None = None  # leave and end instead of starting again
-        self.decided: Decision | None = None
+        self.digests = SourceDigests()
         self.reports: dict[int, Settled] = {}
-        self._then: Literal["restart", "retry", "replace", "stop"] = "restart"
-        self._reason = self._resume = ""
+        self.openings = SessionOpenings()
         self._turns = 0  # that the whole job has done, as those that reported know
-        self._in_place = self._all_opened = False
-        self._rewind = -1  # survivors go back to the state of this step that they have in memory
-        self.is_vouched = False  # the decision's sources told what they hold, and it is equal, or need not
-        self.unvouched: set[int] = set()  # sources whose word is awaited
-        self.vouches: dict[int, StateDigests] = {}
-        self._suspicion: Fault | None = None
+        self._reason = ""  # of the newest fence or leave
+        self._resume = ""  # what all start from; empty: the newest checkpoint
+        self._outcome = (Exit.RESTART, "")  # with which all leave
         self._grown_on: frozenset[NodeId] = frozenset()
-        self._rollcall, self._openings = AllOf(), AllOf()
+        self._rollcall = AllOf()
+
+    @property
+    def rules(self) -> PhaseRules:
+        """The row of the phase."""
+        return RULES[self.phase]
 
     # ---------------------------------------------------------------- events
 
@@ -103,22 +106,18 @@ class Recovery:
         """Library mode: the workers were started by someone else."""
         self._go("launch")
 
-    def seated(self, opened: bool, in_place: bool) -> None:
-        """A successor has seated the members of the log.
+    def adopt(self, now: float, *, in_place: bool) -> None:
+        """A successor has heard from all agents: its members were started, and may have opened their sessions.
 
         Args:
-            opened: it is known where their sessions began.
-            in_place: they were told to go on, as far as the one before came with telling them.
+            in_place: the newest order was to continue in place; some members may not have received it.
         """
-        self._all_opened = opened
-        self._in_place = in_place
-
-    def adopt(self, now: float) -> None:
-        """A successor has heard from all agents: its members were started, and may have opened their sessions."""
         if self.phase != "idle":
             return
         self._go("launch")
-        if self._all_opened:
+        if in_place:
+            self._go("adopted_in_place")
+        elif self.openings.complete:
             self._go("opened")
         self.progress(now)
 
@@ -133,14 +132,13 @@ class Recovery:
         if (self.phase, "suspect") not in PHASES:
             return
         self._go("suspect")
-        self._suspicion = Fault.of(member, "collective", seen.what, now)
-        self._suspicion.step = seen.step
+        self.faults.suspect(member, seen, now)
         self.job.timer("grace", self.job.config.fault_grace_s)
 
     def fault(self, now: float, fault: Fault, *more: Fault) -> None:
         """Something is broken for good, ``more`` with it: joins the fence before the decision, else starts a new one.
         A newcomer that dies before it has joined is no peer yet: another one takes its seat."""
-        if self.phase in ("leaving", "waiting"):
+        if (self.phase, "fault") not in PHASES:
             return
         new = [*missed(now, self.job, self.faults, fault), fault, *more]
         member = self.job.roster.get(MemberId((fault := new[0]).member_id))
@@ -152,7 +150,7 @@ class Recovery:
             self.job.record("detected", **each.identity(), what=each.what, detected_s=now - each.at_s)
         if self.phase == "fencing":
             self.progress(now)
-        elif self.phase == "replacing" and newcomer is not None and self.replacement.again(newcomer):
+        elif self.rules.then == "replace" and newcomer is not None and self.replacement.again(newcomer):
             for phase in DECIDED:
                 fault.passes(phase, now)
         else:
@@ -163,22 +161,17 @@ class Recovery:
         to."""
         job = self.job
         members = job.roster.members
-        if self._all_opened or len(members) < job.world_size:
+        if not self.openings.check(members, job.world_size):
             return
-        if not self._openings.all(members, lambda m: m.opened_step is not None):
-            return
+        if self.rules.order in ("settle", "leave"):
+            return  # sent before the decision, received after it: the decision knows better
         steps = [m.opened_step for m in members if m.opened_step is not None]
-        self._all_opened = True
-        if self.phase in ("retrying", "replacing", "saving", "leaving"):
-            return  # said before the decision, heard after it: the decision knows better
-        job.unequal = ""  # all stand at a state that was compared
         lost = max(0, job.step - min(steps))
         self.faults.cost(lost)
-        job.base_step = job.step = min(steps)
-        job.sealed_step = min(job.sealed_step, job.step)
+        job.restored(min(steps))
         job.record("session_opened", step=job.step, root=job.root, generation=str(job.roster.generation))
         if min(steps) != max(steps):
-            member = next(m for m in job.roster.members if m.opened_step == min(steps))
+            member = next(m for m in members if m.opened_step == min(steps))
             what = f"ranks restored different steps: {min(steps)} to {max(steps)}"
             self.member_fault(now, member, "startup", what)
         elif self.phase == "starting":
@@ -191,7 +184,7 @@ class Recovery:
         """An answer to the newest fence, or news after a decision was applied."""
         self.reports[member.rank] = report
         self._turns = max(self._turns, report.turns)
-        member.state, member.step = report.state, report.step
+        member.report(report.state, report.step)
         self.job.record(
             "settled",
             rank=member.rank,
@@ -200,11 +193,12 @@ class Recovery:
             generation=str(report.generation),
         )
         self.faults.freed(report.freed_ns, now)
-        if report.state == "torn" and self.phase in ("retrying", "replacing", "saving"):
+        rewind = STAY if self.plan is None else self.plan.rewind
+        if report.state == "torn" and self.rules.order == "settle":
             self.fence(now, f"the update of rank {member.rank} failed")
-        elif report.away and self.phase in IN_PLACE:  # it fell after it had answered
+        elif report.away and self.rules.in_place:  # it fell after it had answered
             self.fence(now, f"rank {member.rank} has left its loop")
-        elif self.phase in IN_PLACE and report.rewind < 0 <= self._rewind < report.step:
+        elif self.rules.in_place and report.rewind < 0 <= rewind < report.step:
             self.fence(now, f"rank {member.rank} has left the loop that all go back into")
         else:
             self.progress(now)
@@ -222,7 +216,7 @@ class Recovery:
             self.replacement.refusal = refusal.reason
         else:
             self.job.forget_held(member.rank)
-        if self.phase == "replacing":
+        if self.rules.then == "replace":
             self.fence(now, f"rank {member.rank} refuses its state: {refusal.reason}")
 
     def join_asked(self, member: Member) -> None:
@@ -232,27 +226,25 @@ class Recovery:
 
     def joined(self, now: float, member: Member, message: Joined) -> None:
         """A newcomer holds its state."""
-        if self.phase != "replacing" or not member.joining:
+        if self.rules.then != "replace" or not member.joining:
             return
         self.settled(now, member, self.replacement.joined(member, message))
 
-    def told(self, event: StateDigests, rank: int) -> bool:
-        """A source told what it holds; True when it was the last one, before the decided state goes anywhere."""
-        if self.phase not in ("saving", "replacing") or rank not in self.unvouched:
-            return False
-        self.unvouched.discard(rank)
-        self.vouches[rank] = event
-        return not self.unvouched
+    def digests_reported(self, rank: int, event: StateDigests) -> Mapping[int, StateDigests] | None:
+        """A source has reported digests. Returns: those of all sources, once no other one is awaited."""
+        complete = self.rules.compares and self.digests.report(rank, event)
+        return self.digests.by_rank if complete else None
 
-    def vouched(self) -> None:
-        """They are equal, and all layouts are told: the state may be saved, and given to newcomers."""
-        self.is_vouched = True
+    def digests_equal(self) -> None:
+        """All layouts are published, and the digests are equal: the state may be saved, and given to replacements."""
+        saves = self.phase == "comparing"
+        self._go("save" if saves else "replace")
         self.bounds.end("vouch")
-        if self.phase == "saving":
+        if saves:
             self.gasp.plan()
             self.bounds.begin("gasp", self.job.gasp_s, reads=True)
         for member in self.job.roster.living:
-            if member.joining or self.phase == "saving":
+            if member.joining or saves:
                 self.remind(member)
 
     def save_reported(self, now: float, member: Member, report: SaveReported) -> None:
@@ -261,16 +253,15 @@ class Recovery:
             return
         outcome = self.gasp.reported(member.rank, report)
         if outcome == "sealed":
-            self._resume = report.save_id.directory()
-            self._go("sealed")
-            self._leave(now, "the last-gasp checkpoint is saved")
+            self._leave(now, "the last-gasp checkpoint is saved", report.save_id.directory())
         elif outcome == "failed":
             self.fence(now, f"the save failed: {self.gasp.error}")
 
     def exited(self, now: float, member: Member) -> None:
         """A member is gone, whatever the reason; ``fault`` was called before if it is one."""
         self.faults.exited(member)
-        if self.phase == "saving" and (member.rank in self.gasp.writing or member.rank in self.unvouched):
+        awaited = member.rank in self.gasp.writing or member.rank in self.digests.awaited
+        if self.phase in ("comparing", "saving") and awaited:
             self.fence(now, f"rank {member.rank} is gone, its share of the save is not written")
         else:
             self.progress(now)
@@ -278,18 +269,22 @@ class Recovery:
     def tick(self, now: float, name: str) -> None:
         """One of this machine's timers."""
         living = self.job.roster.living
-        if name == "grace" and self.phase == "grace" and self._suspicion is not None:
-            self.fault(now, self._suspicion)
+        if name == "grace" and self.phase == "grace" and self.faults.suspected is not None:
+            self.fault(now, self.faults.suspected)
         elif name == "quiesce-early" and self.phase == "fencing":
             for member in living:
-                if member.opened_step is None and not self._all_opened and member.rank not in self.reports:
+                if (
+                    member.opened_step is None
+                    and not self.openings.complete
+                    and member.rank not in self.reports
+                ):
                     self.job.kill(member, "did not answer while starting")  # as expected: no session is open
         else:
             self.awaited.tick(name)
 
-    def active(self, now: float, event: Active) -> None:
-        """What an agent sees of the processes that a recovery may wait for."""
-        self.awaited.active(now, event)
+    def stop(self) -> None:
+        """The run was ended from outside: nothing is decided or started any more."""
+        self._go("stop")
 
     def grow(self, now: float) -> None:
         """More ranks can run than do: all start again from a checkpoint written now, once for each set of nodes."""
@@ -314,27 +309,25 @@ class Recovery:
         """Take whatever step the facts allow."""
         members, living = self.job.roster.members, self.job.roster.living
         have_all = self._rollcall.all
-        if self.phase == "fencing":
-            if have_all(living, self._has_answered) and not self._let_go():
-                torn = [m for m in living if self.reports[m.rank].state == "torn"]
-                if not self.replacement.remove(torn):
-                    self._plan(now)
-        elif self.phase == "retrying":
-            if have_all(living, self.is_there):
+        match self.rules.until:
+            case "answered":
+                if have_all(living, self._has_answered) and not self._let_go():
+                    torn = [m for m in living if self.reports[m.rank].state == "torn"]
+                    if not self.replacement.remove(torn):
+                        self._plan(now)
+            case "there" if have_all(living, self.is_there):
                 self._resume_in_place(now)
-        elif self.phase == "replacing":
-            if have_all(members, lambda m: m.alive and not m.joining and self.is_there(m)):
+            case "joined" if have_all(members, lambda m: m.alive and not m.joining and self.is_there(m)):
                 self._resume_in_place(now)
-        elif self.phase == "leaving":
-            if not living:
+            case "gone" if not living:
                 self._gone(now)
-        elif self.phase == "starting":
-            if self.faults.all and not self.job.session and have_all(members, lambda m: m.started):
+            case "started" if self.faults.all and not self.job.session:
+                if have_all(members, lambda m: m.started):
+                    self._recovered(now)
+            case "reached" if have_all(members, lambda m: m.reached or m.finished):
+                self._go("reached")
+                self.job.record("resumed", step=self.job.step, generation=str(self.job.generation))
                 self._recovered(now)
-        if self.phase == "resuming" and have_all(members, lambda m: m.reached or m.finished):
-            self._go("reached")
-            self.job.record("resumed", step=self.job.step, generation=str(self.job.generation))
-            self._recovered(now)
 
     def _let_go(self) -> bool:
         """Let those whose code raised end, unless the others lack what they hold; True: wait until they are gone."""
@@ -350,7 +343,7 @@ class Recovery:
         """A new generation begins: everyone out of the old one."""
         job = self.job
         self._go("fault")
-        self._suspicion, self.decided, self.reports, self._rewind, self._turns = None, None, {}, -1, 0
+        self.plan, self.reports, self._turns = None, {}, 0
         job.reopen(reason)
         generation = job.next_generation()
         dead = [m.rank for m in job.roster.members if not m.alive or m.failed]
@@ -362,8 +355,7 @@ class Recovery:
         self.bounds.end("retry", "vouch", "offer", "join", "gasp")
         for member in job.roster.living:
             if not member.said_hello or not self.replacement.holds(member):
-                member.is_excused = True
-                job.kill(member, "was not connected when the recovery began")
+                job.kill(member, "was not connected when the recovery began", excused=True)
             elif member.failed is None or member.stays:
                 self.remind(member)
         job.timer("quiesce-early", job.config.starting_quiesce_s)
@@ -376,9 +368,8 @@ class Recovery:
         job = self.job
         self.faults.passes("quiesced", now)
         job.record("quiesced", generation=str(job.generation), living=len(job.roster.living))
-        decided = self.decided = decide(self.survey.reports(self.reports), job.sealed_here)
-        if decided.step is not None:
-            job.step = decided.step
+        decided = decide(self.survey.reports(self.reports), job.sealed_here)
+        job.decide(decided.step)
         situation = self.survey.situation(decided, self.reports, self.faults.all)
         if job.ends is None:
             verdict = judge(now, situation, job.answered, job.config)
@@ -413,99 +404,96 @@ class Recovery:
         if counts:
             failures = tuple(failure.mark for failure in situation.failures)
             job.answered.append(Answered(at_s=now, action=verdict.action, step=job.step, failures=failures))
-        self._act(now, verdict, decided)
+        self.plan = RecoveryPlan(decided, verdict)
+        self._act(now, self.plan)
 
     # ---------------------------------------------------------------- planned -> restored
 
-    def _act(self, now: float, verdict: LadderVerdict, decided: Decision) -> None:
-        job = self.job
-        self.final = None
-        self._resume = ""
-        self.gasp.order = None
-        self.is_vouched = not (job.config.verify or verdict.save)
-        self.vouches, self.unvouched = {}, set(decided.sources)
-        self._then = "restart"
+    def _act(self, now: float, plan: RecoveryPlan) -> None:
+        job, verdict = self.job, plan.verdict
         if verdict.stops:
             job.ends = verdict
-            self._then = "stop"
-            self.final = (STOP_CODE[verdict.action], verdict.reason)
-        elif verdict.action == "retry_in_place":
-            self._then = "retry"
+        if verdict.action == "retry_in_place":
             self._go("retry")
-            for member in job.roster.living:
-                self.remind(member)
+            self._remind_all()
             self.bounds.begin("retry", job.gasp_s)
             self.progress(now)
-            return
         elif verdict.action in ("replace", "replace_from_memory"):
-            self._replace(verdict, decided)
-            return
-        elif verdict.action == "requeue":
-            self.final = (Exit.REQUEUE, verdict.reason)
-        elif verdict.action == "restart_from_memory":
-            self._resume = memory_name(verdict.memory_step)
-        elif job.config.library:
-            self.final = (Exit.FAILED, verdict.reason)
-        if not verdict.save:
-            self._go("leave")
-            self._leave(now, verdict.reason)
-            return
+            self._replace(plan)
+        elif verdict.save:
+            self._save(plan)
+        else:
+            self._leave(now, verdict.reason, plan.resume)
+
+    def _save(self, plan: RecoveryPlan) -> None:
+        job = self.job
         dead = {
             str(m.rank): local
             for m in job.roster.members
             if not m.alive and (local := self.replacement.local_of(m))
         }
-        self.gasp.begin(self.gasp.sources(decided), dead)
-        self._go("save")
-        for member in job.roster.living:
-            self.remind(member)
+        self.gasp.begin(self.gasp.sources(plan.decided), dead)
+        self.digests.ask(plan.decided.sources)
+        self._go("compare_to_save")
+        self._remind_all()
         self.bounds.begin("vouch", job.gasp_s, reads=True)
 
-    def _replace(self, verdict: LadderVerdict, decided: Decision) -> None:
+    def _replace(self, plan: RecoveryPlan) -> None:
         job = self.job
-        self._then = "replace"
-        kept = verdict.action == "replace_from_memory" and not verdict.replays
-        if kept and verdict.memory_step != decided.step:
-            self._rewind = job.step = verdict.memory_step
-            job.base_step = min(job.base_step, job.step)
-        self._go("replace")
+        if plan.rewind != STAY:
+            job.go_back(plan.rewind)
+        self._go("compare_to_replace" if job.config.verify else "replace")
         self.bounds.end("quiesce")
         job.cancel("quiesce-early")
-        if not self.is_vouched:
+        if self.rules.compares:
+            self.digests.ask(plan.decided.sources)
             self.bounds.begin("vouch", job.gasp_s, reads=True)
-        self.replacement.start(decided.sources, kept=kept, replays=verdict.replays)
-        for member in job.roster.living:
+        self.replacement.start(plan)
+        self._remind_all()
+
+    def _remind_all(self) -> None:
+        for member in self.job.roster.living:
             self.remind(member)
 
     def _standing_order(self, member: Member) -> Message | None:
-        job = self.job
-        who, generation = member.member_id, job.generation
-        if self.phase == "fencing":
-            return Fence(member_id=who, generation=generation, reason=self._reason)
-        if self.phase == "replacing" and member.joining:
-            return self.replacement.receive(member, self._turns) if self.is_vouched else None
-        if self.phase in ("saving", "retrying", "replacing"):
-            if self.decided is None or not stands_in(self.decided.sources, member.rank):
-                return None
-            order = self.gasp.order if self.is_vouched else None
-            assert self.decided.step is not None
-            return Settle(
-                member_id=who,
-                generation=generation,
-                step=self.decided.step,
-                save=order if order is not None and stands_in(order.sources, member.rank) else None,
-                then=self._then,
-                rewind=self._rewind,
-                vouch=not self.is_vouched and self.phase != "retrying",
-                replays=self.phase == "replacing" and self.replacement.replays,
-                turns=self._turns,
-            )
-        if self.phase == "resuming" and self._in_place:
-            return ResumeInPlace(member_id=who, generation=generation, step=job.step, kv_node=job.kv_node)
-        if self.phase == "leaving":
-            code = self.final[0] if self.final else Exit.RESTART
-            return Leave(member_id=who, generation=generation, code=int(code), reason=self._reason)
+        """Return the message that the phase has for a member."""
+        rules, job = self.rules, self.job
+        member_id, generation = member.member_id, job.generation
+        replacement = member.joining and rules.to_replacement is not None
+        match rules.to_replacement if replacement else rules.order:
+            case "fence":
+                return Fence(member_id=member_id, generation=generation, reason=self._reason)
+            case "settle":
+                return self._settle_order(member)
+            case "receive":
+                assert self.plan is not None
+                return self.replacement.receive(member, self.plan, self._turns)
+            case "resume":
+                return ResumeInPlace(
+                    member_id=member_id, generation=generation, step=job.step, kv_node=job.kv_node
+                )
+            case "leave":
+                code = int(self._outcome[0])
+                return Leave(member_id=member_id, generation=generation, code=code, reason=self._reason)
         return None
+
+    def _settle_order(self, member: Member) -> Settle | None:
+        plan, rules = self.plan, self.rules
+        assert plan is not None and plan.decided.step is not None and rules.then
+        if not stands_in(plan.decided.sources, member.rank):
+            return None
+        order = self.gasp.order if self.phase == "saving" else None
+        return Settle(
+            member_id=member.member_id,
+            generation=self.job.generation,
+            step=plan.decided.step,
+            save=order if order is not None and stands_in(order.sources, member.rank) else None,
+            then="stop" if rules.then == "restart" and plan.verdict.stops else rules.then,
+            rewind=plan.rewind,
+            vouch=rules.compares,
+            replays=rules.then == "replace" and plan.verdict.replays,
+            turns=self._turns,
+        )
 
     def _has_answered(self, member: Member) -> bool:
         """Who is being killed may have answered before: it counts when it is gone."""
@@ -518,16 +506,16 @@ class Recovery:
         report = self.reports.get(member.rank)
         if report is None or report.state not in ("ready", "aborted", "finished"):
             return False
-        going_back = self._rewind >= 0 and self.decided is not None and report.step == self.decided.step
+        plan = self.plan
+        going_back = plan is not None and plan.rewind != STAY and report.step == plan.decided.step
         return report.step == self.job.step or going_back
 
     def _resume_in_place(self, now: float) -> None:
         job = self.job
         self._go("agreed")
-        self._in_place = True
         self.bounds.end("retry", "vouch", "offer", "join")
         job.cancel("startup")
-        job.roster.generation = job.generation
+        job.roster.renew(job.generation)
         self.faults.passes("restored", now)
         job.record(
             "generation_started",
@@ -540,22 +528,26 @@ class Recovery:
             local_ranks=[m.local_rank for m in job.roster.members],
         )
         lost = 0
-        if self._rewind >= 0 and self.decided is not None:
-            self.replacement.went_back(self._rewind)
-            lost = (self.decided.step or 0) - job.step
+        if self.plan is not None and self.plan.rewind != STAY:
+            self.replacement.went_back(self.plan.rewind)
+            lost = (self.plan.decided.step or 0) - job.step
         self.faults.cost(lost)
         job.record("restored", step=job.step, steps_lost=lost, generation=str(job.generation))
         for member in job.roster.living:
-            member.reached = False
+            member.resume()
             self.remind(member)
         self.progress(now)
 
-    def _leave(self, now: float, reason: str) -> None:
+    def _leave(self, now: float, reason: str, resume: str) -> None:
+        """All leave: the run ends, or all start again from ``resume``."""
         job = self.job
-        self._reason = reason
-        if job.exit_source and self.final is None:
+        assert self.plan is not None
+        end = self.plan.end(library=job.config.library)
+        if job.exit_source and end is None:
             sealed = job.sealed_step >= job.step
-            self.final = (Exit.REQUEUE if sealed else Exit.UNSAVED, f"asked to exit by {job.exit_source}")
+            end = (Exit.REQUEUE if sealed else Exit.UNSAVED, f"asked to exit by {job.exit_source}")
+        self._go("leave" if end is None else "end")
+        self._outcome, self._reason, self._resume = end or (Exit.RESTART, ""), reason, resume
         self.bounds.end("quiesce", "vouch", "gasp")
         job.cancel("quiesce-early")
         for member in job.roster.living:
@@ -569,18 +561,18 @@ class Recovery:
 
     def _gone(self, now: float) -> None:
         self.bounds.end("leave")
-        if self.final is not None:
-            self.job.finish(*self.final)
+        if self.phase == "ending":
+            self.job.finish(*self._outcome)
             return
         self._go("gone")
         self._start(now)
 
     def _start(self, now: float) -> None:
-        self._in_place = self._all_opened = False
+        self.openings.begin()
         self.reports = {}
         self.replacement.clear()
         if not self.job.start_members(self._resume):
-            self._go("no nodes")
+            self._go("no_nodes")
             # On one node alone, no other one ever comes.
             self.job.timer("startup", self.job.config.startup_s if self.job.hosts else 0.0)
 
@@ -593,7 +585,7 @@ class Recovery:
         self.replacement.clear()
         self.gasp.clear()
 
-    def _go(self, event: str) -> None:
+    def _go(self, event: RecoveryEvent) -> None:
         target = PHASES.get((self.phase, event))
         if target is None:
             raise InternalError(f"{event!r} cannot happen in phase {self.phase!r} of a recovery")

@@ -23,6 +23,7 @@ from holdfast.core.ids import MemberId
 from holdfast.core.job.failed_devices import FAILURES_MAX
 from holdfast.core.job.job_state import Job
 from holdfast.core.job.membership import Member
+from holdfast.core.job.recovery_plan import RecoveryPlan
 from holdfast.core.job.wait_bounds import Bounds
 from holdfast.core.protocol.messages import Joined, MemberExited, Receive, Settled, StateOffered
 from holdfast.text import plural
@@ -37,8 +38,6 @@ class Replacement:
         self.lost = 0  # newcomers of this recovery that were lost before they joined
         self.refusal = ""  # why one of them cannot join
         self._awaited: set[int] = set()  # sources that have not offered
-        self._kept = False  # newcomers take what those before them left in memory
-        self.replays = False  # they make updates again of which those before them left a log
         self._offers: dict[int, StateOffered] = {}
         self._addresses: dict[str, tuple[str, int]] | None = None  # of the offers, made at need
         self._pages: dict[int, MemberExited] = {}  # by rank: what the last full member of a seat left
@@ -92,25 +91,22 @@ class Replacement:
         if not torn or len(torn) == len(living) or self.barred(living):
             return False
         for member in torn:
-            member.is_excused = True
-            self.job.kill(member, "its update broke")
+            self.job.kill(member, "its update broke", excused=True)
         return True
 
-    def start(self, sources: Sequence[int], *, kept: bool, replays: bool = False) -> None:
-        """Seat and start a newcomer for each dead rank; ``kept``: with the state that is in memory; ``replays``: with
-        one that is made again from there."""
+    def start(self, plan: RecoveryPlan) -> None:
+        """Seat and start a newcomer for each dead rank."""
         dead = [m for m in self.job.roster.members if not m.alive]
         for member in dead:
             if member.exited is not None and not member.joining:
                 self._pages[member.rank] = member.exited
-        self._awaited = set(sources)
-        self._kept, self.replays = kept, replays
+        self._awaited = set(plan.decided.sources)
         self._offers, self._addresses = {}, None
         self._seat(dead)
         # What was kept is read first, which may take long.
         config = self.job.config
-        offer_s = self.job.gasp_s if kept else config.offer_s + self.job.settle_s - config.quiesce_s
-        self.bounds.begin("offer", offer_s, reads=kept)
+        offer_s = config.offer_s + self.job.settle_s - config.quiesce_s
+        self.bounds.begin("offer", self.job.gasp_s if plan.takes_kept else offer_s, reads=plan.takes_kept)
 
     def adopt(self, former: Mapping[MemberId, int]) -> None:
         """An earlier controller has replaced these members; their agents will say what they left."""
@@ -155,7 +151,7 @@ class Replacement:
         self._awaited.discard(member.rank)
         return not self._awaited
 
-    def receive(self, member: Member, turns: int) -> Receive | None:
+    def receive(self, member: Member, plan: RecoveryPlan, turns: int) -> Receive | None:
         """The order that a newcomer waits for; None while a source is missing or it has not asked.
 
         Args:
@@ -174,16 +170,18 @@ class Replacement:
             layouts=job.roster.all_layouts(),
             version=job.roster.agreed(job.world_size),
             local=self.local_of(member),
-            kept=self._kept,
-            replays=self.replays,
+            kept=plan.takes_kept,
+            replays=plan.verdict.replays,
             turns=turns,
         )
 
     def holds(self, member: Member) -> bool:
         """True for a member that answers a fence. A newcomer with an open session holds its state, and is one now."""
-        step = member.opened_step
-        if not member.joining or step is None:
-            return not member.joining
+        if member.joining and member.opened_step is not None:
+            self._join(member, member.opened_step)
+        return not member.joining
+
+    def _join(self, member: Member, step: int) -> None:
         member.joining = False
         self.job.record(
             "joined",
@@ -192,18 +190,10 @@ class Replacement:
             step=step,
             generation=str(self.job.generation),
         )
-        return True
 
     def joined(self, member: Member, message: Joined) -> Settled:
         """A newcomer holds its state: from now on a member, with this report."""
-        member.joining = False
-        self.job.record(
-            "joined",
-            rank=member.rank,
-            member_id=int(member.member_id),
-            step=message.step,
-            generation=str(self.job.generation),
-        )
+        self._join(member, message.step)
         return Settled(
             member_id=member.member_id, generation=message.generation, state="ready", step=message.step
         )

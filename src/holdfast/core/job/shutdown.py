@@ -11,7 +11,7 @@ Invariants:
 1. Release is sent only when every rank of the generation has finished.
 2. A run that was asked to exit ends with REQUEUE only when a checkpoint of its last step is sealed.
 3. A process that dies after the Release is a fault if a checkpoint of the end is sealed: all restart from it.
-4. Once ``stopping`` is set, every death is expected.
+4. Once ``stopping`` is set, every death is expected, and no process is started.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from __future__ import annotations
 from holdfast.core.job.completion import AllOf
 from holdfast.core.job.job_state import Job
 from holdfast.core.job.membership import Member, node_order
+from holdfast.core.job.recovery import Recovery
 from holdfast.core.job.situation import CONSEQUENCES
 from holdfast.core.protocol.messages import ExitCancelled, ExitOrder, Finished, MemberExited, Release
 from holdfast.core.protocol.status_page import Phase
@@ -30,8 +31,9 @@ EXPECTED_CODES = frozenset({0, int(Exit.REQUEUE), int(Exit.UNSAVED)})
 class Shutdown:
     """The part of the controller that ends the run. ``job`` is shared with the controller."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, recovery: Recovery) -> None:
         self.job = job
+        self.recovery = recovery
         self.stopping: tuple[Exit, str] | None = None
         self._rollcall = AllOf()
 
@@ -100,8 +102,7 @@ class Shutdown:
     def finished(self, member: Member, message: Finished) -> None:
         """Record that the session of one rank is done."""
         member.finished = message
-        if message.sealed:
-            self.job.sealed_step = max(self.job.sealed_step, message.step)
+        self.job.finished(message.step, sealed=message.sealed)
 
     def release(self) -> None:
         """Send the Release to all ranks if all have finished."""
@@ -110,9 +111,7 @@ class Shutdown:
             return
         if not self._rollcall.all(members, lambda m: m.finished):
             return
-        job.released = True
-        steps = [m.finished.step for m in members if m.finished]
-        job.step = max(steps)
+        job.release(max(m.finished.step for m in members if m.finished))
         job.record("finished", step=job.step, reason=str(members[0].finished and members[0].finished.reason))
         for member in job.roster.living:
             self.remind(member)
@@ -172,6 +171,7 @@ class Shutdown:
         job = self.job
         if self.stopping is None or code is Exit.INTERRUPTED:
             self.stopping = (code, reason)
+        self.recovery.stop()
         for member in job.roster.living:
             job.kill(member, reason, grace_s)
         if job.roster.members or job.is_assembled:

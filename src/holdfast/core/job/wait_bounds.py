@@ -20,7 +20,6 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from holdfast.core.decide.recovery_phases import Phase
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.job.job_state import Job
 from holdfast.core.job.membership import Member
@@ -28,17 +27,6 @@ from holdfast.core.protocol.health_messages import Active
 
 RATE_BYTES_PER_S = 25_000_000
 """Rate at which one rank of a slow node writes to a shared file system while all its ranks do."""
-
-WAITS: dict[Phase, tuple[str, ...]] = {
-    "fencing": ("quiesce",),
-    "retrying": ("retry",),
-    "replacing": ("vouch", "offer", "join"),
-    "saving": ("vouch", "gasp"),
-    "leaving": ("leave",),
-}
-"""The time limits of each phase. The other phases have a timer of their own (``grace``, ``startup``), or the workers
-train, and ``core/watch/hang_detection.py`` judges them.
-"""
 
 FAILS_TO: dict[str, str] = {
     "quiesce": "settle",
@@ -49,6 +37,8 @@ FAILS_TO: dict[str, str] = {
     "gasp": "save",
     "leave": "leave",
 }
+"""The bounds; ``PhaseRules.waits`` names those of each phase. The other phases have a timer of their own (``grace``,
+``startup``), or the workers train, and ``core/watch/hang_detection.py`` judges them."""
 
 
 class Running(msgspec.Struct):
@@ -127,5 +117,4 @@ class Bounds:
             return
         for member in awaited:
             if member.member_id in stopped and not member.kill_reason:
-                member.hung_at_s = now
-                self.job.time_out(member, "hangs: its process is stopped (state T)")
+                self.job.time_out(member, "hangs: its process is stopped (state T)", hung_at_s=now)

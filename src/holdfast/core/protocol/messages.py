@@ -19,7 +19,7 @@ import msgspec
 from holdfast.core.ids import Generation, LayoutVersion, MemberId, NodeId, SaveId
 from holdfast.core.protocol.layout_messages import Layout, Layouts
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 FRAME_SIZE_BYTES_MAX = 64 * 1024 * 1024
 TEXT_SIZE_MAX = 64 * 1024
 

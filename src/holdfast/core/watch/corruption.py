@@ -95,7 +95,7 @@ class Corruption:
             return
         if event.generation != self._generation:
             self._generation, self._told, self._judged = event.generation, {}, False
-            self._distrust(event.step, member.rank)
+            job.distrust(event.step, member.rank)
             job.timer("copies", job.config.fault_grace_s)
         self._told[member.rank] = event
         if self._rollcall.all(job.roster.living, lambda m: m.rank in self._told):
@@ -103,15 +103,17 @@ class Corruption:
 
     def vouched(self, now: float, member: Member, event: StateDigests) -> None:
         """Handle the digests of a state that a source is about to save or to give."""
-        recovery = self.recovery
-        if event.generation != self.job.generation or not recovery.told(event, member.rank):
+        if event.generation != self.job.generation:
             return
-        told = {rank: vouched.copies for rank, vouched in recovery.vouches.items()}
-        found = suspects(told, told)
+        digests = self.recovery.digests_reported(member.rank, event)
+        if digests is None:
+            return
+        reported = {rank: each.copies for rank, each in digests.items()}
+        found = suspects(reported, reported)
         if not found.ranks:
-            recovery.vouched()
+            self.recovery.digests_equal()
             return
-        self._distrust(event.step, found.ranks[0])
+        self.job.distrust(event.step, found.ranks[0])
         if self.job.ends is not None and self.job.ends.action == "stop_bad_input" and not found.certain:
             # The script's own mistake is reported already, and the unequal copies follow from it. Only the save is
             # refused.
@@ -139,10 +141,6 @@ class Corruption:
             found = msgspec.structs.replace(found, ranks=tuple(sorted(self._told)))
         self._accuse(now, found, min(event.step for event in self._told.values()))
 
-    def _distrust(self, step: int, rank: int) -> None:
-        self.job.unequal = f"copies of the state of step {step} differ between ranks"
-        self.job.record("copies_differ", step=step, rank=rank, reason=self.job.unequal)
-
     def _accuse(self, now: float, found: Suspects, step: int) -> None:
         job = self.job
         members = {m.rank: m for m in job.roster.members}
@@ -161,8 +159,7 @@ class Corruption:
             member = members[rank]
             self.recovery.fault(now, _fault(now, member, found, ranks, step, job.roster.generation.pack()))
             if found.certain:
-                member.is_excused = True
-                job.kill(member, "holds a wrong copy of the state")
+                job.kill(member, "holds a wrong copy of the state", excused=True)
 
 
 def _fault(

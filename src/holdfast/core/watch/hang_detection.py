@@ -42,8 +42,6 @@ from holdfast.core.watch.hang_attribution import PLACE, HangVerdict, blame, wher
 LINES_MAX = 64
 GATHER_S = 3.0  # an agent answers within this, or is left out
 PATIENCE_S = 2.0  # until the next look when no rank is to blame; doubled each time
-QUIET = ("idle", "starting", "resuming")
-"""Phases of a recovery in which workers train, or are about to."""
 
 
 class Hangs:
@@ -60,7 +58,7 @@ class Hangs:
 
     def stalled(self, now: float, event: Stalled) -> None:
         """Handle the report that all workers of one node are stalled."""
-        if event.generation != self.job.roster.generation or self.recovery.phase not in QUIET:
+        if event.generation != self.job.roster.generation or not self.recovery.rules.trains:
             return
         if not self._is_evident(event):
             return
@@ -113,8 +111,7 @@ class Hangs:
             reason = f"its start has made no progress for {one.idle_s:.1f} s, many times what others took"
             verdict = HangVerdict(answer="kill", ranks=(one.rank,), confidence="likely", reason=reason)
         self.job.record("hang", **_fields(verdict, [one]))
-        member.hung_at_s = now - one.idle_s
-        self.job.kill(member, f"hangs: {verdict.reason}")
+        self.job.kill(member, f"hangs: {verdict.reason}", hung_at_s=now - one.idle_s)
 
     def moved(self, now: float, event: ProgressResumed) -> None:
         """Handle the report that a worker moves again: the job does not hang."""
@@ -190,7 +187,7 @@ class Hangs:
     def _judge(self, now: float) -> None:
         found, self._evidence = self._evidence or {}, None
         self.job.cancel("gather")
-        if self.recovery.phase not in QUIET:
+        if not self.recovery.rules.trains:
             self._forget()
             return
         members = {m.rank: m for m in self.job.roster.living}
@@ -217,10 +214,8 @@ class Hangs:
         if verdict.answer == "kill":
             for rank in verdict.ranks:
                 member = members[rank]
-                member.hung_at_s = since_s
-                if not verdict.by_process:
-                    member.hung_in = self._place(next(e for e in ranks if e.rank == rank))
-                self.job.kill(member, f"hangs: {verdict.reason}")
+                place = "" if verdict.by_process else self._place(next(e for e in ranks if e.rank == rank))
+                self.job.kill(member, f"hangs: {verdict.reason}", hung_at_s=since_s, hung_in=place)
         else:
             first = min(ranks, key=lambda e: (e.step, PLACE.get(e.phase, 0), e.rank))
             fault = Fault.of(members[first.rank], "hang", f"hangs with all others: {verdict.reason}", now)

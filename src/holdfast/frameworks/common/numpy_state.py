@@ -99,13 +99,13 @@ def metas_to_fill(shards: Iterable[Shard]) -> list[tuple[TensorMeta, memoryview]
 def digests(source: TensorSource, layout: RankLayout) -> tuple[int, ...]:
     """Return one digest per box.
 
-    It serves frameworks that do not count writes (``frameworks.common.adapter.CountsWrites``).
+    It serves frameworks that do not count writes (``frameworks.common.optional_abilities.CountsWrites``).
     """
     return tuple(xxhash.xxh3_64_intdigest(source.view(meta.fqn, meta.box)) for meta in layout.tensors)
 
 
 def digest_of(source: TensorSource, parts: Sequence[Extent]) -> int:
-    """Return the xxh3-64 digest of these parts, in order (``frameworks.common.adapter.ComparesCopies``)."""
+    """Return the xxh3-64 digest of these parts, in order (``frameworks.common.optional_abilities.ComparesCopies``)."""
     total = xxhash.xxh3_64()
     for part in parts:
         total.update(source.view(part.fqn, part.box)[part.start : part.stop])

@@ -1,4 +1,4 @@
-"""A process group over plain TCP that sums NumPy vectors and can be rebuilt after a fault.
+"""A process group over plain sockets that sums NumPy vectors and can be rebuilt after a fault.
 
 It serves the frameworks whose own process group cannot be rebuilt in a running process.
 
@@ -28,8 +28,9 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any, NamedTuple
 
 import msgspec
@@ -38,17 +39,29 @@ from numpy.typing import NDArray
 
 from holdfast.core.ids import Generation
 from holdfast.errors import GroupError, InternalError, PeerLost, UsageError
-from holdfast.runtime.net.addresses import family_of
-from holdfast.runtime.net.channel import is_local, tune
-from holdfast.runtime.net.connection_limits import ACCEPT_AGAIN_S, BACKLOG, BURST, ConnectionLimits
+from holdfast.frame_encryption import direction
+from holdfast.runtime.net.addresses import LOOPBACK, Address
+from holdfast.runtime.net.connection_limits import ACCEPT_AGAIN_S, BURST, ConnectionLimits
+from holdfast.runtime.net.stream_sockets import dial, is_local, listen, tune
 from holdfast.runtime.node.run_settings import RunSettings
+from holdfast.runtime.node.rundir import RunDir
 from holdfast.runtime.worker.worker_client import WorkerClient
-from holdfast.sealing import KEY_SIZE_BYTES, TAG_SIZE_BYTES, ConnectionKeys, FrameSeal, Sealing, same, tag_of
+from holdfast.sealing import (
+    KEY_SIZE_BYTES,
+    TAG_SIZE_BYTES,
+    ConnectionKeys,
+    DirectionSeal,
+    OpenedBatch,
+    same,
+)
 
 Vector = NDArray[Any]
 
 MAGIC = b"HFMESH02"
 SHORT_SIZE_BYTES = 16 * 1024
+PART_SIZE_BYTES = 512 * 1024
+PARTS = 3
+"""Parts that are given to the kernel at once: all of a short vector."""
 POLL_S = 0.5
 HANDSHAKE_S = 10.0
 DIALS_MAX = 5
@@ -77,11 +90,17 @@ class TcpGroup:
     Args:
         client: the connection to the agent; None only if the world size is one.
         rank, world_size: rank of this process and the number of ranks.
-        host: address of this node.
+        at: the address at which this rank listens, the same in each generation.
+        encrypts: True if what this rank sends to other hosts is encrypted.
     """
 
     def __init__(
-        self, client: WorkerClient | None, rank: int, world_size: int, host: str = "127.0.0.1"
+        self,
+        client: WorkerClient | None,
+        rank: int,
+        world_size: int,
+        at: Address = LOOPBACK,
+        encrypts: bool = False,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -90,7 +109,8 @@ class TcpGroup:
         self.on_fault: Callable[[str], None] = _ignore
         self.on_collective: Callable[[int, str], None] = _ignore_count
         self._client = client
-        self._host = host
+        self._at = at
+        self._encrypts = encrypts
         self._peers: dict[int, _PeerLine] = {}
         self._number = 0
         self._met = False
@@ -121,14 +141,17 @@ class TcpGroup:
             return
         limit_s = start_limit_s() if timeout_s is None else timeout_s
         key = secrets.token_bytes(KEY_SIZE_BYTES)
-        with socket.create_server((self._host, 0), family=family_of(self._host), backlog=BACKLOG) as listener:
-            own = GroupAddress(self._host, int(listener.getsockname()[1]), key)
+        listener, at = listen(self._at)
+        with listener:
+            own = GroupAddress(*at, key)
             places = meet(self._kv(), f"mesh/{generation}", self.rank, self.world_size, own, limit_s)
             deadline_s = time.monotonic() + max(limit_s, HANDSHAKE_S)
             for rank in range(self.rank):
                 self._peers[rank] = self._dial(rank, places[rank], generation, key)
             keys = {rank: place.key for rank, place in places.items()}
-            self._take_callers(listener, _Meeting(generation, self.rank, key, keys), deadline_s)
+            self._take_callers(
+                listener, _Meeting(generation, self.rank, key, keys, self._encrypts), deadline_s
+            )
         for peer in self._peers.values():
             tune(peer.sock)
             peer.sock.setblocking(False)
@@ -177,15 +200,15 @@ class TcpGroup:
     def _greet(self, rank: int, place: GroupAddress, generation: Generation, key: bytes) -> _PeerLine:
         """Return a connection to ``rank`` on which both ends have proved that they are members. Raises: OSError."""
         nonce = secrets.token_bytes(KEY_SIZE_BYTES)
-        sock = socket.create_connection((place.host, place.port), HANDSHAKE_S)
+        sock = dial(Address(place.host, place.port), HANDSHAKE_S)
         try:
             sock.sendall(_HELLO.pack(MAGIC, generation.pack(), self.rank, nonce))
             proof, theirs = _ANSWER.unpack(_read(sock, _ANSWER.size))
-            keys = _keys(generation, (rank, place.key, theirs), (self.rank, key, nonce))
+            keys = _keys(generation, (rank, place.key, theirs), (self.rank, key, nonce), self._encrypts)
             if not same(proof, keys.server_proof):
                 raise ConnectionRefusedError("the answer does not prove that it is a member")
             sock.sendall(keys.client_proof)
-            return _PeerLine(sock, FrameSeal(keys.from_client), FrameSeal(keys.from_server), is_local(sock))
+            return _line(sock, keys.from_client, keys.from_server, self._encrypts)
         except OSError:
             sock.close()
             raise
@@ -344,9 +367,9 @@ class _PeerLine(NamedTuple):
     """A connection to a peer, with the state of the tags in each direction."""
 
     sock: socket.socket
-    outgoing: FrameSeal
-    incoming: FrameSeal
-    local: bool  # both ends are on this host, so vectors have no tags
+    outgoing: DirectionSeal
+    incoming: DirectionSeal
+    plain: bool  # both ends are on this host, and nothing is encrypted: vectors have no tags
 
 
 class _Meeting(NamedTuple):
@@ -356,6 +379,7 @@ class _Meeting(NamedTuple):
     rank: int
     key: bytes
     keys: dict[int, bytes]  # secret of every rank
+    encrypts: bool
 
 
 class _Caller:
@@ -390,13 +414,16 @@ class _Caller:
             if magic != MAGIC or packed != meeting.generation.pack() or not missing:
                 raise ConnectionRefusedError("not a member of this generation")
             own = (meeting.rank, meeting.key, self._own)
-            self._rank, self._keys = rank, _keys(meeting.generation, own, (rank, meeting.keys[rank], nonce))
+            self._rank, self._keys = (
+                rank,
+                _keys(meeting.generation, own, (rank, meeting.keys[rank], nonce), meeting.encrypts),
+            )
             self.sock.sendall(_ANSWER.pack(self._keys.server_proof, self._own))
             return None
         if self._rank in here or not same(data, self._keys.client_proof):
             raise ConnectionRefusedError("it does not prove that it is a member")
-        seals = FrameSeal(self._keys.from_server), FrameSeal(self._keys.from_client)
-        return self._rank, _PeerLine(self.sock, *seals, is_local(self.sock))
+        keys = self._keys
+        return self._rank, _line(self.sock, keys.from_server, keys.from_client, meeting.encrypts)
 
 
 class _Flow:
@@ -405,12 +432,13 @@ class _Flow:
     def __init__(self, line: _PeerLine, rank: int, number: int, outgoing: Vector, incoming: Vector) -> None:
         self.rank = rank
         self._sock = line.sock
-        self._sealing = None if line.local else line.outgoing.begin_batch(local=False)
-        self._unsealing = None if line.local else line.incoming.begin_batch(local=False)
-        self._tag = bytearray(TAG_SIZE_BYTES)
         kind = _TYPES.index(outgoing.dtype.name)
-        self._out = [memoryview(_HEAD.pack(number, outgoing.nbytes, kind)), _bytes(outgoing)]
-        self._fits = b""  # the expected tag
+        head = memoryview(_HEAD.pack(number, outgoing.nbytes, kind))
+        self._later = _sent(line, [head, _bytes(outgoing)])
+        self._out = list(islice(self._later, PARTS))
+        self._opened = None if line.plain else line.incoming.open_batch(local=False)
+        self._unproved: OpenedBatch | None = None  # all its bytes are here
+        self._tag = bytearray(TAG_SIZE_BYTES)
         self._head = bytearray(_HEAD.size)
         self._expected = _HEAD.pack(number, incoming.nbytes, kind)
         self._in = [memoryview(self._head), _bytes(incoming)]
@@ -423,16 +451,16 @@ class _Flow:
         """Send and receive what is possible now. Raises: OSError."""
         if self._out:
             with suppress(BlockingIOError):
-                self._advance(self._out, self._sock.sendmsg(self._out), self._sealing)
-            if not self._out and self._sealing is not None:
-                self._out, self._sealing = [memoryview(tag_of(self._sealing))], None
+                self._advance(self._out, self._sock.sendmsg(self._out), None)
+            if not self._out:
+                self._out = list(islice(self._later, PARTS))
         if self._in:
             with suppress(BlockingIOError):
                 count = self._sock.recv_into(self._in[0])
                 if count == 0:
                     raise ConnectionResetError("it closed the connection")
                 checked = len(self._in) == 1
-                self._advance(self._in, count, self._unsealing)
+                self._advance(self._in, count, self._opened)
                 if not checked and len(self._in) < 2 and bytes(self._head) != self._expected:
                     raise ConnectionAbortedError("it is in another collective")
                 if not self._in:
@@ -440,22 +468,34 @@ class _Flow:
 
     def _check(self) -> None:
         """After the vector, wait for its tag; after the tag, check it against the vector. Raises: OSError."""
-        if self._unsealing is not None:
-            self._fits, self._unsealing = tag_of(self._unsealing), None
+        if self._opened is not None:
+            self._unproved, self._opened = self._opened, None
             self._in = [memoryview(self._tag)]
-        elif self._fits and not same(self._fits, bytes(self._tag)):
+        elif self._unproved is not None and not self._unproved.fits(bytes(self._tag)):
             raise ConnectionAbortedError("what has come is not what it has sent")
 
     @staticmethod
-    def _advance(parts: list[memoryview], count: int, seal: Sealing | None) -> None:
+    def _advance(parts: list[memoryview], count: int, opened: OpenedBatch | None) -> None:
         while parts and count:
             part = parts[0][:count]
             count -= len(part)
             parts[0] = parts[0][len(part) :]
-            if seal is not None:
-                seal.update(part)
+            if opened is not None:
+                opened.open(part)
             while parts and not parts[0]:
                 parts.pop(0)
+
+
+def _sent(line: _PeerLine, parts: Sequence[memoryview]) -> Iterator[memoryview]:
+    """What goes out: the parts as they are, or sealed, each when the one before is on its way, and their tag."""
+    if line.plain:
+        yield from parts
+        return
+    batch = line.outgoing.seal_batch(local=False)
+    for whole in parts:
+        for start in range(0, len(whole), PART_SIZE_BYTES):
+            yield memoryview(batch.seal(whole[start : start + PART_SIZE_BYTES]))
+    yield memoryview(batch.tag())
 
 
 def meet(
@@ -510,18 +550,40 @@ def start_limit_s() -> float:
 
 
 def host_of(client: WorkerClient | None) -> str:
-    """Return the address at which workers of other nodes reach the workers of this node."""
+    """Return the host at which a framework's own connections reach the workers of this node."""
     if client is None or client.run_dir is None:
-        return "127.0.0.1"
+        return LOOPBACK.host
     return RunSettings.load(client.run_dir).bind
 
 
+def group_address(client: WorkerClient | None) -> tuple[Address, bool]:
+    """Where this rank listens for the others, and whether what it sends to them is encrypted."""
+    if client is None or client.run_dir is None:
+        return LOOPBACK, False
+    settings = RunSettings.load(client.run_dir)
+    return settings.address_of(RunDir(client.run_dir), f"group-{client.rank}"), settings.encrypts
+
+
 def _keys(
-    generation: Generation, server: tuple[int, bytes, bytes], client: tuple[int, bytes, bytes]
+    generation: Generation,
+    server: tuple[int, bytes, bytes],
+    client: tuple[int, bytes, bytes],
+    encrypts: bool,
 ) -> ConnectionKeys:
     """Return the keys of one connection; each end is given as its rank, its secret and its nonce."""
-    ranks = f"rank {client[0]} to {server[0]}"
-    return ConnectionKeys.of(server[1] + client[1], server[2] + client[2], "mesh", str(generation), ranks)
+    context = (
+        "mesh",
+        str(generation),
+        f"rank {client[0]} to {server[0]}",
+        *(["encrypted"] if encrypts else []),
+    )
+    return ConnectionKeys.of(server[1] + client[1], server[2] + client[2], *context)
+
+
+def _line(sock: socket.socket, outgoing: bytes, incoming: bytes, encrypts: bool) -> _PeerLine:
+    """Return a proved connection with the keys of both directions."""
+    seals = direction(outgoing, encrypts=encrypts), direction(incoming, encrypts=encrypts)
+    return _PeerLine(sock, *seals, is_local(sock) and not encrypts)
 
 
 def _read(sock: socket.socket, size_bytes: int) -> bytes:

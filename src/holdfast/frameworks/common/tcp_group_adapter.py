@@ -14,7 +14,7 @@ from holdfast.core.ids import NO_GENERATION
 from holdfast.frameworks.common.adapter import Collected, Hooks
 from holdfast.frameworks.common.numpy_state import digest_of
 from holdfast.frameworks.common.replica_comparison import HeldBox, broadcast, differences, refuse
-from holdfast.frameworks.common.tcp_group import TcpGroup, host_of
+from holdfast.frameworks.common.tcp_group import TcpGroup, group_address
 from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.store.layouts.replica_digests import Extent
 from holdfast.text import plural
@@ -74,7 +74,7 @@ class TcpGroupAdapter(Generic[Kept]):
         """
         if self._mesh is None:
             client = WorkerClient.current()
-            self._mesh = TcpGroup(client, self.rank, self.world_size, host_of(client))
+            self._mesh = TcpGroup(client, self.rank, self.world_size, *group_address(client))
         return self._mesh
 
     @property
@@ -182,7 +182,7 @@ class TcpGroupAdapter(Generic[Kept]):
         return self.state.trains(fqn)
 
     def digest(self, collected: Collected, parts: Sequence[Extent]) -> int:
-        """Return the 64-bit digest of parts of the state (``frameworks.common.adapter.ComparesCopies``)."""
+        """Return the 64-bit digest of parts of the state (``frameworks.common.optional_abilities.ComparesCopies``)."""
         return digest_of(self._of_vote() or collected, parts)
 
     def _of_vote(self) -> Collected | None:

@@ -25,6 +25,7 @@ from holdfast.frameworks.common.adapter import Aborted, Feed, Hooks
 from holdfast.frameworks.common.state_tree import Plain
 from holdfast.frameworks.common.tcp_group_adapter import TcpGroupAdapter
 from holdfast.frameworks.mindspore.data_position import DataFeed
+from holdfast.frameworks.mindspore.denormals import flush_denormals
 from holdfast.frameworks.mindspore.gradient_gate import Gate, Relay
 from holdfast.frameworks.mindspore.gradient_reduction import Reduction
 from holdfast.frameworks.mindspore.gradients_mean import mean_of_gradients
@@ -80,7 +81,6 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         self.live = self.world_size > 1 and not self._native
         graph = ms.get_context("mode") == ms.GRAPH_MODE
         self.state = MindSporeState(cell, cell.optimizer, extras, slices, copy_all=not graph)
-        self._buffer_numel = sum(int(p.size) for p in self.state.buffers)
         if self.rank == 0 and any(isinstance(each, nn.Dropout) for _, each in cell.cells_and_names()):
             log.warning(
                 "holdfast: nn.Dropout keeps its random numbers to itself: a process that begins again draws other ones"
@@ -100,6 +100,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         self._voting = False  # the gradients are at the gate
         self._in_gate = False  # the graph runs, and waits for the gate
         self._buffers: NDArray[Any] | None = None
+        self._flushed = False  # denormals in this thread, before the session
 
     # ------------------------------------------------------------------ hooks
 
@@ -113,10 +114,12 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         if self._broadcasts():
             ms.set_auto_parallel_context(parameter_broadcast=False)
         self._announce_compiling()
+        self._flushed = flush_denormals(True)
 
     def detach(self) -> None:
         """Close the connections. A compiled graph keeps its gate, which refuses gradients from now on."""
         super().detach()
+        flush_denormals(self._flushed)
         self._host.grad_reducer = self._before
         self._cell.__dict__.pop("compile", None)
 
@@ -160,8 +163,8 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         finally:
             self._voting = False
         self._passed = True
-        if self._buffer_numel:
-            self._buffers = total[len(total) - self._buffer_numel :].copy()
+        if riding := sum(int(p.size) for p in self.state.buffers):
+            self._buffers = total[len(total) - riding :].copy()
         return total
 
     def _voted(self, vector: NDArray[Any], hooks: Hooks) -> NDArray[Any]:

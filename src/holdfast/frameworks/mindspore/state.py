@@ -17,7 +17,10 @@ Invariants:
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import mindspore as ms
@@ -36,6 +39,9 @@ from holdfast.frameworks.common.user_state import (
     UserStateBefore,
 )
 from holdfast.store.layouts.layout import Box, Catalogue, RankLayout, Shape, TensorMeta
+from holdfast.text import plural
+
+log = logging.getLogger("holdfast")
 
 Array = NDArray[Any]
 
@@ -66,6 +72,7 @@ class MindSporeCollected:
             "schedulers": {},
             "state": extras.plain,
             "framework": "mindspore",
+            "processors": processors(),
         }
         if both := sorted(state.metas.keys() & extras.arrays.keys()):
             raise StateError(f"two tensors are called {both[0]!r}", hint="rename the one in state={...}")
@@ -86,7 +93,7 @@ class MindSporeCollected:
         return RankLayout(rank, (*self._state.metas.values(), *self._extras.metas()), world_size)
 
     def writes(self) -> tuple[int, ...]:
-        """Return digests, because MindSpore does not count writes (``frameworks.common.adapter.CountsWrites``)."""
+        """Return digests, because MindSpore does not count writes (``CountsWrites``)."""
         return digests(self, self.layout(0, 1))
 
 
@@ -259,7 +266,21 @@ class MindSporeState:
                 "the checkpoint was not written by a MindSpore training",
                 hint="holdfast.mindspore.import_checkpoint(...) takes MindSpore's own files",
             )
+        written_on = values.get("processors", processors())
+        if written_on != processors():
+            log.warning(
+                "holdfast: this rank may use %s, and the rank that wrote the state %s; MindSpore's CPU kernels divide "
+                "their sums by that number, so results differ by rounding. Give all starts the same processors "
+                "(mpirun --bind-to none)",
+                plural(processors(), "processor"), written_on,
+            )  # fmt: skip
         return MindSporeRestore(self, catalogue, values)
+
+
+@cache
+def processors() -> int:
+    """Return how many processors this process might use when it made its first session."""
+    return len(os.sched_getaffinity(0))
 
 
 class MindSporeTensors:

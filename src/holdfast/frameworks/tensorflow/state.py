@@ -61,7 +61,7 @@ class TensorFlowCollected:
         return self._state.layout(rank, world_size)
 
     def writes(self) -> tuple[int, ...]:
-        """Return digests, because TensorFlow does not count writes (``frameworks.common.adapter.CountsWrites``)."""
+        """Return digests, because TensorFlow does not count writes (``CountsWrites``)."""
         return digests(self, self.layout(0, 1))
 
 

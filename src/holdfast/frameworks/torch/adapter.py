@@ -311,7 +311,7 @@ class TorchAdapter:
         )
 
     def digest(self, collected: TorchCollected, parts: Sequence[Extent]) -> int:
-        """Return the 64-bit digest of parts of the state (``frameworks.common.adapter.ComparesCopies``)."""
+        """Return the 64-bit digest of parts of the state (``frameworks.common.optional_abilities.ComparesCopies``)."""
         with named_errors("the copies of the state cannot be compared"):
             return digest_of(collected, parts)
 
@@ -347,7 +347,7 @@ class TorchAdapter:
         return mark(item)
 
     def digest_batch(self, batch: Any) -> int:
-        """Return the digest of a batch that a loader drew (``frameworks.common.adapter.DigestsBatches``)."""
+        """Return the digest of a batch that a loader drew (``frameworks.common.optional_abilities.DigestsBatches``)."""
         return digest_of_batch(batch)
 
     def duplicate(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -407,11 +407,11 @@ class TorchAdapter:
         reseed_generators(self.state.generators, self._seed, worker, step, between=between)
 
     def expect(self, batches: int | None) -> None:
-        """Set the number of batches of the next block (``frameworks.common.adapter.Accumulates``)."""
+        """Set the number of batches of the next block (``frameworks.common.optional_abilities.Accumulates``)."""
         self._accumulating.expect(batches)
 
     def share(self, part: int, parts: int) -> None:
-        """Make the next block part ``part`` of ``parts`` of its step (``frameworks.common.adapter.TakesParts``)."""
+        """Make the next block part ``part`` of ``parts`` of its step (``TakesParts``)."""
         if parts > 1:
             self.updates.refuse("a step runs in parts")
         self._parts.begin(part, parts)
@@ -526,7 +526,7 @@ class TorchAdapter:
         self._proving = ""
 
     def go_alone(self, *, first: bool, suspected: bool) -> bool:
-        """Make the coming block run without peers, to check the block (``frameworks.common.adapter.ProvesBlocks``).
+        """Make the coming block run without peers, to check the block (``ProvesBlocks``).
 
         Returns:
             False if that is not possible at this step.

@@ -1,7 +1,7 @@
-"""What Hugging Face's ``Trainer`` needs to report losses, kept over faults.
+"""The values from which Hugging Face's ``Trainer`` reports losses, kept over faults.
 
-The Trainer adds up losses since its last log line, which may be far behind: of this rank, and with all ranks. Those of
-an aborted step may come from broken collectives; they are taken out again.
+The Trainer sums losses since its last log line, possibly over many steps: on this rank, and over all ranks. Losses of
+an aborted step may come from broken collectives. They are removed from the sum.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ SAME_ON_ALL_RANKS = "_total_loss_scalar _globalstep_last_logged _initial_global_
 
 
 class ReportedLosses:
-    """Of one ``trainer``."""
+    """The reported losses of one ``trainer``."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._norm: Any = None  # of the newest attempt
+        self._norm: Any = None  # of the newest attempt of a step
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begin a step: keep the sum before it."""
         self._before = self._trainer._tr_loss.clone()
-        self._losses: list[Any] = []  # of the newest attempt
-        self._added: list[Any] = []  # what the Trainer has added up
+        self._losses: list[Any] = []  # of the newest attempt of this step
+        self._added: list[Any] = []  # those that the Trainer has added to its sum
 
     def place(self) -> int:
-        """Room for the loss of the next micro-batch."""
+        """Return the index for the loss of the next micro-batch."""
         self._losses.append(None)
         return len(self._losses) - 1
 
     def put(self, place: int, loss: Any) -> None:
-        """The loss of a micro-batch, of whichever attempt."""
+        """Set the loss of a micro-batch, in each attempt of the step."""
         self._losses[place] = loss
 
     def add(self) -> Any:
-        """The loss that the Trainer adds up now."""
+        """Return the newest loss, which the Trainer then adds to its sum."""
         self._added.append(self._losses[-1])
         return self._losses[-1]
 
@@ -45,34 +45,34 @@ class ReportedLosses:
         return self._norm
 
     def newest(self, norm: Any) -> Any:
-        """The Trainer may have got its ``norm`` from an attempt that was aborted."""
+        """Return the gradient norm of the newest attempt; the Trainer's ``norm`` may be from an aborted attempt."""
         return norm if self._norm is None else self._norm
 
     def correct(self) -> None:
-        """The step counts: add those of its last attempt anew, if there were several."""
+        """Replace the losses of an aborted attempt in the Trainer's sum by those of the attempt that counts."""
         trainer = self._trainer
         if all(new is old for new, old in zip(self._losses, self._added, strict=True)):
             return
         total = trainer._tr_loss.copy_(self._before)
-        # As the Trainer counts: with this one.
+        # The Trainer's count includes this step.
         steps = trainer.state.global_step - trainer._globalstep_last_logged
         for loss in self._losses:
             usable = not trainer.args.logging_nan_inf_filter or loss.isfinite()
             total += loss if usable else total / steps
 
     def reported(self) -> dict[str, Any]:
-        """The same on all ranks."""
+        """Return the values for a position that are equal on all ranks."""
         return {name: getattr(self._trainer, name) for name in SAME_ON_ALL_RANKS}
 
     def own(self) -> dict[str, Any]:
-        """Of this rank."""
+        """Return the values for a position that belong to this rank."""
         return {"loss": self._trainer._tr_loss.item(), "flos": self._trainer.current_flos}
 
     def go_on(self, reported: Mapping[str, Any], own: Mapping[str, Any]) -> None:
-        """From where the job is."""
+        """Restore the values of the position from which the job continues."""
         trainer = self._trainer
         vars(trainer).update(reported)
-        # Else this rank's sums were logged, too.
+        # Otherwise the sums of this rank were logged and reset.
         if trainer._globalstep_last_logged < trainer.state.global_step:
             trainer._tr_loss.fill_(own.get("loss", 0.0))
             trainer.current_flos = own.get("flos", 0)

@@ -1,7 +1,7 @@
-"""How far Hugging Face's ``Trainer`` is, and the state of its callbacks: what a position in its loop is made of.
+"""The position of Hugging Face's ``Trainer`` in its loop: its progress, and the state of its callbacks.
 
-Theory. After a step the Trainer may log, evaluate and save, and at the end of an epoch once more. A position that is
-told before that says what is still to be done (``due``, ``ended``): whoever restarts from there does it then.
+Theory. After a step the Trainer may log, evaluate and save, and at the end of an epoch again. A position that is taken
+before that holds what is still to be done (``due``, ``ended``). A process that restarts from there does it first.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from holdfast.integrations.recorded_calls import is_newcomer
 
-# Of TrainerState what is the training's, not this run's or this process's.
+# The fields of TrainerState that belong to the training, not to one run or process.
 OF_TRAINING = "epoch global_step num_input_tokens_seen total_flos log_history".split()
 OF_TRAINING += "best_metric best_global_step best_model_checkpoint".split()
 DUE = "should_log should_evaluate should_save".split()
 
 
 def due_of(trainer: Any) -> list[str]:
-    """What the Trainer's callbacks have asked for."""
+    """Return the actions that the Trainer's callbacks have asked for."""
     return [name for name in DUE if getattr(trainer.control, name)]
 
 
 def progress_of(trainer: Any) -> dict[str, Any]:
-    """The parts ``progress`` and ``callbacks`` of a position."""
+    """Return the parts ``progress`` and ``callbacks`` of a position."""
     return {
         "progress": {name: copy.copy(getattr(trainer.state, name)) for name in OF_TRAINING},
         "callbacks": {type(c).__name__: dict(c.state().get("attributes", {})) for c in _exportable(trainer)},
@@ -35,7 +35,7 @@ def progress_of(trainer: Any) -> dict[str, Any]:
 
 
 def go_on(trainer: Any, position: Mapping[str, Any]) -> None:
-    """Set both."""
+    """Restore the Trainer's progress and the state of its callbacks from ``position``."""
     vars(trainer.state).update(copy.deepcopy(position["progress"]))
     for callback in _exportable(trainer):
         vars(callback).update(position["callbacks"].get(type(callback).__name__, {}))
@@ -46,10 +46,10 @@ def _exportable(trainer: Any) -> list[Any]:
 
 
 class Tokens:
-    """Those of one step: what its micro-batches hold, and what the Trainer adds up of them, also when it is run again.
+    """The token counts of one step: in its micro-batches, and in the Trainer's sum, also when the step runs again.
 
     Attributes:
-        held: what the Trainer divides the loss by; None: it does not.
+        held: the number by which the Trainer divides the loss; None: it does not.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -57,7 +57,7 @@ class Tokens:
         self._trainer = trainer
 
     def counting(self, samples: list[Any], device: Any) -> Callable[[], None]:
-        """A call that counts from where the step began."""
+        """Return a call that counts the tokens again from the begin of the step."""
         state = self._trainer.state
         seen = state.num_input_tokens_seen
 
@@ -69,46 +69,46 @@ class Tokens:
 
 
 class Epochs(TrainerCallback):  # type: ignore[misc]
-    """Those of a ``trainer``, from where the job is."""
+    """The epochs of a ``trainer``, from the position of the job."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._ended = 0
-        self._ending = False  # one is over, and what follows that is not done yet
-        self._rate = 0.0  # of the newest update, as the Trainer logs it: before the schedule goes on
-        self._after: dict[str, Any] | None = None  # what to do on arrival
+        self._ending = False  # an epoch is over, and the work at its end is not done yet
+        self._rate = 0.0  # learning rate of the newest update, which the Trainer logs
+        self._after: dict[str, Any] | None = None  # the part ``after`` of the loaded position
         self._is_newcomer = False
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The schedule is about to go on."""
+        """Keep the learning rate before the schedule changes it."""
         self._rate = self._trainer._get_learning_rate()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """What is due at the end of an epoch is done next."""
+        """Note that the work at the end of an epoch is next."""
         self._ending = True
 
     def after(self, norm: Any) -> dict[str, Any]:
-        """The part ``after`` of a position; ``norm``: of the gradients, to be logged."""
+        """Return the part ``after`` of a position: the work that is still due. ``norm``: of the gradients, logged."""
         state, due = self._trainer.state, due_of(self._trainer)
         stopped = self._trainer.control.should_training_stop and state.global_step < state.max_steps
         logged = {"norm": None if norm is None else float(norm), "rate": self._rate} if due else {}
         return {"due": due, "ended": self._ended, "stopped": stopped, **logged}
 
     def follow(self) -> bool:
-        """What was due is done; True when that was the end of an epoch."""
+        """Note that the due work is done. Return True if that was at the end of an epoch."""
         vars(self._trainer.control).update(dict.fromkeys(DUE, False))
         ending, self._ending = self._ending, False
         self._ended += ending
         return ending
 
     def go_on(self, after: Mapping[str, Any]) -> None:
-        """From ``after``."""
+        """Continue from the part ``after`` of a position."""
         self._after = dict(after)
         self._ended = self._after["ended"]
-        self._is_newcomer = is_newcomer()  # the others have done what was due
+        self._is_newcomer = is_newcomer()  # the other ranks have done the due work
 
     def run(self, original: Callable[..., None], kwargs: dict[str, Any]) -> None:
-        """``original(**kwargs)``; without what was trained before, and with what was left undone after that."""
+        """Call ``original(**kwargs)`` for an epoch that is not finished, after work that was still due from before."""
         if kwargs["epoch"] < self._ended:
             return
         after, self._after = self._after, None
@@ -116,7 +116,7 @@ class Epochs(TrainerCallback):  # type: ignore[misc]
             original(**kwargs)
 
     def _arrive(self, kwargs: dict[str, Any], after: dict[str, Any]) -> bool:
-        """The epoch where the job is; False when nothing of it is left."""
+        """Prepare the epoch in which the job is. Return False if nothing of it is left."""
         trainer, epoch, whole = self._trainer, kwargs["epoch"], kwargs["num_update_steps_per_epoch"]
         state, control = trainer.state, trainer.control
         done = max(0, state.global_step - epoch * whole)
@@ -133,7 +133,7 @@ class Epochs(TrainerCallback):  # type: ignore[misc]
             self._ended = epoch + 1
             return False
         trainer.args.ignore_data_skip = False
-        # A place without random states: each step is seeded.
+        # A directory without random states, which the Trainer would load: each step is seeded.
         kwargs |= {"epochs_trained": epoch, "resume_from_checkpoint": os.devnull}
         kwargs["steps_trained_in_current_epoch"] = done * trainer.args.gradient_accumulation_steps
         return True

@@ -1,4 +1,4 @@
-"""Which of Hugging Face's Trainers can be protected."""
+"""The Trainers of Hugging Face that can be protected; others are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.errors import UnsupportedError
 
 
 def require_supported(trainer: object, methods: Iterable[str]) -> None:
-    """Raise UnsupportedError for what is no Trainer, lacks ``methods``, or has DeepSpeed, FSDP, an iterable dataset."""
+    """Raise UnsupportedError for another class, missing ``methods``, DeepSpeed, FSDP or an iterable dataset."""
     if not isinstance(trainer, transformers.Trainer):
         raise UnsupportedError(
             f"a {type(trainer).__name__} is no transformers.Trainer",

@@ -1,8 +1,8 @@
 """Hugging Face's ``Trainer``: ``protect(trainer)`` before ``trainer.train()``.
 
-Theory. A step lies between the fetch of its micro-batches and ``on_step_end``; its calls are remembered and run again
-when it is aborted (``session_in_loop.py``). Batches come from Holdfast's feed over the Trainer's own dataset and
-sampler: order and augmentation are functions of (seed, epoch, batch), and a resume does not read what was used.
+Theory. A step lasts from the fetch of its micro-batches to ``on_step_end``. Its calls are recorded, and run again when
+it is aborted (``session_in_loop.py``). Batches come from Holdfast's feed over the Trainer's own dataset and sampler.
+Order and augmentation are functions of (seed, epoch, batch), and a resume does not read used batches.
 """
 
 from __future__ import annotations
@@ -29,9 +29,11 @@ WRAPPED = (
 
 
 def protect(trainer: transformers.Trainer, **session: Any) -> transformers.Trainer:
-    """Make ``trainer.train()`` survive faults, and go on where the job was; returns the trainer.
+    """Make ``trainer.train()`` survive faults, and continue where the job was. Return the trainer.
 
-    ``session``: arguments of :func:`holdfast.session`; its ``seed`` is the Trainer's by default.
+    Args:
+        trainer: the Trainer, which is changed in place.
+        session: arguments of :func:`holdfast.session`; its ``seed`` is the Trainer's by default.
 
     Raises:
         UnsupportedError: a Trainer of another structure, DeepSpeed, FSDP, or an iterable dataset.
@@ -49,7 +51,7 @@ def protect(trainer: transformers.Trainer, **session: Any) -> transformers.Train
 
 
 class _Hooks(TrainerCallback):  # type: ignore[misc]
-    """Methods named as the Trainer's stand before them: they get the original first."""
+    """Replacements for methods of the Trainer with the same names; each gets the original one first."""
 
     def __init__(self, trainer: transformers.Trainer, session: dict[str, Any]) -> None:
         self._trainer = trainer
@@ -64,11 +66,11 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
             return original(*args, **kwargs)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Model and optimizer are ready: open the session, go to where the job is."""
+        """Open the session when model and optimizer are ready, and move to the position of the job."""
         trainer = self._trainer
         if self._replay is not None:
             raise UsageError("train() was called before", hint="one train() per protected Trainer")
-        # Rank 0's view for all: the sampler draws for the whole job, and each rank takes its share of that.
+        # Rank 0's view on all ranks: the sampler draws for the whole job, and each rank takes its share of that.
         self._feed = TorchFeed(
             MapSource(trainer.callback_handler.train_dataloader, self._arguments["seed"], 0)
         )
@@ -86,14 +88,14 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
             self._losses.go_on(replay.position["reported"], replay.own or {})
 
     def _run_epoch(self, original: Any, **kwargs: Any) -> None:
-        """One epoch; what was trained before the resume is left out."""
+        """Run one epoch without the batches that were trained before the resume."""
         if not self._replay.position and kwargs["epoch"] == kwargs["epochs_trained"]:
-            # Where a checkpoint of the Trainer's own is, or at the start.
+            # Begin at the position of a checkpoint of the Trainer's own, or at the start.
             self._feed.seek({"epoch": kwargs["epoch"], "batch": kwargs["steps_trained_in_current_epoch"]})
         self._epochs.run(original, kwargs)
 
     def get_batch_samples(self, original: Any, iterator: Any, count: int, device: Any) -> Any:
-        """A step begins: its micro-batches from our feed, and how many tokens they hold."""
+        """Begin a step: return its micro-batches from Holdfast's feed, and how many tokens they hold."""
         loader = self._trainer.callback_handler.train_dataloader
         samples = [self._replay.drawn.draw(self._feed, loader) for _ in range(count)]
         self._replay.begin()
@@ -102,7 +104,7 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
         return samples, self._tokens.held
 
     def training_step(self, original: Any, model: Any, inputs: Any, tokens: Any = None) -> Any:
-        """Gradients of one micro-batch."""
+        """Compute the gradients of one micro-batch as a part of the step. Return its loss."""
         accelerator = self._trainer.accelerator
         sync, place = accelerator.sync_gradients, self._losses.place()
 
@@ -115,11 +117,11 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
         return self._losses.add()
 
     def _track_num_input_tokens(self, original: Any, inputs: Any) -> None:
-        """What was seen is added up over the ranks: a collective of the step."""
+        """Sum the number of seen tokens over the ranks, by a collective of the step."""
         self._replay.do(partial(original, inputs))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """The step ends. Leaves the process when a graceful exit is agreed."""
+        """End the step. Leaves the process when a graceful exit is agreed."""
         self._losses.correct()
         self._replay.commit(self._position(), self._losses.own())
 
@@ -139,13 +141,13 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
         with self._replay.section(name):
             original(loss, self._losses.newest(norm), *args, **kwargs)
             if name:
-                # Rank 0 alone saves. Until it has, nobody tells so: its newcomer would leave half a file.
+                # Only rank 0 saves. The other ranks wait for it: a newcomer in its place would not finish the files.
                 self._trainer.accelerator.wait_for_everyone()
         if self._epochs.follow() or due:
             self._replay.amend(self._position())
 
     def _finalize_training(self, original: Any, *args: Any, **kwargs: Any) -> Any:
-        """Trained: seal that, before the Trainer puts the best model in the last one's place."""
+        """Seal the last state before the Trainer replaces the last model by the best one."""
         self._replay.close(None)
         self._feed.close()
         return original(*args, **kwargs)

@@ -1,10 +1,11 @@
 """Lightning: ``Trainer(callbacks=[Holdfast()])``.
 
-Theory. The session opens when the strategy has wrapped the model and made the optimizer, before the loops begin. A
-step lies between the first micro-batch's ``automatic_optimization.run`` and ``on_train_batch_end``; those runs are
-remembered and run again when it is aborted (``session_in_loop.py``). The progress of Lightning's loops and the state
-of its callbacks travel in the checkpoint. Lightning itself starts a data loader anew after a resume; ours starts at
-the batch where the loops are, and its order and augmentation are functions of (seed, epoch, batch).
+Theory. The session opens before the loops begin, when the strategy has wrapped the model and made the optimizer. A step
+lasts from the first micro-batch's ``automatic_optimization.run`` to ``on_train_batch_end``. The runs of its
+micro-batches are recorded, and run again when the step is aborted (``session_in_loop.py``). The checkpoint holds the
+progress of Lightning's loops and the state of its callbacks. Lightning itself starts a data loader from its beginning
+after a resume. The loader of this module starts at the batch of the loops, and its order and augmentation are functions
+of (seed, epoch, batch).
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from holdfast.integrations.session_in_loop import Replay
 
 
 class Holdfast(pl.Callback):  # type: ignore[misc]
-    """Makes ``trainer.fit`` survive faults, and go on where the job was.
+    """A callback that makes ``trainer.fit`` survive faults, and continue where the job was.
 
     Args:
         session: arguments of :func:`holdfast.session`, such as ``checkpoint``, ``resume``, ``seed``.
@@ -38,30 +39,30 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
     def __init__(self, **session: Any) -> None:
         self._arguments = {"seed": 0, **session}
         self._replay: Any = None  # a Replay while fitting
-        self._resumed: dict[str, Any] = {}  # the place to arrive at
-        self._passed = False  # a validation, or the end of an epoch, since the step ended
+        self._resumed: dict[str, Any] = {}  # the position from which to continue
+        self._passed = False  # a validation, or the end of an epoch, came after the step
         self._between, self._patches = ExitStack(), Patches()
         keep_decisions()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Before the strategy is set up: stand behind it."""
+        """Replace methods of the trainer, before its strategy is set up."""
         if stage != "fit":
             return
         if self._replay is not None:
             raise UsageError("fit() was called before", hint="one fit() per process, and per Holdfast()")
         require_supported(trainer, pl_module)
         warn_of_loggers(trainer)
-        # The step ends after what other callbacks count, and before anybody saves: that communicates.
+        # The step must end after other callbacks have counted, and before any callback saves, which communicates.
         saves = pl.callbacks.Checkpoint
         trainer.callbacks = sorted(trainer.callbacks, key=lambda c: 2 if isinstance(c, saves) else c is self)
         self._patches = stand_behind(trainer, self._open, self._loader, self._run, self._fit)
 
     def _open(self, setup: Any, trainer: pl.Trainer) -> None:
-        """Model and optimizers are ready: open the session, go to where the job is."""
+        """Open the session when model and optimizers are ready, and move to the position of the job."""
         setup(trainer)
         require_one_optimizer(trainer)
-        # What fit(ckpt_path=...) still holds comes before what the session loads. Lightning would load it behind us, at
-        # each start: an optimizer and a place of long ago beside the weights of the job.
+        # Load the rest of fit(ckpt_path=...) before the session loads. Lightning would load it afterwards, at each
+        # start: an old optimizer and an old position beside the weights of the job.
         trainer._checkpoint_connector.restore_training_state()
         trainer._checkpoint_connector._loaded_checkpoint = {}
         self._replay = Replay(
@@ -81,25 +82,25 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
         return PositionedLoader(made, trainer, seed, drawn) if trainer.training else made
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """An evaluation may take long."""
+        """Open a section, because an evaluation may take long."""
         if self._replay is not None:
             self._between.enter_context(self._replay.section("evaluate"))
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Back to training."""
+        """Close the section of the evaluation, and note that the position has changed."""
         self._between.close()
         self._passed = True
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Callbacks look at what was validated."""
+        """Note that the position has changed, because callbacks evaluate the validation here."""
         self._passed = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Seal the end."""
+        """Seal the last checkpoint and close the session."""
         self._replay.close(None)
 
     def _fit(self, run: Any) -> None:
-        """All epochs; what follows is Lightning's alone. With nothing left to train it calls no hook."""
+        """Run all epochs, remove the patches and close the session: without work left Lightning calls no hook."""
         try:
             run()
         finally:
@@ -109,14 +110,14 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Whatever ends the training closes the session."""
+        """Close the session with the exception that ends the training."""
         if self._replay is not None:
             self._replay.close(exception)
 
     def _run(
         self, trainer: pl.Trainer, loop: Any, run: Any, optimizer: Any, batch_idx: int, kwargs: Any
     ) -> Any:
-        """One micro-batch; with the last of a step, the update."""
+        """Run one micro-batch as a part of the step; the last one includes the update."""
         if self._resumed:
             arrive(trainer, self._resumed)
             self._resumed = {}
@@ -130,7 +131,7 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
             loop.optim_progress.load_state_dict(progress)
             if not accumulate:
                 return run(optimizer, batch_idx, kwargs)
-            # As `run` does it; but a repeated run would ask whether *now* is the time to accumulate.
+            # As in `run`, which would ask in a repeated call whether to accumulate *now*.
             closure = loop._make_closure(kwargs, optimizer, batch_idx)
             with _block_parallel_sync_behavior(trainer.strategy, block=True):
                 closure()
@@ -144,6 +145,6 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """The step ends with its last micro-batch. Leaves the process when a graceful exit is agreed."""
+        """End the step after its last micro-batch. Leaves the process when a graceful exit is agreed."""
         if not trainer.fit_loop._should_accumulate():
             self._replay.commit(place_of(trainer, arrived=False))

@@ -1,9 +1,10 @@
-"""What Lightning's objects decide once in a process, and a process that takes its place must not decide again.
+"""Decisions that Lightning's objects make once in a process, and that a replacement process must not make again.
 
-Theory. A logger takes the next free ``version_N`` when it is first asked for its directory; ``CSVLogger`` removes the
-metrics that it finds there; ``SaveConfigCallback`` writes the configuration and remembers that it has. All of that is
-done before the session opens, so it is in no state. The decisions of each rank of a run are written into its run
-directory, and taken from there by whoever has the rank later; those of rank 0 come first, as Lightning follows them.
+Theory. A logger takes the next free ``version_N`` when it is first asked for its directory. ``CSVLogger`` removes the
+metrics that it finds there. ``SaveConfigCallback`` writes the configuration and remembers that it has. All of this
+happens before the session opens, so it is in no saved state. The decisions of each rank of a run are therefore written
+into its run directory. A later process with that rank takes them from there. Decisions of rank 0 have precedence, as in
+Lightning.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ KNOWN = (csv_logs.CSVLogger, fabric_tensorboard.TensorBoardLogger)
 
 
 class Decisions:
-    """Those of one rank in one run; without a run nothing is kept.
+    """The decisions of one rank in one run; without a run nothing is kept.
 
     Args:
         run_dir: of the run.
@@ -47,17 +48,17 @@ class Decisions:
         self._asked: Counter[str] = Counter()
 
     def known(self, what: str) -> int | None:
-        """What a process before this one has decided; None: nothing."""
+        """Return what an earlier process has decided; None: nothing."""
         return self._before.get(what)
 
     def keep(self, what: str, decided: int) -> None:
-        """For the processes that have this rank later."""
+        """Keep a decision for later processes with this rank."""
         self._own[what] = decided
         if self._path is not None:
             write_private(self._path, msgspec.json.encode(self._own))
 
     def version(self, method: Callable[[Any], int], logger: Any) -> int:
-        """Of the n-th logger of its kind and place."""
+        """Return the version of the n-th logger of its kind and directory."""
         place = f"{type(logger).__name__} {logger.root_dir}/{logger.name}"
         self._asked[place] += 1
         what = f"{place} {self._asked[place]}"
@@ -67,7 +68,7 @@ class Decisions:
         return version
 
     def metrics(self, method: Callable[[Any], None], writer: Any) -> None:
-        """Those that are there stay where this run has written them."""
+        """Keep the metrics in the log directory if this run has written them; otherwise let Lightning remove them."""
         what = f"metrics {writer.log_dir}"
         if self.known(what) is None:
             method(writer)
@@ -77,12 +78,10 @@ class Decisions:
         self.keep(what, 1)
 
     def save_config(self, method: Callable[..., None], callback: Any, *args: Any, **kwargs: Any) -> None:
-        """Once in a run. A newcomer is alone when it asks the others whether they have."""
+        """Save the configuration once in a run. A newcomer cannot ask the other ranks whether they have."""
         if self.known(CONFIG_SAVED) is not None:
             callback.already_saved = True
-        self.keep(
-            CONFIG_SAVED, 1
-        )  # ahead of it: the file that is there already would end a process that comes later
+        self.keep(CONFIG_SAVED, 1)  # before the save: a later process would fail at the existing file
         method(callback, *args, **kwargs)
         callback.already_saved = True
 
@@ -95,7 +94,7 @@ def _read(path: Path | None) -> dict[str, int]:
 
 
 def keep_decisions() -> None:
-    """Let the loggers and callbacks of this process ask what was decided before. Idempotent."""
+    """Make the loggers and callbacks of this process use earlier decisions. Repeated calls do nothing."""
     client = WorkerClient.current()
     rank = int(os.environ.get("RANK", "0"))
     decisions = Decisions(client.run_dir if client is not None else None, rank)
@@ -108,7 +107,7 @@ def keep_decisions() -> None:
 
 
 def warn_of_loggers(trainer: pl.Trainer) -> None:
-    """Say which loggers decide in a way that is not known here."""
+    """Warn of loggers whose decisions are not kept."""
     unknown = sorted({type(each).__name__ for each in trainer.loggers if not isinstance(each, KNOWN)})
     if unknown and trainer.is_global_zero:
         log.warning(

@@ -1,12 +1,17 @@
-"""Where a Lightning training is, as plain values and tensors: its loops, its callbacks, and what they look at.
+"""The position of a Lightning training, as plain values and tensors: its loops, its callbacks and their metrics.
 
-Theory. A place is taken when a step ends, and once more when the next one begins, if a validation or the end of an
-epoch lies between: a newcomer is to begin after what all others have done. Lightning's own idea of a restart knows
-places at the end of a batch; at one before a batch it counts that batch, and the validation before it, twice. So
-whoever went on from there puts the counters right when it has arrived. At one after a batch it leaves out what follows,
-a validation or the end of the epoch: whoever restarts there is sent back by one batch, and what stands for training it
-puts the counters right (a newcomer is not: the others have done all that). Scores and the like, small tensors that a
-validation replaces under other names, become plain values: the layout of the state stays as it is.
+Theory. A position is taken when a step ends. It is taken again when the next step begins, if a validation or the end of
+an epoch lies between: a newcomer must begin after all work of the other ranks. Lightning's own restart is made for
+positions at the end of a batch, and errs in two cases, which this module corrects:
+
+- From a position before a batch it counts that batch, and the validation before it, twice. So the process sets the
+  counters again when it trains its first batch.
+- From a position after a batch it leaves out the following validation or end of the epoch. So a process that restarts
+  there is sent back by one batch, and a substitute for the training of that batch sets the counters. A newcomer is not
+  sent back, because the other ranks have done that work.
+
+Scores and other small tensors, which a validation replaces under other names, become plain values. So the layout of the
+state does not change.
 """
 
 from __future__ import annotations
@@ -29,11 +34,15 @@ from holdfast.integrations.recorded_calls import is_newcomer
 SMALL = "small tensor"
 SMALL_NUMEL = 64
 UNSAVED = ("current_score", "_last_global_step_saved", "_last_checkpoint_saved")
-"""Of a ModelCheckpoint: it does not load them, and with them it decides whether all ranks save now."""
+"""Attributes of a ModelCheckpoint that it does not load, although they decide whether all ranks save now."""
 
 
 def place_of(trainer: pl.Trainer, *, arrived: bool) -> dict[str, Any]:
-    """The place now; ``arrived``: a batch is about to be trained, instead of just having been."""
+    """Return the current position.
+
+    Args:
+        arrived: a batch is about to be trained; False: a batch has just been trained.
+    """
     states = {c.state_key: c.state_dict() for c in trainer.callbacks}
     savers = {
         c.state_key: {name: getattr(c, name) for name in UNSAVED}
@@ -52,7 +61,7 @@ def place_of(trainer: pl.Trainer, *, arrived: bool) -> dict[str, Any]:
 
 
 def go_on(trainer: pl.Trainer, place: dict[str, Any]) -> None:
-    """Before the loops begin: go to ``place``."""
+    """Move to the position ``place`` before the loops begin."""
     place = _made(place)
     if place["arrived"] or is_newcomer():
         trainer.fit_loop.load_state_dict(place["loops"])
@@ -68,7 +77,7 @@ def go_on(trainer: pl.Trainer, place: dict[str, Any]) -> None:
 
 
 def _before_last_batch(loops: dict[str, Any]) -> dict[str, Any]:
-    """The loops' state as if the step's last batch were still to come."""
+    """Return the loops' state as if the step's last batch were still to come."""
     loops = copy.deepcopy(loops)
     batches = loops["epoch_loop.batch_progress"]
     batches["is_last_batch"] = False
@@ -80,11 +89,11 @@ def _before_last_batch(loops: dict[str, Any]) -> dict[str, Any]:
 
 
 def _skip_next_batch(trainer: pl.Trainer, loops: dict[str, Any]) -> None:
-    """The next batch was trained: what Lightning does after it is done, and its loops are at ``loops``."""
+    """Replace the training of the next batch, which is done already, by setting the loops to the state after it."""
     epoch_loop = trainer.fit_loop.epoch_loop
 
     def advance(fetcher: Any) -> None:
-        del epoch_loop.advance  # Lightning's own again
+        del epoch_loop.advance  # restores Lightning's own method
         _set_loops(trainer, loops)
         epoch_loop.batch_progress.increment_completed()
         fetcher.fetched += 1
@@ -94,19 +103,19 @@ def _skip_next_batch(trainer: pl.Trainer, loops: dict[str, Any]) -> None:
 
 
 def arrive(trainer: pl.Trainer, place: dict[str, Any]) -> None:
-    """The first batch after :func:`go_on` is about to be trained."""
+    """Set the counters of the loops when the first batch after :func:`go_on` is about to be trained."""
     if place.get("arrived"):
         _set_loops(trainer, _made(place["loops"]))
 
 
 def _set_loops(trainer: pl.Trainer, loops: dict[str, Any]) -> None:
-    """In the running loops."""
+    """Set the state of the running loops."""
     trainer.fit_loop.load_state_dict(loops)
     trainer.fit_loop.restarting = trainer.fit_loop._loaded_from_state_dict = False
 
 
 def _plain(value: Any) -> Any:
-    """A copy, small tensors as bytes."""
+    """Return a copy in which small tensors are bytes."""
     if isinstance(value, Tensor) and 0 < value.numel() <= SMALL_NUMEL:
         flat = value.detach().cpu().reshape(-1).view(torch.uint8).numpy()
         return {
@@ -120,7 +129,7 @@ def _plain(value: Any) -> Any:
 
 
 def _made(value: Any) -> Any:
-    """Inverse of :func:`_plain`; a copy."""
+    """Return a copy that undoes :func:`_plain`."""
     if type(value) in (list, tuple):
         return type(value)(map(_made, value))
     if type(value) is not dict:
@@ -132,27 +141,27 @@ def _made(value: Any) -> Any:
 
 
 class PositionedLoader:
-    """The training data from where the loops are, epoch after epoch; of several loaders, one of them."""
+    """The training data from the position of the loops, epoch after epoch; for one of possibly several loaders."""
 
     def __init__(
         self, loader: Any, trainer: pl.Trainer, seed: int, drawn: Callable[[], DrawnBatches]
     ) -> None:
-        """``drawn``: asked at the first batch, when the session is open."""
+        """Wrap ``loader``. ``drawn`` is called at the first batch, when the session is open."""
         self._source: Source = make_source(loader, seed, trainer.global_rank)
         self._loop = trainer.fit_loop
         self._loader = loader
         self._drawn = drawn
-        self._ended = -1  # the epoch in which a pass of ours ended
+        self._ended = -1  # the epoch in which a pass over this loader ended
 
     def __len__(self) -> int:
         return len(self._loader)
 
     def __iter__(self) -> Iterator[Any]:
-        # Asked at the first batch: by then Lightning knows in which epoch it starts.
+        # Read at the first batch, when Lightning knows in which epoch it starts.
         epoch = self._loop.epoch_progress.current.processed
         skip, drawn = self._skip(epoch), self._drawn()
         if self._is_alone():
-            # The batch before is read for the comparison alone.
+            # The batch before is read only for the comparison.
             first = skip - 1 if drawn.expects(epoch, skip - 1) else skip
             for batch, data in enumerate(self._source.open(epoch, first), first):
                 drawn.saw(epoch, batch, data, self._loader)
@@ -163,11 +172,11 @@ class PositionedLoader:
         self._ended = epoch
 
     def _is_alone(self) -> bool:
-        """No other loader gives a part of each batch: its batches have the numbers of the loop's."""
+        """Return whether this is the only loader; then its batches have the numbers of the loop's batches."""
         return len(self._loop._combined_loader.flattened) == 1
 
     def _skip(self, epoch: int) -> int:
-        """How many batches of this pass were trained."""
+        """Return how many batches of this pass were trained."""
         ready: int = self._loop.epoch_loop.batch_progress.current.ready
         combined = self._loop._combined_loader
         if self._is_alone() or combined._mode == "min_size":
@@ -180,5 +189,5 @@ class PositionedLoader:
             )
         if combined._mode == "max_size":
             return min(ready, length)
-        # The shorter ones begin again within an epoch.
+        # The shorter loaders begin again within an epoch.
         return 0 if self._ended == epoch else ready % length

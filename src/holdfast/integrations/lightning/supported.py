@@ -1,4 +1,4 @@
-"""Which of Lightning's fits can be protected."""
+"""The uses of Lightning's ``fit`` that can be protected; others are refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from holdfast.errors import UnsupportedError
 
 
 def require_supported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Raise UnsupportedError for manual optimization, neither DDP nor one device, and averages in the model's place."""
+    """Raise UnsupportedError for manual optimization, neither DDP nor one device, or averages in the model's place."""
     strategy = trainer.strategy
     if not module.automatic_optimization or not isinstance(strategy, DDPStrategy | SingleDeviceStrategy):
         raise UnsupportedError(
@@ -25,6 +25,6 @@ def require_supported(trainer: pl.Trainer, module: pl.LightningModule) -> None:
 
 
 def require_one_optimizer(trainer: pl.Trainer) -> None:
-    """Raise UnsupportedError for none, or several."""
+    """Raise UnsupportedError if there is not exactly one optimizer."""
     if len(trainer.optimizers) != 1:
         raise UnsupportedError(f"{len(trainer.optimizers)} optimizers", hint="configure one optimizer")

@@ -1,4 +1,4 @@
-"""The driver of a job on Ray: has its nodes placed, makes their actors, and takes both away in the end."""
+"""The driver of a job on Ray: it lets Ray place the nodes, makes their actors, and removes both at the end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SAY_S = 10.0
 
 @dataclass(frozen=True)
 class JobPlan:
-    """A job, checked."""
+    """The checked description of a job."""
 
     name: str
     num_nodes: int
@@ -43,7 +43,7 @@ class JobPlan:
 
 
 def drive(plan: JobPlan) -> dict[int, Any]:
-    """Run the job to its end; what the ranks returned. Raises: as :func:`holdfast.integrations.ray.run`."""
+    """Run the job to its end. Return what the ranks returned. Raises: as :func:`holdfast.integrations.ray.run`."""
     if not ray.is_initialized():
         ray.init()
     if _actors_of(plan.name):
@@ -64,7 +64,7 @@ def drive(plan: JobPlan) -> dict[int, Any]:
 
 
 def status(name: str) -> dict[str, Any]:
-    """As :func:`holdfast.integrations.ray.status`."""
+    """Return the status of a job, as :func:`holdfast.integrations.ray.status`."""
     if not ray.is_initialized():
         ray.init()
     for actor_name in _actors_of(name):
@@ -73,7 +73,7 @@ def status(name: str) -> dict[str, Any]:
             if said := ray.get(actor.status.remote(), timeout=STATUS_S):
                 answer: dict[str, Any] = said
                 return answer
-        except (RayError, ValueError):  # it is lost: another node knows as much
+        except (RayError, ValueError):  # it is lost: ask another node
             continue
     raise UsageError(
         f"no job of the name {name} answers", hint="ray list actors; the name is that given to run()"
@@ -94,7 +94,7 @@ def _taken(name: str) -> UsageError:
 
 
 def _placed(plan: JobPlan) -> PlacementGroup:
-    """A placement group that has its nodes. Raises: NotMet."""
+    """Return a placement group whose nodes are reserved. Raises: NotMet."""
     group = placement_group(plan.bundles, strategy=plan.strategy, name=f"holdfast-{plan.name}")
     until_s, said = time.monotonic() + plan.node_timeout_s, False
     try:
@@ -123,7 +123,7 @@ def _placed(plan: JobPlan) -> PlacementGroup:
 def _actor(
     plan: JobPlan, group: PlacementGroup, launch: str, number: int, bundle: Mapping[str, float]
 ) -> Any:
-    """Raises: UsageError: its name is taken."""
+    """Make the actor of a node. Raises: UsageError: its name is taken."""
     others = {name: count for name, count in bundle.items() if name not in ("CPU", "GPU", "memory")}
     options: dict[str, Any] = {"memory": bundle["memory"]} if "memory" in bundle else {}
     made = ray.remote(HoldfastNode).options(
@@ -134,13 +134,13 @@ def _actor(
     )  # fmt: skip
     try:
         return made.remote(plan.name, number, launch, plan.run_dir)
-    except ValueError as error:  # another driver was quicker
+    except ValueError as error:  # another driver has taken the name meanwhile
         raise _taken(plan.name) from error
 
 
 @contextmanager
 def _signals(job: Supervisor) -> Iterator[None]:
-    """SIGTERM (``ray job stop``) and Ctrl-C ask the job to save and leave; a second time: to end at once."""
+    """Ask the job to save and leave at SIGTERM (``ray job stop``) or Ctrl-C, and to end at a second signal."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,8 +1,9 @@
 """A job on a Ray cluster: ``run(train, num_nodes=..., spares=...)``, in a driver that ``ray job submit`` has started.
 
-Theory. One actor per node holds what ``holdfast run`` is on a host; the ranks are its processes, and no tasks of Ray's.
-So a lost rank is replaced as everywhere, and the others keep their processes and weights. What Ray knows better is
-where there is a node: an actor whose node is lost is placed again by Ray, and its node joins the job as a spare.
+Theory. One Ray actor per node does what ``holdfast run`` does on a host. The ranks are processes of this actor, not Ray
+tasks. A lost rank is therefore replaced as in every other job, and the other ranks keep their processes and weights.
+Only Ray knows where a node is available. When the node of an actor is lost, Ray places the actor again, and its new
+node joins the job as a spare.
 """
 
 from __future__ import annotations
@@ -40,17 +41,18 @@ OURS = {
         ("--node-rank", "--rdzv-endpoint", "--master-addr", "--master-port", "--token-file", "--bind"), ""
     ),
 }
-"""Flags of ``holdfast run`` that this module gives, and the arguments that stand for them."""
+"""Flags of ``holdfast run`` that this module sets, and the arguments of :func:`run` that replace them."""
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """What a job has left that ran to its end.
+    """The result of a job that ran to its end.
 
     Args:
         name: of the job.
-        returned: by rank, what the training function has returned. A rank whose value was not plain (numbers, texts,
-            lists, tuples, dicts of these, None) is not here, and its log has a warning. Empty for a script.
+        returned: the values that the training function has returned, by rank. A rank whose value was not plain
+            (numbers, texts, lists, tuples, dicts of these, None) is missing, and its log has a warning. Empty for a
+            script.
     """
 
     name: str
@@ -75,7 +77,7 @@ def run(
     flags: Sequence[str] = (),
     node_timeout_s: float = 300.0,
 ) -> JobResult:
-    """Run a training on the nodes of a Ray cluster, to its end; returns the values of its ranks.
+    """Run a training on the nodes of a Ray cluster to its end, and return the values of its ranks.
 
     Args:
         train: a function at the top level of a module (each rank calls it, with ``train_loop_config`` if that is
@@ -83,23 +85,23 @@ def run(
         name: of the job. A call with the same name continues where an earlier one has saved.
         num_nodes: nodes that hold ranks.
         workers_per_node: ranks on each of them.
-        spares: further nodes, which wait for the loss of one.
-        shrink_to: train with so few nodes where one is lost and no spare waits; 0: wait for a node.
+        spares: further nodes, which wait for the loss of a node.
+        shrink_to: least number of nodes to train with if some are lost and no spare waits; 0: wait for a node.
         use_gpu: a GPU per worker.
         resources: of one node, beside or instead of a CPU (and a GPU) per worker: ``{"CPU": 32, "GPU": 8}``.
-        placement_strategy: ``STRICT_SPREAD``; ``SPREAD``: nodes of the job may share a node, and be lost together.
+        placement_strategy: ``STRICT_SPREAD``, or ``SPREAD``: nodes of the job may share a host, and be lost together.
         train_loop_config: plain values for the function.
         args: arguments of the script.
-        storage_path: directory that all nodes share, or ``s3://bucket/prefix``: checkpoints go to ``NAME`` below it,
-            unless the script names a place itself.
+        storage_path: directory that all nodes share, or ``s3://bucket/prefix``. Checkpoints go to ``NAME`` below it,
+            unless the script sets a place.
         run_dir: directory on each node for logs and events; by default one of this user in the temporary directory.
         flags: further flags of ``holdfast run``, as ``("--memory-every", "1")``.
-        node_timeout_s: so long for the cluster to have the nodes, at the start, and again if all of them are lost.
+        node_timeout_s: limit of the wait for the nodes, at the start, and again if all of them are lost.
 
     Raises:
         FrameworkError: Ray is not installed.
         UsageError: an argument that cannot work, a function that no other process can find, or a job of this name runs.
-        NotMet: the cluster did not have the nodes in time; says what is missing.
+        NotMet: the cluster did not have the nodes in time; the message says what is missing.
         JobSaved: the job has saved and left (code 75): the same call continues.
         JobError: it ended with another code than 0.
 
@@ -130,7 +132,7 @@ def run(
 
 
 def _check_counts(num_nodes: int, workers_per_node: int, spares: int) -> None:
-    """Raises: UsageError."""
+    """Check the numbers of nodes, workers and spares. Raises: UsageError."""
     counts = {"num_nodes": (num_nodes, 1), "workers_per_node": (workers_per_node, 1), "spares": (spares, 0)}
     for argument, (count, least) in counts.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < least:
@@ -138,7 +140,7 @@ def _check_counts(num_nodes: int, workers_per_node: int, spares: int) -> None:
 
 
 def _check_job(name: str, placement_strategy: str, node_timeout_s: float) -> None:
-    """Raises: UsageError."""
+    """Check the other arguments of the job. Raises: UsageError."""
     if IN_RANK in os.environ:
         raise UsageError(
             "run() is called while a rank imports this script",
@@ -156,7 +158,7 @@ def _check_job(name: str, placement_strategy: str, node_timeout_s: float) -> Non
 
 
 def status(name: str) -> dict[str, Any]:
-    """What ``holdfast status --json`` says of a job that runs, from any process of the cluster.
+    """Return the output of ``holdfast status --json`` for a running job, from any process of the cluster.
 
     Raises:
         UsageError: no job of this name runs.
@@ -180,7 +182,7 @@ def _driver() -> Any:
 def _target(
     train: Callable[..., Any] | str | Path, config: Mapping[str, Any] | None, args: Sequence[str]
 ) -> tuple[TrainFunction | str, bytes | None]:
-    """What is run, and the encoded argument of a function. Raises: UsageError."""
+    """Return what is run, and the encoded argument of a function. Raises: UsageError."""
     if callable(train):
         if args:
             raise UsageError("args is for a script; train is a function", hint="give train_loop_config")
@@ -202,7 +204,7 @@ def _target(
 
 
 def _passed_on(flags: Sequence[str]) -> list[str]:
-    """Raises: UsageError: a flag that this module gives itself."""
+    """Return the flags for ``holdfast run``. Raises: UsageError: a flag that this module sets itself."""
     if isinstance(flags, str):
         raise UsageError(f"flags={flags!r} is one text", hint="a list of words: ('--grace-s', '60')")
     for flag in flags:
@@ -216,7 +218,7 @@ def _passed_on(flags: Sequence[str]) -> list[str]:
 
 
 def _root(storage_path: str | Path) -> str:
-    """Raises: UsageError."""
+    """Return a checked ``storage_path`` without a slash at its end. Raises: UsageError: it is a relative path."""
     path = str(storage_path)
     if "://" not in path and not os.path.isabs(path):
         raise UsageError(

@@ -1,15 +1,15 @@
-"""Keeps the launcher of one node for an actor: a process of its own, out of reach of what ends an actor's children.
+"""The keeper of one node's launcher: a separate process that outlives the actor of the node.
 
-Theory. An actor is a process of Ray, and may be killed while the node is sound: by an out-of-memory monitor, by a
-command, by a defect. Nothing of the training depends on it. So the launcher belongs to this keeper, and the actor owns
-the keeper by a file with its process number. A new actor on the same node that finds the keeper writes its own number
-there, and nothing has happened. A keeper without a living owner asks the launcher to save and leave: its job is over
-for Ray, which gives the resources of the node to others.
+Theory. An actor is a process of Ray, and may be killed while the node is healthy: by an out-of-memory monitor, by a
+command, by a defect. The training must not depend on it. So the launcher is a child of the keeper, and the actor owns
+the keeper by a file with the actor's process number. A new actor on the same node that finds the keeper writes its own
+number there, and the training continues undisturbed. A keeper without a living owner asks the launcher to save and
+leave: for Ray its job is over, and the resources of the node go to other jobs.
 
 Invariants:
-1. There is one keeper per place (a lock), and it ends after its launcher.
-2. The launcher is killed when its keeper is: its agent then saves and leaves.
-3. An owner that was lost is worth one request to leave, and so is each signal to the keeper.
+1. There is one keeper per directory (a lock), and it ends after its launcher.
+2. The launcher is killed when its keeper is; its agent then saves and leaves.
+3. The loss of the owner causes one request to leave, and so does each signal to the keeper.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from holdfast.runtime.node.rundir import is_free, open_log, try_lock, write_priv
 
 POLL_S = 0.1
 LOCK_S = 5.0
-ORPHAN_S = 8.0  # Ray has a new actor on the node within two seconds; on a busy machine later
+ORPHAN_S = 8.0  # Ray makes a new actor on the node within two seconds, on a busy machine later
 PR_SET_PDEATHSIG = 1  # of prctl(2)
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What is started, and where."""
+    """The command that a keeper starts, and its working directory."""
 
     command: tuple[str, ...]
     directory: str
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """The actor whose launcher it is."""
+    """The actor that owns a keeper."""
 
     pid: int
-    ticks: int  # when the process started: numbers are given again
-    launch: str  # the driver's call that it belongs to
+    ticks: int  # start time of the process: numbers are reused
+    launch: str  # id of the driver's call
     ray_node: str
-    devices: tuple[str, ...]  # what Ray has given to it
+    devices: tuple[str, ...]  # devices that Ray has given to the actor
 
     @property
     def lives(self) -> bool:
-        """Its process does."""
+        """True if the process of the actor lives."""
         return start_ticks(self.pid) == self.ticks
 
     def succeeds(self, other: Owner) -> bool:
-        """It may take over what ``other`` has started."""
+        """Return whether this actor may take over the launcher of ``other``."""
         return (self.launch, self.ray_node, self.devices) == (other.launch, other.ray_node, other.devices)
 
 
 class KeptPlace:
-    """The files by which an actor and a keeper know of each other, in a private directory."""
+    """The files through which an actor and a keeper find each other, in a private directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,12 +71,12 @@ class KeptPlace:
 
     @property
     def kept(self) -> bool:
-        """A keeper lives."""
+        """True if a keeper lives."""
         return not is_free(self.lock)
 
     @property
     def code(self) -> int | None:
-        """The exit code of the launcher; None: it has none so far."""
+        """The exit code of the launcher; None: it has not ended."""
         try:
             return int(self.code_file.read_text())
         except FileNotFoundError:
@@ -84,18 +84,18 @@ class KeptPlace:
 
     @property
     def owner(self) -> Owner | None:
-        """None: there never was one."""
+        """The owner of the keeper; None: there never was one."""
         try:
             return msgspec.json.decode((self.path / "owner").read_bytes(), type=Owner)
         except FileNotFoundError:
             return None
 
     def own(self, owner: Owner) -> None:
-        """From now on it belongs to this one."""
+        """Make ``owner`` the owner of the keeper."""
         write_private(self.path / "owner", msgspec.json.encode(owner))
 
     def start(self, order: Order) -> None:
-        """Start a keeper for this order; there has to be none."""
+        """Start a keeper for this order. No other keeper may live."""
         self.code_file.unlink(missing_ok=True)
         write_private(self.path / "order", msgspec.json.encode(order))
         with os.fdopen(open_log(self.output), "ab") as output:
@@ -105,14 +105,14 @@ class KeptPlace:
             )  # fmt: skip
 
     def ask(self) -> None:
-        """Ask the launcher to save and leave, by its keeper."""
+        """Ask the launcher, through its keeper, to save and leave."""
         pid = int((self.path / "keeper").read_text())
         if self.kept:
             os.kill(pid, signal.SIGTERM)
 
 
 class Keeper:
-    """The life of one launcher."""
+    """Runs one launcher, and asks it to leave when it has no owner."""
 
     def __init__(self, place: KeptPlace) -> None:
         self.place = place
@@ -122,14 +122,14 @@ class Keeper:
         self._orphan = False
 
     def run(self) -> None:
-        """Start the launcher, and stay until it has ended."""
+        """Start the launcher, and return when it has ended."""
         signal.signal(signal.SIGTERM, self._asked)
         order = msgspec.json.decode((self.place.path / "order").read_bytes(), type=Order)
         libc, keeper = ctypes.CDLL(None), os.getpid()
 
         def end_with_keeper() -> None:
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != keeper:  # it has died before the request could be made
+            if os.getppid() != keeper:  # the keeper has died before prctl()
                 os.kill(os.getpid(), signal.SIGKILL)
 
         launcher = subprocess.Popen(order.command, cwd=order.directory, preexec_fn=end_with_keeper)
@@ -154,17 +154,17 @@ class Keeper:
 
 
 def main() -> None:
-    """``python -m holdfast.integrations.ray.keeper PLACE``: returns at once, the keeper stays."""
+    """Run ``python -m holdfast.integrations.ray.keeper PLACE``: it returns at once, and the keeper stays."""
     place = KeptPlace(Path(sys.argv[1]))
     reading, writing = os.pipe()
     if os.fork():
         os.close(writing)
-        os.read(reading, 1)  # until it holds the lock, or has ended
+        os.read(reading, 1)  # until the keeper holds the lock, or has ended
         os._exit(0)
     os.close(reading)
     os.setsid()
     held, until_s = try_lock(place.lock), time.monotonic() + LOCK_S
-    while held is None:  # an actor that looks whether it is free holds it for that moment
+    while held is None:  # an actor that checks the lock holds it for a moment
         if time.monotonic() > until_s:
             return
         time.sleep(POLL_S)

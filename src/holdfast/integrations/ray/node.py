@@ -1,7 +1,7 @@
-"""The actor of one node: holds its launcher, tells the driver where it is, how it ended and what the ranks returned.
+"""The actor of one node: it holds the launcher, and reports the node's address, the exit code and the returned values.
 
-Ray makes the actor again when its process or its node is lost, without any memory of what was. What it has to know it
-reads from the files of the node (``keeper.py``), or gets from the driver.
+Ray makes the actor again when its process or its node is lost. The new actor has no memory of the old one. It reads
+what it needs from the files of the node (``keeper.py``), or gets it from the driver.
 """
 
 from __future__ import annotations
@@ -35,24 +35,24 @@ CHUNK_SIZE_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class NodeOrder:
-    """What a node has to run; the same for all, but for the contacts."""
+    """The order to a node: what it runs. It is equal for all nodes, except for ``contacts``."""
 
     flags: tuple[str, ...]
     train: TrainFunction | str  # a string: the path of a script
     args: tuple[str, ...]
     directory: str  # the driver's working directory
-    contacts: tuple[str, ...]
+    contacts: tuple[str, ...]  # addresses of other agents, through which the agent of the node joins
     token: str = field(repr=False)
     config: bytes | None
 
 
 @dataclass(frozen=True)
 class NodeHere:
-    """An actor that is up."""
+    """The answer of an actor that is up."""
 
-    address: str  # of its node
-    contact: str  # a free port there
-    runs: bool  # it has taken over what an actor before it has started
+    address: str  # IP address of its node
+    contact: str  # address and a free port of the node
+    runs: bool  # it has taken over the launcher of an earlier actor
 
 
 class HoldfastNode:
@@ -61,7 +61,7 @@ class HoldfastNode:
     Args:
         name: of the job.
         number: of this node.
-        launch: the driver's call.
+        launch: id of the driver's call.
         run_dir: directory for the runs of this user, on the node.
     """
 
@@ -97,21 +97,21 @@ class HoldfastNode:
         return True
 
     def here(self) -> NodeHere:
-        """Where this actor is."""
+        """Return address, free port and state of this actor."""
         with socket.socket(family_of(self._address)) as probe:
             probe.bind((self._address, 0))
             contact = endpoint(self._address, probe.getsockname()[1])
         return NodeHere(self._address, contact, self._runs_on)
 
     def start(self, order: NodeOrder) -> str:
-        """Start the launcher; returns why it cannot be started, empty: it is."""
+        """Start the launcher. Return why it cannot be started; empty: it is started."""
         try:
             return self._prepare() or self._start(order)
         except OSError as error:
             return f"{error.filename or self._place.path}: {error.strerror}"
 
     def _prepare(self) -> str:
-        """Private directories, and none of the processes that an earlier call has left."""
+        """Make private directories and wait until processes of an earlier call have left. Return why it failed."""
         self._place.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         if why := self._doubt():
             return why
@@ -119,13 +119,13 @@ class HoldfastNode:
             owner = self._place.owner
             if owner is not None and owner.lives and owner.pid != os.getpid():
                 return f"another job of the name {self._name} runs there (process {owner.pid})"
-            time.sleep(POLL_S)  # what is left of an earlier call saves and leaves
+            time.sleep(POLL_S)  # the launcher of an earlier call saves and leaves
         for path in self._place.path.glob(f"{RETURNED}*"):
             path.unlink()
         return ""
 
     def _doubt(self) -> str:
-        """Why another user may have made the files here; empty: it is not so."""
+        """Return why another user may have made the files here; empty: none did."""
         doubts = ((path, doubt(path)) for path in (self._runs, self._place.path))
         return next((f"{path} {why}" for path, why in doubts if why), "")
 
@@ -152,7 +152,7 @@ class HoldfastNode:
         return ""
 
     def wait(self) -> int:
-        """Show the launcher's output until it has ended; its exit code, below 0 for a signal."""
+        """Show the launcher's output until it has ended. Return its exit code, below 0 for a signal."""
         while True:
             ended, kept = self._place.code, self._place.kept
             self._show()
@@ -165,7 +165,7 @@ class HoldfastNode:
             time.sleep(POLL_S)
 
     def _show(self) -> None:
-        """What is new in the launcher's output, by whole lines; a new actor continues at the same place."""
+        """Print new whole lines of the launcher's output; a new actor continues where the last one stopped."""
         mark = self._place.path / "shown"
         before = shown = int(mark.read_text()) if mark.exists() else 0
         with self._place.output.open("rb") as file:
@@ -182,7 +182,7 @@ class HoldfastNode:
             write_private(mark, str(shown).encode())
 
     def contacts(self, asks: int) -> tuple[str, ...]:
-        """Where all agents but that of the node ``asks`` listen; empty: not known here."""
+        """Return the addresses of all agents except that of the node ``asks``; empty: not known here."""
         try:
             known = read_peers(self._run)
             return tuple(endpoint(peer.host, peer.port) for peer in known if peer.node_id != f"node{asks}")
@@ -190,17 +190,17 @@ class HoldfastNode:
             return ()
 
     def leave(self) -> None:
-        """Ask the launcher to save and leave; a second time: to end at once."""
+        """Ask the launcher to save and leave, and at the second call to end at once."""
         if self._place.path.exists() and self._place.kept:
             self._place.ask()
 
     def returned(self) -> dict[int, bytes]:
-        """What the ranks of this node have returned, encoded."""
+        """Return the encoded values that the ranks of this node have returned, by rank."""
         files = self._place.path.glob(f"{RETURNED}*")
         return {int(file.name.removeprefix(RETURNED)): file.read_bytes() for file in files}
 
     def status(self) -> dict[str, Any]:
-        """What ``holdfast status --json`` says on this node; empty: nothing so far."""
+        """Return the output of ``holdfast status --json`` on this node; empty: nothing so far."""
         asked = subprocess.run(
             [sys.executable, "-m", "holdfast", "status", "--json", str(self._run.path)],
             capture_output=True, text=True, timeout=STATUS_S, check=False,
@@ -209,9 +209,9 @@ class HoldfastNode:
         return said
 
     def clear(self) -> None:
-        """Remove what only this call needed: the token, the output that was shown."""
+        """Remove the files of this call: the token, and the output that was shown."""
         until_s = time.monotonic() + LOCK_S
-        while self._place.kept:  # the keeper of a launcher that has ended
+        while self._place.kept:  # the launcher has ended, and its keeper ends
             if time.monotonic() > until_s:
                 return
             time.sleep(POLL_S)
@@ -219,14 +219,14 @@ class HoldfastNode:
 
 
 def _located(train: TrainFunction | str) -> tuple[str, str]:
-    """The directory of the code, and the file in it that has to be there; no file: it is installed."""
+    """Return the directory of the code and the file in it that must exist; no file: the code is installed."""
     if isinstance(train, TrainFunction):
         return train.root, train.file
     return os.path.split(train)
 
 
 def _target(order: NodeOrder, found: str, place: Path) -> tuple[str, ...]:
-    """The last words of the command: what is run."""
+    """Return the last words of the command, which name the function or script."""
     if isinstance(order.train, TrainFunction):
         module, name = order.train.module, order.train.name
         return ("-m", "holdfast.integrations.ray.rank", module, name, found, str(place))

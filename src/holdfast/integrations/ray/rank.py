@@ -1,6 +1,6 @@
-"""What each rank runs for a training function: import it, call it, leave its value where the node's actor reads it.
+"""The program of each rank for a training function: it imports and calls it, and stores the value for the node's actor.
 
-``python -m holdfast.integrations.ray.rank MODULE FUNCTION ROOT PLACE``, as ``holdfast run -m`` does.
+``python -m holdfast.integrations.ray.rank MODULE FUNCTION ROOT PLACE``, started like ``holdfast run -m``.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from holdfast.runtime.node.rundir import write_private
 from holdfast.store.format.json_values import decode_values, encode_values
 
 CONFIG, RETURNED = "config", "returned-"
-IN_RANK = "HOLDFAST_RAY_RANK"  # set here: the driver's script is imported, and its guard may be missing
+IN_RANK = "HOLDFAST_RAY_RANK"  # refuses run() in a rank that imports a driver's script without a main guard
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""A training function as a name that every node finds: module, name in it, and the directory of the module.
+"""A training function as a name that every node can resolve: module, name in it, and the directory of the module.
 
-The ranks are processes of Holdfast, and nothing that they read is unpickled. So a function goes to them by its name, as
-it goes to the processes of :mod:`multiprocessing` that are spawned, and its argument as plain values.
+The ranks are processes of Holdfast, and unpickle nothing. So a function is sent to them by its name, as to spawned
+processes of :mod:`multiprocessing`, and its argument as plain values.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ HINT = "define it with def at the top level of a module, or give the path of a s
 
 
 class TrainFunction(NamedTuple):
-    """Where a function is defined."""
+    """The place where a function is defined."""
 
     module: str
     name: str
-    root: str  # the directory on sys.path that has the module; empty: it is installed, as it has to be on each node
-    file: str  # of the module, below ``root``
+    root: str  # directory on sys.path with the module; empty: it is installed, as it must be on each node
+    file: str  # file of the module, below ``root``
 
 
 def name_function(train: Callable[..., Any]) -> TrainFunction:
-    """The name by which another process finds ``train``.
+    """Return the name by which another process finds ``train``.
 
-    A function of the driver's own script is found by the name of its file, under which the script is imported.
+    A function of the driver's own script gets the module name of the script's file, under which the ranks import it.
 
     Raises:
-        UsageError: nothing but this process can find it: a lambda, a nested function, a method, a partial, a notebook.
+        UsageError: only this process can find it: a lambda, a nested function, a method, a partial, a notebook.
     """
     shown = getattr(train, "__qualname__", repr(train))
     module, name = getattr(train, "__module__", None), getattr(train, "__qualname__", "")
@@ -64,7 +64,7 @@ def name_function(train: Callable[..., Any]) -> TrainFunction:
 
 
 def load_function(module: str, name: str, root: str) -> Callable[..., Any]:
-    """The function that :func:`name_function` has named; ``root`` is put first on ``sys.path``.
+    """Return the function that :func:`name_function` has named; ``root`` is put first on ``sys.path``.
 
     Raises:
         ScriptError: the module has no such function.
@@ -82,12 +82,12 @@ def load_function(module: str, name: str, root: str) -> Callable[..., Any]:
 
 
 def find_place(here: str, drivers: str, root: str, file: str) -> str:
-    """The directory on this node that has ``file``, as ``root`` has it on the driver's; empty: there is none.
+    """Return the directory on this node that holds ``file``, as ``root`` does on the driver's; empty: there is none.
 
     Args:
         here: working directory of this process.
-        drivers: working directory of the driver. What lies below it is looked for below ``here`` first: Ray copies the
-            working directory of a job to each node.
+        drivers: working directory of the driver. A ``root`` below it is searched below ``here`` first, because Ray
+            copies the working directory of a job to each node.
     """
     below = os.path.relpath(root, drivers)
     candidates = (

@@ -1,19 +1,19 @@
-"""Watches the nodes of a job on Ray: starts a launcher on each, and again where Ray has placed a lost actor again.
+"""The supervisor of a job on Ray: it starts a launcher on each node, and again where Ray has placed a lost actor again.
 
-Theory. The job needs no process outside: its agents have elected a controller, which replaces what is lost. What no
-agent can know is that Ray has placed a lost actor again, and where. The supervisor tells that node where the agents of
-the others listen, and the node joins the job. The end of the job is the end of its launchers.
+Theory. The job needs no process outside its nodes: its agents have elected a controller, which replaces lost ranks. But
+no agent can know that Ray has placed a lost actor again, and where. The supervisor sends that node the addresses of the
+other agents, and the node joins the job. The job ends when its launchers end.
 
-Where a loss was more than the job could bear (no majority, no node in time), its launchers save and end with 75. That
+After a loss that the job could not bear (no majority, no node in time), its launchers save and end with code 75. That
 end was not asked for, so all are started again as soon as there are enough nodes, and training continues at that step.
 
-A node is ``lost`` (its actor is asked whether it is up), ``ready`` (it is, and holds no launcher), ``starts``,
-``runs``, ``ended`` (its launcher has), or ``out`` (for good).
+A node is ``lost`` (its actor is asked whether it is up), ``ready`` (it is up without a launcher), ``starts``, ``runs``,
+``ended`` (its launcher has ended), or ``out`` (left out for good).
 
 Invariants:
-1. A launcher is started only where the actor is known to hold none.
-2. A node that comes to a running job does not get itself as a contact: it could found a second job.
-3. The first code 0 is the end: a job runs to its end on all nodes together.
+1. A launcher is started only where the actor is known to have none.
+2. A node that comes to a running job does not get its own address as a contact: it could found a second job.
+3. The first code 0 ends the job, which runs to its end on all nodes together.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from holdfast.store.format.json_values import decode_values
 from holdfast.text import plural
 
 POLL_S = 0.2
-RETURN_S = 0.5  # between two questions to an actor that is not up
-GATHER_S = 10.0  # for further nodes, where enough are there
-AGAIN_S = 10.0  # before a launcher that has left is started again: meanwhile those of a whole job leave
-DEPARTURES_MAX = 5  # of a launcher that ends unasked while the others run
+RETURN_S = 0.5  # between two requests to an actor that is not up
+GATHER_S = 10.0  # wait for further nodes when there are enough
+AGAIN_S = 10.0  # before a launcher that has left is started again: time for a whole job to leave
+DEPARTURES_MAX = 5  # limit of the ends of a launcher that nothing asked for, while the others run
 SETTLE_S = 5.0
 LINGER_S = 30.0
 ANSWER_S = 10.0
@@ -53,33 +53,33 @@ class JobNode:
     number: int
     actor: Any
     phase: Phase = "lost"
-    call: Any = None  # in flight, by the phase: here, start, wait
+    call: Any = None  # call in flight, by the phase: here, start, wait
     here: NodeHere | None = None
-    code: int | None = None  # of its last launcher
+    code: int | None = None  # exit code of its last launcher
     starts: int = 0
-    departures: int = 0  # ends of its launcher that were not those of the job
-    next_s: float = 0.0  # nothing before this
+    departures: int = 0  # ends of its launcher that were not the end of the job
+    next_s: float = 0.0  # earliest time of the next request
 
     @property
     def active(self) -> bool:
-        """It has a launcher, or is about to."""
+        """True if it has a launcher, or is about to start one."""
         return self.phase in ("starts", "runs")
 
 
 def say(text: str) -> None:
-    """Print a line of the driver's."""
+    """Print a line of the driver."""
     sys.stderr.write(f"holdfast: {text}\n")
 
 
 class Supervisor:
-    """The life of one job.
+    """Watches and restarts the launchers of one job.
 
     Args:
         name: of the job.
         order: what the nodes run; its contacts are filled in here.
         nodes: one per actor, in the order of their numbers.
-        num_nodes: so many of them hold ranks.
-        node_timeout_s: bound of a start, and of a time in which no node is left.
+        num_nodes: number of the nodes that hold ranks.
+        node_timeout_s: limit of a start, and of a time in which no node is left.
     """
 
     def __init__(
@@ -93,12 +93,12 @@ class Supervisor:
         self._node_timeout_s = node_timeout_s
         self._passed_on = 0
         self._active_s = self._enough_s = self._ended_s = time.monotonic()
-        self._first: tuple[str, ...] = ()  # where the agents meet that start together
+        self._first: tuple[str, ...] = ()  # contacts of agents that start together
         self._begun = self._saved = self._settled = False
-        self._failed = ""  # the node that cannot start
+        self._failed = ""  # the node whose launcher failed
 
     def run(self) -> None:
-        """Until the job is over.
+        """Return when the job is over.
 
         Raises:
             NotMet: not enough actors came up, at the start or after all were lost.
@@ -124,15 +124,15 @@ class Supervisor:
             self._heed_time()
 
     def close(self) -> dict[int, Any]:
-        """What the ranks have returned.
+        """Clean up the nodes, and return the values of the ranks, by rank.
 
         Raises:
             JobSaved: the job has saved and left.
             JobError: it ended with another code than 0.
         """
-        self._leave()  # a node that came too late to hear of the end
+        self._leave()  # for a node that started too late to leave with the others
         ended = [node for node in self._nodes if node.phase in ("ended", "out") and node.here is not None]
-        # No code: the driver was asked to stop before anything was started.
+        # No code: the driver was asked to stop before any launcher was started.
         code = ending_of(self._codes) if self._codes else int(Exit.INTERRUPTED)
         returned = self._returned(ended) if code == Exit.OK else {}
         for node in ended:
@@ -194,7 +194,7 @@ class Supervisor:
             node.phase = "out"
 
     def _refused(self, node: JobNode, why: str) -> None:
-        """It cannot start its launcher."""
+        """Leave out a node that cannot start its launcher, or end the job if the node was in it from the start."""
         if self._began_with(node):
             raise UserError(
                 f"node{node.number} ({self._address(node)}): {why}",
@@ -215,7 +215,7 @@ class Supervisor:
                 say(f"node{node.number} is left out: its launcher ended with code {code}")
 
     def _began_with(self, node: JobNode) -> bool:
-        """It was there from the beginning, and its launcher was started once."""
+        """Return whether the node was started only once, so that it belongs to the job from the start."""
         return node.starts == 1
 
     # ---------------------------------------------------------------- orders
@@ -230,7 +230,7 @@ class Supervisor:
             self._leave()
 
     def _leave(self) -> list[Any]:
-        """The calls."""
+        """Ask all launchers to leave. Return the calls."""
         return [node.actor.leave.remote() for node in self._nodes if node.active]
 
     def _ask_lost(self) -> None:
@@ -262,7 +262,7 @@ class Supervisor:
 
     @property
     def _interrupted(self) -> bool:
-        """All launchers have left, and the reason is a node that was lost: the end was not asked for."""
+        """True if all launchers have left because a node was lost, and the end was not asked for."""
         if self._leaving or not self._codes or any(node.active for node in self._nodes):
             return False
         return not set(self._codes) & set(ENDS) and any(
@@ -334,7 +334,7 @@ class Supervisor:
         return bool(self._codes or self.asked) or all(node.phase == "out" for node in self._nodes)
 
     def _ask(self, call: Any) -> Any:
-        """Its answer; None: it has none, as a node that is lost."""
+        """Return the answer of a call; None: it has none, as from a lost node."""
         try:
             return ray.get(call, timeout=ANSWER_S)
         except RayError:

@@ -1,2 +1,3 @@
 """The agent of one node: ``agentd`` is its process, ``zygote`` forks workers, ``worker_processes`` watches them,
-``peers`` and ``leader_election`` connect it to other nodes, ``peer_replication`` keeps states of their ranks."""
+``peers`` and ``leader_election`` connect it to other nodes, ``peer_replication`` copies states of ranks between nodes.
+"""

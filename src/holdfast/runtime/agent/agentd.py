@@ -1,8 +1,8 @@
-"""The agent process of one node: ``core.agent.Agent`` behind a driver, and everything that it asks for.
+"""The agent process of one node: it runs the state machine ``core.agent.Agent`` and executes its commands.
 
-``python -m holdfast.runtime.agent.agentd RUNDIR``. Server for workers and command line, client of the controller
-(which it starts again when it dies), owner of the status pages, parent or adopter of the workers. A successor adopts
-what a dead agent left: workers (status pages and pidfds), zygote and controller (their endpoint files).
+``python -m holdfast.runtime.agent.agentd RUNDIR``. The agent serves the workers and the command line, restarts a dead
+controller, and owns the status pages. The successor of a dead agent adopts what that agent left: workers (by status
+pages and pidfds), zygote and controller (by their endpoint files).
 """
 
 from __future__ import annotations
@@ -89,16 +89,16 @@ LINGER_S = 1.0
 LAST_WORDS_S, WORD_S = 0.2, 0.001
 LIBRARY_LINGER_S = 10.0
 WRITERS_WAIT_S = 60.0
-FIRST_NODE = NodeId("node0")  # of rank 0, in library mode
-NODE_BEAT_S = 0.5  # heartbeat of an agent that is not alone
+FIRST_NODE = NodeId("node0")  # of rank 0, in library mode (without `holdfast run`)
+NODE_BEAT_S = 0.5  # period of the heartbeat, for a job of several nodes
 
 
 class AgentDaemon:
-    """One node's agent. Made by :meth:`open`.
+    """The agent of one node. Made by :meth:`open`.
 
     Args:
-        kept: what this node has promised in elections.
-        kv: the keys, with those that an agent before this one left.
+        kept: the term and vote that this node has saved in elections.
+        kv: the key-value store, with the keys that an earlier agent left.
         journal, mirror: the event log of this node, for the lines of this agent and for those of the controller.
     """
 
@@ -120,7 +120,7 @@ class AgentDaemon:
         self._member_of: dict[Channel[WireMessage], MemberId] = {}
         self._askers: deque[Channel[WireMessage]] = deque()  # command lines that wait for an Ack
         self._exited: set[MemberId] = set()
-        self._dying: dict[MemberId, MemberExited] = {}  # gone, its last words are still to be read
+        self._dying: dict[MemberId, MemberExited] = {}  # exited, but their last messages may be unread
         self._remains = ShmCleanup(run)
         self._waiting: asyncio.Task[None] | None = None
         self._buddies: PeerReplication | None = None
@@ -157,7 +157,7 @@ class AgentDaemon:
         )
         self._hub: Hub[WireMessage] = Hub(
             MESSAGES,
-            run.token(),
+            run.secret(),
             on_open=lambda channel: None,
             on_message=self._heard,
             on_close=self._closed,
@@ -165,7 +165,7 @@ class AgentDaemon:
 
     @classmethod
     def open(cls, run: RunDir) -> Self:
-        """The agent of a run directory, with what one before it left there.
+        """Return the agent of a run directory, with everything that an earlier agent left there.
 
         Raises:
             UserError: a file of the run is missing or damaged.
@@ -177,14 +177,14 @@ class AgentDaemon:
         return cls(run, settings, load_kept(run), KvServer.open(run.pages() / "kv.log"), *logs)
 
     async def serve(self) -> int:
-        """Run until the run is over; returns its exit code.
+        """Serve until the run is over, and return its exit code.
 
         Raises:
-            HoldfastError: the machine or its surroundings broke; the launcher starts a successor.
+            HoldfastError: the agent or its environment broke; the launcher starts a successor.
         """
-        server, port = await self._hub.listen(agent_of(self._settings.node))
-        self._run.write_endpoint("agent", "127.0.0.1", port, node=self._settings.node)
-        self._journal.append("agent_started", {"pid": os.getpid(), "port": port})
+        server, at = await self._hub.listen(agent_of(self._settings.node), self._run.socket_of("agent"))
+        self._run.write_endpoint("agent", at, node=self._settings.node)
+        self._journal.append("agent_started", {"pid": os.getpid(), "at": str(at)})
         self._driver.guard_loop()
         self._driver.start()
         loop = asyncio.get_running_loop()
@@ -194,7 +194,7 @@ class AgentDaemon:
         self._adopt()
         if self._settings.job:
             self._driver.post(JobFormed())
-        self._watch_launcher()  # after what is there: whoever is asked to leave and has nothing leaves at once
+        self._watch_launcher()  # after the adoption: without workers an agent would leave at once
         self._begin_memory()
         self._council.begin()
         notices = NoticeWatch.of(self._settings, self._run.path, self._driver.post, self._journal)
@@ -216,14 +216,14 @@ class AgentDaemon:
         return self._over.result()
 
     def _begin_memory(self) -> None:
-        """With several nodes: states that ranks keep in memory are given to another node, too."""
+        """With several nodes, start to send the in-memory states of the ranks to another node."""
         peers = self._council.peers
         if peers is None:
             return
         self._buddies = PeerReplication(
             self._node_id,
             self._run.pages(),
-            self._run.token(),
+            self._settings.secret_of(self._run),
             lambda: [self._run.page_path(member_id) for member_id in self._procs.living],
             lambda: {n: peers.known[n] for n in peers.here if n != self._node_id},
             self._driver.post,
@@ -231,7 +231,7 @@ class AgentDaemon:
         peers.memory_port = self._buddies.begin(self._settings.bind, self._driver.fail)
 
     async def _end(self, server: asyncio.Server) -> None:
-        """Leave nothing behind: processes, pages, endpoints."""
+        """End all processes of the run on this node, and remove its status pages and endpoint files."""
         self._driver.close()
         if self._waiting is not None:
             self._waiting.cancel()
@@ -249,7 +249,7 @@ class AgentDaemon:
             if left:
                 self._journal.append("leftovers_killed", {"pids": left})
                 await asyncio.gather(*(wait_gone(pid, LINGER_S) for pid in left))
-        # A controller hears of steps only when something happens: how far the job came stands on the pages alone.
+        # The controller learns of steps only at an event: the last committed step is on the pages alone.
         step = committed_step(self._run)
         self._run.remove_pages()
         self._run.remove_endpoint("agent")
@@ -262,7 +262,7 @@ class AgentDaemon:
         parent = os.getppid()
         if self._settings.library:
             return
-        if self._run.launcher_is_gone():  # before this successor of a dead agent could look
+        if self._run.launcher_is_gone():  # before this successor of a dead agent watched it
             self._driver.post(LauncherGone())
             return
         if parent == 1 and not self._run.launcher_lock.exists():
@@ -282,7 +282,7 @@ class AgentDaemon:
         loop.add_reader(pidfd, gone)
 
     def _adopt(self) -> None:
-        """Take over the workers of a dead agent; those that died meanwhile are reported from their pages."""
+        """Adopt the living workers of a dead agent, and report those that died meanwhile from their status pages."""
         dismiss_spares(self._run)
         for member_id, pid in recorded_members(self._run):
             if pid and (self._settings.library or belongs(pid, self._run)):
@@ -323,12 +323,12 @@ class AgentDaemon:
     # ------------------------------------------------------------ job of several nodes
 
     def _join_job(self, job: str) -> None:
-        """The job has a name: checkpoints carry it, and by default all nodes save under it."""
+        """Store the job's name, which checkpoints carry and under which all nodes save by default."""
         self._settings = msgspec.structs.replace(self._settings, job=job)
         self._settings.save(self._run.path)
         self._procs.use(self._settings)
         if self._settings.library:
-            self._keys.live_at(FIRST_NODE)  # no order to start will say so
+            self._keys.live_at(FIRST_NODE)  # in library mode no order to start names this node
         else:
             share_checkpoints(self._run, job)
         self._driver.post(JobFormed())
@@ -340,7 +340,7 @@ class AgentDaemon:
     def _welcome(self, channel: Channel[WireMessage], hello: WorkerHello) -> None:
         member_id = hello.member_id
         if member_id in self._exited or not self._run.page_path(member_id).exists():
-            self._procs.refuse(member_id, hello.pid)  # it was given up: its fork was lost with a zygote
+            self._procs.refuse(member_id, hello.pid)  # given up: the zygote that forked it was lost
             self._refuse(channel)
             return
         self._member_of[channel] = member_id
@@ -362,7 +362,7 @@ class AgentDaemon:
                 self._bury(member_id)
 
     def _reply(self, member_id: MemberId, reply: KvReply | ShowRecords) -> bool:
-        """To a worker of this node, if it is one."""
+        """Send ``reply`` to a worker of this node. Return False if ``member_id`` has no connection here."""
         channel = self._workers.get(member_id)
         if channel is not None:
             channel.send(reply)
@@ -395,7 +395,7 @@ class AgentDaemon:
         self._let_speak(event.member_id, asyncio.get_running_loop().time() + LAST_WORDS_S)
 
     def _let_speak(self, member_id: MemberId, until_s: float) -> None:
-        """Its last words may still be in the socket: they come first, they say why."""
+        """Report a dead member after its last messages are read: they may be in the socket, and give the cause."""
         loop, channel = asyncio.get_running_loop(), self._workers.get(member_id)
         if channel is not None and channel.unread and loop.time() < until_s:
             loop.call_later(WORD_S, self._let_speak, member_id, until_s)
@@ -449,7 +449,7 @@ class AgentDaemon:
                 self._remains.clear(message.generation)
             channel = self._workers.get(MemberId(int(command.to.removeprefix("member:"))))
             if channel is not None:
-                # One that reconnects says where it stands; the machine tells it again.
+                # A worker that reconnects sends its position; the state machine then sends the message again.
                 channel.send(message)  # type: ignore[arg-type]
 
     def _act(self, message: object) -> None:
@@ -476,7 +476,7 @@ class AgentDaemon:
             raise InternalError(f"the agent cannot act on {type(message).__name__}")
 
     async def _start_when_written(self, order: StartMembers) -> None:
-        """Nothing newer than what the dead workers' writers hold may exist: the new ones must find it sealed."""
+        """Start members after the writers (save processes) of dead workers end: one may hold the newest state."""
         since, pids = time.monotonic(), writers(self._run)
         left = await wait_written(self._run, WRITERS_WAIT_S)
         waited_s = round(time.monotonic() - since, 3)
@@ -488,10 +488,10 @@ class AgentDaemon:
         """Start the members of one generation."""
         self._keys.live_at(order.kv_node)
         self._keys.begin(order.attempt)
-        if not order.join:  # else the job goes on when it has them, not before
+        if not order.join:  # with it, the job resumes only when the new members are ready
             self._remains.clear(order.generation)
         for single in self._orders(order):
-            if single.assignment.member_id not in self._exited:  # killed while it waited for the writers
+            if single.assignment.member_id not in self._exited:  # killed during the wait for writers
                 self._procs.start(single)
 
     def _orders(self, order: StartMembers) -> list[SpawnOrder]:
@@ -516,7 +516,7 @@ class AgentDaemon:
         ]
 
     def _call(self, call: CallSpare) -> None:
-        """A spare becomes a member; one that is gone or stopped does not, and the member starts from scratch."""
+        """Make a spare process a member. If the spare is gone or stopped, start the member from scratch instead."""
         channel, life = self._workers.pop(call.spare, None), self._procs.living.get(call.spare)
         if channel is None or life is None or sample(life.pid).process in STOPPED:
             self._procs.kill(call.spare)
@@ -545,7 +545,7 @@ class AgentDaemon:
 
 
 def committed_step(run: RunDir) -> int:
-    """The newest step that a worker here has committed; of several processes in one seat the newest counts."""
+    """Return the newest step committed by a worker of this node. Of several processes of one rank the newest counts."""
     newest: dict[int, tuple[int, int]] = {}
     for page in each_page(run.pages_link, PAGE):
         rank, found = page[Word.RANK], (page[Word.MEMBER], page[Word.COMMITTED])
@@ -554,7 +554,7 @@ def committed_step(run: RunDir) -> int:
 
 
 def agent_config(settings: RunSettings) -> AgentConfig:
-    """The machine's settings for this node."""
+    """Return the configuration of the agent's state machine for this node."""
     host = settings.bind if settings.several else ""
     return AgentConfig(
         node_id=settings.node,
@@ -570,10 +570,10 @@ def agent_config(settings: RunSettings) -> AgentConfig:
 
 
 def lock_agent(run: RunDir) -> int:
-    """Be the only agent of this run directory; returns the locked fd.
+    """Take the lock that allows only one agent per run directory, and return its file descriptor.
 
     Raises:
-        ProtocolError: another agent lives.
+        ProtocolError: another agent holds the lock.
     """
     deadline = time.monotonic() + LOCK_WAIT_S
     while (fd := try_lock(run.agent_lock)) is None:
@@ -584,7 +584,7 @@ def lock_agent(run: RunDir) -> int:
 
 
 def main(run_dir: str) -> int:
-    """Run one agent; returns the exit code of the run."""
+    """Run one agent, and return the exit code of the run."""
 
     async def serve() -> int:
         return await AgentDaemon.open(run).serve()

@@ -1,4 +1,4 @@
-"""An agent's link to the controller: joins the one that leads, or runs one itself."""
+"""The connection of an agent to the controller, which runs on another node or in a process that this agent starts."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ from holdfast.core.protocol.messages import (
 from holdfast.errors import ProtocolError
 from holdfast.event_log import EventSink
 from holdfast.runtime.agent.worker_processes import wait_gone
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.channel import Channel, Hub
 from holdfast.runtime.net.driver import watched
 from holdfast.runtime.net.service_names import controller_of
 from holdfast.runtime.node.process_info import kill_if, serves
+from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import MODULES, Endpoint, RunDir, open_log
 from holdfast.wire import MESSAGES, WireMessage
 
@@ -34,22 +36,25 @@ MODULE = MODULES["controller"]
 START_S = 20.0
 FOLLOW_S = 3.0
 POLL_S = 0.02
-STOOD_S = 3.0  # an agent that looks so much too late has not run in between
-SPAWN_AGAIN_S = 0.5  # a full disk or a full table of processes is not over at once
+# If the silence is noticed later than its bound by this much, the agent itself did not run in between.
+STOOD_S = 3.0
+SPAWN_AGAIN_S = 0.5  # pause before another try: a full disk or process table is not free at once
 END_WAIT_S = 5.0
 
 
 class ControllerLink:
-    """One connection at a time. ``post`` gets ControllerHere, ControllerGone and all that the controller says.
+    """The connection to at most one controller at a time.
 
     Args:
-        silent_s: a controller that says nothing for so long is gone.
-        fail: gets an exception that nothing else hears of.
+        post: gets ControllerHere, ControllerGone and every message of the controller.
+        silent_s: the controller is given up after a silence of this time.
+        fail: gets an exception that no other code handles.
     """
 
     def __init__(
         self,
         run: RunDir,
+        settings: RunSettings,
         journal: EventSink,
         post: Callable[[Message], None],
         *,
@@ -70,45 +75,51 @@ class ControllerLink:
         self._ending = False
         self._hub: Hub[WireMessage] = Hub(
             MESSAGES,
-            run.token(),
+            settings.secret_of(run),
             on_open=self._opened,
             on_message=self._message,
             on_close=self._closed,
         )
 
     async def join_local(self) -> Endpoint | None:
-        """Join the controller that an agent before this one left on this node, if it lives."""
+        """Connect to the living controller that an earlier agent left on this node. Return its endpoint, or None."""
         endpoint = self._run.read_endpoint("controller")
         if endpoint is None or not serves(endpoint.pid, MODULE, self._run.path):
             return None
         try:
-            await self._hub.connect(endpoint.host, endpoint.port, controller_of(endpoint.term), "agent")
+            await self._hub.connect(endpoint.at, controller_of(endpoint.term), "agent")
         except (OSError, ProtocolError):
             return None
         self._pid = endpoint.pid
         return endpoint
 
     def start(self, term: int, up: Callable[[Endpoint], None], *, alone: bool = False) -> None:
-        """Run the controller of ``term`` on this node and join it; ``up`` gets its endpoint.
+        """Start the controller of ``term`` on this node and connect to it; ``up`` gets its endpoint.
 
-        Ends with ControllerHere, or with ControllerGone (then the machine decides about another try).
+        The result is posted: ControllerHere, or ControllerGone (the state machine then decides about another try).
         """
         self._replace(self._start(term, up, alone))
 
-    def follow(self, host: str, port: int, term: int) -> None:
-        """Join the controller of ``term`` on another node. Ends with ControllerHere or ControllerGone."""
+    def follow(self, at: Address, term: int) -> None:
+        """Connect to the controller of ``term`` on another node.
+
+        The result is posted: ControllerHere or ControllerGone.
+        """
         self.kill_local()
-        self._replace(self._follow(host, port, controller_of(term)))
+        self._replace(self._follow(at, controller_of(term)))
 
     def send(self, message: Message) -> bool:
-        """To the controller; False when it is away (the machine keeps what matters)."""
+        """Send a message to the controller.
+
+        Return False without a connection; the state machine then keeps the messages that matter.
+        """
         if isinstance(message, AgentHello | AgentBeat):
             message = msgspec.structs.replace(message, clock_ns=time.monotonic_ns())
         channel = self._channel
         return channel is not None and channel.send(message)  # type: ignore[arg-type]  # machines send wire messages
 
     async def end(self) -> None:
-        """Let the controller end by itself; kill it when it does not."""
+        """Wait until the controller of this node has ended; kill it if it has not ended in time."""
         self._ending = True
         await self._cancel()
         if self._channel is not None:
@@ -119,7 +130,7 @@ class ControllerLink:
         self._run.endpoint_path("controller").unlink(missing_ok=True)
 
     def kill_local(self) -> None:
-        """Whatever controller this node runs: its time is over."""
+        """Kill every controller that runs on this node."""
         endpoint = self._run.read_endpoint("controller")
         for pid in {self._pid, endpoint.pid if endpoint is not None else 0}:
             kill_if(pid, lambda pid: serves(pid, MODULE, self._run.path))
@@ -168,16 +179,18 @@ class ControllerLink:
         await asyncio.sleep(pause_s)
         self._lost()
 
-    async def _follow(self, host: str, port: int, service: str) -> None:
+    async def _follow(self, at: Address, service: str) -> None:
         deadline = time.monotonic() + FOLLOW_S
         while True:
             try:
                 async with asyncio.timeout(FOLLOW_S):
-                    self._channel = await self._hub.connect_soon(host, port, service, "agent")
+                    self._channel = await self._hub.connect_soon(at, service, "agent")
                 break
             except (OSError, ProtocolError) as error:
                 if time.monotonic() > deadline:
-                    self._journal.append("controller_unreachable", {"host": host, "error": str(error)[:200]})
+                    self._journal.append(
+                        "controller_unreachable", {"host": at.host, "error": str(error)[:200]}
+                    )
                     self._lost()
                     return
             await asyncio.sleep(10 * POLL_S)
@@ -198,7 +211,7 @@ class ControllerLink:
         self._listen()
 
     def _listen(self) -> None:
-        """Cut the line when nothing has come for too long."""
+        """Close the connection if no message has come for ``silent_s``; otherwise look again later."""
         if self._watch is not None:
             self._watch.cancel()
         if self._channel is None or self._ending:

@@ -1,8 +1,8 @@
-"""What a dead worker left on its status page, as the event that reports its end.
+"""The event that reports the end of a worker, read from the status page that the worker left.
 
-Theory. A page that does not exist is that of a process that never began. One that exists and cannot be read now (no
-descriptor is left, an error of I/O) is evidence that a decision needs: it is read again. After a bound the event says
-that nothing is known, which is not the same as that nothing was begun.
+Theory. If the page does not exist, the process never began. A page that exists may be unreadable for the moment (no
+file descriptor is left, an I/O error). A decision needs its content as evidence, so it is read again. After a bound
+the event says that nothing is known. That is different from a process that never began.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.store.shared_memory.memory_slots import kept_steps
 from holdfast.store.shared_memory.update_log import reachable
 
 READ_WAIT_S, READ_AGAIN_S = 5.0, 0.05
-"""How long a page that exists is tried, and how often."""
+"""For how long an unreadable page is tried again, and how often."""
 
 STATE_OF_PHASE: dict[Phase, RankState] = {
     Phase.STARTING: "starting",
@@ -60,14 +60,14 @@ def read_death(
     *,
     several: bool = False,
 ) -> MemberExited:
-    """What a dead member left on its status page, as the event that reports its end.
+    """Return the event that reports the end of a member, read from the status page that it left.
 
     Args:
-        logs: where the ``attempt-NNN/`` directories are.
-        several: nodes; then only whole states in memory count.
+        logs: the directory of the ``attempt-NNN/`` directories.
+        several: the job has several nodes; then only complete states in memory count.
 
     Raises:
-        OSError: the page exists, and cannot be read now.
+        OSError: the page exists, but cannot be read now.
         ProtocolError: the file is no page of this version.
     """
     generation, step, phase, staged = Generation(0, 0), 0, Phase.STARTING, 0
@@ -78,7 +78,7 @@ def read_death(
     try:
         page = Page.open(path)
     except FileNotFoundError:
-        page = None  # it never began
+        page = None  # the process never began
     if page is not None:
         generation = Generation.unpack(page[Word.GENERATION])
         step, phase = page.state()
@@ -89,7 +89,7 @@ def read_death(
         log_size_bytes = _log_size_bytes(logs, page[Word.RANK])
         page.close()
     if code is None and killed_by is None and phase is Phase.LEFT:
-        code = 0  # nobody could wait for it, but it said that it ended in order
+        code = 0  # its exit status is unknown, but its page says that it ended in order
     return MemberExited(
         member_id=member_id,
         node_id=node_id,
@@ -116,13 +116,13 @@ def read_in_time(
     tell: Callable[[str], None],
     until_s: float,
 ) -> None:
-    """Read a death, again and again while its page cannot be read. The event loop is not blocked.
+    """Read the end of a member, again and again while its page is unreadable. The event loop is not blocked.
 
     Args:
         read: see ``read_death``.
-        unread: the event, where the page cannot be read until ``until_s``.
+        unread: the event for a page that stays unreadable until ``until_s``.
         then: gets the event.
-        tell: gets the reason for ``unread``.
+        tell: gets the reason why ``unread`` is used.
         until_s: in the time of the running loop.
     """
     loop = asyncio.get_running_loop()
@@ -140,7 +140,7 @@ def read_in_time(
 def without_page(
     member_id: MemberId, node_id: NodeId, code: int | None, killed_by: int | None, died_ns: int
 ) -> MemberExited:
-    """The end of a member whose page cannot be read: nothing is known about where it was."""
+    """Return the event for a member whose page cannot be read: its position is unknown."""
     return MemberExited(
         member_id=member_id,
         node_id=node_id,
@@ -155,10 +155,10 @@ def without_page(
 
 
 def _log_size_bytes(logs: Path | str, rank: int) -> int:
-    """Of the newest log of a rank: a successor has not begun to write."""
+    """Return the size of the newest log of a rank. It is the dead member's: its replacement has not begun to write."""
     found = Path(logs).glob(f"attempt-*/rank-{rank:05d}.log")
     newest = max(found, key=lambda path: (len(path.parent.name), path.parent.name), default=None)
     try:
         return newest.stat().st_size if newest is not None else 0
-    except OSError:  # it tells something about the end, it is not part of it
+    except OSError:  # the size is only additional information
         return 0

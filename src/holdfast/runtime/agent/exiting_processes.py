@@ -1,7 +1,8 @@
-"""Processes that were told as exited while the kernel takes them apart: their memory and devices are not free yet.
+"""Processes that were reported as exited before the kernel has freed their memory and devices.
 
-That takes milliseconds, and many seconds with a large device memory or page-locked memory. Whoever needs the room waits
-as long as it makes progress; an end that stands still hangs in a device or a disk, and is not waited for.
+The kernel needs milliseconds for that, and many seconds for a large device memory or page-locked memory. A new worker
+that needs the memory waits as long as the end makes progress. An end without progress hangs in a device or a disk; no
+worker waits for it.
 """
 
 from __future__ import annotations
@@ -14,31 +15,31 @@ from holdfast.runtime.node.process_info import END_MOST_S, END_STILL_S, left_of
 
 
 class ExitingProcesses:
-    """Such processes of one node.
+    """The exiting processes of one node.
 
     Args:
-        free: called when there is none left to wait for.
+        free: called when no process is left to wait for.
     """
 
     def __init__(self, free: Callable[[], None]) -> None:
         self._free = free
-        self._until_s: dict[int, float] = {}  # by pid: not waited for longer than this
+        self._until_s: dict[int, float] = {}  # by pid: the end of the wait
 
     def __bool__(self) -> bool:
         return bool(self._until_s)
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """Their process ids."""
+        """The process ids that are waited for."""
         return tuple(self._until_s)
 
     def add(self, pid: int) -> None:
-        """Wait for this process from now on."""
+        """Begin to wait for this process."""
         self._until_s[pid] = time.monotonic() + END_MOST_S
         self._look_again(pid)
 
     def remove(self, pid: int) -> None:
-        """What it had is free again, or will not be for long."""
+        """Stop waiting for this process: its memory is free, or its end makes no progress."""
         self._until_s.pop(pid, None)
         if not self._until_s:
             self._free()

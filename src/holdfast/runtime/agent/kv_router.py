@@ -1,11 +1,13 @@
-"""The key-value requests of one node's workers: served by this agent, or by the one that owns the key space.
+"""The routing of key-value requests: this agent serves those of its workers, or forwards them to another node's agent.
 
-With several nodes the keys of a generation live in the agent of rank 0's node. The others forward, and ask once more
-when the line to it is up again: whatever was swallowed, a change is made once (``runtime/agent/kv_server.py``).
+With several nodes the keys of a generation are in the agent of rank 0's node. The other agents forward requests to it.
+When a lost connection to it is up again, they send the unanswered requests again. A repeated change is still made once
+(``runtime/agent/kv_server.py``).
 
-That agent serves until the run ends, also when the workers of its own node are gone: those of other nodes may still
-wait for each other. It has cleared its keys before the first request of a new start of all workers, whichever node that
-comes from; a request of an older start belongs to nobody any more. Where the keys live outlives the agent as they do.
+The agent with the keys serves until the run ends, even without workers of its own: workers of other nodes may still
+wait for each other. When all workers start again, the keys are cleared before the first request of that start,
+whichever node it comes from. A request of an earlier start is dropped. Both the keys and the name of their node outlive
+the agent.
 """
 
 from __future__ import annotations
@@ -21,13 +23,13 @@ from holdfast.runtime.agent.kv_server import KvServer, Replies
 
 
 class KvRouter:
-    """See the module.
+    """The router of one agent's key-value requests.
 
     Args:
         me: this node.
-        server: where this agent keeps the keys that are its own to serve.
-        reply: to a worker of this node; False when it is none.
-        send: to another agent; what gets lost is asked for again.
+        server: the store of this agent.
+        reply: sends to a worker of this node; returns False if the member is not connected here.
+        send: sends to another agent; a lost request is sent again.
     """
 
     def __init__(
@@ -41,19 +43,19 @@ class KvRouter:
         self._server = server
         self._reply = reply
         self._send = send
-        self._forwarded: dict[tuple[MemberId, int], KvForward] = {}  # without an answer yet
-        self._asked_by: dict[MemberId, NodeId] = {}  # nodes of the workers of others
+        self._forwarded: dict[tuple[MemberId, int], KvForward] = {}  # without an answer so far
+        self._asked_by: dict[MemberId, NodeId] = {}  # node of each worker of another node
 
     def live_at(self, node_id: str) -> None:
-        """The keys of the generation that begins live there; empty: each agent has its own."""
+        """Set the node that serves the keys of the generation that begins. Empty: each agent serves its own workers."""
         self._server.live_at("" if node_id == self._me else node_id)
 
     def begin(self, attempt: int) -> None:
-        """Workers of the ``attempt``-th start of the job are about to start here."""
+        """Prepare for the ``attempt``-th start of the job's workers: drop the keys of earlier starts."""
         self._server.begin(attempt)
 
     def request(self, member_id: MemberId, request: KvRequest) -> None:
-        """A worker of this node asks."""
+        """Serve or forward a request of a worker of this node."""
         if not self._server.home:
             self._serve(member_id, request)
             return
@@ -62,9 +64,10 @@ class KvRouter:
         self._send(NodeId(self._server.home), forward)
 
     def heard(self, node_id: NodeId, message: KvForward | KvBack) -> None:
-        """Another agent asks for a worker of its own, or answers."""
+        """Handle a message of another agent: a request of one of its workers, or the answer to a forwarded request."""
         if isinstance(message, KvForward):
-            self._server.begin(message.attempt)  # the order to start may come to this node later
+            # The order to start may come to this node later than this request.
+            self._server.begin(message.attempt)
             if message.attempt < self._server.attempt:
                 return
             self._asked_by[message.member_id] = node_id
@@ -73,13 +76,13 @@ class KvRouter:
             self._answer([(message.member_id, message.reply)])
 
     def line_is_up(self, node_id: NodeId) -> None:
-        """A line to another agent is up, for the first time or again."""
+        """Send the unanswered requests again, if the connected agent is the one that serves them."""
         if node_id == self._server.home:
             for forward in self._forwarded.values():
                 self._send(node_id, forward)
 
     def forget(self, member_id: MemberId) -> None:
-        """The line of a worker closed: it asks again when it is back."""
+        """Drop the open requests of a worker whose connection closed: it sends them again after it reconnects."""
         self._server.forget(member_id)
         for key in [key for key in self._forwarded if key[0] == member_id]:
             del self._forwarded[key]

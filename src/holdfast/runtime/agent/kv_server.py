@@ -1,13 +1,13 @@
-"""The key-value store inside an agent, for the rendezvous of process groups. No clock.
+"""The key-value store inside an agent, for the rendezvous of process groups. It reads no clock.
 
-Keys are text, values bytes; callers put a prefix per generation in front, so that nothing of an old membership is
-ever read by a new one. Every change is appended to a file in shared memory before it is answered, so the store
-outlives its agent; a change that a client sends again, because the agent died before its answer, is not made twice.
-A log that has grown long is replaced by a new file with the keys and the answers that may be asked for again. So is one
-that lacks a change for which there was no room; until there is room again this agent alone has that change.
+Keys are text, values bytes. The callers put a prefix per generation before each key, so a new generation never reads
+keys of an old one. Each change is appended to a log in shared memory before it is answered, so the store outlives its
+agent. A client sends a change again if the agent died before the answer; the change is still made once. A long log is
+replaced by a new file with the current keys and the answers that clients may request again. A log that had no room for
+a change is replaced in the same way as soon as there is room; until then only this agent has that change.
 
-The keys stay until all workers of the job start again, or the run ends: the last worker of this node may be gone while
-those of other nodes still need them.
+The keys stay until all workers of the job start again, or the run ends: workers of other nodes may need them after the
+last worker of this node is gone.
 
 Only ``wait`` blocks. Meaning of a reply by operation:
 
@@ -41,35 +41,35 @@ from holdfast.wire import FrameReader, frame
 
 SIZE_BYTES_MAX = 256 * 1024 * 1024
 KEYS_MAX = 1_000_000
-LOG_SIZE_BYTES_MAX = 64 * 1024 * 1024  # then what the store holds replaces the log, if that halves it
+LOG_SIZE_BYTES_MAX = 64 * 1024 * 1024  # above it the log is rewritten from the store, if that halves it
 ANSWERS_KEPT = 64  # per member
 
 Replies = list[tuple[MemberId, KvReply]]
 
 
 class _Change(msgspec.Struct, frozen=True, tag="change"):
-    """A line of the log: what a member asked for."""
+    """A record of the log: a change that a member requested."""
 
     who: MemberId
     request: KvRequest
 
 
 class _Key(msgspec.Struct, frozen=True, tag="key"):
-    """A line of a log that was shortened: a key."""
+    """A record of a shortened log: one key and its value."""
 
     key: str
     value: bytes
 
 
 class _KvPlace(msgspec.Struct, frozen=True, tag="place"):
-    """A line of the log: which start of all workers the keys belong to, and who serves them."""
+    """A record of the log: the number of the job start that the keys belong to, and the node that serves the keys."""
 
     attempt: int
     home: str
 
 
 class _Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """A line of a log that was shortened: the answer to a change that is made."""
+    """A record of a shortened log: the answer to a change that was made."""
 
     who: MemberId
     reply: KvReply
@@ -81,11 +81,11 @@ _DECODER: msgspec.msgpack.Decoder[_Line] = msgspec.msgpack.Decoder(_Line)
 
 
 class KvServer:
-    """All keys of one node's run; every method returns the replies to send. Made by :meth:`open`.
+    """The keys that one agent serves. A method returns the replies that its caller sends. Made by :meth:`open`.
 
     Attributes:
-        attempt: which start of all workers they belong to; -1: none is known.
-        home: the node whose agent serves the workers of this one; empty: this one.
+        attempt: the number of the start of all workers that the keys belong to; -1: not known.
+        home: the node whose agent serves the workers of this node; empty: this node.
     """
 
     def __init__(self, log: Path, fd: int) -> None:
@@ -94,7 +94,7 @@ class KvServer:
         self._log = log
         self._fd = fd
         self._shorten_at_bytes = LOG_SIZE_BYTES_MAX
-        self._lacks = False  # the log does, a change that was made
+        self._lacks = False  # True: a change that was made is missing in the log
         self._data: dict[str, bytes] = {}
         self._size_bytes = 0
         self._waits: dict[tuple[MemberId, int], tuple[float, tuple[str, ...]]] = {}
@@ -114,17 +114,17 @@ class KvServer:
 
     @classmethod
     def open(cls, log: Path) -> Self:
-        """The store whose changes are in the file ``log``; what an agent before this one left there is read back.
+        """Return the store whose changes are in the file ``log``, with everything that an earlier agent left there.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         server = cls(log, _open(log))
         server._recall()
         return server
 
     def request(self, now: float, who: MemberId, request: KvRequest) -> Replies:
-        """Carry out one request; its reply may wait for other callers."""
+        """Execute one request, and return the replies that are due now. A ``wait`` is answered when its keys exist."""
         if request.op == "wait":
             if all(key in self._data for key in request.keys):
                 return [(who, KvReply(request_id=request.request_id))]
@@ -141,25 +141,25 @@ class KvServer:
         return [(who, self._change(who, request)), *self._wake()]
 
     def expire(self, now: float) -> Replies:
-        """Answers ``timeout`` to waits whose time is over."""
+        """Return the ``timeout`` replies to the waits whose time is over."""
         over = [wait for wait, (deadline, _) in self._waits.items() if deadline <= now]
         return [
             (who, KvReply(request_id=number, ok=False, error="timeout")) for who, number in self._drop(over)
         ]
 
     def forget(self, who: MemberId) -> None:
-        """The caller is gone: nobody waits for its replies."""
+        """Drop the waits of a caller that is gone."""
         self._drop([wait for wait in self._waits if wait[0] == who])
 
     def begin(self, attempt: int) -> None:
-        """All workers of the job start for the ``attempt``-th time: what those before left is dropped, once."""
+        """Begin the ``attempt``-th start of all workers: drop the keys of earlier starts, once."""
         if attempt > self.attempt:
             self.attempt = attempt
             self._clear()
             self._write(self._place)
 
     def live_at(self, home: str) -> None:
-        """The workers of this node are served by another one, or (empty) by this one."""
+        """Set the node that serves the workers of this node; empty: this node."""
         if home != self.home:
             self.home = home
             self._write(self._place)
@@ -189,7 +189,10 @@ class KvServer:
             del answers[next(iter(answers))]
 
     def _write(self, line: _Change | _KvPlace) -> None:
-        """Into the log, before it is made; where nothing fits into shared memory the workers are served still."""
+        """Append a record to the log, before the change is made.
+
+        If shared memory is full, the workers are served without the record.
+        """
         data = frame(_ENCODER.encode(line))
         try:
             if self._lacks or os.fstat(self._fd).st_size > self._shorten_at_bytes:
@@ -203,7 +206,7 @@ class KvServer:
             self._lacks = True
 
     def _shorten(self) -> None:
-        """Replace the log in one step: whenever this agent dies, its successor finds the old one or the new one."""
+        """Replace the log atomically by a shorter one with the same content. A successor finds one of the two."""
         lines: list[_Line] = [self._place]
         lines += [_Key(key, value) for key, value in self._data.items()]
         lines += [_Answer(who, reply) for who, kept in self._answers.items() for reply in kept.values()]
@@ -211,7 +214,7 @@ class KvServer:
         write_private(self._log, data)
         before, self._fd = self._fd, _open(self._log)
         os.close(before)
-        # A store that is large by itself would be written again with every change.
+        # Twice the size: the log of a large store would otherwise be rewritten with every change.
         self._shorten_at_bytes = max(LOG_SIZE_BYTES_MAX, 2 * len(data))
 
     def _read(self, line: _Line) -> None:
@@ -226,7 +229,7 @@ class KvServer:
                 self._note(line.who, line.reply)
 
     def _recall(self) -> None:
-        """Make the logged changes again; a torn one at the end was never answered."""
+        """Make the logged changes again. A torn change at the end was never answered, so it is cut off."""
         reader = FrameReader(FRAME_SIZE_BYTES_MAX)
         whole_bytes = 0
         reader.feed(self._log.read_bytes())
@@ -236,7 +239,7 @@ class KvServer:
                 whole_bytes += len(frame(payload))
             os.ftruncate(self._fd, whole_bytes)
         except (ProtocolError, msgspec.MsgspecError):
-            self._clear()  # whoever waits for a lost key gets a timeout and rebuilds its group
+            self._clear()  # a worker that waits for a lost key gets a timeout and rebuilds its group
 
     def _drop(self, waits: list[tuple[MemberId, int]]) -> list[tuple[MemberId, int]]:
         for wait in waits:

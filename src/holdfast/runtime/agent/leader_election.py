@@ -1,7 +1,8 @@
-"""This agent among the others: the election behind a driver, and the line to the controller that it chose.
+"""The agent's part in the choice of the controller: an election among the agents, and the connection to its winner.
 
-One node is the same thing with one voter. Several agents first meet (``runtime/agent/peers.py``); the one that owns
-the first contact founds the electorate once the nodes are there, and is not special afterwards.
+With one node the election has one voter. Several agents first connect to each other (``runtime/agent/peers.py``). The
+agent at the first contact (the address that all agents dial first) names the first voters as soon as enough nodes are
+connected. After that it has no special role.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ from holdfast.event_log import EventSink
 from holdfast.exit_codes import Exit
 from holdfast.runtime.agent.controller_link import ControllerLink
 from holdfast.runtime.agent.peers import Peers
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.driver import Driver, watched
 from holdfast.runtime.node.event_log_writer import EventLogWriter
 from holdfast.runtime.node.run_settings import RunSettings
@@ -58,15 +60,15 @@ from holdfast.runtime.node.rundir import Endpoint, RunDir, write_private
 from holdfast.store.backends.location import Place, Url, place_of
 from holdfast.store.backends.registry import open_store
 
-SILENT_ALONE_S = 15.0  # on one machine a silent controller is only busy, most of the time
+SILENT_ALONE_S = 15.0  # on one machine a silent controller is most often only busy
 SILENT_S = 2.0
-GATHER_S = 2.0  # with enough nodes for the ranks there, wait so long for the spares
+GATHER_S = 2.0  # with enough nodes for the ranks, how long to wait for spare nodes
 POLL_S = 0.05
 CLAIM_SIZE_BYTES_MAX = 1 << 20
 
 
 def load_kept(run: RunDir) -> HardState:
-    """What this node has promised in elections.
+    """Return the term and vote that this node has saved in elections, or a new ``HardState`` if nothing is saved.
 
     Raises:
         UsageError: the file is damaged.
@@ -80,27 +82,28 @@ def load_kept(run: RunDir) -> HardState:
 
 
 def last_line(run: RunDir) -> tuple[int, int]:
-    """(term, number) of the newest line of a controller in this node's event log."""
+    """Return (term, number) of the newest line of a controller in this node's event log."""
     lines = (line_of(event) for event in event_log.read_since(run.journal, SNAPSHOT))
     return max(lines, default=(0, 0))
 
 
 def line_of(event: event_log.Event) -> tuple[int, int]:
-    """(term, number) of a line that a controller wrote; (0, 0) for any other."""
+    """Return (term, number) of a line that a controller wrote; (0, 0) for any other line."""
     term, _, number = str(event.data.get("line", "0.0")).partition(".")
     return int(term), int(number)
 
 
 class LeaderElection:
-    """See the module.
+    """The driver of one agent's election (``core.election.Election``), and of its connection to the controller.
 
     Args:
-        kept: what this node has promised in elections.
-        mirror: where the lines of the controller go.
-        post: takes ControllerHere, ControllerGone and what the controller says.
-        on_kv: (node, message) of another agent about the key-value store.
-        on_job: the name of the job is known; workers may start after it.
-        on_end: this agent cannot take part: the code of its run, and why.
+        kept: the term and vote that this node has saved in elections.
+        mirror: takes the event log lines of the controller.
+        post: takes ControllerHere, ControllerGone and the messages of the controller.
+        on_kv: gets (node, message) about the key-value store from another agent.
+        on_here: gets the node of an agent whose connection is up.
+        on_job: gets the name of the job; workers may start after it.
+        on_end: gets the exit code and the reason if this agent cannot take part.
     """
 
     def __init__(
@@ -133,7 +136,9 @@ class LeaderElection:
         self._election = Election(config, self._kept)
         self._driver = Driver(self._election, journal, self._execute)
         silent_s = SILENT_S if settings.several else SILENT_ALONE_S
-        self._link = ControllerLink(run, journal, self._from_link, silent_s=silent_s, fail=self._driver.fail)
+        self._link = ControllerLink(
+            run, settings, journal, self._from_link, silent_s=silent_s, fail=self._driver.fail
+        )
         self._tasks: set[asyncio.Task[None]] = set()
         self.peers: Peers | None = None
         if settings.several:
@@ -149,25 +154,25 @@ class LeaderElection:
 
     @property
     def failure(self) -> asyncio.Future[None]:
-        """Ends with the exception of an election that broke."""
+        """A future that ends with the exception of a broken election."""
         return self._driver.failure
 
     def begin(self) -> None:
-        """Look for the controller; found the electorate if that is this agent's part."""
+        """Start to look for the controller, and name the first voters if this agent is the one to do that."""
         if self._settings.several:
             self._mirrored = last_line(self._run)
         self._spawn(self._begin())
 
     def restart(self) -> None:
-        """The controller is gone."""
+        """Report to the election that the controller is gone."""
         self._driver.post(LeaderLost())
 
     def send(self, message: Message) -> bool:
-        """To the controller; False when it is away."""
+        """Send a message to the controller. Return False without a connection."""
         return self._link.send(message)
 
     async def end(self) -> None:
-        """Close every line, and end the controller of this node."""
+        """Close all connections, and end the controller of this node."""
         self._driver.close()
         for task in self._tasks:
             task.cancel()
@@ -190,7 +195,7 @@ class LeaderElection:
             peers.begin()
         endpoint = await self._link.join_local()
         if endpoint is not None:
-            self._up(endpoint)  # a successor beside the controller that was elected here
+            self._up(endpoint)  # this agent is the successor of one that was elected
             if self._election.role == "leader":
                 self._post(ControllerHere())
                 return
@@ -203,7 +208,10 @@ class LeaderElection:
             await self._form(peers)
 
     async def _form(self, peers: Peers) -> None:
-        """Wait for the others: as founder until the nodes are there, as anybody else until the job has a name."""
+        """Wait until the job has a name.
+
+        The agent that names the first voters waits until enough nodes are connected.
+        """
         settings = self._settings
         deadline = time.monotonic() + settings.join_s
         enough_s, founds = 0.0, False
@@ -225,7 +233,7 @@ class LeaderElection:
             self._driver.post(Founded(voters=tuple(sorted(peers.here)), witness=bool(settings.witness)))
 
     def _not_met(self, peers: Peers) -> tuple[Exit, str]:
-        """The code of a job that was not formed in time, and why."""
+        """Return the exit code and the reason for a job that was not formed in time."""
         settings, here = self._settings, peers.here
         first = ", ".join(settings.contacts[: settings.first_contacts])
         where = f"{settings.node} is at {settings.bind}, first contact {first}{peers.trouble}"
@@ -274,10 +282,10 @@ class LeaderElection:
             self._send(command)
         elif isinstance(command, StartController):
             self._journal.append("elected", {"term": command.term, "node": self._me}, durable=True)
-            self._mirror.flush()  # it reads what this node has of the log
+            self._mirror.flush()  # the new controller reads this node's part of the log
             self._link.start(command.term, self._up)
         elif isinstance(command, Follow):
-            self._link.follow(command.lead.host, command.lead.port, command.lead.term)
+            self._link.follow(Address(command.lead.host, command.lead.port), command.lead.term)
         elif isinstance(command, StepDown):
             self._journal.append("stood_down", {"node": self._me, "reason": command.reason})
             self._link.kill_local()
@@ -328,7 +336,12 @@ class LeaderElection:
 
 
 def claim_once(root: Place, job: str, claim: Claim) -> tuple[NodeId, ...]:
-    """Make the name of this change at the witness, or read who made it; empty: the witness cannot be used."""
+    """Claim a change of the electorate at the witness, a shared place that decides which of two nodes may continue.
+
+    Returns:
+        The voters of the first claim with this number: the claim of this node, or the earlier one of another node.
+        Empty: the witness cannot be used.
+    """
     if isinstance(root, Url):
         return _claim_in_bucket(root, job, claim)
     directory = root / f".holdfast-witness-{job}"
@@ -340,7 +353,7 @@ def claim_once(root: Place, job: str, claim: Claim) -> tuple[NodeId, ...]:
         try:
             os.link(draft, target)
         except FileExistsError:
-            pass  # taken: whoever made it goes on
+            pass  # taken: the node of the earlier claim continues
         finally:
             draft.unlink(missing_ok=True)
         return tuple(NodeId(v) for v in msgspec.json.decode(target.read_bytes(), type=list[str]))
@@ -349,11 +362,11 @@ def claim_once(root: Place, job: str, claim: Claim) -> tuple[NodeId, ...]:
 
 
 def _claim_in_bucket(root: Url, job: str, claim: Claim) -> tuple[NodeId, ...]:
-    """As :func:`claim_once`: whoever creates the object first goes on."""
+    """Do the work of :func:`claim_once` in a bucket: the first node to create the object continues."""
     name = f"electorate-{claim.number:06d}.json"
     store = open_store(root)
     try:
-        store.probe()  # on a server that ignores conditions both would have made it
+        store.probe()  # on a server that ignores conditions both nodes would succeed
         with store.create(f".holdfast-witness-{job}") as directory:
             directory.create(name, msgspec.json.encode(claim.voters), "")
             said = directory.read(name, CLAIM_SIZE_BYTES_MAX)

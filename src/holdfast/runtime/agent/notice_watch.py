@@ -1,7 +1,8 @@
-"""Asks the sources of notices of one node, and tells its agent what has changed.
+"""The watch over one node's notices: events that announce the end of a node, such as a preemption.
 
-Theory. A source tells what stands now; only differences are passed on: a notice that is new, one whose deadline has
-moved, one that is gone. A source that fails withdraws nothing; that it fails is written down once for each reason.
+Theory. A source reports all notices that are valid now. The watch passes on differences only: a new notice, a notice
+with a changed deadline, a notice that is gone. A source that fails withdraws nothing. The failure is logged once for
+each reason.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from holdfast.runtime.node.run_settings import RunSettings
 
 
 class NoticeWatch:
-    """Of one node.
+    """The watch over the notices of one node.
 
     Args:
-        node_id: of this node.
-        sources: to ask.
+        node_id: this node.
+        sources: the sources to ask.
         post: takes the notices.
         journal: the event log of this node.
     """
@@ -46,7 +47,7 @@ class NoticeWatch:
         self._journal = journal
         self._standing: dict[
             str, dict[str, tuple[Foreseen, float]]
-        ] = {}  # by name of the source; when it was passed on
+        ] = {}  # by name of the source: the notices that were passed on, each with its deadline
         self._failures: dict[str, str] = {}
 
     @classmethod
@@ -57,11 +58,11 @@ class NoticeWatch:
         post: Callable[[Notice], None],
         journal: EventSink,
     ) -> Self:
-        """What the agent of a run asks. Raises: UsageError: ``--notices`` names no source."""
+        """Return the watch with the sources of a run. Raises: UsageError: ``--notices`` names no source."""
         return cls(NodeId(settings.node), sources_of(settings, run_dir, os.environ), post, journal)
 
     async def watch(self) -> None:
-        """Until cancelled."""
+        """Ask all sources periodically until cancelled."""
         await asyncio.gather(*(self._follow(source) for source in self._sources))
 
     async def _follow(self, source: NoticeSource) -> None:
@@ -108,7 +109,9 @@ class NoticeWatch:
 
 
 def sources_of(settings: RunSettings, run_dir: Path, environment: Mapping[str, str]) -> list[NoticeSource]:
-    """All that the agent of this node asks. The checks of its own are for nodes whose ranks can go elsewhere.
+    """Return all sources that the agent of this node asks.
+
+    The built-in checks are included only with several nodes: only there can the ranks of a node move to another one.
 
     Raises:
         UsageError: ``--notices`` names no source.

@@ -1,16 +1,17 @@
-"""States of other nodes' ranks: each agent gives those of its ranks to one buddy, and keeps those of another node.
+"""Copies of states on a second node: each agent sends the states of its ranks to its buddy, the agent of the next node.
 
-Theory. A state in shared memory is lost with its node. So an agent sends every state that one of its ranks has kept to
-the agent of the next node, as the bytes of the slot: data first, the marker last. It waits until the script is back
-from behind the block: nothing is sent twice, and no state that lacks what was done there. The buddy believes it when
-all its digests fit. When it has arrived, the agent says so on the rank's status page, and only then do the ranks keep
-the next one (they vote): so at any moment there is one step of which every state lies on two nodes. A process that
-starts on another node asks all agents for the state that it needs.
+Theory. A state in shared memory is lost with its node. An agent therefore sends each state that one of its ranks has
+kept to the agent of the next node. It sends the slot (the file of the state in shared memory): data first, then the
+marker, which declares the data complete. It sends only after the script has run its code after the block: then nothing
+is sent twice, and no state lacks the effects of that code. The buddy accepts the state if all digests fit. The agent
+then writes the arrival to the rank's status page, and only after that do the ranks keep the next state (they vote on
+it). So at any moment every rank's state of one common step is on two nodes. A process that starts on another node asks
+all agents for the state that it needs.
 
 Invariants:
-1. A received slot has a marker only when all bytes are there; one that does not fit its digests is dropped.
+1. A received slot has a marker only when all bytes are there. A slot that does not fit its digests is dropped.
 2. ``Word.ARRIVED`` names a state only when the buddy has confirmed it, or when there is no other node.
-3. Only whole states are given away.
+3. Only complete states are sent.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from holdfast.core.protocol.messages import HeldStates
 from holdfast.core.protocol.peer_messages import Peer
 from holdfast.core.protocol.status_page import Word
 from holdfast.errors import CheckpointInvalid, ProtocolError, StateError
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.driver import watched
 from holdfast.runtime.net.request_server import AnswerServer
 from holdfast.runtime.net.service_names import memory_of
+from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir
 from holdfast.runtime.node.status_page import Page
+from holdfast.sealing import Secret
 from holdfast.store.shared_memory.memory_slots import (
     Incoming,
     Slots,
@@ -51,7 +55,7 @@ ROLE = "peer"
 
 
 class ReplicaBegin(msgspec.Struct, frozen=True, tag=True):
-    """A state of this rank follows, of a process of ``generation`` (packed)."""
+    """The announcement of a state of ``rank``, kept by a process of ``generation`` (packed into one integer)."""
 
     rank: int
     step: int
@@ -60,7 +64,7 @@ class ReplicaBegin(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplicaBytes(msgspec.Struct, frozen=True, tag=True):
-    """Bytes of the slot, from ``start``."""
+    """Bytes of the announced slot, from offset ``start``."""
 
     rank: int
     start: int
@@ -68,7 +72,7 @@ class ReplicaBytes(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplicaMark(msgspec.Struct, frozen=True, tag=True):
-    """All bytes were sent: the marker of the slot."""
+    """The marker of the slot, sent after all its bytes."""
 
     rank: int
     step: int
@@ -76,7 +80,7 @@ class ReplicaMark(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplicaRequest(msgspec.Struct, frozen=True, tag=True):
-    """Bytes of the slot with the state of ``step``; the answer's marker is in ``ReplicaMark``, or there is none."""
+    """A request for bytes of the slot with the state of ``step``, from offset ``start``."""
 
     rank: int
     step: int
@@ -84,7 +88,10 @@ class ReplicaRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplicaAnswer(msgspec.Struct, frozen=True, tag=True):
-    """``size_bytes`` is of the slot; 0: refused."""
+    """The answer to every message: bytes and marker of a slot for a ``ReplicaRequest``.
+
+    ``size_bytes`` is the size of the slot, or 1 for an accepted message that requests nothing; 0: refused.
+    """
 
     size_bytes: int = 0
     data: bytes = b""
@@ -96,16 +103,16 @@ _CODEC: Codec[Talk] = Codec(Talk)  # type: ignore[arg-type]  # a union is no typ
 
 
 class ReplicaServer(AnswerServer[Talk]):
-    """Takes states of other nodes' ranks, and gives what this node has.
+    """A server that stores states of other nodes' ranks, and sends out the states of this node.
 
     Args:
-        directory: of the slots.
-        node: that this is.
-        on_held: told of each rank whose states have changed, in a thread of the server.
+        directory: the directory of the slots.
+        node: this node.
+        on_held: gets each rank whose stored states have changed, in a thread of the server.
     """
 
-    def __init__(self, directory: Path, token: bytes, node: str, on_held: Callable[[int], None]) -> None:
-        super().__init__(_CODEC, token, memory_of(node))
+    def __init__(self, directory: Path, secret: Secret, node: str, on_held: Callable[[int], None]) -> None:
+        super().__init__(_CODEC, secret, memory_of(node))
         self._directory = directory
         self._on_held = on_held
         self._incoming: dict[int, Incoming] = {}
@@ -122,9 +129,7 @@ class ReplicaServer(AnswerServer[Talk]):
     def _do(self, message: Talk) -> Talk:
         match message:
             case ReplicaBegin() if message.generation < self._newest.get(message.rank, 0):
-                return (
-                    ReplicaAnswer()
-                )  # of a node that was lost, and is back: another process is this rank now
+                return ReplicaAnswer()  # from a lost node that is back: another process has this rank now
             case ReplicaBegin() if 0 <= message.rank and 0 < message.size_bytes <= SLOT_SIZE_BYTES_MAX:
                 self._newest[message.rank] = message.generation
                 self._incoming[message.rank] = Incoming.begin(
@@ -135,7 +140,7 @@ class ReplicaServer(AnswerServer[Talk]):
             case ReplicaMark() if message.rank in self._incoming:
                 self._incoming.pop(message.rank).commit(message.data)
                 with open_kept(self._directory, message.rank, message.step):
-                    pass  # verified
+                    pass  # opening it verifies it
                 self._on_held(message.rank)
             case ReplicaRequest():
                 size, marker, data = read_raw(
@@ -152,17 +157,20 @@ def push(
     rank: int,
     step: int,
     node: str,
-    to: tuple[str, int],
-    token: bytes,
+    to: Address,
+    secret: Secret,
     generation: int = 0,
 ) -> int:
-    """Send one state to the agent of ``node``, which listens at ``to``; its digest when that has it, verified, else 0.
+    """Send one state to the agent of ``node``, which listens at ``to``.
 
     Args:
-        generation: of the process whose state it is, packed.
+        generation: of the process that kept the state, packed into one integer.
+
+    Returns:
+        The digest of the state if that agent has verified it; otherwise 0.
     """
     try:
-        line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, *to, token, memory_of(node), ROLE)
+        line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, to, secret, memory_of(node), ROLE)
     except (OSError, ProtocolError):
         return 0
     try:
@@ -176,16 +184,16 @@ def push(
         good = good and _asked(line, ReplicaMark(rank, step, marker)).size_bytes > 0
         return digest_of(marker) if good else 0
     except (OSError, ProtocolError, CheckpointInvalid):
-        return 0  # the buddy is gone, or the rank has kept the next states meanwhile
+        return 0  # the buddy is gone, or the rank has kept newer states in the meantime
     finally:
         line.close()
 
 
-def pull(directory: Path, rank: int, step: int, peers: Mapping[str, tuple[str, int]], token: bytes) -> bool:
-    """Take a state from whichever agent has it; True when it is here, its bytes still to be verified."""
+def pull(directory: Path, rank: int, step: int, peers: Mapping[str, Address], secret: Secret) -> bool:
+    """Fetch a state from the first agent that has it. Return True if it is here; the caller verifies its bytes."""
     for node, at in peers.items():
         try:
-            line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, *at, token, memory_of(node), ROLE)
+            line: BlockingChannel[Talk] = BlockingChannel.connect(_CODEC, at, secret, memory_of(node), ROLE)
         except (OSError, ProtocolError):
             continue
         try:
@@ -215,44 +223,47 @@ def _asked(line: BlockingChannel[Talk], question: Talk) -> ReplicaAnswer:
 
 
 class PeerReplication:
-    """An agent's part: gives the states of its ranks away, and keeps those of others.
+    """An agent's part in the copies: it sends the states of its ranks, and stores those of another node.
 
     Args:
         me: this node.
-        directory: of the slots and status pages.
-        pages: status pages of the ranks that live here.
-        peers: the other agents with a line, by node.
-        tell: to the controller.
+        directory: the directory of the slots and status pages.
+        pages: returns the status pages of the ranks of this node.
+        peers: returns the other agents with a connection, by node.
+        tell: sends a message to the controller.
     """
 
     def __init__(
         self,
         me: NodeId,
         directory: Path,
-        token: bytes,
+        secret: Secret,
         pages: Callable[[], list[Path]],
         peers: Callable[[], Mapping[NodeId, Peer]],
         tell: Callable[[HeldStates], None],
     ) -> None:
         self._me = me
         self._directory = directory
-        self._token = token
+        self._secret = secret
         self._pages = pages
         self._peers = peers
         self._tell = tell
         self._loop = asyncio.get_running_loop()
-        self._server = ReplicaServer(directory, token, me, self._received)
+        self._server = ReplicaServer(directory, secret, me, self._received)
         self._held: dict[str, tuple[int, ...]] = {}
         self._task: asyncio.Task[None] | None = None
 
     def begin(self, host: str, fail: Callable[[BaseException], None]) -> int:
-        """Take states from others at the returned port, and begin to give; ``fail`` gets what ends that."""
-        port = self._server.start(host)
+        """Start the server and the sending of states.
+
+        Return the port; ``fail`` gets the error that ends the sending.
+        """
+        port = self._server.start(Address(host)).port
         self._task = watched(self._run(), fail)
         return port
 
     def close(self) -> None:
-        """Stop."""
+        """Stop the server and the sending."""
         if self._task is not None:
             self._task.cancel()
         self._server.close()
@@ -263,7 +274,7 @@ class PeerReplication:
         self._loop.call_soon_threadsafe(self._tell, held)
 
     async def _run(self) -> None:
-        """Give away what the ranks of this node keep, as it comes."""
+        """Send the states that the ranks of this node keep, as soon as each is complete."""
         while True:
             await asyncio.sleep(LOOK_S)
             for path in self._pages():
@@ -273,7 +284,7 @@ class PeerReplication:
         try:
             page = Page.open(path)
         except (OSError, ProtocolError):
-            return  # it was taken away
+            return  # the page was removed
         try:
             rank = page[Word.RANK]
             newest = Slots(self._directory, rank).newest(whole=True)
@@ -282,9 +293,9 @@ class PeerReplication:
             buddy = self._buddy()
             arrived = newest.digest
             if buddy is not None:
-                at, generation = (buddy.host, buddy.memory_port), page[Word.GENERATION]
+                at, generation = Address(buddy.host, buddy.memory_port), page[Word.GENERATION]
                 arrived = await asyncio.to_thread(
-                    push, self._directory, rank, newest.step, buddy.node_id, at, self._token, generation
+                    push, self._directory, rank, newest.step, buddy.node_id, at, self._secret, generation
                 )
             if arrived:
                 page[Word.ARRIVED] = arrived
@@ -292,7 +303,7 @@ class PeerReplication:
             page.close()
 
     def _buddy(self) -> Peer | None:
-        """The next node of those that are here."""
+        """Return the next node in order among the connected nodes; None without another node."""
         peers = {node: peer for node, peer in self._peers().items() if peer.memory_port}
         later = [node for node in sorted(peers) if node > self._me]
         order = [*later, *sorted(peers)]
@@ -300,14 +311,16 @@ class PeerReplication:
 
 
 def puller(run: RunDir, me: str) -> Callable[[int, int], bool]:
-    """For a worker: gets the state of a rank and step from whichever other node of the run has it."""
+    """Return a function for a worker that fetches the state of a (rank, step) from another node of the run."""
 
     def get(rank: int, step: int) -> bool:
         try:
             known = msgspec.json.decode(run.peers.read_bytes(), type=list[Peer])
         except (OSError, msgspec.MsgspecError):
             return False
-        others = {str(p.node_id): (p.host, p.memory_port) for p in known if p.node_id != me and p.memory_port}
-        return pull(run.pages(), rank, step, others, run.token())
+        others = {
+            str(p.node_id): Address(p.host, p.memory_port) for p in known if p.node_id != me and p.memory_port
+        }
+        return pull(run.pages(), rank, step, others, RunSettings.load(run.path).secret_of(run))
 
     return get

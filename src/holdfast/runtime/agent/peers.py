@@ -1,7 +1,8 @@
-"""Lines between the agents of a job: who is there, where, and one connection to each.
+"""The connections between the agents of a job: one to each agent, and a table of the agents and their addresses.
 
-An agent is told of one or more contacts (``--master-addr`` is one of them). It dials these until somebody answers, then
-everybody who is known; whom it knows is kept in ``peers.json``, so no contact is needed a second time.
+An agent gets one or more contacts, addresses of other agents (``--master-addr`` is one of them). It dials the contacts
+until an agent answers, and then every agent that it knows. It keeps these in ``peers.json``, so it needs no contact
+again.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from holdfast.core.protocol.peer_messages import (
 )
 from holdfast.errors import AuthError, ProtocolError, UsageError
 from holdfast.event_log import EventSink
-from holdfast.runtime.net.addresses import endpoint, family_of, split_endpoint
+from holdfast.runtime.net.addresses import Address, family_of, split_endpoint
 from holdfast.runtime.net.channel import Channel, Hub
 from holdfast.runtime.net.driver import watched
 from holdfast.runtime.net.service_names import PEERS
@@ -38,8 +39,8 @@ from holdfast.wire import SAME_VERSION, Codec
 
 DIAL_S = 0.3
 DIAL_TIMEOUT_S = 2.0
-NEIGHBOUR_S = 5.0  # an agent on this machine answers within this, also on a busy one
-REFUSED_S = 10.0  # between two dials to an address at which this agent is refused
+NEIGHBOUR_S = 5.0  # an agent on this machine answers within this time, even if the machine is busy
+REFUSED_S = 10.0  # between two dials to an address that refuses this agent
 PEER_MESSAGES: Codec[PeerMessage] = Codec(PeerMessage)  # type: ignore[arg-type]  # a union is no type[M]
 
 
@@ -47,10 +48,10 @@ class Peers:
     """All other agents of the job.
 
     Args:
-        on_message: (node, message), in order per line.
-        on_here: a line to this node is up.
-        on_refused: this agent belongs to no job yet, and is refused: why. Later it is whoever answers there that does
-            not belong: another job, or a host that was started with a mistake, at the address of a node that was lost.
+        on_message: gets (node, message), in order per connection.
+        on_here: gets the node of a connection that is up.
+        on_refused: gets the reason when this agent is refused before it has joined a job. A refusal after that is only
+            logged: it comes from another job, or from a wrongly started host at the address of a lost node.
         fail: gets the exception that ended the dialling.
     """
 
@@ -76,27 +77,31 @@ class Peers:
         self._on_refused = on_refused
         self._fail = fail
         self._home = str(run.path)
-        self.memory_port = 0  # where this agent takes and gives states in memory
+        self.memory_port = 0  # port for the states in memory
         self._lines: dict[NodeId, Channel[PeerMessage]] = {}
         self._node_of: dict[Channel[PeerMessage], NodeId] = {}
-        self._refused: dict[tuple[str, int], float] = {}  # by address: when it is dialled again
-        self._unreached: dict[tuple[str, int], str] = {}  # why the last dial to it failed
-        self._sent_away: dict[NodeId, str] = {}  # why, in one line
-        # Of another interpreter nothing is known here.
+        self._refused: dict[Address, float] = {}  # by address: the time of the next dial
+        self._unreached: dict[Address, str] = {}  # by address: why the last dial failed
+        self._sent_away: dict[NodeId, str] = {}  # why the node was refused, in one line
+        # Nothing is known here about the packages of another interpreter.
         self._versions = {} if settings.python else {n: v[:VERSION_LENGTH_MAX] for n, v in alike().items()}
-        self._told: set[tuple[str, str]] = set()  # versions of others that were warned of
+        self._told: set[tuple[str, str]] = set()  # versions of other nodes that were warned about
         self._server: asyncio.Server | None = None
         self._task: asyncio.Task[None] | None = None
         self._hub: Hub[PeerMessage] = Hub(
-            PEER_MESSAGES, run.token(), on_open=self._greet, on_message=self._heard, on_close=self._closed
+            PEER_MESSAGES,
+            settings.secret_of(run),
+            on_open=self._greet,
+            on_message=self._heard,
+            on_close=self._closed,
         )
 
     async def listen(self) -> Peer:
-        """Listen where the others look first, if that is here and free; else on any port of the same address.
+        """Listen at the first contact if it is on this host and free, otherwise at any port. Return this agent's entry.
 
         Raises:
             OSError: the address is not one of this machine.
-            UsageError: the others look here first, and would find another program.
+            UsageError: another program listens at the first contact, where the other agents expect this host.
         """
         try:
             self.known = {peer.node_id: peer for peer in read_peers(self._run)}
@@ -108,68 +113,75 @@ class Peers:
         ports += [port for _, port in contacts]
         for port in (*ports, 0):
             try:
-                self._server, bound = await self._hub.listen(PEERS, self._settings.bind, port)
+                self._server, own = await self._hub.listen(PEERS, Address(self._settings.bind, port))
                 break
             except OSError:
                 if port == 0:
                     raise
-        peer = self.known[self.me] = Peer(self.me, self._home, self._settings.bind, bound, self.memory_port)
-        for host, port in self._first:
-            if not self.job and host == peer.host and port != bound:
-                await self._check_neighbour(host, port)
+        peer = self.known[self.me] = Peer(self.me, self._home, *own, self.memory_port)
+        for first in self._first:
+            if not self.job and first.host == own.host and first.port != own.port:
+                await self._check_neighbour(first)
         return peer
 
-    async def _check_neighbour(self, host: str, port: int) -> None:
-        """The first contact is on this host, and not this agent: is it another one of the job, on the same machine?"""
+    async def _check_neighbour(self, first: Address) -> None:
+        """Check that the first contact, which is on this host but is not this agent, is another agent of the job.
+
+        Raises:
+            UsageError: another program listens there.
+        """
         try:
             async with asyncio.timeout(NEIGHBOUR_S):
-                await self._hub.connect(host, port, PEERS, "peer")
+                await self._hub.connect(first, PEERS, "peer")
         except (OSError, ProtocolError):
             raise UsageError(
-                f"the others look for this host at {endpoint(host, port)}, where another program listens",
+                f"the others look for this host at {first}, where another program listens",
                 hint="end it, or another --master-port, the same on every host",
             ) from None
 
     def founds(self) -> bool:
-        """This agent owns the first contact: it says who the first voters are.
+        """Return True if this agent is at the first contact: it names the first voters.
 
-        Of several hosts behind one name the first one in the order of nodes does.
+        If several hosts have the name of the first contact, the first one in the order of nodes does.
         """
-        owners = (n for n, peer in self.known.items() if (peer.host, peer.port) in self._first)
+        owners = (n for n, peer in self.known.items() if _at(peer) in self._first)
         return min(owners, key=node_order, default=None) == self.me
 
     @property
-    def _first(self) -> list[tuple[str, int]]:
+    def _first(self) -> list[Address]:
         """Every address of the first contact."""
         first = self._settings.contacts[: self._settings.first_contacts]
         return [split_endpoint(contact) for contact in first]
 
     def begin(self) -> None:
-        """Dial until everybody who is known has a line."""
+        """Start to dial all agents without a connection."""
         self._task = watched(self._dial(), self._fail)
 
     def name_job(self, job: str) -> None:
-        """The founder: from now on the job has a name, and whoever is here learns it."""
+        """Give the job its name, and publish it to all connected agents.
+
+        Only the agent at the first contact does so.
+        """
         self.job = job
         self._publish()
 
     def send(self, to: NodeId, message: PeerMessage) -> bool:
-        """To one agent; False when there is no line (the sender asks again)."""
+        """Send a message to one agent. Return False without a connection (the sender then repeats it)."""
         line = self._lines.get(to)
         return line is not None and line.send(message)
 
     def broadcast(self, message: PeerMessage) -> None:
-        """To everybody with a line."""
+        """Send a message to all connected agents."""
         for line in self._lines.values():
             line.send(message)
 
     @property
     def here(self) -> list[NodeId]:
-        """Everybody with a line, and this agent."""
+        """This node and all nodes with a connection."""
         return [self.me, *self._lines]
 
     async def end(self) -> None:
-        """Close all lines."""
+        """Stop dialling, and close all connections."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -178,39 +190,41 @@ class Peers:
         await self._hub.close(DIAL_TIMEOUT_S)
 
     async def _dial(self) -> None:
-        own = {(self.known[self.me].host, self.known[self.me].port)}
+        own = {_at(self.known[self.me])}
         while True:
-            targets = {(p.host, p.port) for n, p in self.known.items() if n not in self._lines}
+            targets = {_at(p) for n, p in self.known.items() if n not in self._lines}
             if len(self.known) == 1 or not self.job:
-                reached = {(p.host, p.port) for n, p in self.known.items() if n in self._lines}
+                reached = {_at(p) for n, p in self.known.items() if n in self._lines}
                 targets |= {split_endpoint(contact) for contact in self._settings.contacts} - reached
             shut = {address for address, until_s in self._refused.items() if until_s > time.monotonic()}
-            await asyncio.gather(*(self._connect(host, port) for host, port in targets - own - shut))
+            await asyncio.gather(*(self._connect(at) for at in targets - own - shut))
             await asyncio.sleep(DIAL_S)
 
-    async def _connect(self, host: str, port: int) -> None:
+    async def _connect(self, at: Address) -> None:
         try:
             async with asyncio.timeout(DIAL_TIMEOUT_S):
-                await self._hub.connect(host, port, PEERS, "peer")
+                await self._hub.connect(at, PEERS, "peer")
         except AuthError as error:
-            self._turned_away((host, port), f"{error.message} ({endpoint(host, port)})\n  next: {error.hint}")
-        except (OSError, ProtocolError) as error:  # it is not up yet, or gone: dialled again
-            self._unreached[host, port] = _why(error)
+            self._turned_away(at, f"{error.message} ({at})\n  next: {error.hint}")
+        except (OSError, ProtocolError) as error:  # not up yet, or gone: it is dialled again
+            self._unreached[at] = _why(error)
         else:
-            self._unreached.pop((host, port), None)
+            self._unreached.pop(at, None)
 
-    def _turned_away(self, address: tuple[str, int], reason: str) -> None:
+    def _turned_away(self, address: Address, reason: str) -> None:
         if not self.job:
             self._on_refused(reason)
             return
         if address not in self._refused:
-            self._journal.append("peer_foreign", {"host": address[0], "port": address[1], "reason": reason})
+            self._journal.append(
+                "peer_foreign", {"host": address.host, "port": address.port, "reason": reason}
+            )
         self._refused[address] = time.monotonic() + REFUSED_S
 
     @property
     def trouble(self) -> str:
-        """Why agents may not have met: contacts that do not answer, and who was at the door with another token."""
-        said = [f"{endpoint(host, port)}: {why}" for (host, port), why in sorted(self._unreached.items())]
+        """The possible reasons why agents have not met: failed dials, connections with another token, refused nodes."""
+        said = [f"{at}: {why}" for at, why in sorted(self._unreached.items())]
         if count := self._hub.refused["token"]:
             said.append(
                 f"{plural(count, 'connection')} with another token {'was' if count == 1 else 'were'} refused"
@@ -236,7 +250,7 @@ class Peers:
             channel.close()
         elif isinstance(message, PeerList):
             if message.job and not is_run_id(message.job):
-                channel.close()  # it would be part of paths
+                channel.close()  # the name would become a part of paths
                 return
             self._learn(message.job, message.known)
         else:
@@ -246,7 +260,7 @@ class Peers:
         peer = hello.peer
         why = self._unfit(hello)
         if why and not channel.peer_role:
-            return  # this agent dialled: the other one judges
+            return  # this agent dialled: the other one decides
         if why:
             self._journal.append("peer_refused", {"node": peer.node_id, "home": peer.home, "reason": why})
             self._sent_away[peer.node_id] = why.partition("\n")[0]
@@ -254,7 +268,7 @@ class Peers:
             channel.close()
             return
         self._node_of[channel] = peer.node_id
-        self._refused.pop((peer.host, peer.port), None)
+        self._refused.pop(_at(peer), None)
         self._sent_away.pop(peer.node_id, None)
         self._compare(hello)
         before = self._lines.get(peer.node_id)
@@ -269,10 +283,13 @@ class Peers:
     def _choose(
         self, node_id: NodeId, older: Channel[PeerMessage], newer: Channel[PeerMessage]
     ) -> Channel[PeerMessage]:
-        """The one of two lines to an agent that is used; the other one is closed, by one side only.
+        """Return the connection to use when there are two to one agent.
 
-        Whoever dials twice has lost its first line. When both have dialled, the line of the smaller name stays, and the
-        other agent closes its own: the smaller one cannot know whether its line is still up at the other end.
+        Close the other one if that is this side's part.
+
+        If one side dialled twice, it has lost its first connection. If both sides have dialled, the connection of the
+        smaller node name stays, and the agent of the larger name closes its own. The smaller one cannot know whether
+        its connection is still up at the other end.
         """
         if bool(older.peer_role) != bool(newer.peer_role):
             if self.me < node_id:
@@ -282,7 +299,7 @@ class Peers:
         return newer
 
     def _compare(self, hello: PeerHello) -> None:
-        """Tell what differs and may do: once, however many nodes have it."""
+        """Log tolerated differences between the versions of two nodes, once per version."""
         for name in sorted(self._versions.keys() & hello.versions.keys()):
             here, there = self._versions[name], hello.versions[name]
             if here != there and (name, there) not in self._told:
@@ -318,7 +335,7 @@ class Peers:
         return f"there is a {peer.node_id} already\n  next: give each host a --node-rank of its own"
 
     def _learn(self, job: str, known: tuple[Peer, ...], said_by: Peer | None = None) -> None:
-        """New names and, from an agent about itself, a new address."""
+        """Add unknown agents and the name of the job. Update the address of an agent if it sent the address itself."""
         changed = bool(job) and not self.job
         self.job = self.job or job
         for peer in known:
@@ -345,16 +362,20 @@ class Peers:
             self._journal.append("peer_gone", {"node": node_id})
         else:
             self._lines[node_id] = rest
-            self._on_here(node_id)  # what the closed one had not delivered is said again
+            self._on_here(node_id)  # lost messages of the closed connection are sent again
+
+
+def _at(peer: Peer) -> Address:
+    return Address(peer.host, peer.port)
 
 
 def read_peers(run: RunDir) -> list[Peer]:
-    """All nodes that the agent of this run knew last, itself included. Raises: OSError, msgspec.MsgspecError."""
+    """Return all nodes that the agent of this run knew last, itself included. Raises: OSError, msgspec.MsgspecError."""
     return msgspec.json.decode(run.peers.read_bytes(), type=list[Peer])
 
 
 def _why(error: Exception) -> str:
-    """Why a dial failed, in a word."""
+    """Return the reason of a failed dial, in a few words."""
     if isinstance(error, TimeoutError):
         return "no answer"
     if isinstance(error, ConnectionRefusedError):
@@ -363,10 +384,10 @@ def _why(error: Exception) -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """The address of this machine that reaches ``host``; nothing is sent.
+    """Return the address of this machine that reaches ``host``. No packet is sent.
 
     Raises:
-        OSError: no route, or an unknown name.
+        OSError: there is no route, or the name is unknown.
     """
     with socket.socket(family_of(host), socket.SOCK_DGRAM) as sock:
         sock.connect((host, port))

@@ -1,7 +1,7 @@
-"""The agent's eyes: looks at the status pages, says when all workers stand still, and gathers evidence when asked.
+"""The watch over the progress of one node's workers: stalls are reported, and evidence is collected on request.
 
-What they have learned is written beside the pages now and then: an agent that takes over judges as the one before, and
-does not wait ten minutes for a worker that stopped while nobody looked.
+The learned time limits are written beside the status pages about once a second. A successor agent then judges like its
+predecessor, and does not wait ten minutes for a worker that stopped while no agent ran.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from holdfast.runtime.node.rundir import RunDir, write_private
 from holdfast.runtime.node.spawn import FORKS
 from holdfast.runtime.node.status_page import Page
 
-REPEAT_S = 1.0  # a stall is said again, because the controller may be a new one
+REPEAT_S = 1.0  # a stall is reported again, because the controller may be a new one
 PACE_S = 5.0
 KEEP_S = 1.0
 LEARNED = "learned-"
@@ -52,20 +52,20 @@ LEARNED_SIZE_BYTES_MAX = 1 << 20
 COLLECTIVES_TOLD = 16
 FORKED = f"{FORKS}=1".encode()
 MARKS = (Word.STATE, Word.ENTERED_NS, Word.COLLECTIVES, Word.REPEATED, Word.FLAGS, Word.PID, Word.DUE)
-"""What changes when a worker moves."""
+"""The words of a status page that change when a worker makes progress."""
 ON_THE_WAY = frozenset({Phase.READY, Phase.ABORTED, Phase.IN_DOUBT})
-"""Where a main thread waits in a recovery until it is told to go on."""
+"""The phases in which a main thread waits in a recovery for the order to continue."""
 DRAWING = frozenset({Phase.STARTING, Phase.READY, Phase.LOADING, Phase.SECTION, Phase.FORWARD})
-"""Where a script may wait for processes of its own."""
+"""The phases in which a script may wait for its own child processes."""
 
 
 class Watcher:
-    """Looks at the workers of one node.
+    """The watch over the workers of one node.
 
     Args:
         living: the processes of this node, by member.
-        post: takes what is to be told to the controller.
-        ask: asks a worker for its records; False where it is not connected.
+        post: takes the messages to the controller.
+        ask: asks a worker for its records; returns False if the worker is not connected.
     """
 
     def __init__(
@@ -89,16 +89,19 @@ class Watcher:
         self._told_s = 0.0
         self._late_s = 0.0
         self._children_s = 0.0
-        self._children: dict[int, int] = {}  # stopped ones, by the worker that waits for them
+        self._children: dict[int, int] = {}  # stopped child processes, by the worker that waits for each
         self._paced_s = 0.0
         self._kept_s = 0.0
-        self._learned: Path | None = None  # where it is kept for a successor
+        self._learned: Path | None = None  # file of the learned limits, for a successor
         self._activity = Activity(node_id, limits.floor_s if limits.factor > 0 else inf)
         self._gathering: asyncio.Task[None] | None = None
         self._lasts: dict[MemberId, asyncio.Task[None]] = {}
 
     async def watch(self) -> None:
-        """Look until cancelled; hangs and stopped processes are not looked for when ``factor`` is 0."""
+        """Look at the pages periodically until cancelled.
+
+        With ``factor`` 0, do not look for hangs and stopped processes.
+        """
         self._learned = self._run.pages() / f"{LEARNED}{self._node_id}"
         self._progress = Progress(self._limits, recall(self._learned))
         try:
@@ -111,7 +114,7 @@ class Watcher:
             self._pages.clear()
 
     def look(self, now: float) -> None:
-        """One look at all pages."""
+        """Look once at all pages, and report what has changed."""
         if self._gathering is not None and self._gathering.done():
             self._gathering.result()
             self._gathering = None
@@ -157,12 +160,15 @@ class Watcher:
                 self._post(StepTimes(node_id=here, generation=generation, ranks=paces, step_s=step_s))
         if self._learned is not None and now - self._kept_s >= KEEP_S:
             self._kept_s = now
-            # No directory: the run ends, its pages are gone, and nobody takes over. No room: there may be some later.
+            # No directory: the run has ended, and there is no successor. No room: there may be room later.
             with contextlib.suppress(OSError):
                 write_private(self._learned, msgspec.json.encode(self._progress.learned()))
 
     def _look_for_activity(self, now: float) -> None:
-        """What a recovery is told, whether hangs are looked for or not."""
+        """Report the activity of the workers to the controller, whether or not hangs are looked for.
+
+        A recovery uses it.
+        """
         if not self._activity.is_due(now):
             return
         active = self._activity.look(
@@ -182,7 +188,7 @@ class Watcher:
             self._post(active)
 
     def _pid(self, member_id: MemberId) -> int:
-        """Of its own word, or of the process that was started for it and has not come so far."""
+        """Return the pid on the page of a member, or of its started process if the page has none so far."""
         return self._pages[member_id][Word.PID] or self._living[member_id].pid
 
     def _look_at(self, now: float, overdue: Collection[MemberId]) -> list[PageReading]:
@@ -203,27 +209,29 @@ class Watcher:
             readings.append(reading)
         if not sleeping:
             self._children = {}
-        elif now - self._children_s >= REPEAT_S:  # all of /proc is asked
+        elif now - self._children_s >= REPEAT_S:  # not more often: all of /proc is read
             self._children_s, self._children = now, stopped_children(sleeping)
         return readings
 
     def gather(self, order: CollectEvidence) -> None:
-        """Look at everything, then answer; in the background."""
+        """Start to collect evidence about all workers and report it, in the background."""
         if self._gathering is None:
             self._gathering = asyncio.get_running_loop().create_task(self._gather(order))
 
     def look_last(
         self, member_id: MemberId, kill: Callable[[], None], fail: Callable[[BaseException], None]
     ) -> None:
-        """A worker is to be killed for its silence: see where it stands, tell, then ``kill``; when asked again, kill at
-        once. In the background; ``fail`` gets what goes wrong there."""
+        """Report the position of a silent worker that is about to be killed, in the background, and then call ``kill``.
+
+        A second call for the same member kills at once. ``fail`` gets an exception of the background task.
+        """
         if member_id in self._lasts:
             kill()
         else:
             self._lasts[member_id] = watched(self._look_last(member_id, kill), fail)
 
     async def _look_last(self, member_id: MemberId, kill: Callable[[], None]) -> None:
-        # Neither a process nor a page yet: there is nothing to be seen.
+        # Without a process or a page there is nothing to report.
         with contextlib.suppress(OSError, ProtocolError):
             if member_id in self._living:
                 with contextlib.closing(Page.open(self._run.page_path(member_id))) as page:
@@ -255,7 +263,7 @@ class Watcher:
         found = await find(self._run, workers, self._ask)
         late = self._progress.late()
         if not self._progress.stalled and not late:
-            return  # somebody moved meanwhile: the controller was told
+            return  # a worker made progress in the meantime, and the controller has a message about it
         stalls = {stall.member_id: stall for stall in (*self._progress.stalls(), *late)}
         children = stopped_children({pid for _, pid, _ in workers})
         ranks = []
@@ -279,7 +287,10 @@ class Watcher:
         bound_s: float,
         child: int,
     ) -> RankEvidence:
-        """All that is known of one worker; its files are in ``place``, below the run's evidence."""
+        """Return the evidence about one worker.
+
+        Its files are written to ``place``, below the run's evidence directory.
+        """
         seen = read(page)
         return RankEvidence(
             member_id=member_id,
@@ -304,7 +315,7 @@ class Watcher:
         )
 
     def _collectives(self, place: str, rank: int, page: Page) -> tuple[CollectiveSeen, ...]:
-        """The last collectives of a worker; all that its recorder holds goes into the run directory."""
+        """Return the last collectives of a worker. Write all that its flight recorder holds into the run directory."""
         found, now_ns = page.flight.read(), time.monotonic_ns()
         if found:
             text = "".join(f"{each}, begun {(now_ns - each.begun_ns) / 1e9:.3f} s ago\n" for each in found)
@@ -315,13 +326,16 @@ class Watcher:
         )
 
     def _keep(self, place: str, rank: int, finding: ProcessEvidence) -> str:
-        """Write the stacks into the run directory; returns the path below it, empty when there are none."""
+        """Write the stacks into the run directory. Return the path relative to it; empty without stacks."""
         if not finding.stacks:
             return ""
         return self._write(place, f"rank-{rank:05d}.txt", finding.stacks)
 
     def _keep_records(self, place: str, rank: int, finding: ProcessEvidence) -> str:
-        """The same for what the framework has recorded."""
+        """Write the framework's records into the run directory.
+
+        Return the path relative to it; empty without records.
+        """
         if not finding.records.recorders:
             return ""
         return self._write(
@@ -337,7 +351,7 @@ class Watcher:
 
 
 def recall(path: Path) -> Learned:
-    """What the agent before this one has learned; nothing when it left nothing that can be read."""
+    """Read the limits that an earlier agent has learned. Return empty ones if no readable file is left."""
     try:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(LEARNED_SIZE_BYTES_MAX), type=Learned)
@@ -346,7 +360,7 @@ def recall(path: Path) -> Learned:
 
 
 def read(page: Page) -> PageReading:
-    """What progress is judged by."""
+    """Return the values of a status page by which progress is judged."""
     step, phase = page.state()
     flags = page[Word.FLAGS]
     return PageReading(

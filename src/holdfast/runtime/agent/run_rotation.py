@@ -1,7 +1,7 @@
-"""The same run id again: what its earlier start left is put aside, and its own checkpoints stay where they are.
+"""The reuse of a run id: files of the earlier start are moved aside, and its checkpoints keep their path.
 
-A scheduler that requeues a job repeats the command, ``--run-id`` included, and so does whoever follows the last line of
-a run. The newest start has the plain name, as with rotated logs; those before it are ``ID.1``, ``ID.2`` and so on.
+A scheduler that requeues a job repeats the command with its ``--run-id``. So does a user who follows the hint in a
+run's last line. As with rotated logs, the newest start has the plain name, and earlier ones are ``ID.1``, ``ID.2``, ...
 """
 
 from __future__ import annotations
@@ -22,18 +22,21 @@ from holdfast.runtime.node.run_settings import SETTINGS_FILE, RunSettings
 from holdfast.runtime.node.rundir import ATTEMPT, RunDir, is_free
 
 POLL_S = 0.1
-AFTER_GRACE_S = 60.0  # beyond its grace: saves in flight are waited for
+AFTER_GRACE_S = 60.0  # added to the grace time, for saves in flight
 
 
 def put_aside(run: RunDir, waiting: Callable[[], None]) -> Path | None:
-    """Move what an ended start of this run left, its logs included; returns the place, None: there was none.
+    """Move the files of an ended start of this run aside, its logs included.
 
     Args:
-        waiting: called once when it has lost its launcher and has yet to save and leave.
+        waiting: called once if that start has lost its launcher and has yet to save and leave.
+
+    Returns:
+        The new place; None: there was no earlier start.
 
     Raises:
-        UsageError: it goes on, or another user may have made it.
-        OSError: it cannot be moved.
+        UsageError: the earlier start still runs, or another user may have made the directory.
+        OSError: the directory cannot be moved.
     """
     if not (run.path / SETTINGS_FILE).is_file():
         return None
@@ -55,9 +58,12 @@ def put_aside(run: RunDir, waiting: Callable[[], None]) -> Path | None:
 
 
 def bring_checkpoints(run: RunDir, aside: Path) -> bool:
-    """Checkpoints of a script that names no directory are the run's: this start goes on from them, if there are any."""
+    """Move the checkpoints in an old run directory to the new start of the run, which resumes from them.
+
+    They are the checkpoints of a script that names no directory. Return False if there are none.
+    """
     old = RunDir(aside).checkpoints
-    if not old.is_dir() or old.is_symlink():  # those of several nodes lie beside the run
+    if not old.is_dir() or old.is_symlink():  # with several nodes they are beside the run directory
         return False
     old.rename(run.checkpoints)
     return True
@@ -79,7 +85,7 @@ def _await_end(run: RunDir, bound_s: float, waiting: Callable[[], None]) -> None
 
 
 def _is_of_logs(directory: Path, run_id: str) -> bool:
-    """Logs of this run are there: settings that came from elsewhere may name any directory."""
+    """Return True if ``directory`` has logs of this run: settings from another source may name any directory."""
     if directory.name != run_id or not directory.is_dir() or not is_ours(directory):
         return False
     names = [path.name for path in directory.iterdir()]
@@ -91,7 +97,7 @@ def _numbered(path: Path, number: int) -> Path:
 
 
 def _rewrite(run_dir: Path, settings: RunSettings) -> None:
-    """Newer settings of an old run: it stays as old as it is."""
+    """Save changed settings of an old run without a change of the file's times, which say how old the run is."""
     path = run_dir / SETTINGS_FILE
     times = path.stat()
     settings.save(run_dir)

@@ -1,4 +1,4 @@
-"""One place for the checkpoints of all nodes: where it is by default, and whether every node reaches it."""
+"""The common place for the checkpoints of all nodes: its default, and the test that every node reaches it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from holdfast.store.backends.location import place_of
 
 
 def share_checkpoints(run: RunDir, job: str) -> None:
-    """Checkpoints of a script that names no directory go beside the run directories of all nodes, under the job."""
+    """Make the default directory for checkpoints: common to all nodes, named by the job, beside the run directories."""
     common = run.path.parent / f"{without_launch(job)}.checkpoints"
     common.mkdir(mode=0o700, exist_ok=True)
     if not run.checkpoints.exists():
@@ -18,7 +18,10 @@ def share_checkpoints(run: RunDir, job: str) -> None:
 
 
 def leave_probe(root: str, settings: RunSettings) -> None:
-    """Show that this node reaches ``root``; a root that cannot be written says so itself, at the first save."""
+    """Write a probe file that shows that this node reaches ``root``.
+
+    An unwritable root is reported at the first save.
+    """
     place = place_of(root)
     if not root or not isinstance(place, Path):  # a bucket is the same on all nodes
         return
@@ -29,7 +32,7 @@ def leave_probe(root: str, settings: RunSettings) -> None:
 
 
 def is_there(probe: Path) -> bool:
-    """This node sees ``probe``; it does not where it may not look, or while the storage does not answer."""
+    """Return True if this node sees ``probe``; False also without permission or while the storage does not answer."""
     try:
         return probe.exists()
     except OSError:

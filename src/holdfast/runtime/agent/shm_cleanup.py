@@ -1,11 +1,11 @@
-"""What members that are gone leave in shared memory: their pages, and the files of their stacks.
+"""The removal of shared-memory files of dead members: their status pages and the files of their stacks.
 
-They are read after a death, by this agent and by a successor that has to report the death again, until the recovery
-that replaced the member is over. Left for longer they fill a small ``/dev/shm`` with a job that is restarted often. So
-they stay for one more recovery, and are removed when the next one has ended.
+The agent reads these files after a death. So does a successor that has to report the death again, until the recovery
+that replaced the member is over. If they stayed longer, a job with many restarts would fill a small ``/dev/shm``. They
+therefore stay for one more recovery, and are removed when the next one has ended.
 
-Where launcher and agent are killed together nobody is left to remove the directory of the run: the next run on this
-machine does.
+If launcher and agent are killed together, no process is left to remove the run's shared memory. The next run on this
+machine removes it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from holdfast.runtime.net.multiprocessing_sockets import remove_sockets_of
 from holdfast.runtime.node.hang_evidence import stacks_path
 from holdfast.runtime.node.rundir import OWNER, PAGES_PREFIX, SHARED_MEMORY, RunDir, empty_out, is_free
 
-YOUNG_S = 60.0  # a directory that was just made may not be held yet
+YOUNG_S = 60.0  # a younger directory may not be locked by its owner yet
 
 
 class ShmCleanup:
-    """Those of one node."""
+    """The shared-memory files of dead members of one node."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -34,11 +34,14 @@ class ShmCleanup:
         self._older: set[MemberId] = set()
 
     def add(self, member_id: MemberId) -> None:
-        """This member has exited."""
+        """Add a member that has exited."""
         self._newer.add(member_id)
 
     def clear(self, generation: Generation) -> None:
-        """The job goes on in ``generation``: remove what the recovery before this one has left. It may be repeated."""
+        """Remove the files of members that exited before the previous call.
+
+        Repeated calls for a generation do nothing.
+        """
         if generation <= self._generation:
             return
         self._generation = generation
@@ -49,10 +52,10 @@ class ShmCleanup:
 
 
 def remove_forgotten() -> list[Path]:
-    """Remove what runs of this user whose processes were all killed have left in shared memory; returns the places."""
+    """Remove shared memory of this user's runs whose processes were all killed. Return the removed directories."""
     removed = []
     for directory in SHARED_MEMORY.glob(f"{PAGES_PREFIX}*"):
-        with contextlib.suppress(OSError):  # gone meanwhile, or of another kind
+        with contextlib.suppress(OSError):  # removed in the meantime, or of another kind
             if _is_forgotten(directory):
                 remove_sockets_of(directory)
                 empty_out(directory)
@@ -61,7 +64,7 @@ def remove_forgotten() -> list[Path]:
 
 
 def _is_forgotten(directory: Path) -> bool:
-    """Nobody holds it, and no worker that is still saving belongs to its run."""
+    """Return True if no process holds the lock of the directory and no worker of its run still saves."""
     about = directory.lstat()
     if (
         about.st_uid != os.getuid()

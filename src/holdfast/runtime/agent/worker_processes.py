@@ -1,13 +1,14 @@
 """The worker processes of one node: started by the zygote or directly, watched by pidfd, killed with their groups.
 
-A pidfd fires when a process is gone, whoever the parent is; the exit status comes from whoever may wait for the
-process (the zygote, or this agent) and is waited for shortly. A worker that was killed or failed is told of earlier,
-when its end has begun (``runtime/node/death_watch.py``): nothing of it runs any more, but its memory is not free yet,
-so a worker from scratch is started only after the pidfd has fired, or when the end of the process makes no progress.
+A pidfd fires when a process is gone, whichever process is the parent. The exit status is known only to the parent (the
+zygote or this agent); it is waited for briefly. A worker that was killed or failed is reported earlier, when its end
+has begun (``runtime/node/death_watch.py``). Nothing of it runs any more then, but its memory is not free yet. A worker
+from scratch is therefore started only after the pidfd has fired, or when the end of the process makes no progress.
 
-The zygote may be stopped, frozen or stuck, so what it is asked has a bound, and who ends a member does not wait for
-it: a member that is no process yet is told as exited when it is killed, or when the zygote is lost. Should it have been
-forked all the same, it is killed as soon as it is heard of. Every member gets an ``on_exited``; the first one counts.
+The zygote may be stopped, frozen or stuck, so each request to it has a time limit. To end a member, the agent does not
+wait for the zygote. A member without a process is reported as exited when it is killed, or when the zygote is lost. If
+the zygote has forked it nevertheless, the process is killed as soon as the agent learns of it. ``on_exited`` is called
+for every member; the first call counts.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ from holdfast.runtime.node.status_page import Page, each_page
 STATUS_WAIT_S = 0.5
 ZYGOTE_START_S = 60.0
 QUIT_WAIT_S = 1.0
-# To the next word of a zygote that has something to answer. A fork takes milliseconds, with hundreds of GB preloaded a
-# few seconds; imports do not count, for a zygote that can be reached has them behind it.
+# Limit on the time to the next message of a zygote that owes an answer. A fork takes milliseconds, with hundreds of GB
+# preloaded a few seconds. Imports do not count: a zygote that can be reached has finished them.
 ANSWER_S = 10.0
 POLL_S = 0.01
 NO_ROOM_CODE = os.EX_CANTCREAT  # of a worker for which there is no shared memory
@@ -64,7 +65,7 @@ WRITER_MODULE = b"holdfast.store.write.writer_process"
 
 
 class WorkerProcess:
-    """One member's process."""
+    """The process of one member."""
 
     def __init__(
         self, member_id: MemberId, pid: int, pidfd: int, child: subprocess.Popen[bytes] | None
@@ -74,7 +75,7 @@ class WorkerProcess:
         self.pidfd = pidfd
         self.child = child
         self.died_ns = 0
-        self.status: tuple[int | None, int | None] | None = None  # code, signal
+        self.status: tuple[int | None, int | None] | None = None  # exit code and signal
         self.listened = False
 
 
@@ -82,10 +83,10 @@ class Processes:
     """All workers of this node.
 
     Args:
-        on_started: (member, pid).
-        on_exited: (member, pid, code, signal, died_ns); nothing of the process runs, its group is killed. The pid is 0
-            when there was none that anybody knows of.
-        fail: gets an exception that nothing else hears of; the agent ends with it.
+        on_started: gets (member, pid).
+        on_exited: gets (member, pid, code, signal, died_ns). Nothing of the process runs any more, and its group is
+            killed. The pid is 0 if no process of the member is known.
+        fail: gets an exception that no other code handles; the agent ends with it.
     """
 
     def __init__(
@@ -106,33 +107,33 @@ class Processes:
         self._on_started = on_started
         self._on_exited = on_exited
         self._fail = fail
-        # Spawn sent, no answer yet; None: it was killed meanwhile, or has said hello itself.
+        # Spawn sent, no answer yet. None: the member was killed in the meantime, or has connected on its own.
         self._asked: dict[MemberId, SpawnOrder | None] = {}
         self._waiting: list[SpawnOrder] = []  # for the zygote
         self._zygote: Channel[ZygoteMessage] | None = None
         self._zygote_process: subprocess.Popen[bytes] | None = None
         self._zygote_pid = 0
         self._ready = False
-        self._silence: asyncio.TimerHandle | None = None  # runs while the zygote has something to answer
+        self._silence: asyncio.TimerHandle | None = None  # runs while the zygote owes an answer
         self._hopeless = not settings.zygote or settings.kind == "executable" or settings.library
         self._ending = False
         self._connecting: asyncio.Task[None] | None = None
         self._hub: Hub[ZygoteMessage] = Hub(
             ZYGOTE_MESSAGES,
-            run.token(),
+            run.secret(),
             on_open=self._zygote_found,
             on_message=self._heard,
             on_close=self._zygote_lost,
         )
 
     def use(self, settings: RunSettings) -> None:
-        """Settings of the workers that are started from now on."""
+        """Set the settings for workers that are started from now on."""
         self._settings = settings
 
     # ------------------------------------------------------------ zygote
 
     def want_zygote(self) -> None:
-        """Connect to the zygote of this run, or start one, unless there is one or that is under way."""
+        """Connect to the zygote of this run or start one, unless it is connected or either is in progress."""
         if self._zygote is None and self._connecting is None and not self._hopeless and not self._ending:
             self._connecting = watched(self._reach_zygote(), self._fail)
 
@@ -141,7 +142,8 @@ class Processes:
             await self._find_zygote()
         finally:
             self._connecting = None
-        self.want_zygote()  # it may be lost again by now, and who wanted another one meanwhile was not heard
+        # The zygote may be lost again by now, and requests for another one in the meantime were ignored.
+        self.want_zygote()
 
     async def _find_zygote(self) -> None:
         if await self._join_zygote():
@@ -168,7 +170,7 @@ class Processes:
         self._zygote_pid = endpoint.pid
         service = zygote_of(self._settings.node)
         try:
-            await self._hub.connect(endpoint.host, endpoint.port, service, "agent")
+            await self._hub.connect(endpoint.at, service, "agent")
         except (OSError, ProtocolError):
             return False
         return True
@@ -178,7 +180,7 @@ class Processes:
         self._await_word()
 
     def _await_word(self) -> None:
-        """Bound the time to the next word of the zygote, from now on, if it has something to answer."""
+        """Restart the time limit for the next message of the zygote, if the zygote owes an answer."""
         if self._silence is not None:
             self._silence.cancel()
             self._silence = None
@@ -187,13 +189,14 @@ class Processes:
             self._silence = loop.call_later(ANSWER_S, self._give_up_silent, self._zygote)
 
     def _give_up_silent(self, zygote: Channel[ZygoteMessage]) -> None:
-        """End a zygote that is stopped or stuck: should it go on one day, it would fork members that are replaced."""
+        """Kill a zygote that is stopped or stuck: if it continued later, it would fork members that are replaced."""
         asked = [int(member_id) for member_id in self._asked]
         self._journal.append("zygote_silent", {"asked": asked, "bound_s": ANSWER_S})
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self._zygote_pid, signal.SIGKILL)  # its line is up, so the number is its own
+            # The connection is up, so the pid is still the zygote's.
+            os.kill(self._zygote_pid, signal.SIGKILL)
         self._run.endpoint_path("zygote").unlink(missing_ok=True)
-        zygote.abort()  # a frozen one closes nothing when it is killed
+        zygote.abort()  # a frozen process closes no connection when it is killed
 
     def _start_zygote(self) -> None:
         self._run.endpoint_path("zygote").unlink(missing_ok=True)
@@ -234,7 +237,7 @@ class Processes:
         self._journal.append("zygote_lost", {})
         asked, self._asked = self._asked, {}
         for member_id, order in asked.items():
-            # The fork may or may not have happened: another one could be a second process of the same member.
+            # The fork may or may not have happened: a second fork could give the member two processes.
             if order is not None:
                 self._on_exited(member_id, 0, None, None, time.monotonic_ns())
         self.want_zygote()
@@ -260,7 +263,7 @@ class Processes:
             "zygote_ready",
             {"imports": imports, "missing": missing, "threads": message.threads, "total_s": total_s},
         )
-        if message.unfit:  # and what it holds of a device is free again
+        if message.unfit:  # its end also frees what it holds of a device
             channel.send(Quit())
             self._give_up_zygote(message.unfit)
         else:
@@ -279,7 +282,7 @@ class Processes:
             self._exec(order)
 
     def refuse(self, member_id: MemberId, pid: int) -> None:
-        """Kill a process whose member was told as exited before anybody heard of it."""
+        """Kill a process whose member was reported as exited before the process was known."""
         if kill_ours(pid, self._run):
             self._journal.append("ghost_killed", {"member": member_id, "pid": pid})
 
@@ -291,7 +294,7 @@ class Processes:
     # ------------------------------------------------------------ members
 
     def start(self, order: SpawnOrder) -> None:
-        """Start one worker; its page exists before it does. Repeated orders are harmless.
+        """Start one worker, after its status page is made. Repeated orders are harmless.
 
         Raises:
             OSError: no permission for the log.
@@ -317,7 +320,7 @@ class Processes:
             self._asked[member_id] = order
             env = worker_env(self._run, self._settings, order)
             self._zygote.send(Spawn(member_id, env, worker_log(self._run, self._settings, order)))
-            if self._silence is None:  # else its next word is due before, whatever is asked meanwhile
+            if self._silence is None:  # otherwise the limit of an earlier request is still running
                 self._await_word()
         else:
             self._waiting.append(order)
@@ -349,14 +352,17 @@ class Processes:
         self.adopt(order.assignment.member_id, child.pid, child)
 
     def _not_started(self, order: SpawnOrder, what: str, error: OSError, code: int) -> None:
-        """This member failed: its log says why, and the recovery and its budget decide about another one."""
+        """Report a member that could not be started as failed, and write the reason to its log.
+
+        A recovery decides the rest.
+        """
         with os.fdopen(open_worker_log(self._run, self._settings, order), "a") as log:
             log.write(f"holdfast: {what}: {error.strerror}\n")
         member_id, died_ns = order.assignment.member_id, time.monotonic_ns()
         asyncio.get_running_loop().call_soon(self._on_exited, member_id, 0, code, None, died_ns)
 
     def adopt(self, member_id: MemberId, pid: int, child: subprocess.Popen[bytes] | None = None) -> None:
-        """Watch a process that exists (or just ended)."""
+        """Start to watch a process that exists or has just ended."""
         if member_id in self.living:
             return
         life = self.living[member_id] = WorkerProcess(member_id, pid, pidfd(pid), child)
@@ -370,7 +376,7 @@ class Processes:
             loop.call_soon(self._died, life)
 
     def listen(self, member_id: MemberId) -> None:
-        """Hear of the end of a worker when it begins; it has said hello, so its lock is taken."""
+        """Start to watch for the beginning of a worker's end. The worker has said hello, so it holds its lock."""
         life = self.living.get(member_id)
         if life is None or life.pidfd < 0 or life.listened:
             return
@@ -378,14 +384,14 @@ class Processes:
         loop = asyncio.get_running_loop()
 
         def told() -> None:
-            with contextlib.suppress(RuntimeError):  # this agent has ended, too
+            with contextlib.suppress(RuntimeError):  # this agent has ended as well
                 loop.call_soon_threadsafe(self._ends, life)
 
-        with contextlib.suppress(FileNotFoundError):  # its page is gone already: the run ends
+        with contextlib.suppress(FileNotFoundError):  # the page is already removed: the run ends
             listen(self._run.page_path(member_id), told)
 
     def call(self, spare: MemberId, order: SpawnOrder) -> None:
-        """Let a living spare be the member of ``order``: its page and its process get the member's name."""
+        """Make a living spare the member of ``order``: rename its status page and its process entry."""
         life = self.living.pop(spare)
         seat = order.assignment
         page = Page.open(self._run.page_path(spare))
@@ -398,7 +404,10 @@ class Processes:
         self.living[seat.member_id] = life
 
     def kill(self, member_id: MemberId, grace_s: float = 0.0) -> None:
-        """SIGKILL a member and its process group; with ``grace_s`` SIGTERM first. One that is no process has exited."""
+        """SIGKILL a member and its process group; with ``grace_s`` SIGTERM first.
+
+        Report a member without a process as exited.
+        """
         life = self.living.get(member_id)
         if life is None:
             self._withdraw(member_id)
@@ -412,14 +421,17 @@ class Processes:
             asyncio.get_running_loop().call_later(grace_s, self.kill, member_id)
 
     def _withdraw(self, member_id: MemberId) -> None:
-        """Nobody waits for this member to become a process any more."""
+        """Cancel the start of a member that has no process yet, and report it as exited."""
         if member_id in self._asked:
             self._asked[member_id] = None
         self._waiting = [order for order in self._waiting if order.assignment.member_id != member_id]
         self._on_exited(member_id, 0, None, None, time.monotonic_ns())
 
     async def end(self, *, kill: bool) -> None:
-        """Kill every worker, wait until they are gone, and end the zygote; what it forks meanwhile is killed, too."""
+        """End the zygote and, with ``kill``, all workers.
+
+        Workers that the zygote forks in the meantime are killed as well.
+        """
         self._ending = True
         self._waiting.clear()
         self._asked = dict.fromkeys(self._asked)
@@ -433,7 +445,7 @@ class Processes:
         await self._end_zygote()
 
     async def _end_zygote(self) -> None:
-        """A zygote that still imports cannot hear Quit: it is killed, like one that does not end."""
+        """End the zygote. A zygote that still imports cannot read Quit, and is killed like one that does not end."""
         process = self._zygote_process
         pid = process.pid if process is not None else self._zygote_pid
         if not pid:
@@ -448,7 +460,7 @@ class Processes:
         self._run.endpoint_path("zygote").unlink(missing_ok=True)
 
     async def _reap_zygote(self) -> None:
-        """One that was killed is gone at once, or, when it is frozen, not before it is thawed."""
+        """Wait briefly for the end of a killed zygote, and reap it. A frozen one ends only after it is thawed."""
         process = self._zygote_process
         if process is not None and process.poll() is None:
             await wait_gone(process.pid, QUIT_WAIT_S)
@@ -458,14 +470,17 @@ class Processes:
         return self._settings.python or sys.executable
 
     def _ends(self, life: WorkerProcess) -> None:
-        """The main thread lets go of its lock: when it was killed or failed, that is all the others need to know."""
+        """Report a worker whose main thread released its lock, if it was killed or failed.
+
+        Its memory may not be free yet.
+        """
         code = ending(life.pid)
         if code is None or life.died_ns or self.living.get(life.member_id) is not life:
             return
         life.died_ns = time.monotonic_ns()
         life.status = _status(code)
         self.fading.add(life.pid)
-        self._gone(life)  # told first: the others wait for this word
+        self._gone(life)  # reported before the group is killed: the recovery waits for this report
         kill_group(life.pid)
 
     def _died(self, life: WorkerProcess) -> None:
@@ -495,12 +510,12 @@ class Processes:
 
 
 def _status(code: int) -> tuple[int | None, int | None]:
-    """Exit code and signal, from a code that is below 0 for a signal."""
+    """Return (exit code, signal) from a return code that is negative for a signal."""
     return (code, None) if code >= 0 else (None, -code)
 
 
 def dismiss_spares(run: RunDir) -> None:
-    """Kill the spares of an agent that is gone, should one of them not have left by itself."""
+    """Kill the spares of a dead agent that have not left on their own, and remove their pages."""
     for page in each_page(run.pages(), SPARE_PAGE):
         pid = page[Word.PID]
         if kill_ours(pid, run):
@@ -510,7 +525,7 @@ def dismiss_spares(run: RunDir) -> None:
 
 
 async def wait_gone(pid: int, timeout_s: float) -> None:
-    """Return when process ``pid`` is gone, or after ``timeout_s``."""
+    """Wait until process ``pid`` is gone, but at most ``timeout_s``."""
     fd = pidfd(pid)
     if fd < 0:
         return
@@ -535,33 +550,33 @@ def _signal(life: WorkerProcess, number: signal.Signals) -> None:
 
 
 def recorded_members(run: RunDir) -> list[tuple[MemberId, int]]:
-    """(member, pid) of every status page, the dead included; pid 0: it never ran."""
+    """Return (member, pid) of every status page, dead members included; pid 0: the member never ran."""
     return [(MemberId(page[Word.MEMBER]), page[Word.PID]) for page in each_page(run.pages(), PAGE)]
 
 
 def belongs(pid: int, run: RunDir) -> bool:
-    """True when ``pid`` is a process of this run (a pid may have been reused since it was recorded)."""
+    """Return True if ``pid`` is a process of this run (a pid may have been reused since it was recorded)."""
     wanted = f"HOLDFAST_RUN_DIR={run.path}".encode()
     return wanted in started_with(pid)
 
 
 def kill_ours(pid: int, run: RunDir) -> bool:
-    """SIGKILL ``pid`` if it is a process of this run; True when it got the signal."""
+    """SIGKILL ``pid`` if it is a process of this run. Return True if the signal was sent."""
     return kill_if(pid, lambda pid: belongs(pid, run))
 
 
 def processes(run: RunDir) -> Iterator[int]:
-    """Every process that inherited this run's environment, whatever session it moved to."""
+    """Return the pid of every process that inherited this run's environment, even in another process session."""
     return (int(entry) for entry in os.listdir("/proc") if entry.isdigit() and belongs(int(entry), run))
 
 
 def writers(run: RunDir) -> list[int]:
-    """Processes that still write a checkpoint for a worker of this run, dead or alive (``writer_process.py``)."""
+    """Return the pids of this run's writers (processes that write saves), including those of dead workers."""
     return [pid for pid in processes(run) if WRITER_MODULE in command(pid)]
 
 
 async def wait_written(run: RunDir, timeout_s: float) -> list[int]:
-    """Let the saves in flight of dead workers end; returns the writers that are not done after ``timeout_s``."""
+    """Wait until dead workers' saves in flight end. Return the writers that are not done after ``timeout_s``."""
     deadline = time.monotonic() + timeout_s
     for pid in writers(run):
         await wait_gone(pid, max(0.0, deadline - time.monotonic()))
@@ -569,6 +584,6 @@ async def wait_written(run: RunDir, timeout_s: float) -> list[int]:
 
 
 def sweep(run: RunDir) -> list[int]:
-    """SIGKILL all other processes of this run; returns the pids."""
+    """SIGKILL all other processes of this run, and return their pids."""
     others = (pid for pid in processes(run) if pid != os.getpid())
     return [pid for pid in others if kill_ours(pid, run)]

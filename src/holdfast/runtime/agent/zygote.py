@@ -1,9 +1,9 @@
-"""The zygote: a single-threaded process that has paid every import and forks workers on request.
+"""The zygote: a single-threaded process with all imports done, which forks workers on request.
 
-It forks only while it has exactly one thread (an OpenMP region before a fork hangs every child), so it runs no tensor
-maths and one OpenMP thread. It outlives its agent: its endpoint is in the run directory, a successor connects and gets
-the list of what lives and what ended meanwhile. It leaves when told, or when no agent came for ``LONELY_S`` and no
-child lives.
+It forks only while it has exactly one thread, because an OpenMP region before a fork hangs every child. So it computes
+nothing with tensors, and has one OpenMP thread. It outlives its agent: its endpoint is in the run directory, and a
+successor agent connects to it. The successor gets the list of living workers and of those that ended in the meantime.
+The zygote leaves on the order ``Quit``, or when no agent came for ``LONELY_S`` and no child lives.
 """
 
 from __future__ import annotations
@@ -27,16 +27,17 @@ from pathlib import Path
 
 from holdfast.errors import ProtocolError
 from holdfast.exit_codes import Exit
-from holdfast.runtime.net.channel import RECEIVE_SIZE_BYTES, SEND_TIMEOUT_S, tune
+from holdfast.frame_encryption import PRELOADS
+from holdfast.runtime.net.channel import RECEIVE_SIZE_BYTES, SEND_TIMEOUT_S
 from holdfast.runtime.net.connection_limits import (
     ACCEPT_AGAIN_S,
-    BACKLOG,
     BURST,
     HANDSHAKE_TIMEOUT_S,
     ConnectionLimits,
     raise_limit,
 )
 from holdfast.runtime.net.service_names import zygote_of
+from holdfast.runtime.net.stream_sockets import listen, tune
 from holdfast.runtime.node.early_variables import early_variable, sources
 from holdfast.runtime.node.env_record import versions
 from holdfast.runtime.node.framework_registry import COMMON_PRELOADS, FRAMEWORKS, FrameworkName, note_broken
@@ -54,24 +55,25 @@ from holdfast.runtime.node.spawn import (
     ZygoteMessage,
     thread_count,
 )
+from holdfast.sealing import Secret
 from holdfast.text import plural
 from holdfast.wire import NONCE_SIZE_BYTES, Link
 
 LONELY_S = 60.0
 ENDED_KEPT_MAX = 10_000
 DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/davinci")
-"""Files that the initialisation of a device's driver opens: CUDA, ROCm, Ascend. Asking NVML opens other ones."""
+"""Files that the initialisation of a device's driver opens: CUDA, ROCm, Ascend. A query through NVML opens others."""
 
 
 class _AgentPeer:
-    """One connection; only an authenticated agent is listened to."""
+    """One connection to the zygote. Only an authenticated agent gets answers."""
 
-    def __init__(self, sock: socket.socket, token: bytes, service: str, refused: Counter[str]) -> None:
+    def __init__(self, sock: socket.socket, secret: Secret, service: str, refused: Counter[str]) -> None:
         self.sock = sock
         self.deadline_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
         self.link: Link[ZygoteMessage] = Link(
             ZYGOTE_MESSAGES,
-            token,
+            secret,
             os.urandom(NONCE_SIZE_BYTES),
             service=service,
             role=None,
@@ -97,16 +99,14 @@ class _AgentPeer:
 
 
 class Zygote:
-    """The server loop. :meth:`serve` returns a :class:`Spawn` in a forked child, None when the zygote ends."""
+    """The server loop of the zygote. :meth:`serve` returns a :class:`Spawn` in a forked child, and None at the end."""
 
-    def __init__(
-        self, run: RunDir, token: bytes, preloaded: Preloaded, listener: socket.socket, node: str
-    ) -> None:
+    def __init__(self, run: RunDir, secret: Secret, preloaded: Preloaded, node: str) -> None:
         self._run = run
         self._service = zygote_of(node)
-        self._token = token
+        self._secret = secret
         self._preloaded = preloaded
-        self._listener = listener
+        self._listener, _ = listen(run.socket_of("zygote"))
         self._peers: dict[int, _AgentPeer] = {}
         self._strangers: ConnectionLimits[_AgentPeer] = ConnectionLimits()
         self._accepts_at_s = 0.0
@@ -119,21 +119,21 @@ class Zygote:
         self._quit = False
 
     def serve(self) -> Spawn | None:
-        """Fork on request until told to quit."""
+        """Serve connections and fork on request. Return the Spawn order in a forked child, None at the end."""
         self._wake, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         ignore_warnings()
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._listener.setblocking(False)
-        self._run.write_endpoint("zygote", "127.0.0.1", int(self._listener.getsockname()[1]))
+        self._run.write_endpoint("zygote", self._run.socket_of("zygote"))
         while not self._over():
             deaf = time.monotonic() < self._accepts_at_s
             poller = select.poll()
             for fd in (*(() if deaf else (self._listener.fileno(),)), self._wake, *self._peers):
                 poller.register(fd, select.POLLIN)
             found = [fd for fd, _ in poller.poll(1000 * ACCEPT_AGAIN_S if deaf else 1000)]
-            # Before any is dropped: a new connection may get the number of one that is.
+            # Read before any peer is dropped: a new connection may get the fd number of a dropped one.
             for peer in [self._peers[fd] for fd in found if fd in self._peers]:
                 if peer.sock.fileno() >= 0 and (spawn := self._read(peer)) is not None:
                     return spawn
@@ -152,20 +152,20 @@ class Zygote:
         return self._quit or time.monotonic() - self._lonely_since > LONELY_S
 
     def _accept(self) -> None:
-        """Take those that wait, a few at once: agents are heard between them."""
+        """Accept waiting connections, a few at a time, so that agents are served between them."""
         try:
             for _ in range(BURST):
                 self._greet(self._listener.accept()[0])
                 self._strangers.accepted()
         except BlockingIOError:
             return
-        except OSError as error:  # no descriptor is left, or the network refuses
+        except OSError as error:  # no file descriptor is left, or the network refuses
             self._accepts_at_s = time.monotonic() + ACCEPT_AGAIN_S
             for stranger in self._strangers.refused(error):
                 self._drop(stranger)
 
     def _greet(self, sock: socket.socket) -> None:
-        peer = _AgentPeer(sock, self._token, self._service, self._refused)
+        peer = _AgentPeer(sock, self._secret, self._service, self._refused)
         self._peers[sock.fileno()] = peer
         for stranger in self._strangers.admit(peer, sock.fileno()):
             self._drop(stranger)
@@ -175,7 +175,7 @@ class Zygote:
             self._try(peer, peer.flush)
 
     def _cut_slow(self) -> None:
-        """Of the handshake all has one deadline, however a stranger drips."""
+        """Close connections that exceed the time limit of the handshake, even if they send a byte now and then."""
         now_s = time.monotonic()
         for peer in [peer for peer in self._peers.values() if not peer.link.open and peer.deadline_s < now_s]:
             self._refused["slow greeting"] += 1
@@ -200,7 +200,7 @@ class Zygote:
             self._agent = None
 
     def _read(self, peer: _AgentPeer) -> Spawn | None:
-        """Handle what the peer sent; the Spawn of this process when it is the forked child."""
+        """Handle the messages of a peer. Return the Spawn of this process if it is a forked child."""
         was_open = peer.link.open
         try:
             messages = peer.read()
@@ -218,7 +218,7 @@ class Zygote:
         return None
 
     def _welcome(self, peer: _AgentPeer) -> None:
-        """The newest agent is the agent; it hears what it may have missed."""
+        """Make ``peer`` the current agent, and send it all that it may have missed."""
         self._agent = peer
         self._tell(self._preloaded)
         for spawned in self._living.values():
@@ -232,7 +232,7 @@ class Zygote:
             self._try(agent, lambda: agent.send(message))
 
     def _fork(self, spawn: Spawn) -> bool:
-        """Fork one worker; True in the child."""
+        """Fork one worker. Return True in the child."""
         threads = thread_total()
         if threads != 1:
             self._tell(Spawned(spawn.member_id, 0, f"the zygote has {threads} threads, a fork could hang"))
@@ -273,26 +273,27 @@ class Zygote:
 
 
 FORK_SAFE = frozenset({"jemalloc_bg_thd"})
-"""Threads by name that a fork need not fear. jemalloc (pyarrow starts its thread at the import) takes its own locks
-around each fork, and works without the thread in the child."""
+"""Names of threads that are harmless at a fork. jemalloc (pyarrow starts its thread at the import) takes its own locks
+around each fork, and works without the thread in the child.
+"""
 
 
 def thread_total(tasks: Path = Path("/proc/self/task")) -> int:
-    """Threads of this process that make a fork unsafe, and the main thread."""
+    """Return the number of threads that make a fork unsafe, plus the main thread."""
     total = 0
     for task in tasks.iterdir():
         try:
             total += (task / "comm").read_text().strip() not in FORK_SAFE
-        except FileNotFoundError:  # it has ended
+        except FileNotFoundError:  # the thread has ended
             continue
     return total
 
 
 def device_in_use(files: Path = Path("/proc/self/fd")) -> str:
-    """Why a fork of this process could not use its devices: an import has initialised their driver. Empty: it can.
+    """Return why a fork could not use the devices: an import has initialised their driver. Empty: a fork can use them.
 
     Args:
-        files: the links of this process's open files.
+        files: the directory of links to this process's open files.
     """
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
@@ -301,7 +302,7 @@ def device_in_use(files: Path = Path("/proc/self/fd")) -> str:
     for link in files.iterdir():
         try:
             place = os.readlink(link)
-        except OSError:  # the one of this listing is closed by now
+        except OSError:  # the link of this listing itself is closed by now
             continue
         if place.startswith(DRIVERS):
             return f"a preloaded module has opened {place}: a fork could not use the device"
@@ -309,7 +310,11 @@ def device_in_use(files: Path = Path("/proc/self/fd")) -> str:
 
 
 def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
-    """Import what workers will need, and pay what the first optimizer imports lazily; ``further`` are the user's."""
+    """Import the modules that workers need, also those that a first optimizer imports. Return a report of the imports.
+
+    Args:
+        further: modules of the user to import as well.
+    """
     imports_s: dict[str, float] = {}
     missing: dict[str, str] = {}
     starts_threads = ""
@@ -320,7 +325,7 @@ def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
             began = time.monotonic()
             try:
                 importlib.import_module(name)
-            except Exception as error:  # a worker that needs it will fail with the same error, in its own log
+            except Exception as error:  # a worker that needs it fails with the same error, in its own log
                 missing[name] = f"{type(error).__name__}: {error}"[:200]
                 if name == "torch":
                     note_broken(error)
@@ -328,7 +333,7 @@ def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
             if not starts_threads and thread_total() != 1:
                 starts_threads = name
 
-    # These imports make a million objects and hardly any garbage: looking once is a quarter of their time.
+    # These imports make a million objects and little garbage: without collections they take a quarter less time.
     gc.disable()
     bring((*FRAMEWORKS[framework].preloads, *COMMON_PRELOADS))
     gc.freeze()
@@ -340,7 +345,7 @@ def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
         torch.set_num_threads(1)
         torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
         imports_s["torch.optim.AdamW()"] = round(time.monotonic() - began, 3)
-    versions()  # kept for the workers
+    versions()  # cached for the workers
     gc.freeze()  # children share these pages: a collection in a child must not write to them
     unfit = device_in_use()
     if not unfit and (threads := thread_total()) != 1:
@@ -352,7 +357,7 @@ def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
 
 
 def become_worker(spawn: Spawn) -> int:
-    """In the forked child: take over the worker's identity and run it; returns its exit code."""
+    """Take over the worker's identity in a forked child, and run the worker. Return its exit code."""
     del os.environ[FORKS]
     os.environ.update(spawn.env)
     from holdfast.runtime.worker import entry
@@ -370,7 +375,10 @@ def become_worker(spawn: Spawn) -> int:
 
 
 def _early(settings: RunSettings) -> str:
-    """Why the workers of this script cannot be forked: it sets variables that torch reads. Empty: they can."""
+    """Return why workers of this script cannot be forked: it sets variables that an import of torch reads.
+
+    Empty: they can.
+    """
     if settings.framework != "torch" or settings.kind == "executable":
         return ""
     env = {**os.environ, "OMP_NUM_THREADS": str(thread_count(settings)), **settings.env}
@@ -380,21 +388,19 @@ def _early(settings: RunSettings) -> str:
 
 
 def main(run_dir: str) -> int:
-    """Run the zygote of ``run_dir``; in a forked child, its worker."""
+    """Run the zygote of ``run_dir``; in a forked child, run its worker. Return the exit code."""
     raise_limit()
     run = RunDir(Path(run_dir))
     settings = RunSettings.load(run.path)
     early = _early(settings)
-    preloaded = Preloaded({}, {}, 1, early) if early else preload(settings.framework, settings.preload)
-    listener = socket.create_server(("127.0.0.1", 0), backlog=BACKLOG)
-    spawn = Zygote(run, run.token(), preloaded, listener, settings.node).serve()
+    further = (*settings.preload, *(PRELOADS if settings.encrypts else ()))
+    preloaded = Preloaded({}, {}, 1, early) if early else preload(settings.framework, further)
+    spawn = Zygote(run, run.secret(), preloaded, settings.node).serve()
     if spawn is None:
-        atexit._run_exitfuncs()  # of modules that the user has preloaded
+        atexit._run_exitfuncs()  # exit handlers of modules that the user has preloaded
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(
-            0
-        )  # taking all those modules apart takes a third of a second, and the end of the run waits for it
+        os._exit(0)  # quicker: the end of the run would wait 0.3 s for the destruction of all modules
     try:
         return become_worker(spawn)
     except Exception:

@@ -1,8 +1,8 @@
-"""The controller process: ``core.controller.Controller`` behind a driver, agents connect to it.
+"""The controller process: it runs the state machine ``core.controller.Controller``, and agents connect to it.
 
-``python -m holdfast.runtime.controller.controllerd RUNDIR TERM [alone]``. It outlives an agent (a successor connects
-again); when it dies itself, the agents elect the next one, which reads the past from the event log of its node. Its
-lines are mirrored to the logs of the other nodes before what acts on them goes out.
+``python -m holdfast.runtime.controller.controllerd RUNDIR TERM [alone]``. The controller outlives an agent, whose
+successor connects again. When the controller dies, the agents elect the next one, which reads the past from the event
+log of its node. Each line of the log is mirrored to the other nodes before the messages that act on it are sent.
 """
 
 from __future__ import annotations
@@ -57,20 +57,22 @@ from holdfast.store.layouts.layout_completion import catalogue_of
 from holdfast.store.layouts.save_plan import plan
 from holdfast.wire import MESSAGES, WireMessage
 
-LONELY_S = 60.0  # without any agent for so long, the run has no node any more: nobody would read a decision
+# Without any agent for this time, the run has no node any more: no process would read a decision.
+LONELY_S = 60.0
 BEAT_S = 0.5
 NODE_LOST_S = 1.5
 UNSEEN_QUIESCE_S = 60.0
 NODE_ADOPTION_S = 3.0
 SAME_CLOCK_NS = 50_000_000
-PROBE_S = 10.0  # a file that one node made shows up on the others within this, if they share the directory
+# A file that one node made is visible on the others within this time, if they share the directory.
+PROBE_S = 10.0
 SNAPSHOT_LINES = 10_000
 SNAPSHOT_LENGTH_MAX = event_log.LINE_SIZE_BYTES_MAX // 2  # its quotes are escaped
 LINGER_S = 2.0  # after the end: time for the agents to read the last messages
 
 
 def uncovered(layouts: Layouts, sources: tuple[int, ...]) -> str:
-    """Why ``sources`` cannot write a complete checkpoint of ``layouts``, or an empty string."""
+    """Return why ``sources`` cannot write a complete checkpoint of ``layouts``, or an empty string."""
     try:
         catalogue = catalogue_of(layouts.by_rank())
         return plan(catalogue, frozenset(sources)).why_incomplete()
@@ -79,7 +81,7 @@ def uncovered(layouts: Layouts, sources: tuple[int, ...]) -> str:
 
 
 def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alone: int) -> Config:
-    """The controller's settings for this run. Several nodes are watched more closely than one."""
+    """Return the controller's settings for this run. Several nodes are watched more closely than one."""
     config = Config(
         run_id=settings.saves_as,
         world_size=settings.workers,
@@ -93,7 +95,7 @@ def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alon
         restart_window_s=settings.restart_window_s,
         verify=settings.verify_every > 0,
         on_fault=settings.on_fault,
-        # Where nobody looks for hangs, nobody knows what a step takes either.
+        # Without hang detection the time of a step is not known either.
         quiesce_s=settings.quiesce_s if settings.hang_factor else max(settings.quiesce_s, UNSEEN_QUIESCE_S),
         grace_s=settings.grace_s,
         patience_s=settings.hang_start_s,
@@ -105,22 +107,24 @@ def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alon
 
 
 class ControllerLog(EventLog):
-    """The controller's log. Now and then all that a successor has to know of it becomes one line: nobody reads more.
+    """The event log of the controller.
 
-    With several nodes each line has a number, and ``on_line`` sees it before the caller goes on.
+    Now and then one line sums up all earlier ones, and a successor reads from there.
+
+    With several nodes each line has a number, and ``on_line`` gets the line before the caller continues.
     """
 
     def begin(
         self, past: ReplayedState, lines: int, term: int, on_line: Callable[[Mirror], None] | None
     ) -> None:
-        """Go on behind ``past``, which lies in so many lines."""
+        """Continue the log after ``past``, which was read from ``lines`` lines."""
         self._past, self._since = past, lines
         self._term, self._count, self._on_line = term, 0, on_line
 
     def append(
         self, kind: str, data: Mapping[str, Field], *, durable: bool = False, said: Said | None = None
     ) -> Event:
-        """Write one line, then show it."""
+        """Write one line, pass it to ``on_line``, and return it as an event."""
         event = self._show(kind, data, durable, said)
         self._past = self._past.after(LogRecord(kind=kind, data=dict(data)))
         self._since += 1
@@ -143,9 +147,9 @@ class ControllerLog(EventLog):
 
 
 def in_time_of(event: Event, wall_s: float, mono_s: float) -> float:
-    """When an event of this node's log was said, on the monotonic clock that shows ``mono_s`` now.
+    """Return the time of an event of this node's log, on the monotonic clock that shows ``mono_s`` now.
 
-    Steps of the wall clock are none of ours; it counts only where the machine was started again in between.
+    Steps of the wall clock have no effect. The wall clock is used only if the machine was rebooted after the event.
     """
     age_s = mono_s - event.t_mono
     return mono_s - (age_s if age_s >= 0 else max(0.0, wall_s - event.t_wall))
@@ -159,7 +163,7 @@ class ControllerDaemon:
         self._term = term
         self._alone = alone
         self._settings = settings
-        self._lines: list[Mirror] = []  # all that earlier controllers and this one have written
+        self._lines: list[Mirror] = []  # all lines of earlier controllers and this one
         self._mirrors: set[Channel[WireMessage]] = set()
         self._offsets_ns: dict[NodeId, int] = {}  # our clock minus that of the node
         self._log: EventLog | None = None
@@ -170,10 +174,10 @@ class ControllerDaemon:
         self._driver: Driver | None = None
 
     async def serve(self) -> None:
-        """Run until the machine ends the run.
+        """Serve until the state machine ends the run.
 
         Raises:
-            HoldfastError: the machine, the journal or the store broke; the agent starts another term.
+            HoldfastError: the state machine, the journal or the store broke; the agent starts another term.
         """
         log, past = self._open_log()
         self._log = log
@@ -186,15 +190,16 @@ class ControllerDaemon:
         self._driver = Driver(Controller(config, past, uncovered), log, self._execute, log.sync)
         hub: Hub[WireMessage] = Hub(
             MESSAGES,
-            self._run.token(),
+            self._settings.secret_of(self._run),
             on_open=lambda channel: None,
             on_message=self._heard,
             on_close=self._closed,
         )
         self._driver.guard_loop()
         self._driver.start()
-        server, port = await hub.listen(controller_of(self._term), self._settings.bind)
-        self._run.write_endpoint("controller", self._settings.bind, port, self._term)
+        own = self._settings.address_of(self._run, "controller")
+        server, at = await hub.listen(controller_of(self._term), own)
+        self._run.write_endpoint("controller", at, self._term)
         beats = watched(self._beat(hub), self._driver.fail)
         alone = watched(self._left_alone(), self._driver.fail)
         await asyncio.wait({self._ended, self._driver.failure, alone}, return_when=asyncio.FIRST_COMPLETED)
@@ -217,7 +222,10 @@ class ControllerDaemon:
         log.close()
 
     def _open_log(self) -> tuple[ControllerLog, ReplayedState]:
-        """The log, and what earlier controllers wrote, as times of this machine's clock."""
+        """Open the log, and read the lines of earlier controllers.
+
+        Convert their times to this machine's monotonic clock.
+        """
         wall_s, mono_s = time.time(), time.monotonic()
         past, lines = ReplayedState(), 0
         for event in event_log.read_since(self._run.journal, SNAPSHOT):
@@ -243,7 +251,7 @@ class ControllerDaemon:
             channel.send(line)
 
     async def _check_shared(self, root: str) -> None:
-        """Say so when the nodes do not save to the same place: each has left a probe where it will save."""
+        """Log the nodes that do not save to the same place. Each node has left a probe file where it will save."""
         if not root or not isinstance(place_of(root), Path):  # a bucket is the same on all nodes
             return
         settings, names = self._settings, {str(node) for node in self._homes.values()}
@@ -256,7 +264,7 @@ class ControllerDaemon:
                 return
             await asyncio.sleep(BEAT_S)
         for probe in probes.values():
-            with contextlib.suppress(OSError):  # it hides nothing: its name is that of this run
+            with contextlib.suppress(OSError):  # a probe that stays does no harm: its name has the run id
                 probe.unlink()
 
     async def _beat(self, hub: Hub[WireMessage]) -> None:
@@ -266,7 +274,7 @@ class ControllerDaemon:
                 channel.send(ControllerBeat(term=self._term))
 
     async def _left_alone(self) -> None:
-        """Return when no agent has been connected for ``LONELY_S``."""
+        """Wait until no agent has been connected for ``LONELY_S``."""
         since_s = time.monotonic()
         while time.monotonic() - since_s < LONELY_S:
             await asyncio.sleep(1.0)
@@ -290,7 +298,7 @@ class ControllerDaemon:
         self._driver.post(self._in_our_time(message, channel))
 
     def _catch_up(self, channel: Channel[WireMessage], wanted: MirrorFrom) -> None:
-        """Lines that the log of this agent's node lacks; one that shares ours lacks none."""
+        """Send the lines that the log of this agent's node lacks. The agent of this controller's node lacks none."""
         if wanted.node_id == self._settings.node:
             return
         for line in self._lines:
@@ -299,7 +307,7 @@ class ControllerDaemon:
         self._mirrors.add(channel)
 
     def _set_clock(self, message: AgentHello | AgentBeat) -> None:
-        """The least delayed message tells best how far the clocks are apart."""
+        """Estimate the offset between the clocks: the least delayed message gives it best."""
         if message.clock_ns:
             offset_ns = time.monotonic_ns() - message.clock_ns
             known_ns = self._offsets_ns.get(message.node_id, offset_ns)
@@ -348,12 +356,12 @@ class ControllerDaemon:
         else:
             raise InternalError(f"the controller cannot send to {command.to}")
         channel = self._nodes.get(node_id) if node_id is not None else None
-        if channel is not None:  # a lost message is answered by what its node says in its next hello
-            channel.send(message)  # type: ignore[arg-type]  # the machine sends wire messages only
+        if channel is not None:  # a message that is lost is sent again after the next hello of the node
+            channel.send(message)  # type: ignore[arg-type]  # the state machine sends wire messages only
 
 
 def main(run_dir: str, term: str, alone: bool) -> int:
-    """Run one controller."""
+    """Run one controller, and return its exit code."""
     ignore_warnings()
     raise_limit()
 

@@ -1,4 +1,4 @@
-"""Addresses of hosts, of IPv4 and of IPv6, as text.
+"""Addresses: of hosts, of IPv4 and of IPv6, as text; and where a process listens.
 
 An address stands alone as it is; before a port an IPv6 address stands in brackets: ``10.0.0.1:29500``,
 ``[fd00::2]:29500``. In the structures of this package host and port are two fields, and the host has no brackets.
@@ -8,8 +8,31 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from typing import NamedTuple
 
 from holdfast.errors import UsageError
+
+
+class Address(NamedTuple):
+    """Where a process listens: host and port, or the path of a Unix socket, which begins with a slash and has no port.
+
+    Messages carry the two fields. ``runtime/net/stream_sockets.py`` listens and dials.
+    """
+
+    host: str
+    port: int = 0
+
+    @property
+    def is_path(self) -> bool:
+        """A Unix socket: nothing beyond this host reaches it."""
+        return self.host.startswith("/")
+
+    def __str__(self) -> str:
+        return self.host if self.is_path else endpoint(self.host, self.port)
+
+
+LOOPBACK = Address("127.0.0.1")
+"""A free port that only processes of this host reach."""
 
 
 def family_of(address: str) -> socket.AddressFamily:
@@ -38,10 +61,10 @@ def endpoint(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def split_endpoint(text: str) -> tuple[str, int]:
+def split_endpoint(text: str) -> Address:
     """What :func:`endpoint` made."""
     host, _, port = text.rpartition(":")
-    return host.strip("[]"), int(port)
+    return Address(host.strip("[]"), int(port))
 
 
 def read_host(text: str, flag: str) -> str:

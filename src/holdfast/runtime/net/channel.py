@@ -13,42 +13,22 @@ from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
 from holdfast.errors import ProtocolError
-from holdfast.runtime.net.addresses import is_loopback
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.connection_limits import BACKLOG, BURST, HANDSHAKE_TIMEOUT_S, ConnectionLimits
-from holdfast.sealing import TAG_SIZE_BYTES, same, tag_of
+from holdfast.runtime.net.stream_sockets import dial, dial_protocol, is_local, listen, tune
+from holdfast.sealing import TAG_SIZE_BYTES, Secret
 from holdfast.wire import NONCE_SIZE_BYTES, PREFIX_SIZE_BYTES, Codec, Link
 
-USER_TIMEOUT_MS = 5_000
-THIN_LINEAR_TIMEOUTS = (
-    16  # TCP_THIN_LINEAR_TIMEOUTS: a lossy line is tried again every 0.2 s, not ever more rarely
-)
 SEND_TIMEOUT_S = 10.0
 DIAL_AGAIN_S = 0.25
-KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 2, 1, 3
 RECEIVE_SIZE_BYTES = 256 * 1024
 BACKLOG_SIZE_BYTES_MAX = 256 * 1024 * 1024  # unread output of one peer before it is cut off
 
 M = TypeVar("M")
 
 
-def tune(sock: socket.socket) -> None:
-    """No delay; a dead or unreachable peer is noticed within about five seconds."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, USER_TIMEOUT_MS)
-    sock.setsockopt(socket.IPPROTO_TCP, THIN_LINEAR_TIMEOUTS, 1)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_INTERVAL_S)
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_COUNT)
-
-
-def is_local(sock: socket.socket) -> bool:
-    """Both ends are on this host, over loopback."""
-    return is_loopback(str(sock.getpeername()[0])) and is_loopback(str(sock.getsockname()[0]))
-
-
 class Hub(Generic[M]):
-    """What all channels of one asyncio process share: token, codec, callbacks, counters.
+    """What all channels of one asyncio process share: secret, codec, callbacks, counters.
 
     Callbacks run in the event loop, in order. ``on_close`` comes once for each channel that was opened.
     """
@@ -56,14 +36,14 @@ class Hub(Generic[M]):
     def __init__(
         self,
         codec: Codec[M],
-        token: bytes,
+        secret: Secret,
         *,
         on_open: Callable[[Channel[M]], None],
         on_message: Callable[[Channel[M], M], None],
         on_close: Callable[[Channel[M]], None],
     ) -> None:
         self.codec = codec
-        self.token = token
+        self.secret = secret
         self.on_open = on_open
         self.on_message = on_message
         self.on_close = on_close
@@ -71,22 +51,21 @@ class Hub(Generic[M]):
         self.channels: set[Channel[M]] = set()
         self.strangers: ConnectionLimits[Channel[M]] = ConnectionLimits()
 
-    async def listen(
-        self, service: str, host: str = "127.0.0.1", port: int = 0
-    ) -> tuple[asyncio.Server, int]:
-        """Serve as ``service`` on a port, by default a free one; returns the server and the port.
+    async def listen(self, service: str, at: Address) -> tuple[asyncio.Server, Address]:
+        """Serve as ``service`` at ``at``; returns the server, and where it listens: port 0 means any free one.
 
         Raises:
             OSError: the address is not one of this machine, or the port is taken.
+            UsageError: the directory of a path is not private, or takes no sockets.
         """
+        listener, at = listen(at)
         loop = asyncio.get_running_loop()
         server = await loop.create_server(
-            lambda: Channel(self, service, role=None), host, port, backlog=BURST
+            lambda: Channel(self, service, role=None), sock=listener, backlog=BURST
         )
-        for each in server.sockets:
-            with socket.socket(fileno=os.dup(each.fileno())) as listener:
-                listener.listen(BACKLOG)
-        return server, int(server.sockets[0].getsockname()[1])
+        with socket.socket(fileno=os.dup(listener.fileno())) as same_listener:
+            same_listener.listen(BACKLOG)
+        return server, at
 
     async def close(self, timeout_s: float) -> None:
         """Close all channels, each after what is queued is sent; a peer that does not read is cut off."""
@@ -98,7 +77,7 @@ class Hub(Generic[M]):
         for channel in list(self.channels):
             channel.abort()
 
-    async def connect(self, host: str, port: int, service: str, role: str) -> Channel[M]:
+    async def connect(self, at: Address, service: str, role: str) -> Channel[M]:
         """Connect and wait for the handshake.
 
         Raises:
@@ -107,8 +86,7 @@ class Hub(Generic[M]):
             ProtocolError: another service listens there.
             TimeoutError: the server did not finish the handshake.
         """
-        loop = asyncio.get_running_loop()
-        _, channel = await loop.create_connection(lambda: Channel(self, service, role), host, port)
+        channel = await dial_protocol(lambda: Channel(self, service, role), at)
         try:
             await asyncio.wait_for(asyncio.shield(channel.ready), HANDSHAKE_TIMEOUT_S)
         except BaseException:
@@ -116,7 +94,7 @@ class Hub(Generic[M]):
             raise
         return channel
 
-    async def connect_soon(self, host: str, port: int, service: str, role: str) -> Channel[M]:
+    async def connect_soon(self, at: Address, service: str, role: str) -> Channel[M]:
         """As :meth:`connect`, with another dial beside each that has no answer yet, and the first to succeed counts.
 
         TCP repeats a lost first packet after a second, then after two: too rarely on a line that loses many.
@@ -124,7 +102,7 @@ class Hub(Generic[M]):
         dials: set[asyncio.Task[Channel[M]]] = set()
         try:
             while True:
-                dials.add(asyncio.create_task(self.connect(host, port, service, role)))
+                dials.add(asyncio.create_task(self.connect(at, service, role)))
                 done, dials = await asyncio.wait(
                     dials, timeout=DIAL_AGAIN_S, return_when=asyncio.FIRST_COMPLETED
                 )
@@ -147,7 +125,7 @@ class Channel(asyncio.Protocol, Generic[M]):
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._role = role
         nonce = os.urandom(NONCE_SIZE_BYTES)
-        self._link = Link(hub.codec, hub.token, nonce, service=service, role=role, refused=hub.refused)
+        self._link = Link(hub.codec, hub.secret, nonce, service=service, role=role, refused=hub.refused)
         self._transport: asyncio.Transport | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -157,10 +135,12 @@ class Channel(asyncio.Protocol, Generic[M]):
         return self._link.peer_role
 
     @property
-    def address(self) -> tuple[str, int]:
-        """Host and port of the other end; empty when the connection is gone."""
+    def address(self) -> Address:
+        """The other end; empty when the connection is gone, or a Unix socket that has no name."""
         name = self._transport.get_extra_info("peername") if self._transport is not None else None
-        return (str(name[0]), int(name[1])) if name else ("", 0)
+        if isinstance(name, tuple):
+            return Address(str(name[0]), int(name[1]))
+        return Address(name or "")
 
     @property
     def unread(self) -> bool:
@@ -280,9 +260,8 @@ class BlockingChannel(Generic[M]):
     @staticmethod
     def connect(
         codec: Codec[M],
-        host: str,
-        port: int,
-        token: bytes,
+        at: Address,
+        secret: Secret,
         service: str,
         role: str,
         *,
@@ -294,11 +273,11 @@ class BlockingChannel(Generic[M]):
             OSError: nobody listens, or the peer is too slow (``TimeoutError``).
             AuthError, ProtocolError: the handshake failed.
         """
-        sock = socket.create_connection((host, port), timeout=timeout_s)
+        sock = dial(at, timeout_s)
         try:
             tune(sock)
             nonce = os.urandom(NONCE_SIZE_BYTES)
-            link = Link(codec, token, nonce, service=service, role=role, refused=Counter())
+            link = Link(codec, secret, nonce, service=service, role=role, refused=Counter())
             channel = BlockingChannel(sock, link)
             deadline_s = time.monotonic() + timeout_s
             while not link.open:
@@ -367,11 +346,11 @@ class BlockingChannel(Generic[M]):
             ConnectionError: the peer closed.
             ProtocolError: the peer did not send these bytes.
         """
-        seal, tag = self._link.unseal_batch(local=is_local(self._sock)), bytearray(TAG_SIZE_BYTES)
+        batch, tag = self._link.open_batch(local=is_local(self._sock)), bytearray(TAG_SIZE_BYTES)
         for goal in goals:
-            self._fill(goal, timeout_s, seal.update)
+            self._fill(goal, timeout_s, batch.open)
         self._fill(memoryview(tag), timeout_s)
-        if not same(tag_of(seal), bytes(tag)):
+        if not batch.fits(bytes(tag)):
             raise ProtocolError("bytes have come that the other end has not sent in this place")
 
     def _fill(self, goal: memoryview, timeout_s: float, take: Callable[[memoryview], None] = _pass) -> None:

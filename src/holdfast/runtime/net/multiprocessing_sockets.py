@@ -11,10 +11,11 @@ import contextlib
 import hashlib
 import os
 import shutil
-import stat
 import tempfile
 from multiprocessing import process
 from pathlib import Path
+
+from holdfast.runtime.net.stream_sockets import is_private
 
 
 def sockets_of(pages: Path) -> Path:
@@ -31,12 +32,7 @@ def use_sockets_of(pages: Path) -> None:
         return
     with contextlib.suppress(OSError):
         directory.mkdir(mode=0o700, exist_ok=True)
-        about = directory.lstat()
-        if (
-            stat.S_ISDIR(about.st_mode)
-            and about.st_uid == os.geteuid()
-            and not stat.S_IMODE(about.st_mode) & 0o077
-        ):
+        if is_private(directory):
             settings["tempdir"] = str(directory)
 
 

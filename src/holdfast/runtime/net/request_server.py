@@ -16,15 +16,11 @@ from collections.abc import Sequence
 from typing import Generic, TypeVar
 
 from holdfast.errors import ProtocolError
-from holdfast.runtime.net.addresses import family_of
-from holdfast.runtime.net.channel import RECEIVE_SIZE_BYTES, is_local, tune
-from holdfast.runtime.net.connection_limits import (
-    ACCEPT_AGAIN_S,
-    BACKLOG,
-    HANDSHAKE_TIMEOUT_S,
-    ConnectionLimits,
-)
-from holdfast.sealing import tag_of
+from holdfast.runtime.net.addresses import Address
+from holdfast.runtime.net.channel import RECEIVE_SIZE_BYTES
+from holdfast.runtime.net.connection_limits import ACCEPT_AGAIN_S, HANDSHAKE_TIMEOUT_S, ConnectionLimits
+from holdfast.runtime.net.stream_sockets import is_local, listen, tune
+from holdfast.sealing import Secret
 from holdfast.wire import NONCE_SIZE_BYTES, Codec, Link
 
 TIMEOUT_S = 30.0
@@ -38,14 +34,14 @@ class AnswerServer(ABC, Generic[M]):
 
     Args:
         codec: of questions and answers.
-        token: of the run.
+        secret: of the run.
         service: what this is.
     """
 
-    def __init__(self, codec: Codec[M], token: bytes, service: str) -> None:
+    def __init__(self, codec: Codec[M], secret: Secret, service: str) -> None:
         self.refused: Counter[str] = Counter()
         self._codec = codec
-        self._token = token
+        self._secret = secret
         self._service = service
         self._listener: socket.socket | None = None
         self._closing = threading.Event()
@@ -57,13 +53,16 @@ class AnswerServer(ABC, Generic[M]):
     def _answer(self, message: M) -> tuple[M, Sequence[memoryview]]:
         """The answer, and what follows it on the line as raw bytes. In the thread of the line."""
 
-    def start(self, host: str) -> int:
-        """Listen on ``host``; returns the port."""
-        self._listener = socket.create_server((host, 0), family=family_of(host), backlog=BACKLOG)
+    def start(self, at: Address) -> Address:
+        """Listen at ``at``; returns where that is: port 0 means any free one.
+
+        Raises: as ``stream_sockets.listen``.
+        """
+        self._listener, at = listen(at)
         threading.Thread(
             target=self._accept, args=(self._listener,), name="holdfast-serve", daemon=True
         ).start()
-        return int(self._listener.getsockname()[1])
+        return at
 
     def close(self) -> None:
         """Stop; lines under way are cut."""
@@ -108,7 +107,7 @@ class AnswerServer(ABC, Generic[M]):
 
     def _serve(self, sock: socket.socket) -> None:
         nonce = os.urandom(NONCE_SIZE_BYTES)
-        link = Link(self._codec, self._token, nonce, service=self._service, role=None, refused=self.refused)
+        link = Link(self._codec, self._secret, nonce, service=self._service, role=None, refused=self.refused)
         try:
             tune(sock)
             stranger, deadline_s = True, time.monotonic() + HANDSHAKE_TIMEOUT_S
@@ -146,14 +145,12 @@ class AnswerServer(ABC, Generic[M]):
 
 
 def _send(sock: socket.socket, batch: Sequence[memoryview], link: Link[M]) -> None:
-    """Raw bytes and their tag, which is made while the bytes before are on their way."""
-    seal = link.seal_batch(local=is_local(sock))
+    """Raw bytes and their tag; a part is sealed while the one before is on its way."""
+    sealed = link.seal_batch(local=is_local(sock))
     for view in batch:
         for start in range(0, len(view), PART_SIZE_BYTES):
-            part = view[start : start + PART_SIZE_BYTES]
-            sock.sendall(part)
-            seal.update(part)
-    sock.sendall(tag_of(seal))
+            sock.sendall(sealed.seal(view[start : start + PART_SIZE_BYTES]))
+    sock.sendall(sealed.tag())
 
 
 def _shut(sock: socket.socket) -> None:

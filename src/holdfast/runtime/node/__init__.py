@@ -1,2 +1,3 @@
-"""What every process of a run knows of its host: the run directory and its settings, status pages, processes
-and their evidence, shared memory, the registry of frameworks."""
+"""What the processes of a run on one host share: the run directory and its settings, status pages, knowledge about
+processes, shared memory, the registry of frameworks.
+"""

@@ -1,4 +1,4 @@
-"""What a launcher or a command line does with an agent: start it, ask it."""
+"""Start of an agent, and requests to it, for a launcher or a command line."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ from holdfast.errors import AuthError, FaultError, ProtocolError
 from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.service_names import agent_of
 from holdfast.runtime.node.rundir import Endpoint, RunDir, open_log
+from holdfast.sealing import Secret
 from holdfast.wire import MESSAGES, WireMessage
 
 RETRY_S = 0.05
 
 
 def start_agent(run_dir: Path) -> subprocess.Popen[bytes]:
-    """Start the agent of a run directory (made, with settings saved) in its own session.
+    """Start the agent of a run directory (made, with settings saved) in a new process session.
 
-    Its exit code is that of the run. It watches the caller: when the caller dies, it asks for a graceful exit.
+    The agent's exit code is that of the run. The agent watches its caller: when the caller dies, the agent asks for a
+    graceful exit of the run.
     """
     with os.fdopen(open_log(run_dir / "agent.log"), "ab") as log:
         return subprocess.Popen(
@@ -36,26 +38,29 @@ def start_agent(run_dir: Path) -> subprocess.Popen[bytes]:
 
 
 class AgentLink:
-    """Asks the agent of a run. ``request`` connects each time, so a successor agent is found by itself."""
+    """The requests to the agent of a run.
+
+    Each ``request`` opens a new connection, so it finds a successor of the agent.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._run = RunDir(run_dir)
 
     def request(self, message: ExitRun | StopRun | DrainNode, *, timeout_s: float = 5.0) -> Ack:
-        """Send a request and wait for its answer.
+        """Send a request, wait for its answer, and return the answer.
 
         Raises:
             AuthError: the token of the run directory is not that of the agent, or cannot be read.
             FaultError: no agent answers: the run is over, or its agent just died.
         """
-        token = self._run.token()
+        secret = self._run.secret()
         deadline_s = time.monotonic() + timeout_s
         reason = "it never published where it listens"
         while time.monotonic() < deadline_s:
             endpoint = self._run.read_endpoint("agent")
             if endpoint is not None:
                 try:
-                    return self._ask(endpoint, token, message, deadline_s)
+                    return self._ask(endpoint, secret, message, deadline_s)
                 except AuthError:
                     raise
                 except (OSError, ProtocolError) as error:
@@ -66,11 +71,9 @@ class AgentLink:
             hint=f"holdfast status {shlex.quote(str(self._run.path))}",
         )
 
-    def _ask(self, to: Endpoint, token: bytes, message: WireMessage, deadline_s: float) -> Ack:
+    def _ask(self, to: Endpoint, secret: Secret, message: WireMessage, deadline_s: float) -> Ack:
         left_s = max(RETRY_S, deadline_s - time.monotonic())
-        channel = BlockingChannel.connect(
-            MESSAGES, to.host, to.port, token, agent_of(to.node), "cli", timeout_s=left_s
-        )
+        channel = BlockingChannel.connect(MESSAGES, to.at, secret, agent_of(to.node), "cli", timeout_s=left_s)
         try:
             channel.send(message)
             while True:

@@ -1,14 +1,14 @@
-"""A worker's death, told while the kernel still takes its memory apart: a robust lock in its status page.
+"""Early report of a worker's death, before the kernel has freed its memory: by a robust lock in the status page.
 
-Theory. A pidfd becomes readable, and sockets are closed, when a process has been taken apart; with a few hundred MB of
-memory that takes the kernel 30 to 40 ms. What it does first of all is to pass on the robust locks of each thread
-(pthread_mutexattr_setrobust(3)): whoever waits for one is woken within a fraction of a millisecond. So the worker's
-main thread takes such a lock once and for all, and a thread of the agent waits for it.
+Theory. A pidfd becomes readable, and sockets are closed, only when a process is completely gone. With a few hundred MB
+of memory that takes the kernel 30 to 40 ms. One of its first acts at the end of a thread is to pass on the thread's
+robust locks (pthread_mutexattr_setrobust(3)): a waiter for such a lock wakes up within a fraction of a millisecond. So
+the worker's main thread takes such a lock for its whole life, and a thread of the agent waits for it.
 
 Invariants:
-1. A worker takes its lock once, in its main thread, and never lets go: the mapping stays until the process ends.
-2. That the lock passed on is a hint, for ``exec`` lets go of it, too: ``pids.ending`` decides.
-3. Where nobody has taken the lock nothing is told; the pidfd is there in any case.
+1. A worker takes its lock once, in its main thread, and never releases it: the mapping stays until the process ends.
+2. The release of the lock is only a hint, because ``exec`` releases it as well: ``process_info.ending`` decides.
+3. If the lock was never taken, nothing is reported here; the pidfd still reports the death.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pathlib import Path
 from holdfast.core.protocol.status_page import LOCK_AT, LOCK_SIZE_BYTES, PAGE_SIZE_BYTES
 
 _ROBUST = _SHARED = 1  # in every C library of Linux
-_TOLD = (EOWNERDEAD, ENOTRECOVERABLE)  # the second: somebody else was told before
+_TOLD = (EOWNERDEAD, ENOTRECOVERABLE)  # the second: an earlier waiter got the first
 _ATTRIBUTES_SIZE_BYTES = 64
 _held: list[ctypes.Array[ctypes.c_char]] = []  # never unmapped: the kernel looks there when the process ends
 
 
 def hold(page: Path) -> None:
-    """Take the lock in this worker's status page for as long as the calling thread lives, which should be the main one.
+    """Take the lock in this worker's status page for the life of the calling thread, which should be the main thread.
 
     Raises:
         OSError: the page cannot be mapped.
@@ -45,7 +45,7 @@ def hold(page: Path) -> None:
 
 
 def listen(page: Path, told: Callable[[], None]) -> None:
-    """Have ``told`` called, in a thread of its own, when the thread that holds the lock of ``page`` has ended.
+    """Call ``told`` in a new thread when the thread that holds the lock of ``page`` has ended.
 
     Raises:
         OSError: the page cannot be mapped.

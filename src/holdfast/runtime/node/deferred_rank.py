@@ -1,12 +1,12 @@
-"""A spare's place in the job: unknown, until it is called.
+"""The rank of a spare process, which is unknown until the spare becomes a member of the job (until it is "called").
 
-Theory. A spare runs the user's script before anybody knows which rank it will be. Code that works for every rank goes
-on; whoever asks for the rank (``RANK`` and its kin in the environment, ``dist.get_rank()``) waits right there and gets
-the true answer when the spare is called. So no wrong rank can ever get into a variable of the script. Known places
-that ask without need are *exempt*: they get a stand-in, and what they made of it is corrected at the call.
+Theory. A spare runs the user's script before its rank is decided. Code that works for every rank runs on. Code that
+reads the rank (``RANK`` and similar variables, ``dist.get_rank()``) blocks there, and gets the true rank at the call.
+So no variable of the script ever holds a wrong rank. Known places that read the rank without need are *exempt*: they
+get a placeholder, and values that were computed from it are corrected at the call.
 
-A spare that was built as one rank (``fixed``) knows its rank from the start; only its generation is missing. Every
-spare is held before its first use of a device, which has no room for the state of another process.
+A spare that was built for one rank (``fixed``) knows its rank from the start; only its generation is missing. Every
+spare blocks before its first use of a device, because the device has no room for the state of a second process.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 from holdfast.runtime.node.process_info import END_MOST_S, END_STILL_S, await_end
 
 ASKED = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "RANK_ID", "DEVICE_ID"})
-"""Environment variables that tell a process its place."""
+"""Environment variables that give a process its place in the job."""
 
 
 class DeferredRank:
-    """See the module. ``waits(ready)`` tells the agent that this process waits to be called."""
+    """The unknown rank of a spare. ``waits(ready)`` reports to the agent that this process waits for its call."""
 
     def __init__(self, fixed: bool, waits: Callable[[bool], None]) -> None:
         self.fixed = fixed
@@ -39,29 +39,29 @@ class DeferredRank:
 
     @property
     def called(self) -> bool:
-        """This process is a member of the job."""
+        """True if this process is a member of the job."""
         return self._called.is_set()
 
     def install(self) -> None:
-        """Let the environment of this process ask. Nothing to do when the rank is known."""
+        """Make reads of the rank variables of this process block, unless the rank is known."""
         os.register_at_fork(after_in_child=self._in_child)
         if not self.fixed:
             os.environ.__class__ = _Environment
             _Environment.stand_in = self
 
     def ask(self) -> None:
-        """Return when the rank is known, or at once where a stand-in will do."""
+        """Block until the rank is known; return at once where a placeholder is enough."""
         if self.fixed or self.called or self._forked or self._exempt_depth():
             return
         self._stay("where its rank is asked for")
 
     def ask_once(self) -> None:
-        """Return when this process is a member: what its rank has made once is known to members only."""
+        """Block until this process is a member: results of its rank's ``once`` are known to members only."""
         if not self.called:
             self._stay("where its rank asks for what it has made once")
 
     def hold(self) -> None:
-        """Return when this process may use a device: it is a member, and the lost ones have let go of theirs."""
+        """Block until this process may use a device: it is a member, and lost processes have freed their devices."""
         if self._forked:
             return
         if not self.called:
@@ -75,7 +75,7 @@ class DeferredRank:
 
     @contextmanager
     def exempt(self) -> Iterator[None]:
-        """In here a stand-in will do, in this thread."""
+        """Return a context in which this thread gets a placeholder for the rank."""
         self._local.exempt = self._exempt_depth() + 1
         try:
             yield
@@ -83,19 +83,19 @@ class DeferredRank:
             self._local.exempt -= 1
 
     def wait(self) -> None:
-        """Built as far as possible: return when called."""
+        """Report that this spare is completely built, and block until it is called."""
         if not self.called:
             self._waits(True)
             self._called.wait()
 
     def on_call(self, action: Callable[[int], None]) -> None:
-        """Do ``action(rank)`` when called, in the client thread, while the main thread waits."""
+        """Register ``action(rank)`` for the call. It runs in the client thread, while the main thread waits."""
         self._on_call.append(action)
 
     def call(self, rank: int, ending: Sequence[int] = ()) -> None:
-        """This process is ``rank`` from now on; its environment says so already.
+        """Make this process ``rank``; its environment has the rank already.
 
-        ``ending``: as ``core/spares.Called`` says.
+        ``ending``: lost processes whose devices may not be free yet, see ``core/job/spares.Called``.
         """
         self._ending = tuple(ending)
         for action in self._on_call:
@@ -112,11 +112,11 @@ class DeferredRank:
         return int(getattr(self._local, "exempt", False))
 
     def _in_child(self) -> None:
-        self._forked = True  # a data loader's worker: nobody would ever tell it
+        self._forked = True  # a data loader's worker: it is never called
 
 
 class _Environment(os._Environ[str]):
-    """``os.environ`` of a spare: some variables are asked for."""
+    """``os.environ`` of a spare: reads of the rank variables block."""
 
     stand_in: DeferredRank | None = None
 
@@ -127,7 +127,7 @@ class _Environment(os._Environ[str]):
 
 
 def exempt() -> AbstractContextManager[None]:
-    """A context in which a stand-in for the rank will do; nothing special in a process that knows its place."""
+    """Return a context that allows a placeholder for the rank; an empty context in a process that knows its rank."""
     found = current()
     return nullcontext() if found is None else found.exempt()
 
@@ -136,12 +136,12 @@ _current: DeferredRank | None = None
 
 
 def current() -> DeferredRank | None:
-    """The stand-in of this process; None in one that was started as a member."""
+    """Return the deferred rank of this process; None in a process that was started as a member."""
     return _current
 
 
 def use(stand_in: DeferredRank) -> None:
-    """Make it this process's."""
+    """Make ``stand_in`` the deferred rank of this process."""
     global _current
     _current = stand_in
     stand_in.install()

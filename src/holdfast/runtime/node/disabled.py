@@ -1,4 +1,4 @@
-"""``HOLDFAST_DISABLE=1``: scripts run as if Holdfast were not there; a session, which would have to be, is refused."""
+"""``HOLDFAST_DISABLE=1``: scripts run as if Holdfast were not installed; a session, which needs it, is refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
 def is_disabled() -> bool:
-    """The variable says so. Raises: UsageError: it is neither yes nor no."""
+    """Return True if the variable is set to yes. Raises: UsageError: it is neither yes nor no."""
     said = os.environ.get(DISABLE_VARIABLE, "").strip().lower()
     if said not in _YES + _NO:
         raise UsageError(f"{DISABLE_VARIABLE}={said} is neither 1 nor 0", hint=f"unset {DISABLE_VARIABLE}")
@@ -19,7 +19,7 @@ def is_disabled() -> bool:
 
 
 def refuse_session() -> None:
-    """No session opens while Holdfast is disabled: without it nothing of the training would be saved or resumed.
+    """Refuse a session while Holdfast is disabled: without it nothing of the training would be saved or resumed.
 
     Raises:
         UnsupportedError: it is disabled.

@@ -1,10 +1,10 @@
-"""Variables that a script sets before it imports torch.
+"""Search a script for environment variables that it sets before it imports torch.
 
 Theory. torch and the libraries below it read some variables when they are loaded. Workers are forked from a process
-that has loaded them, so what a script sets at its top would have no effect. The source is read beforehand, in the
-order in which it runs, up to the first import of torch, with the modules beside it that it imports; where it sets one,
-its workers are started from scratch and import torch when the script does. A set that is found without need
-costs the seconds of that import; so what cannot be read (a name that is computed) counts.
+that has loaded them, so a variable that the script sets at its top would have no effect. The source is therefore parsed
+beforehand, in the order in which it runs, up to the first import of torch, with the modules beside it that it imports.
+If it sets such a variable, its workers are started from scratch and import torch when the script does. A false finding
+costs only the seconds of that import. So a name that is computed, and cannot be known here, counts as a finding.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ PREFIXES = (
     "TORCH", "TRITON_", "VECLIB_",
 )  # fmt: skip
 LATER = ("TORCH_NCCL_", "TORCH_HOME", "TORCH_EXTENSIONS_DIR", "TORCH_CUDA_ARCH_LIST", "TORCHELASTIC_")
-"""Of these, what is read when it is used."""
+"""Exceptions: variables with these prefixes that are read only at their use, so that a later value has an effect."""
 COMPUTED = "a variable whose name is computed"
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 def early_variable(files: list[Path], root: Path, env: Mapping[str, str]) -> str:
-    """``train.py:3: OMP_NUM_THREADS``, the first variable that is set before torch is imported; empty: none.
+    """Return the first variable that is set before torch is imported, as ``train.py:3: OMP_NUM_THREADS``; empty: none.
 
     Args:
-        files: sources in the order in which they run: the script, or the packages of a module and it.
-        root: where the modules beside them are.
-        env: the environment of a worker; to set what it has already changes nothing.
+        files: sources in the order in which they run: the script, or a module after its packages.
+        root: the directory of the modules beside them.
+        env: the environment of a worker; setting a value that it already has changes nothing.
     """
     scan = _Scan(root, env)
     return next((found for file in files for found in scan.file(file)), "")
 
 
 def sources(kind: str, target: str, cwd: Path) -> tuple[list[Path], Path]:
-    """The files of a script or module, as :func:`early_variable` wants them, and where the modules beside them are."""
+    """Return the files of a script or module for :func:`early_variable`, and the directory of modules beside them."""
     if kind != "module":
         path = Path(target)
         return ([path / "__main__.py"], path) if path.is_dir() else ([path], path.parent)
@@ -51,7 +51,7 @@ def sources(kind: str, target: str, cwd: Path) -> tuple[list[Path], Path]:
 
 
 class _Scan:
-    """Reads sources in the order in which they run; ``over``: torch is imported."""
+    """A reader of sources in the order in which they run. ``over``: True after the import of torch."""
 
     def __init__(self, root: Path, env: Mapping[str, str]) -> None:
         self.over = False
@@ -60,7 +60,10 @@ class _Scan:
         self._seen: set[Path] = set()
 
     def file(self, path: Path) -> Iterator[str]:
-        """What it sets; nothing for a file that is not there or cannot be parsed: its worker tells."""
+        """Yield the variables that a file sets.
+
+        A missing or unparsable file sets none: its worker reports the error.
+        """
         if path in self._seen:
             return
         self._seen.add(path)
@@ -72,7 +75,7 @@ class _Scan:
             yield f"{path.name}:{line}: {name}" if line else name
 
     def _walk(self, node: ast.AST, path: Path) -> Iterator[tuple[str, int]]:
-        """(name, line) of each variable; line 0: the name says where."""
+        """Yield (name, line) of each variable; line 0: the name already includes file and line."""
         if self.over:
             return
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -86,7 +89,7 @@ class _Scan:
             if name == COMPUTED or (name.startswith(PREFIXES) and not name.startswith(LATER)):
                 yield name, getattr(node, "lineno", 0)
         if isinstance(node, _FUNCTIONS):
-            self.over = False  # it may be called later than what follows it
+            self.over = False  # the function may be called only after the code that follows it
 
     def _import(self, node: ast.Import | ast.ImportFrom, path: Path) -> Iterator[tuple[str, int]]:
         place = self._root
@@ -109,7 +112,7 @@ class _Scan:
 
 
 def _set(node: ast.AST, env: Mapping[str, str]) -> Iterator[str]:
-    """Names of the variables that this one statement or call sets to another value than they have."""
+    """Yield the names of the variables that this one statement or call sets to a new value."""
     if isinstance(node, ast.Assign):
         for target in node.targets:
             if isinstance(target, ast.Subscript) and _is_environ(target.value):

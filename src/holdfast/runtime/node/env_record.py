@@ -1,4 +1,4 @@
-"""What a worker started with: versions and environment, one line of JSON per worker that ever held a rank.
+"""The versions and the environment that a worker started with: one line of JSON per worker that ever held a rank.
 
 Only variables of an allow-list are written, and none whose name or value looks like a secret; the rest is counted.
 """
@@ -42,7 +42,7 @@ FRAMEWORKS = ("torch", "mindspore", "tensorflow-cpu", "tensorflow")
 
 
 class Started(msgspec.Struct, frozen=True):
-    """One line. ``withheld``: variables that are not shown."""
+    """One line of the record. ``withheld``: the number of variables that are not shown."""
 
     at: float  # Unix time
     rank: int
@@ -56,7 +56,7 @@ class Started(msgspec.Struct, frozen=True):
 
 @cache
 def versions() -> dict[str, str]:
-    """Python, the kernel, and those of the packages that are installed; nothing is imported."""
+    """Return the versions of Python, the kernel and the installed packages of interest. Nothing is imported."""
     found = {"python": sys.version.split()[0], "kernel": f"{platform.system()} {platform.release()}"}
     for name in PACKAGES:
         try:
@@ -67,13 +67,13 @@ def versions() -> dict[str, str]:
 
 
 def alike() -> dict[str, str]:
-    """What all nodes of a job should have in the same version: Python (its minor one), and the frameworks."""
+    """Return the versions that should be equal on all nodes of a job: Python (minor version) and the frameworks."""
     found = {name: text for name, text in versions().items() if name in FRAMEWORKS}
     return {"python": "{}.{}".format(*sys.version_info), **found}
 
 
 def allowed(environment: Mapping[str, str]) -> dict[str, str]:
-    """The variables that may be written down, sorted."""
+    """Return the variables that may be recorded, sorted."""
     return {
         name: os.fsencode(value).decode(errors="replace")[:VALUE_SIZE_MAX]
         for name, value in sorted(environment.items())
@@ -84,7 +84,7 @@ def allowed(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def record(path: Path, rank: int, member_id: int) -> None:
-    """Add the line of this process to ``path`` (mode 0600).
+    """Append the line of this process to ``path`` (mode 0600).
 
     Raises:
         OSError: it cannot be written.

@@ -1,15 +1,15 @@
-"""An event log that is written beside the event loop: a slow or full disk under it stops nothing else.
+"""An event log that a thread writes: a slow or full disk never blocks the event loop.
 
-Theory. An agent's beat is what says that its node lives, so nothing that the agent does may wait for a disk: not for
-room, not for a flush, not for the lock of the file, which other processes of the host hold while they wait. What it
-writes is for people and for a later controller (the lines of the controller of another node are a copy). So lines are
-taken in order, with the time at which they were said, and a thread writes them. Where they must be in the file, before
-a controller reads it and at the end, ``flush`` waits.
+Theory. The heartbeat of an agent proves that its node lives, so no action of the agent may wait for a disk: not for
+room, not for a flush, not for the lock of the file, which other processes of the host hold while they wait. The lines
+are for people and for a later controller (the lines of a controller on another node are a copy). So lines are queued in
+order, each with the time of its append, and a thread writes them. ``flush`` waits until they are in the file; it is
+called before a controller reads the file, and at the end.
 
 Invariants:
 1. Lines are written in the order of their appends, each whole or not at all.
 2. ``append`` never waits.
-3. What cannot be written, after the wait for room that its journal has, is told once to ``fail``.
+3. If a line cannot be written, even after the journal's wait for room, ``fail`` is called once.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class _QueuedLine(NamedTuple):
 
 
 class EventLogWriter:
-    """Beside the running event loop.
+    """A thread that writes an event log beside the running event loop.
 
     Args:
-        journal: is written by this one alone.
+        journal: the log; only this object writes to it.
 
     Attributes:
-        fail: gets the error, in the loop; what is appended afterwards is dropped.
+        fail: gets the error, in the loop; later lines are dropped.
     """
 
     def __init__(self, journal: EventLog) -> None:
@@ -53,18 +53,21 @@ class EventLogWriter:
         self._thread.start()
 
     def append(self, kind: str, data: Mapping[str, Field], *, durable: bool = False) -> None:
-        """Write one event soon; with ``durable`` it goes to the disk at once."""
+        """Queue one event; with ``durable`` it is synced to the disk when it is written."""
         said = Said(time.time(), time.monotonic())
         self._lines.put(_QueuedLine(kind, dict(data), durable, said))
 
     def flush(self) -> None:
-        """Wait until all lines are written, or cannot be."""
+        """Wait until all queued lines are written, or have failed."""
         written = threading.Event()
         self._lines.put(written)
         written.wait()
 
     def close(self, over: bool = False) -> None:
-        """The same, then close the file; ``over``: so is the run, and what was kept for its lines is free again."""
+        """Write all queued lines and close the file.
+
+        ``over``: the run is over, so release the room reserved for its lines.
+        """
         self._lines.put(None)
         self._thread.join()
         if over:

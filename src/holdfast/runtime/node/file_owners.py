@@ -1,4 +1,4 @@
-"""Whose a file or directory is: what another user could have put there is not used."""
+"""Tests of the owner of a file or directory: files that another user could have made are not used."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def ours(directory: Path) -> frozenset[int]:
-    """The user ids that files of this process have in ``directory``: a network file system may give another one."""
+    """Return the user ids that files of this process have in ``directory``: a network file system may map the id."""
     uids = {os.geteuid()}
     try:
         with tempfile.TemporaryFile(dir=directory) as probe:
@@ -22,16 +22,16 @@ def ours(directory: Path) -> frozenset[int]:
 
 
 def is_ours(path: Path) -> bool:
-    """No link, and made by this user. Raises: FileNotFoundError."""
+    """Return True for a path that is no link and was made by this user. Raises: FileNotFoundError."""
     about = path.lstat()
     return not stat.S_ISLNK(about.st_mode) and about.st_uid in ours(path.parent)
 
 
 def doubt(path: Path) -> str:
-    """Why ``path`` may be somebody else's, in words that follow its name; empty: it is this user's alone.
+    """Return why ``path`` may be another user's, in words that follow its name; empty: it is this user's alone.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: there is no such path.
     """
     about = path.lstat()
     if stat.S_ISLNK(about.st_mode):
@@ -44,17 +44,20 @@ def doubt(path: Path) -> str:
 
 
 def planted(root: Path, names: Iterable[str]) -> dict[str, str]:
-    """Which of ``names`` in ``root`` another user has made, while every user can make some there: why, by name."""
+    """Return those of ``names`` in ``root`` that another user has made, each with the reason to refuse it.
+
+    If not every user can write in ``root``, the result is empty.
+    """
     try:
         if not root.stat().st_mode & stat.S_IWOTH:
             return {}
-    except OSError:  # what lies there cannot be read either
+    except OSError:  # its files cannot be read either
         return {}
     known, found = ours(root) | {0}, {}
     for name in names:
         try:
             uid = (root / name).lstat().st_uid
-        except FileNotFoundError:  # removed meanwhile
+        except FileNotFoundError:  # removed in the meantime
             continue
         if uid not in known:
             found[name] = f"it belongs to {user(uid)}, and every user can write in {root}"
@@ -62,7 +65,7 @@ def planted(root: Path, names: Iterable[str]) -> dict[str, str]:
 
 
 def user(uid: int) -> str:
-    """The name of a user, or what stands for it."""
+    """Return the name of a user, or the user id if there is no name."""
     try:
         return f"the user {pwd.getpwuid(uid).pw_name}"
     except KeyError:

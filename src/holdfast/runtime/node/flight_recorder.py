@@ -1,7 +1,7 @@
-"""The flight recorder: the last collectives of a process, in its status page, for whoever asks why it stands still.
+"""The flight recorder: the last collectives of a process, in its status page, as evidence for the cause of a hang.
 
-A slot is written with a few stores and no system call. What is read in the middle of that may be half of one record and
-half of another: it is evidence beside other evidence, read when nothing moves any more.
+A slot is written with a few stores and no system call. A read at that moment may mix halves of two records. The record
+is one piece of evidence among others, and is read when no rank makes progress any more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ _SLOT = struct.Struct(f"={HEAD_WORDS}q{TEXT_SIZE_BYTES}s")
 
 
 class Recorded(NamedTuple):
-    """One collective: ``order`` of all of this process, ``number`` of its group; ``ended_ns`` is 0 while under way."""
+    """One collective.
+
+    ``order``: its number in this process; ``number``: in its group; ``ended_ns``: 0 while in progress.
+    """
 
     order: int
     group: str
@@ -36,16 +39,16 @@ class Recorded(NamedTuple):
 
 
 def text_of(group: str, what: str) -> bytes:
-    """As :meth:`Flight.begin` takes it."""
+    """Return the text of a slot, for :meth:`Flight.begin`."""
     return f"{group}\t{what}".encode()[:TEXT_SIZE_BYTES].ljust(TEXT_SIZE_BYTES, b"\0")
 
 
 class Flight:
-    """The ring.
+    """The ring of slots with the last collectives.
 
     Args:
         area: ``FLIGHT_SLOTS * FLIGHT_SLOT_BYTES`` bytes of the page.
-        words: of the page.
+        words: the words of the page.
     """
 
     def __init__(self, area: memoryview, words: memoryview) -> None:
@@ -54,40 +57,43 @@ class Flight:
         self._words = words
 
     def begin(self, count: int, number: int, text: bytes) -> None:
-        """Collective ``count`` of this process, ``number`` of its group, begins; ``text`` from :func:`text_of`."""
+        """Record that collective ``count`` of this process begins.
+
+        ``number``: of the collective in its group; ``text``: from :func:`text_of`.
+        """
         _SLOT.pack_into(
             self._bytes, count % FLIGHT_SLOTS * FLIGHT_SLOT_BYTES, number, time.monotonic_ns(), 0, count, text
         )
 
     def end(self, count: int, broken: bool = False) -> None:
-        """It has ended."""
+        """Record the end of collective ``count``."""
         at = count % FLIGHT_SLOTS * _SLOT_WORDS
         if self._slots[at + 3] == count:
             now_ns = time.monotonic_ns()
             self._slots[at + 2] = -now_ns if broken else now_ns
-            if broken and not self._words[Word.FREED_NS]:  # a fence sets it back
+            if broken and not self._words[Word.FREED_NS]:  # a fence resets it
                 self._words[Word.FREED_NS] = now_ns
 
     def counted(self, count: int) -> None:
-        """Show the number of collectives, for a script whose session does not."""
+        """Publish the number of collectives on the status page, if no session does so."""
         self._words[Word.COLLECTIVES] = self._words[Word.SEQUENCE] = count
 
     def waits(self) -> bool:
-        """Is the newest collective under way? (An older one may have been left without a wait.)"""
+        """Return True if the newest collective is in progress. (An older one may have been left without a wait.)"""
         ended_ns, count = self._newest()
         return count != 0 and ended_ns == 0
 
     def rests(self) -> bool:
-        """Is the newest collective over? False also when there was none."""
+        """Return True if the newest collective is over; False also without any collective."""
         return self._newest()[0] != 0
 
     def _newest(self) -> tuple[int, int]:
-        """When the newest collective ended (0: not yet), and its number (0: there was none)."""
+        """Return the end time of the newest collective (0: in progress) and its number (0: there was none)."""
         at = self._words[Word.COLLECTIVES] % FLIGHT_SLOTS * _SLOT_WORDS
         return self._slots[at + 2], self._slots[at + 3]
 
     def read(self) -> list[Recorded]:
-        """What is there, oldest first."""
+        """Return the recorded collectives, oldest first."""
         found = []
         for slot in range(FLIGHT_SLOTS):
             at = slot * _SLOT_WORDS
@@ -101,6 +107,6 @@ class Flight:
         return sorted(found)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         self._slots.release()
         self._bytes.release()

@@ -1,6 +1,6 @@
-"""Which module of ring 3 makes a worker ready for its framework, and what the zygote imports before it forks.
+"""The registry of frameworks: the module that makes a worker ready for each, and the imports of the zygote.
 
-Only names: nothing here loads a framework.
+It holds only names: nothing here loads a framework.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ FrameworkName = Literal["torch", "mindspore", "tensorflow"]
 
 
 class Framework(NamedTuple):
-    """``install_module`` has ``install()``, called before user code; ``preloads`` are imported once per node;
-    ``records_module`` has ``records()``, empty for a framework without a flight recorder."""
+    """One framework. ``install_module`` has ``install()``, called before user code. ``preloads`` are imported once per
+    node. ``records_module`` has ``records()``; it is empty for a framework without a flight recorder.
+    """
 
     package: str
     requirement: str
@@ -65,7 +66,7 @@ FRAMEWORKS: dict[FrameworkName, Framework] = {
         "tensorflow",
         "tensorflow-cpu",
         "holdfast.frameworks.tensorflow.worker_setup",
-        # Not holdfast.tensorflow: it loads Keras, and a script may still say which (TF_USE_LEGACY_KERAS).
+        # Not holdfast.tensorflow: it loads Keras, and a script may still choose which one (TF_USE_LEGACY_KERAS).
         (
             "tensorflow",
             "holdfast.frameworks.tensorflow.adapter",
@@ -77,12 +78,13 @@ COMMON_PRELOADS = ("holdfast.session", "holdfast.runtime.worker.entry")
 
 
 def install_framework(name: FrameworkName) -> None:
-    """Make this worker ready for its framework. A torch that is not installed is no error: the script may need none.
+    """Make this worker ready for its framework. A missing torch is no error: the script may not need it.
 
-    A torch that is not loaded is made ready when the script imports it: variables that it sets before count.
+    A torch that is not loaded is made ready when the script imports it: variables that the script sets before have an
+    effect.
 
     Raises:
-        ScriptError: a framework was asked for by name and is not installed.
+        ScriptError: a framework was requested by name and is not installed.
         FrameworkError: the installed torch cannot work.
     """
     framework = FRAMEWORKS[name]
@@ -105,7 +107,7 @@ def install_framework(name: FrameworkName) -> None:
 
 
 def records(name: FrameworkName) -> Records:
-    """What the framework has recorded of its collectives; nothing where it is not loaded."""
+    """Return the framework's own records of its collectives; empty if the framework is not loaded."""
     framework = FRAMEWORKS[name]
     if not framework.records_module or framework.package not in sys.modules:
         return Records()
@@ -113,16 +115,19 @@ def records(name: FrameworkName) -> Records:
     return found
 
 
-_broken: list[Exception] = []  # what the first import of torch in this process, or in its zygote, has raised
+_broken: list[Exception] = []  # the error of the first import of torch in this process or in its zygote
 
 
 def note_broken(error: Exception) -> None:
-    """An import of torch failed in the zygote. torch can be loaded once per process: a worker tells this reason."""
+    """Keep the error of an import of torch in the zygote.
+
+    torch can be loaded only once per process, so a forked worker reports this error.
+    """
     _broken.append(error)
 
 
 class _WhenImported:
-    """A finder that lets torch be made ready as soon as it is imported, once.
+    """A finder of imports that makes torch ready as soon as it is imported, once.
 
     Raises:
         FrameworkError: (from an import) the installed torch cannot work, or be loaded.
@@ -134,7 +139,7 @@ class _WhenImported:
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """The framework's own spec, whose loader does one thing more; None for other modules."""
+        """Return the framework's own spec, with a loader that also makes it ready; None for other modules."""
         if name != self._framework.package:
             return None
         sys.meta_path.remove(self)

@@ -1,11 +1,11 @@
-"""What can be seen of a worker that stands still, from outside: its page, /proc, and the stacks that it writes.
+"""Evidence about a worker without progress, from outside: its page, /proc, and the stacks that it writes.
 
-A worker that this library started makes Python's own ``faulthandler`` write the stack of its main thread on
-``STACKS_SIGNAL``: that runs in the signal handler and needs neither the GIL nor memory, so it also answers while C code
-holds the GIL for ever. ``faulthandler`` can write the stacks of all threads, too, and reads them while they run: a
-thread that starts or ends meanwhile is a segmentation fault of the worker. So those of the other threads are written by
-Python, as soon as the main thread executes Python again. A stopped process answers when it runs again, one in an
-uninterruptible wait not at all: then /proc has to do.
+A worker that this library started lets Python's own ``faulthandler`` write the stack of its main thread on
+``STACKS_SIGNAL``. That runs in the signal handler and needs neither the GIL nor memory, so it works even if C code
+holds the GIL forever. ``faulthandler`` could also write the stacks of all threads, but it reads them while they run: a
+thread that starts or ends at that moment crashes the worker. So Python code writes the stacks of the other threads, as
+soon as the main thread executes Python again. A stopped process answers when it runs again, and one in an
+uninterruptible wait never: then only /proc is left.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from holdfast.runtime.node.status_page import Page
 
 STACKS_SIGNAL = signal.SIGRTMIN + 7
 SAMPLE_S = 0.12  # CPU time is counted in hundredths of a second
-ANSWER_S = 0.5  # stacks are there within this, or the process does not answer
+ANSWER_S = 0.5  # a process without stacks after this time does not answer
 POLL_S = 0.01
 STACKS_SIZE_BYTES_MAX = 256 * 1024
 RECORDS_SIZE_BYTES_MAX = 16 << 20
@@ -56,7 +56,7 @@ _open_files: list[TextIO] = []  # faulthandler keeps the descriptor only
 
 
 class ProcessSample(NamedTuple):
-    """One look at a process: the letter of its state, CPU seconds of its main thread, its kernel wait."""
+    """One reading of a process: the letter of its state, CPU seconds of its main thread, its kernel wait."""
 
     process: str
     cpu_s: float
@@ -65,7 +65,7 @@ class ProcessSample(NamedTuple):
 
 
 class ProcessEvidence(NamedTuple):
-    """What was found about one process."""
+    """The findings about one process."""
 
     process: str
     cpu: float
@@ -75,14 +75,14 @@ class ProcessEvidence(NamedTuple):
 
 
 def offer_stacks(path: Path, page: Page) -> None:
-    """In a worker: from now on ``STACKS_SIGNAL`` appends all stacks to ``path``.
+    """In a worker, make ``STACKS_SIGNAL`` append all stacks to ``path``.
 
     Raises:
         OSError: the file cannot be made.
     """
     file = os.fdopen(open_log(path), "a")
     _open_files.append(file)
-    if threading.current_thread() is threading.main_thread():  # else Python takes no handler
+    if threading.current_thread() is threading.main_thread():  # otherwise Python accepts no handler
         signal.signal(STACKS_SIGNAL, lambda signum, frame: _write_others(file.fileno()))
     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=False, chain=True)
     atexit.register(_stop_offering)
@@ -90,13 +90,13 @@ def offer_stacks(path: Path, page: Page) -> None:
 
 
 def _stop_offering() -> None:
-    """Python puts the default action back when it ends, which is to be killed."""
+    """Ignore the signal: at its end Python restores the default action, which would kill the process."""
     faulthandler.unregister(STACKS_SIGNAL)
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
 
 
 def _write_others(fd: int) -> None:
-    """The stacks of all threads but the main one, in the form of ``faulthandler``; the innermost call is first."""
+    """Write the stacks of all threads but the main one, in the form of ``faulthandler``: the innermost call first."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     for ident, frame in sys._current_frames().items():
         if ident == threading.main_thread().ident:
@@ -109,12 +109,12 @@ def _write_others(fd: int) -> None:
 
 
 def stacks_path(run: RunDir, member_id: MemberId) -> Path:
-    """Where a worker writes its stacks: beside its page, so that no slow disk is in the way."""
+    """Return the file for the stacks of a worker, which is beside its page so that no slow disk is involved."""
     return run.pages() / f"stacks-{member_id}"
 
 
 def offer_records(path: Path, read: Callable[[], Records]) -> None:
-    """In a worker that is asked for them: write ``read()`` to ``path``, in a thread that may wait for a device."""
+    """In a worker, write ``read()`` to ``path``, in a thread, because ``read`` may wait for a device."""
 
     def write() -> None:
         with contextlib.suppress(OSError):  # no room, or the run ends: the evidence lacks it
@@ -124,12 +124,12 @@ def offer_records(path: Path, read: Callable[[], Records]) -> None:
 
 
 def records_path(run: RunDir, member_id: MemberId) -> Path:
-    """Where a worker writes what its framework has recorded."""
+    """Return the file for the records that a worker's framework has made."""
     return run.pages() / f"records-{member_id}"
 
 
 def sample(pid: int) -> ProcessSample:
-    """Look at a process; an empty state when it is gone."""
+    """Return the state of a process, read from /proc; an empty state if it is gone."""
     base = Path(f"/proc/{pid}/task/{pid}")
     try:
         fields = (base / "stat").read_text().rpartition(")")[2].split()
@@ -142,7 +142,7 @@ def sample(pid: int) -> ProcessSample:
 
 
 def compare(first: ProcessSample, second: ProcessSample) -> tuple[str, float]:
-    """State and share of a core between two looks; only what was uninterruptible both times is."""
+    """Return process state and share of a core between two readings. State "D" counts only if both readings have it."""
     passed_s = max(second.at_s - first.at_s, 1e-6)
     cpu = min(1.0, max(0.0, (second.cpu_s - first.cpu_s) / passed_s))
     process = second.process if second.process != "D" or first.process == "D" else first.process
@@ -150,7 +150,7 @@ def compare(first: ProcessSample, second: ProcessSample) -> tuple[str, float]:
 
 
 def ask_for_stacks(pid: int) -> None:
-    """Send ``STACKS_SIGNAL`` to the main thread: a signal to the process may go to another one, and show its stack.
+    """Send ``STACKS_SIGNAL`` to the main thread. A signal to the process could reach another thread and show its stack.
 
     Raises:
         OSError: there is no such process, or it may not be signalled.
@@ -167,11 +167,11 @@ async def find(
     workers: Sequence[tuple[MemberId, int, Page]],
     ask: Callable[[MemberId], bool] | None = None,
 ) -> dict[MemberId, ProcessEvidence]:
-    """Look at all workers (member, pid, page) at once; takes at most ``ANSWER_S``.
+    """Collect evidence about all workers (member, pid, page) at once; takes at most ``ANSWER_S``.
 
     Args:
-        ask: sends :class:`~holdfast.core.protocol.health_messages.ShowRecords` to a worker; False where that is not
-        possible.
+        ask: sends :class:`~holdfast.core.protocol.health_messages.ShowRecords` to a worker; returns False if the
+            worker is not connected.
     """
     before = {member_id: sample(pid) for member_id, pid, _ in workers}
     records: dict[MemberId, Path] = {}
@@ -190,9 +190,7 @@ async def find(
             except ProcessLookupError:
                 del asked[member_id]
     start_s = time.monotonic()
-    waits = {
-        m: "" for m in asked if before[m].process not in ("T", "t")
-    }  # with what was there at the last look
+    waits = {m: "" for m in asked if before[m].process not in ("T", "t")}  # with the text of the last look
     while (passed_s := time.monotonic() - start_s) < ANSWER_S:
         texts = {m: _new_text(*asked[m]) for m in waits}
         waits = {m: text for m, text in texts.items() if not is_complete(text) or text != waits[m]}
@@ -210,7 +208,7 @@ async def find(
 
 
 def _read_records(path: Path) -> Records:
-    """Nothing where the worker did not answer."""
+    """Read the records of a worker; empty if it did not answer."""
     try:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(RECORDS_SIZE_BYTES_MAX), type=Records)
@@ -219,7 +217,7 @@ def _read_records(path: Path) -> Records:
 
 
 def is_complete(stacks: str) -> bool:
-    """The stack of the main thread is there, or its beginning: it comes line by line, and nothing marks its end."""
+    """Return True if the stack of the main thread has at least begun: it comes line by line, without an end mark."""
     return MAIN in stacks and stacks.endswith("\n") and bool(FRAME.search(_main(stacks)))
 
 
@@ -237,7 +235,7 @@ def _main(stacks: str) -> str:
 
 
 def where(stacks: str) -> str:
-    """Innermost frame of the main thread, and the first one of the user's code."""
+    """Return the innermost frame of the main thread, and the innermost one of the user's code."""
     frames = [match.groupdict() for match in FRAME.finditer(_main(stacks))]
     if not frames:
         return ""
@@ -249,7 +247,7 @@ def where(stacks: str) -> str:
 
 
 def whole_words(text: str, length_max: int) -> str:
-    """``text`` in so many characters, ended after a whole word where there is one."""
+    """Return ``text`` cut to ``length_max`` characters, after a whole word if possible."""
     if len(text) <= length_max:
         return text
     head = text[: length_max - 3]

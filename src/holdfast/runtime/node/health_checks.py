@@ -1,8 +1,8 @@
-"""Is this node fit to train: cheap checks of its own, and a command of the user (``--health``). A sick node is drained.
+"""Health of this node: cheap built-in checks, and a command of the user (``--health``). A sick node is drained.
 
-Theory. A check has an opinion only about what it can read; what it cannot read counts as well. A node that is sick
-gives a notice without a deadline: its ranks move where another node has room, else it trains on. So a false alarm costs
-a move at most, and no process is ever killed for a reading.
+Theory. A check reports only what it can read. A value that it cannot read counts as healthy. A sick node gives a notice
+without a deadline: its ranks move if another node has room, otherwise the node trains on. So a false alarm costs at
+most a move, and a check never kills a process.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ DISK_FREE_BYTES_LEAST = 64 << 20
 SHM_FREE_BYTES_LEAST = 4 << 20
 KERNEL_LOG = Path("/dev/kmsg")
 RECORD_SIZE_BYTES_MAX = 8192
-RECORDS_MAX = 10_000  # in one look: a kernel that writes for ever must not hold up the agent
+RECORDS_MAX = 10_000  # in one look: endless output of the kernel must not block the agent
 
 _FATAL_XID = frozenset({46, 48, 54, 62, 63, 64, 74, 79, 92, 94, 95, 119, 120, 140})
-"""NVIDIA's errors of the hardware or its firmware; the others are of programs, or are mended."""
+"""NVIDIA's error codes of the hardware or its firmware. The others are of programs, or repair themselves."""
 _XID = re.compile(r"NVRM: Xid \([^)]*\): (\d+)")
 _BROKEN = re.compile(
     r"uncorrect(?:ed|able).{0,20}\b(?:ecc|memory|error)|EDAC .*\bUE\b|\bfatal .*machine check"
@@ -37,7 +37,7 @@ _BROKEN = re.compile(
 
 
 def broken_by(line: str) -> str:
-    """What a line of the kernel log says of broken hardware; empty: nothing."""
+    """Return the part of a kernel log line that reports broken hardware; empty: none."""
     xid = _XID.search(line)
     if xid is not None:
         return f"Xid {xid[1]}" if int(xid[1]) in _FATAL_XID else ""
@@ -46,22 +46,22 @@ def broken_by(line: str) -> str:
 
 
 class KernelLog:
-    """Lines of the kernel log that came since this was made, where this user may read it."""
+    """The lines of the kernel log that came since this object was made, if this user may read them."""
 
     def __init__(self, path: Path = KERNEL_LOG) -> None:
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             os.lseek(self._fd, 0, os.SEEK_END)
-        except OSError:  # none here, or for others only: then it says nothing
+        except OSError:  # no kernel log, or no permission: no lines
             self._fd = -1
 
     def lines(self) -> Iterator[str]:
-        """The new ones."""
+        """Yield the new lines."""
         for _ in range(RECORDS_MAX if self._fd >= 0 else 0):
             try:
                 record = os.read(self._fd, RECORD_SIZE_BYTES_MAX)
             except BrokenPipeError:
-                continue  # overwritten before it was read: the next one that is left
+                continue  # overwritten before it was read: continue with the oldest that is left
             except OSError:
                 return
             if not record:
@@ -70,7 +70,7 @@ class KernelLog:
                 yield line.partition(";")[2] or line
 
     def close(self) -> None:
-        """Let go of it."""
+        """Close the log."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
@@ -80,8 +80,8 @@ class BuiltIn:
     """The checks that every node has.
 
     Args:
-        directories: that need room.
-        log: of the kernel; what it has said once of broken hardware stays true.
+        directories: the directories that need free space.
+        log: the kernel log; a report of broken hardware stays true.
     """
 
     name, period_s = "health", CHECK_S
@@ -93,7 +93,7 @@ class BuiltIn:
         self._broken: dict[str, None] = {}
 
     async def look(self) -> list[Foreseen]:
-        """As ``NoticeSource``."""
+        """Run the checks, and return a notice for each failed one (see ``NoticeSource``)."""
         found = []
         for directory, least_bytes in (
             *((directory, DISK_FREE_BYTES_LEAST) for directory in self._directories),
@@ -111,15 +111,15 @@ def _is_full(directory: Path, least_bytes: int) -> bool:
     try:
         return shutil.disk_usage(directory).free < least_bytes
     except OSError:
-        return False  # not there, or not to be looked at
+        return False  # missing, or no permission
 
 
 class HealthCommand:
-    """``--health CMD``: any exit code but 0 says that the node is sick.
+    """``--health CMD``: any exit code but 0 means that the node is sick.
 
     Args:
-        command: split as a shell does, run without one.
-        period_s: between two looks; the first one is at the start.
+        command: split as a shell does, run without a shell.
+        period_s: time between two runs; the first one is at the start.
     """
 
     name = "health command"
@@ -129,7 +129,10 @@ class HealthCommand:
         self.period_s = period_s
 
     async def look(self) -> list[Foreseen]:
-        """As ``NoticeSource``. One that cannot be started, or does not end, has no opinion."""
+        """Run the command, and return a notice if it fails.
+
+        A command that cannot be started, or does not end, raises.
+        """
         code, _ = await output_of(self._words)
         if code == 0:
             return []

@@ -1,7 +1,8 @@
-"""On which network interface the workers' own communication listens.
+"""The network interface on which the workers' own communication listens.
 
-Neither gloo nor NCCL checks who connects, so on one host both stay on loopback, and with several hosts on the network
-that the agents use. Left alone, gloo takes the address that the host's name means, and NCCL any interface that is up.
+Neither gloo nor NCCL checks the peer of a connection. So on one host both stay on loopback, and with several hosts on
+the network of the agents. By default, gloo would take the address of the host's name, and NCCL any interface that is
+up.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ from holdfast.runtime.node.run_settings import RunSettings
 GLOO, NCCL, NCCL_FAMILY = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_SOCKET_FAMILY"
 LOOPBACK = "127.0.0.1"
 SIOCGIFCONF = 0x8912
-"""Lists every IPv4 address with its interface; SIOCGIFADDR gives the first address of each alone."""
-CONF = struct.Struct("iP")  # size in bytes of the list, where it is
+"""The request that lists every IPv4 address with its interface; SIOCGIFADDR gives only the first of each interface."""
+CONF = struct.Struct("iP")  # size in bytes of the list, and its address
 ENTRY_SIZE_BYTES, NAME_SIZE_BYTES = 40, 16
 ADDRESS = slice(NAME_SIZE_BYTES + 4, NAME_SIZE_BYTES + 8)
 ENTRIES_MAX = 4096
@@ -30,9 +31,9 @@ ADDRESSES = Path("/proc/net/if_inet6")
 
 
 def with_interfaces(settings: RunSettings) -> RunSettings:
-    """``settings`` with the interface of gloo and of NCCL in the environment of workers, where the user names none."""
+    """Return ``settings`` with the interface of gloo and NCCL in the workers' environment, if the user names none."""
     name = interface_of(settings.bind if settings.several else LOOPBACK)
-    # NCCL takes a name for a prefix, eth1 for eth10 too, unless it follows an equals sign.
+    # NCCL takes a name as a prefix (eth1 matches eth10), unless an equals sign precedes it.
     ours = {GLOO: name, NCCL: f"={name}"} if name else {}
     if settings.several and ":" in settings.bind:
         ours[NCCL_FAMILY] = "AF_INET6"
@@ -41,7 +42,7 @@ def with_interfaces(settings: RunSettings) -> RunSettings:
 
 
 def interface_of(address: str) -> str:
-    """Name of the network interface that has this address, empty when none has."""
+    """Return the name of the network interface that has this address; empty if none has it."""
     wanted = ipaddress.ip_address(address).packed
     if len(wanted) == 16:
         return _interface_of(wanted)
@@ -60,7 +61,7 @@ def interface_of(address: str) -> str:
 
 
 def _interface_of(wanted: bytes) -> str:
-    """The same for 16 bytes of an IPv6 address; a kernel without IPv6 has no such file."""
+    """Return the interface of a 16-byte IPv6 address; empty if none has it. A kernel without IPv6 has no such file."""
     try:
         lines = ADDRESSES.read_text().splitlines()
     except FileNotFoundError:

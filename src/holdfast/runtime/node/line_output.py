@@ -1,7 +1,7 @@
-"""Stdout and stderr of a worker: each line is in the log when it is printed, and a full disk ends no training.
+"""Stdout and stderr of a worker: each line is in the log at once, and a full disk does not stop the training.
 
-An interpreter that writes to a file keeps eight KiB back: nothing would be seen of a slow script, and the last words of
-one that is killed would be lost. And a line of a log that cannot be written is no reason to lose a job: it is dropped.
+By default, Python buffers eight KiB of output to a file: the log of a slow script would be empty, and the last lines of
+a killed one would be lost. A line that cannot be written to the log is dropped: it is no reason to lose a job.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from holdfast.errors import NO_ROOM
 
 
 class _Log(io.FileIO):
-    """A descriptor; what it has no room for is dropped."""
+    """A file descriptor that drops output for which there is no room."""
 
     def write(self, data: Any) -> int:
-        """As any file, but all of ``data`` counts as written. Raises: OSError, other than for a lack of room."""
+        """Write ``data``, and return its whole length even without room. Raises: OSError, except for a lack of room."""
         left = memoryview(data).cast("B")
         try:
             while left:
@@ -29,13 +29,13 @@ class _Log(io.FileIO):
 
 
 def by_line() -> None:
-    """Let ``sys.stdout`` and ``sys.stderr`` of this process be such streams."""
+    """Replace ``sys.stdout`` and ``sys.stderr`` by streams that write each line at once and survive a full disk."""
     sys.stdout = _stream(1, sys.stdout)
     sys.stderr = _stream(2, sys.stderr)
 
 
 def _stream(fd: int, before: TextIO) -> TextIO:
-    if not isinstance(before, io.TextIOWrapper):  # somebody else's
+    if not isinstance(before, io.TextIOWrapper):  # replaced by another program
         return before
     before.flush()
     return io.TextIOWrapper(

@@ -1,7 +1,8 @@
-"""What sources of notices answer, read: clouds, Slurm, a file or a command of the user. Pure; ``now`` is Unix time.
+"""The parsers of the answers of notice sources: clouds, Slurm, a file or a command of the user. Pure code.
 
-Theory. Each source has its own form and its own idea of time. All become the same: does the node leave, and by when. An
-answer in a form that is not known is an error of the source, never a notice, and never its withdrawal.
+Theory. A notice announces that a node will leave. Each source has its own form of answers and of times. All are
+converted to two values: whether the node leaves, and by when. An answer in an unknown form is an error of the source,
+and neither a notice nor its withdrawal. ``now`` is Unix time.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from holdfast.errors import ProtocolError
 
 GCP_LEAD_S, GCP_MAINTENANCE_LEAD_S = 30.0, 60.0
 AZURE_LEAVES = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
-"""Kinds of scheduled events that take the machine; ``Freeze`` is over after seconds."""
+"""Kinds of scheduled events that take the machine away; ``Freeze`` is over after seconds."""
 _SPAN = re.compile(r"\+?(\d+(?:\.\d+)?)\s*s?")
 _EPOCH_S_LEAST = 1e9
 
 
 class Foreseen(msgspec.Struct, frozen=True):
-    """One notice that a source has now. ``left_s``: until then, NO_DEADLINE: none is known."""
+    """One notice that a source has now. ``left_s``: the time until the node leaves; NO_DEADLINE: not known."""
 
     source: str
     left_s: float = NO_DEADLINE
@@ -55,7 +56,7 @@ def _left_s(then: datetime, now: float) -> float:
 
 
 def aws_action(body: bytes, now: float) -> Foreseen:
-    """``spot/instance-action`` of the instance metadata: there only when the instance will be taken.
+    """Return the notice in ``spot/instance-action``, which exists only if the instance will be taken away.
 
     Raises:
         ProtocolError: another form.
@@ -65,7 +66,11 @@ def aws_action(body: bytes, now: float) -> Foreseen:
 
 
 def gcp_preempted(body: bytes) -> Foreseen | None:
-    """``instance/preempted``: TRUE 30 s before the end. Raises: ProtocolError: another form."""
+    """Return the notice for ``instance/preempted``, which is TRUE 30 s before the end; None for FALSE.
+
+    Raises:
+        ProtocolError: another form.
+    """
     word = body.strip().upper()
     if word not in (b"TRUE", b"FALSE"):
         raise ProtocolError(f"instance/preempted says {body[:80]!r}, neither TRUE nor FALSE")
@@ -73,7 +78,7 @@ def gcp_preempted(body: bytes) -> Foreseen | None:
 
 
 def gcp_maintenance(body: bytes) -> Foreseen | None:
-    """``instance/maintenance-event``: a live migration is no end; an instance with GPUs is terminated."""
+    """Return the notice for ``instance/maintenance-event`` if it ends the instance; None for a live migration."""
     word = body.strip()
     if word == b"TERMINATE_ON_HOST_MAINTENANCE":
         return Foreseen("GCP: host maintenance", GCP_MAINTENANCE_LEAD_S)
@@ -81,7 +86,7 @@ def gcp_maintenance(body: bytes) -> Foreseen | None:
 
 
 def azure_events(body: bytes, name: str, now: float) -> list[Foreseen]:
-    """Scheduled events that take the machine ``name`` (of its own metadata); others are of its neighbours.
+    """Return the notices for scheduled events that take the machine ``name`` away, without those of other machines.
 
     Raises:
         ProtocolError: another form.
@@ -101,7 +106,11 @@ def azure_events(body: bytes, name: str, now: float) -> list[Foreseen]:
 
 
 def slurm_end(variable: str, now: float) -> Foreseen | None:
-    """``SLURM_JOB_END_TIME``: Unix time; 0 or empty: no limit. Raises: ProtocolError: another form."""
+    """Return the notice for ``SLURM_JOB_END_TIME`` (Unix time); None for 0 or empty (no limit).
+
+    Raises:
+        ProtocolError: another form.
+    """
     if not variable.strip() or variable.strip() == "0":
         return None
     if not variable.strip().isdecimal():
@@ -110,10 +119,10 @@ def slurm_end(variable: str, now: float) -> Foreseen | None:
 
 
 def slurm_node(line: str) -> Foreseen | None:
-    """One line of ``scontrol --oneliner show node``: a node that is drained, or put down, runs on for now.
+    """Return the notice in a line of ``scontrol --oneliner show node``: the node is drained; otherwise None.
 
     Raises:
-        ProtocolError: no line of a node.
+        ProtocolError: the line has no state of a node.
     """
     state = re.search(r"\bState=(\S+)", line)
     if state is None:
@@ -126,10 +135,13 @@ def slurm_node(line: str) -> Foreseen | None:
 
 
 def users_word(text: str, source: str, now: float, said_at: float) -> Foreseen:
-    """What a file or a command of the user says: nothing (no deadline), seconds since ``said_at``, or a date and time.
+    """Return the notice in the answer of a user's file or command: "leave" or empty, seconds, or a date and time.
+
+    Args:
+        said_at: the Unix time from which the seconds count.
 
     Raises:
-        ProtocolError: something else.
+        ProtocolError: another form.
     """
     word = text.strip().split("\n", 1)[0].strip()
     if not word or word.lower() == "leave":

@@ -1,7 +1,7 @@
-"""Sources of notices that a node will leave, each asked now and then: ``--notices``, and the node's health.
+"""Sources of notices that a node will leave, each asked periodically: those of ``--notices``, and the node's health.
 
-Theory. A source that cannot be asked says nothing: what it said last stands. Each one names its own period, which is a
-small part of the lead that it gives.
+Theory. If a source cannot be asked, its last answer stays valid. Each source has its own period, which is a small part
+of the warning time that it gives.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ WAYS = f"a comma-separated list of {', '.join(KINDS)}; aws, gcp and azure take =
 
 
 class NoticeSource(Protocol):
-    """One source. ``look`` tells the notices that it has now.
+    """A source of notices. ``look`` returns its current notices.
 
     Raises (``look``):
-        OSError, ProtocolError: it cannot be asked, or its answer is not understood.
+        OSError, ProtocolError: the source cannot be asked, or its answer is not understood.
     """
 
     name: str
     period_s: float
 
     async def look(self) -> list[Foreseen]:
-        """Ask."""
+        """Ask the source, and return its current notices."""
 
 
 def _request(base: str, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
@@ -69,7 +69,7 @@ def _request(base: str, method: str, path: str, headers: Mapping[str, str]) -> t
 
 
 async def ask(base: str, path: str, headers: Mapping[str, str], method: str = "GET") -> bytes | None:
-    """The body at a metadata address; None: there is nothing (404).
+    """Return the body at a metadata address; None: there is nothing (404).
 
     Raises:
         OSError: no answer.
@@ -84,7 +84,7 @@ async def ask(base: str, path: str, headers: Mapping[str, str], method: str = "G
 
 
 class Aws:
-    """Spot instances of EC2: two minutes of lead (session tokens, IMDSv2)."""
+    """Notices for spot instances of EC2, with a warning time of two minutes (session tokens, IMDSv2)."""
 
     name, period_s = "aws", 5.0
 
@@ -93,7 +93,7 @@ class Aws:
         self._token, self._since_s = "", 0.0
 
     async def look(self) -> list[Foreseen]:
-        """As ``NoticeSource``."""
+        """Return the notice in the instance metadata, if there is one."""
         if not self._token or time.monotonic() - self._since_s > AWS_TOKEN_AGAIN_S:
             ttl = {"X-aws-ec2-metadata-token-ttl-seconds": str(AWS_TOKEN_S)}
             token = await ask(self._base, "/latest/api/token", ttl, "PUT")
@@ -102,13 +102,13 @@ class Aws:
         try:
             body = await ask(self._base, "/latest/meta-data/spot/instance-action", headers)
         except ProtocolError:
-            self._token = ""  # it may have expired
+            self._token = ""  # the token may have expired
             raise
         return [] if body is None else [aws_action(body, time.time())]
 
 
 class Gcp:
-    """Preemptible and spot machines of Compute Engine: 30 s of lead; maintenance that ends the machine."""
+    """Notices for spot and preemptible machines of Google Cloud (30 s of warning), and for terminating maintenance."""
 
     name, period_s = "gcp", 2.0
 
@@ -117,7 +117,7 @@ class Gcp:
         self._since: dict[str, float] = {}
 
     async def look(self) -> list[Foreseen]:
-        """As ``NoticeSource``. The lead counts from when it was seen first."""
+        """Return the notices in the instance metadata. The warning time counts from the first sight of a notice."""
         preempted = await ask(self._base, "/preempted", GOOGLE)
         maintenance = await ask(self._base, "/maintenance-event", GOOGLE)
         found = [
@@ -136,7 +136,7 @@ class Gcp:
 
 
 class Azure:
-    """Scheduled events of Azure: 30 s of lead for a spot machine, minutes for others."""
+    """Notices from the scheduled events of Azure: 30 s of warning for a spot machine, minutes for others."""
 
     name, period_s = "azure", 2.0
 
@@ -145,7 +145,7 @@ class Azure:
         self._machine = ""
 
     async def look(self) -> list[Foreseen]:
-        """As ``NoticeSource``."""
+        """Return the notices for the scheduled events of this machine."""
         if not self._machine:
             path = "/instance/compute/name?api-version=2021-02-01&format=text"
             self._machine = (await ask(self._base, path, AZURE) or b"").decode("utf-8", "replace").strip()
@@ -154,7 +154,7 @@ class Azure:
 
 
 class Slurm:
-    """The end of the job's time, and a node that is drained. Gentle with slurmctld: twice a minute."""
+    """Notices for the end of a Slurm job's time, and for a drained node. It asks slurmctld only twice a minute."""
 
     name, period_s = "slurm", 30.0
 
@@ -163,7 +163,7 @@ class Slurm:
         self._end = environment.get("SLURM_JOB_END_TIME", "")
 
     async def look(self) -> list[Foreseen]:
-        """As ``NoticeSource``."""
+        """Return the notices for the job's end time, and for the node's state, which is asked from Slurm."""
         end = slurm_end(self._end, time.time())
         found = [end] if end is not None else []
         if self._node:
@@ -176,7 +176,7 @@ class Slurm:
 
 
 class File:
-    """A file of the user: there while the node is to leave; see ``users_word`` for what it may say."""
+    """Notices from a file of the user, which exists while the node is to leave; see ``users_word`` for its content."""
 
     period_s = 1.0
 
@@ -185,7 +185,7 @@ class File:
         self._path = Path(path)
 
     async def look(self) -> list[Foreseen]:
-        """As ``NoticeSource``."""
+        """Return the notice in the file; empty without the file."""
         try:
             said_at = self._path.stat().st_mtime
             with self._path.open("rb") as file:
@@ -196,7 +196,7 @@ class File:
 
 
 class CommandNotices:
-    """A command of the user: it prints nothing while the node stays, ``leave`` or a deadline when it will go."""
+    """Notices from a command of the user, which prints nothing while the node stays, or ``leave`` or a deadline."""
 
     period_s = 10.0
 
@@ -205,7 +205,7 @@ class CommandNotices:
         self._words = tuple(shlex.split(command))
 
     async def look(self) -> list[Foreseen]:
-        """As ``NoticeSource``."""
+        """Run the command, and return the notice that it prints; empty without output."""
         code, said = await output_of(self._words)
         if code != 0:
             raise ProtocolError(f"{self._words[0]}: code {code}: {said[:200]}")
@@ -215,7 +215,9 @@ class CommandNotices:
 
 
 async def output_of(words: tuple[str, ...], timeout_s: float = COMMAND_TIMEOUT_S) -> tuple[int, str]:
-    """Exit code and output (both streams, the beginning) of a command; it and its children end with this.
+    """Run a command, and return its exit code and the beginning of its output (both streams).
+
+    A command that takes too long is killed with its children.
 
     Raises:
         OSError: it cannot be started.
@@ -236,7 +238,7 @@ async def output_of(words: tuple[str, ...], timeout_s: float = COMMAND_TIMEOUT_S
 
 
 def read_sources(spec: str, environment: Mapping[str, str]) -> list[NoticeSource]:
-    """The sources that ``--notices`` names. ``auto``: Slurm in a job of Slurm.
+    """Return the sources that ``--notices`` names. ``auto`` is Slurm, if this is a Slurm job.
 
     Raises:
         UsageError: no such source.

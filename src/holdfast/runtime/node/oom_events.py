@@ -1,4 +1,4 @@
-"""What the kernel has counted for the control group of this process: how often memory ran out."""
+"""The kernel's count of kills for lack of memory, for the control group of this process."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 def memory_events(
     cgroups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> Path | None:
-    """The file with the line ``oom_kill N`` of this process's control group, of version 2 or 1; None: there is none.
+    """Return the file with the line ``oom_kill N`` of this process's control group (version 1 or 2), or None.
 
-    In a container the group may be shown by its place outside; the one that is mounted is its own then.
+    In a container the path of the group may be that of the host. The group mounted at the root is then its own.
     """
     try:
         lines = cgroups.read_text().splitlines()
@@ -28,7 +28,7 @@ def memory_events(
 
 
 class OomKills:
-    """Processes of a control group that were killed because its memory, or the host's, ran out.
+    """The number of processes of a control group that were killed because its memory, or the host's, ran out.
 
     Args:
         file: as :func:`memory_events` finds it.
@@ -39,7 +39,7 @@ class OomKills:
         self._seen = self._read()
 
     def rose_by(self) -> int:
-        """Since the last call."""
+        """Return the increase since the last call."""
         before, self._seen = self._seen, self._read()
         return max(0, self._seen - before)
 

@@ -1,4 +1,4 @@
-"""Processes by their number, which may be somebody else's by now: what ``/proc`` says of one, and how to kill ours."""
+"""Functions for processes by pid: reads of ``/proc``, and kills that are safe if the pid was reused."""
 
 from __future__ import annotations
 
@@ -12,47 +12,47 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 END_STILL_S = 5.0
-"""What a process had is waited for while its end makes progress; one that stands still hangs in a device or a disk."""
+"""The longest wait for an ending process that makes no progress: it hangs in a device or a disk."""
 END_MOST_S = 60.0
 _EXITING = 0x4  # PF_EXITING of the kernel
 _TRACKER = b"from multiprocessing.resource_tracker import main"
-_ROUNDS_MAX = 5  # of looks at a group, whose members may start others meanwhile
-_NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)  # the number is free, or that of a thread
+_ROUNDS_MAX = 5  # of looks at a group, whose members may start others in the meantime
+_NO_PROCESS = (errno.ESRCH, errno.EINVAL, errno.ENOENT)  # the pid is free, or that of a thread
 
 
 def alive(pid: int) -> bool:
-    """A process with this number exists and is no zombie."""
+    """Return True if a process with this pid exists and is no zombie."""
     fields = _stat(pid)
     return bool(fields) and fields[0] not in ("Z", "X")
 
 
 def stopped(pid: int) -> bool:
-    """A signal has stopped this process; not a debugger."""
+    """Return True if a signal has stopped this process; False for a stop by a debugger."""
     fields = _stat(pid)
     return bool(fields) and fields[0] == "T"
 
 
 def halted(pid: int) -> bool:
-    """A signal, or a debugger, has stopped this process."""
+    """Return True if a signal or a debugger has stopped this process."""
     fields = _stat(pid)
     return bool(fields) and fields[0] in ("T", "t")
 
 
 def start_ticks(pid: int) -> int:
-    """When ``pid`` started, in clock ticks since boot; 0 when it does not exist."""
+    """Return the start time of ``pid``, in clock ticks since boot; 0 if it does not exist."""
     fields = _stat(pid)
     return int(fields[19]) if fields else 0
 
 
 def age_s(pid: int) -> float:
-    """How long ago ``pid`` started; 0 when it does not exist."""
+    """Return the seconds since the start of ``pid``; 0 if it does not exist."""
     ticks = start_ticks(pid)
     since_boot_s = time.clock_gettime(time.CLOCK_BOOTTIME)
     return max(0.0, since_boot_s - ticks / os.sysconf("SC_CLK_TCK")) if ticks else 0.0
 
 
 def serves(pid: int, module: str, directory: Path) -> bool:
-    """``pid`` was started as this module (``python -m``) for this run directory, by whatever path it was named."""
+    """Return True if ``pid`` was started as this module (``python -m``) for this run directory, by any path of it."""
     words = command(pid)
     if module.encode() not in words:
         return False
@@ -61,9 +61,9 @@ def serves(pid: int, module: str, directory: Path) -> bool:
 
 
 def ending(pid: int) -> int | None:
-    """The exit code of a process that has begun to end, below 0 for a signal; None: it has not, or nobody may know.
+    """Return the exit code of a process that has begun to end, negative for a signal; None: not begun, or not readable.
 
-    0 counts as not told: the kernel shows it to those who may not know the code.
+    A code of 0 counts as not readable: the kernel shows 0 to processes without the permission to read the code.
     """
     fields = _stat(pid)
     if not fields or not int(fields[6]) & _EXITING:
@@ -72,20 +72,20 @@ def ending(pid: int) -> int | None:
 
 
 def left_of(pid: int) -> tuple[int, int, int] | None:
-    """Of a process that ends: threads, resident pages, and CPU time in clock ticks; None when it is gone.
+    """Return threads, resident pages and CPU ticks of a process that ends; None if it is gone.
 
-    Other numbers than before: its end makes progress. Device memory and page-locked memory may take many seconds.
+    If the numbers change, the end makes progress. Device memory and page-locked memory may take many seconds.
     """
     fields = _stat(pid)
     return (int(fields[17]), int(fields[21]), int(fields[11]) + int(fields[12])) if fields else None
 
 
 def await_end(pid: int, still_s: float, most_s: float) -> bool:
-    """Block until a process that ends is gone; False: it is not, within these bounds.
+    """Block until a process that ends is gone. Return False if it is not gone within these bounds.
 
     Args:
-        still_s: an end without progress for so long is not waited for.
-        most_s: bound of the whole.
+        still_s: the wait stops after this time without progress.
+        most_s: bound of the whole wait.
     """
     fd = pidfd(pid)
     if fd < 0:
@@ -107,7 +107,7 @@ def await_end(pid: int, still_s: float, most_s: float) -> bool:
 
 
 def command(pid: int) -> list[bytes]:
-    """The words of the command line of ``pid``; empty when there is no such process, or nobody may know."""
+    """Return the words of the command line of ``pid``; empty if it does not exist, or is not readable."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -115,8 +115,10 @@ def command(pid: int) -> list[bytes]:
 
 
 def started_with(pid: int) -> list[bytes]:
-    """The environment of ``pid`` at its start, of a fork that of the process it was forked from; empty as for
-    :func:`command`."""
+    """Return the environment of ``pid`` at its start; for a fork, that of the process from which it was forked.
+
+    Empty if the process does not exist, or is not readable.
+    """
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -124,16 +126,16 @@ def started_with(pid: int) -> list[bytes]:
 
 
 def words_at(pid: int) -> tuple[int, int]:
-    """First address of the command line in the memory of ``pid``, and the one after its last; equal: not known."""
+    """Return the start and end address of the command line in the memory of ``pid``; equal: not known."""
     fields = _stat(pid)
     return (int(fields[45]), int(fields[46])) if fields else (0, 0)
 
 
 def pidfd(pid: int) -> int:
-    """A descriptor of the process ``pid``, for the caller to close; -1 when there is none.
+    """Return a pidfd of the process ``pid``, which the caller closes; -1 if there is no such process.
 
     Raises:
-        OSError: this process has no descriptor left.
+        OSError: this process has no file descriptor left.
     """
     try:
         return os.pidfd_open(pid)
@@ -144,9 +146,9 @@ def pidfd(pid: int) -> int:
 
 
 def kill_if(pid: int, ours: Callable[[int], bool]) -> bool:
-    """SIGKILL ``pid`` if ``ours`` says so of it; True when it got the signal.
+    """SIGKILL ``pid`` if ``ours(pid)`` is true. Return True if the signal was sent.
 
-    The process is held first: should it end and its number be given to another one, the other one gets nothing.
+    A pidfd is opened before the test: if the process ends and its pid is reused, the new process gets no signal.
     """
     fd = pidfd(pid)
     if fd < 0:
@@ -156,19 +158,19 @@ def kill_if(pid: int, ours: Callable[[int], bool]) -> bool:
             return False
         signal.pidfd_send_signal(fd, signal.SIGKILL)
         return True
-    except ProcessLookupError:  # it has ended meanwhile
+    except ProcessLookupError:  # it has ended in the meantime
         return False
     finally:
         os.close(fd)
 
 
 def kill_group(pid: int) -> None:
-    """SIGKILL what is left of the process group that ``pid`` leads.
+    """SIGKILL the remaining processes of the group that ``pid`` leads.
 
-    Python's resource tracker in it ends by itself when the others have, and removes the semaphores and the shared
-    memory that they have left in /dev/shm.
+    Python's resource tracker in the group is spared. It ends on its own after the others, and removes the semaphores
+    and the shared memory that they have left in /dev/shm.
     """
-    killed: set[int] = set()  # members until the kernel has taken their memory apart, but they start nothing
+    killed: set[int] = set()  # still members until the kernel has freed their memory, but they start nothing
     with contextlib.suppress(ProcessLookupError):
         for _ in range(_ROUNDS_MAX):
             os.killpg(pid, 0)
@@ -186,7 +188,10 @@ def kill_group(pid: int) -> None:
 
 
 def stopped_children(leaders: Collection[int]) -> dict[int, int]:
-    """By leader: a stopped process of its group, other than itself, where there is one. One look for all of them."""
+    """Return a stopped process of each leader's group, other than the leader, where there is one.
+
+    /proc is read once.
+    """
     found = {}
     for name in os.listdir("/proc"):
         if name.isdecimal() and (leader := _leader(pid := int(name))) in leaders and pid != leader:
@@ -196,12 +201,15 @@ def stopped_children(leaders: Collection[int]) -> dict[int, int]:
 
 
 def _group(leader: int) -> list[int]:
-    """Processes of this group."""
+    """Return the pids of the process group that ``leader`` leads."""
     return [pid for name in os.listdir("/proc") if name.isdecimal() and _leader(pid := int(name)) == leader]
 
 
 def _leader(pid: int) -> int:
-    """Group of ``pid``; 0 when there is no such process. One system call: all of /proc is asked, for each death."""
+    """Return the group of ``pid``; 0 if there is no such process.
+
+    It is one system call, because each death looks at all of /proc.
+    """
     try:
         return os.getpgid(pid)
     except ProcessLookupError:
@@ -209,11 +217,11 @@ def _leader(pid: int) -> int:
 
 
 def reap_others(child: int) -> None:
-    """Wait for the dead children of this process but ``child``, which has somebody who does.
+    """Reap the dead children of this process except ``child``, which has its own waiter.
 
-    As the first process of a container the launcher gets the orphans of all others; nobody else takes them away.
+    As the first process of a container the launcher is the parent of all orphans; no other process can reap them.
     """
-    with contextlib.suppress(ChildProcessError):  # there is none
+    with contextlib.suppress(ChildProcessError):  # no children
         while (dead := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is not None:
             if dead.si_pid == child:
                 return
@@ -221,22 +229,22 @@ def reap_others(child: int) -> None:
 
 
 def ignore_warnings() -> None:
-    """Let the launcher and the agent answer what a scheduler says to all processes before the time is over.
+    """Ignore SIGUSR1 and SIGUSR2, which a scheduler sends to all processes before the time is over.
 
-    A worker is given the default action back, as under torchrun.
+    The launcher and the agent answer them instead. A worker gets the default action back, as under torchrun.
     """
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 
 
 def heed_warnings() -> None:
-    """The default action of these signals again: what a worker and the programs that it starts begin with."""
+    """Restore the default action of SIGUSR1 and SIGUSR2, with which a worker and its child processes start."""
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_DFL)
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields after the name, which may hold blanks and brackets; empty when there is no such process."""
+    """Return the fields after the name, which may contain blanks and brackets; empty if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

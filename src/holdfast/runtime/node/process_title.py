@@ -1,7 +1,7 @@
 """The name that ``ps``, ``top`` and ``nvidia-smi`` show for a worker: the script and the rank.
 
-A forked worker would otherwise be shown as the zygote, and a spawned one as a module of Holdfast. The title is written
-over the words that the process was started with; ``ROOM``, a last word of blanks, makes room for it.
+Otherwise a forked worker would be shown as the zygote, and a spawned one as a module of Holdfast. The title is written
+over the words of the command line. ``ROOM``, a last word of blanks, makes room for it.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _NAME_SIZE_MAX = 15
 
 
 def title(script: str, rank: int | None, arguments: Sequence[str] = ()) -> str:
-    """``train.py [rank 1] --epochs 3``; rank None: of a spare."""
+    """Return a title such as ``train.py [rank 1] --epochs 3``; rank None is a spare."""
     place = "spare" if rank is None else f"rank {rank}"
     return " ".join([script, f"[{place}]", *arguments])
 
 
 def set_title(script: str, rank: int | None, arguments: Sequence[str] = ()) -> None:
-    """Let the system show this process as ``script`` and ``rank``."""
+    """Make the system show this process as ``script`` and ``rank``."""
     words = os.fsencode(title(script, rank, arguments))
     start, end = words_at(os.getpid())
     size_bytes = end - start
     if size_bytes > 2:
         ctypes.memset(start, 0, size_bytes)
         ctypes.memmove(start, words, min(len(words), size_bytes - 2))
-        ctypes.memset(end - 1, ord(" "), 1)  # the kernel then shows what is before the first zero byte
+        ctypes.memset(end - 1, ord(" "), 1)  # the kernel then shows the text before the first zero byte
     suffix = os.fsencode(":s" if rank is None else f":{rank}")
     name = os.fsencode(Path(script).name)[: _NAME_SIZE_MAX - len(suffix)] + suffix
-    with contextlib.suppress(OSError):  # /proc may be read-only: the title above is there
+    with contextlib.suppress(OSError):  # /proc may be read-only: the title above is set
         Path("/proc/self/comm").write_bytes(name)

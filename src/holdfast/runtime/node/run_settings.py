@@ -1,4 +1,4 @@
-"""What a run was asked to do (``run.json``): made by the launcher, read by agent, controller and workers."""
+"""The settings of a run (``run.json``): written by the launcher, read by agent, controller and workers."""
 
 from __future__ import annotations
 
@@ -15,75 +15,79 @@ import msgspec
 from holdfast.core.ids import RUN_ID_LENGTH_MAX
 from holdfast.core.watch.stall_detector import Limits
 from holdfast.errors import UsageError
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.node.framework_registry import FrameworkName
-from holdfast.runtime.node.rundir import write_private
+from holdfast.runtime.node.rundir import RunDir, write_private
 from holdfast.runtime.node.secret_masking import masked
+from holdfast.sealing import Secret
 from holdfast.text import plural
 
 SETTINGS_FILE = "run.json"
 ARGUMENTS_FILE = "arguments.json"
-"""Arguments of the script as they are, where ``run.json`` has them masked."""
+"""The file with the unmasked arguments of the script, if ``run.json`` has them masked."""
 JOIN_S = 120.0
 
 TargetKind = Literal["script", "module", "executable"]
 
 
 def new_launch() -> str:
-    """A value for ``RunSettings.launch``."""
+    """Return a new random id of one start of a run, for ``RunSettings.launch``."""
     return f"s{secrets.token_hex(3)}"
 
 
 def without_launch(name: str) -> str:
-    """The part of ``RunSettings.saves_as`` that all starts of the run share."""
+    """Return the part of ``RunSettings.saves_as`` that all starts of the run share."""
     return re.sub(r"-s[0-9a-f]{6}$", "", name)
 
 
 def shape(nodes: int, counts: Sequence[int]) -> str:
-    """In words: ``2 nodes of 8 workers``, ``2 nodes of 8 and 4 workers``."""
+    """Return the size of a job in words: ``2 nodes of 8 workers``, ``2 nodes of 8 and 4 workers``."""
     *first, last = map(str, counts)
     workers = f"{', '.join(first)} and {last} workers" if first else plural(counts[0], "worker")
     return f"{plural(nodes, 'node')} of {workers}"
 
 
 class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of one run. Times in seconds, paths absolute.
+    """The settings of one run. Times in seconds, paths absolute.
 
     ``kind`` says how ``target`` is started: ``script`` (path), ``module`` (``python -m``) or ``executable``
-    (``--no-python``: any program, started directly). ``redirects`` and ``tee`` follow torchrun (``0`` none,
-    ``1`` stdout, ``2`` stderr, ``3`` both, or ``rank:n,...``); the log file always receives both streams, the
-    launcher shows what they ask for.
+    (``--no-python``: any program, started directly). ``redirects`` and ``tee`` follow torchrun (``0`` none, ``1``
+    stdout, ``2`` stderr, ``3`` both, or ``rank:n,...``). The log file always receives both streams. The two settings
+    only choose the streams that the launcher shows.
     """
 
     run_id: str
-    launch: str = ""  # tells this start of the run from every other one under the same ``run_id``
+    launch: str = ""  # distinguishes this start of the run from every other one with the same ``run_id``
     kind: TargetKind = "script"
     target: str = ""
-    typed: str = ""  # the target as it was given: a script's ``sys.argv[0]``; empty: ``target``
+    typed: str = ""  # the target as typed: a script's ``sys.argv[0]``; empty: ``target``
     args: tuple[str, ...] = ()
     command: tuple[str, ...] = ()  # the command line as typed, for reports
     created_at: float = 0.0  # Unix time
 
     nproc: int = 1  # workers of this node
-    nprocs: tuple[int, ...] = ()  # of each node that holds ranks, by their numbers; empty: ``nproc`` on all
-    nnodes: int = 1  # nodes that hold ranks
-    nnodes_max: int = 1  # with those that wait as spares
-    nnodes_min: int = 0  # fewest to go on with when some are lost; 0: never with fewer
+    # Workers of each node that has ranks, by node number; empty: ``nproc`` on all.
+    nprocs: tuple[int, ...] = ()
+    nnodes: int = 1  # nodes that have ranks
+    nnodes_max: int = 1  # including nodes that wait as spares
+    nnodes_min: int = 0  # the fewest nodes to continue with after a loss; 0: never with fewer
     node: str = "node0"  # name of this node, the same for a successor agent
     job: str = ""  # name of the job that several nodes share; empty: ``run_id``
-    # "host:port" of agents to ask first; the owner of the first one founds the job.
+    # "host:port" of agents to dial first; the agent at the first contact names the first voters.
     contacts: tuple[str, ...] = ()
-    first_contacts: int = 1  # so many of them are addresses of the first one
-    join_s: float = JOIN_S  # the nodes meet within this
-    bind: str = "127.0.0.1"  # where this node listens for others
-    notices: str = "auto"  # sources that say that this node will leave, see ``notice_sources``
-    health: str = ""  # command that says whether this node is fit to train
+    first_contacts: int = 1  # how many of them are addresses of the first contact
+    join_s: float = JOIN_S  # time limit for the nodes to meet
+    bind: str = "127.0.0.1"  # address at which this node listens for others
+    encrypts: bool = False  # True if what Holdfast sends to other nodes is encrypted
+    notices: str = "auto"  # sources of notices that this node will leave, see ``notice_sources``
+    health: str = ""  # command that tests whether this node is fit to train
     health_every_s: float = 300.0
-    witness: str = ""  # place on shared storage that decides between two nodes
+    witness: str = ""  # directory on shared storage that decides between two nodes
     master_addr: str = "127.0.0.1"
     master_port: int = 0  # 0: the agent picks a free one per attempt
     role: str = "default"
-    rank_table: str = ""  # path of the table that this run follows; empty: none
-    device_ids: tuple[int, ...] = ()  # of this host in it, by local rank
+    rank_table: str = ""  # path of the user's rank table; empty: none
+    device_ids: tuple[int, ...] = ()  # devices of this host in the table, by local rank
 
     max_restarts: int = 16
     restart_window_s: float = 3600.0
@@ -93,26 +97,27 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
     quiesce_s: float = 5.0
     orphan_s: float = 30.0
     spares: int = 0  # processes per node that are built before they are needed
-    hang_factor: float = 10.0  # median steps without progress; 0: hangs are not looked for
+    hang_factor: float = 10.0  # bound on time without progress, in median steps; 0: hangs are not looked for
     hang_floor_s: float = 1.5
     hang_start_s: float = 1800.0
     verify_every: int = 50  # steps within which all copies of the state are compared; 0: never
     replace_slower_than: float = 0.0  # 0: stragglers are reported only
-    memory_every: int = -1  # steps between two states of a rank kept in memory; 0: none, -1: as it pays
+    # Steps between two states of a rank kept in memory; 0: none, -1: as often as it is cheap.
+    memory_every: int = -1
 
-    framework: FrameworkName = "torch"  # what workers and zygote are made ready for
+    framework: FrameworkName = "torch"  # the framework that workers and zygote are prepared for
     preload: tuple[str, ...] = ()  # further modules that the zygote imports
     cwd: str = ""  # empty: the agent's
     python: str = ""  # interpreter of the workers; empty: the agent's
     env: dict[str, str] = {}  # set in every worker, over the agent's own environment
-    log_dir: str = ""  # where attempt-NNN/ goes; empty: the run directory
+    log_dir: str = ""  # directory of the attempt-NNN/ directories; empty: the run directory
     redirects: str = "0"
     tee: str = "0"
     zygote: bool = True  # fork workers from a preloaded process; false: always spawn
-    library: bool = False  # the workers were started by someone else (torchrun, srun, mpirun)
+    library: bool = False  # the workers were started by another launcher (torchrun, srun, mpirun)
 
     def limits(self) -> Limits:
-        """How long a worker may show no progress."""
+        """Return the limits on the time that a worker may show no progress."""
         return Limits(
             factor=self.hang_factor,
             floor_s=self.hang_floor_s,
@@ -129,23 +134,23 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def saves_as(self) -> str:
-        """The name that checkpoints carry: the same on all nodes, and none of an earlier start."""
+        """The name that checkpoints carry: the same on all nodes, and different for each start."""
         if self.job or not self.launch:
             return self.job_id
         return f"{self.run_id[: RUN_ID_LENGTH_MAX - len(self.launch) - 1]}-{self.launch}"
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """Workers of each node; one number where all have as many."""
+        """The number of workers of each node; a single number if all nodes have the same."""
         return self.nprocs or (self.nproc,)
 
     @property
     def workers(self) -> int:
-        """Ranks of the job when all nodes are there."""
+        """The number of ranks of the job with all its nodes."""
         return sum(self.nprocs) or self.nproc * self.nnodes
 
     def group(self, rank: int) -> tuple[int, int]:
-        """The number of the node whose place ``rank`` has, and how many workers it has."""
+        """Return the number of the node that ``rank`` belongs to, and the number of workers of that node."""
         if not self.nprocs:
             return rank // self.nproc, self.nproc
         ends = list(accumulate(self.nprocs))
@@ -154,16 +159,31 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def several(self) -> bool:
-        """More than one node may take part."""
+        """True if more than one node may take part."""
         return self.nnodes_max > 1
+
+    def address_of(self, run: RunDir, name: str) -> Address:
+        """Where a process of this node listens as ``name`` for all nodes: on the network only if there are several."""
+        return Address(self.bind) if self.several else run.socket_of(name)
+
+    def secret_of(self, run: RunDir) -> Secret:
+        """What the processes of all nodes share.
+
+        Raises:
+            AuthError: the token is missing, readable by others, or too short.
+        """
+        return run.secret()._replace(encrypts=self.encrypts)
 
     @property
     def node_of_several(self) -> str:
-        """The name of this node, empty when there is no other."""
+        """The name of this node; empty in a job of one node."""
         return self.node if self.several else ""
 
     def save(self, run_dir: Path) -> None:
-        """Write ``run.json`` (0600), secrets in command lines masked; arguments that the script needs lie beside it."""
+        """Write ``run.json`` (0600), secrets in command lines masked.
+
+        The script's unmasked arguments go to a second file.
+        """
         written = msgspec.structs.replace(self, args=masked(self.args), command=masked(self.command))
         if written.args != self.args:
             write_private(run_dir / ARGUMENTS_FILE, msgspec.json.encode(self.args))
@@ -171,10 +191,10 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def load(run_dir: Path) -> RunSettings:
-        """Read ``run.json``.
+        """Return the settings in ``run.json``.
 
         Raises:
-            UsageError: missing, or not the settings of a run.
+            UsageError: the file is missing, or does not have the settings of a run.
         """
         path = run_dir / SETTINGS_FILE
         try:

@@ -1,4 +1,4 @@
-"""The directory of one run: where each file is, and how private files are written."""
+"""The directory of one run: the paths of its files, and the writing of private files."""
 
 from __future__ import annotations
 
@@ -16,16 +16,19 @@ import msgspec
 
 from holdfast.core.ids import MemberId
 from holdfast.errors import AuthError, UsageError
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.multiprocessing_sockets import remove_sockets_of
+from holdfast.runtime.net.stream_sockets import listen
 from holdfast.runtime.node.process_info import serves
+from holdfast.sealing import Secret
 from holdfast.store.backends.durable_files import sync_directory
 
 TOKEN_SIZE_BYTES = 32
-TOKEN_DISTINCT_MIN = 8  # of 64 random hexadecimal digits fewer are different once in 10^19 tokens
+TOKEN_DISTINCT_MIN = 8  # 64 random hexadecimal digits have fewer different ones in one of 10^19 tokens
 TOKEN_FILE_SIZE_BYTES_MAX = 4096
 SHARED_MEMORY = Path("/dev/shm")
 PAGES_PREFIX = "holdfast-"
-OWNER = "run"  # in a directory of pages: whose they are; locked as long as the agent or the launcher lives
+OWNER = "run"  # in a directory of pages: names their run; locked while the agent or the launcher lives
 PAGE = "page-"
 ATTEMPT = "attempt-"
 SPARE_PAGE = "spare-"
@@ -35,13 +38,13 @@ MODULES = {
     "controller": "holdfast.runtime.controller.controllerd",
     "zygote": "holdfast.runtime.agent.zygote",
 }
-"""What each endpoint of a run is started as."""
+"""The modules of the processes of a run that listen, by the name of the endpoint."""
 TAIL_SIZE_BYTES = 64 * 1024
 ROOM_SIZE_BYTES = 64 * 1024  # for the first lines of an agent
 
 
 class Endpoint(msgspec.Struct, frozen=True):
-    """Where a process of the run listens."""
+    """The address at which a process of the run listens."""
 
     host: str
     port: int
@@ -49,9 +52,14 @@ class Endpoint(msgspec.Struct, frozen=True):
     term: int = 0  # of a controller
     node: str = ""
 
+    @property
+    def at(self) -> Address:
+        """Both as one."""
+        return Address(self.host, self.port)
+
 
 def write_private(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Replace ``path`` by a 0600 file with ``data``, atomically; with ``durable`` it is on the disk on return.
+    """Replace ``path`` atomically by a 0600 file with ``data``; with ``durable`` it is on the disk on return.
 
     Raises:
         OSError: the directory cannot be written.
@@ -73,22 +81,22 @@ def write_private(path: Path, data: bytes, *, durable: bool = False) -> None:
 
 
 def open_log(path: Path) -> int:
-    """A file descriptor that appends to ``path`` (made with mode 0600); the caller closes it.
+    """Return a file descriptor that appends to ``path`` (made with mode 0600); the caller closes it.
 
     Raises:
-        OSError: it cannot be written, or is a link: it would lead to any file of this user.
+        OSError: the file cannot be written, or is a link, which could lead to any file of this user.
     """
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
 
 
 def read_token(path: Path) -> bytes:
-    """The secret in a file.
+    """Return the secret in a file.
 
     Raises:
         AuthError: missing, readable by others, too short, weak, or no token at all.
     """
     try:
-        with path.open("rb") as file:  # one descriptor: what is looked at is what is read
+        with path.open("rb") as file:  # one descriptor: the file that is checked is the one that is read
             mode = os.fstat(file.fileno()).st_mode
             token = file.read(TOKEN_FILE_SIZE_BYTES_MAX + 1)
     except OSError as error:
@@ -119,7 +127,7 @@ def read_token(path: Path) -> bytes:
 
 
 def try_lock(path: Path) -> int | None:
-    """A file descriptor that holds the lock until it is closed or this process ends; None: another one has it.
+    """Return a file descriptor that holds the lock until it is closed or this process ends; None: the lock is taken.
 
     Raises:
         OSError: the file cannot be made or opened.
@@ -134,7 +142,7 @@ def try_lock(path: Path) -> int | None:
 
 
 def is_free(lock: Path) -> bool:
-    """Nobody holds it, or it was never made."""
+    """Return True if no process holds the lock, or it was never made."""
     if not lock.exists():
         return True
     fd = try_lock(lock)
@@ -144,7 +152,7 @@ def is_free(lock: Path) -> bool:
 
 
 class RunDir:
-    """Paths below the directory of one run. Nothing is touched before a method asks for it."""
+    """The paths below the directory of one run. The constructor touches no file."""
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path).absolute()
@@ -161,7 +169,7 @@ class RunDir:
         """Make the directory (0700), its token (by default a new one) and its private directory for status pages.
 
         Raises:
-            UsageError: it exists already or cannot be written.
+            UsageError: it exists already, cannot be written, or takes no sockets.
         """
         try:
             self.path.mkdir(mode=0o700, parents=True)
@@ -184,9 +192,17 @@ class RunDir:
                 f"no room for status pages in {SHARED_MEMORY}: {error.strerror}",
                 hint=f"df -h {SHARED_MEMORY}; in a container: --shm-size",
             ) from error
+        try:
+            listener, at = listen(self.socket_of("probe"))
+        except UsageError:
+            self.remove_pages()
+            shutil.rmtree(self.path, ignore_errors=True)
+            raise
+        listener.close()
+        Path(at.host).unlink()
 
     def no_room(self) -> str:
-        """Why nothing can be written here now; empty: it can."""
+        """Return why nothing can be written to the run directory now; empty: it can be written."""
         probe = self.path / "room"
         try:
             write_private(probe, bytes(ROOM_SIZE_BYTES))
@@ -196,26 +212,29 @@ class RunDir:
         return ""
 
     def hold_launch(self) -> None:
-        """As long as this process lives the run has a launcher: its workers look, and another start of the run does."""
+        """Lock the launcher's file for the life of this process.
+
+        Workers, and another start of the run, test this lock.
+        """
         try_lock(self.launcher_lock)
 
     def launcher_is_gone(self) -> bool:
-        """The launcher of this run has ended or was killed: nobody starts a successor of its agent.
+        """Return True if the launcher of this run has ended or was killed: its agent gets no successor.
 
-        False in library mode, where there never was one.
+        False in library mode, which has no launcher.
         """
         return self.launcher_lock.exists() and is_free(self.launcher_lock)
 
-    def token(self) -> bytes:
-        """The secret of the run.
+    def secret(self) -> Secret:
+        """Return the secret that the processes of this host share. ``RunSettings.secret_of`` is for other hosts.
 
         Raises:
             AuthError: missing, readable by others, or too short.
         """
-        return read_token(self.token_file)
+        return Secret(read_token(self.token_file))
 
     def pages(self) -> Path:
-        """The directory of the status pages, made at need: in shared memory, or in the run directory."""
+        """Return the directory of the status pages, made on first use: in shared memory, or in the run directory."""
         if self.pages_link.is_dir():
             return self.pages_link.resolve()
         if os.access(SHARED_MEMORY, os.W_OK | os.X_OK):
@@ -232,19 +251,19 @@ class RunDir:
         return self.pages_link
 
     def hold_pages(self) -> None:
-        """As long as this process lives its pages are in use, also for those who cannot see the run directory."""
-        with contextlib.suppress(FileNotFoundError):  # in the run directory
+        """Lock the pages for the life of this process. The lock is visible even without access to the run directory."""
+        with contextlib.suppress(FileNotFoundError):  # the pages are in the run directory
             fd = os.open(self.pages() / OWNER, os.O_RDONLY | os.O_CLOEXEC)
             fcntl.flock(fd, fcntl.LOCK_SH)
 
     def page_path(self, member_id: MemberId) -> Path:
-        """The status page of one member, or of a spare, which gets a member's name when it is called."""
+        """Return the status page of a member or a spare. A spare's page is renamed when the spare becomes a member."""
         return self.pages() / (f"{PAGE}{member_id}" if member_id >= 0 else f"{SPARE_PAGE}{-member_id}")
 
     def remove_pages(self) -> None:
-        """Remove all status pages and their directory; the agent and its launcher may both be at it.
+        """Remove all status pages and their directory; the agent and its launcher may both do so at once.
 
-        A link that leads elsewhere than to the pages of this run is removed alone.
+        If the link leads elsewhere than to the pages of this run, only the link is removed.
         """
         with contextlib.suppress(FileNotFoundError):
             if self._made_pages():
@@ -255,10 +274,10 @@ class RunDir:
             self.pages_link.unlink(missing_ok=True)
 
     def _made_pages(self) -> bool:
-        """The directory of the pages is in the run directory, or this run has made it in shared memory.
+        """Return True if the pages are in the run directory, or in a directory of shared memory that this run has made.
 
         Raises:
-            FileNotFoundError: there is none.
+            FileNotFoundError: there is no directory of pages.
         """
         if not self.pages_link.is_symlink():
             return self.pages_link.is_dir()
@@ -271,28 +290,32 @@ class RunDir:
         return Path(os.fsdecode((target / OWNER).read_bytes())).samefile(self.path)
 
     def endpoint_path(self, name: str) -> Path:
-        """File of the endpoint of ``agent``, ``controller`` or ``zygote``."""
+        """Return the file of the endpoint of ``agent``, ``controller`` or ``zygote``."""
         return self.path / f"{name}.json"
 
-    def write_endpoint(self, name: str, host: str, port: int, term: int = 0, node: str = "") -> None:
-        """Publish where this process listens."""
-        endpoint = Endpoint(host, port, os.getpid(), term, node)
+    def socket_of(self, name: str) -> Address:
+        """Return the Unix socket, in the private directory of the pages, at which ``name`` listens for this host."""
+        return Address(str(self.pages() / f"{name}.socket"))
+
+    def write_endpoint(self, name: str, at: Address, term: int = 0, node: str = "") -> None:
+        """Publish the address at which this process listens."""
+        endpoint = Endpoint(*at, os.getpid(), term, node)
         write_private(self.endpoint_path(name), msgspec.json.encode(endpoint))
 
     def read_endpoint(self, name: str) -> Endpoint | None:
-        """Where ``name`` listens; None when it never said, or said nonsense."""
+        """Return the endpoint that the process ``name`` has published; None if there is none, or it is damaged."""
         try:
             return msgspec.json.decode(self.endpoint_path(name).read_bytes(), type=Endpoint)
         except (OSError, msgspec.MsgspecError, RecursionError):
             return None
 
     def serving(self, name: str) -> int:
-        """Process id of the one that listens as ``name``; 0: it is gone, whoever may have its number by now."""
+        """Return the pid of the process that listens as ``name``; 0 if it is gone, even if its pid was reused."""
         endpoint = self.read_endpoint(name)
         return endpoint.pid if endpoint is not None and serves(endpoint.pid, MODULES[name], self.path) else 0
 
     def remove_endpoint(self, name: str) -> None:
-        """Withdraw this process's endpoint; a successor's stays."""
+        """Remove the endpoint file of this process; a successor's file stays."""
         endpoint = self.read_endpoint(name)
         if endpoint is not None and endpoint.pid == os.getpid():
             self.endpoint_path(name).unlink(missing_ok=True)
@@ -310,25 +333,25 @@ def empty_out(directory: Path) -> None:
 
 
 def probe_path(root: str, job: str, node: str) -> Path:
-    """The file by which a node shows that it reaches the same ``root`` as the others."""
+    """Return the file by which a node shows that it reaches the same ``root`` as the other nodes."""
     return Path(root) / f".holdfast-{job}-{node}"
 
 
 def attempt_dir(log_dir: Path | str, attempt: int) -> Path:
-    """Directory of the logs of one attempt."""
+    """Return the directory of the logs of one attempt (one start of all workers)."""
     return Path(log_dir) / f"{ATTEMPT}{attempt:03d}"
 
 
 def log_path(log_dir: Path | str, attempt: int, rank: int) -> Path:
-    """Log (stdout and stderr) of one rank."""
+    """Return the log (stdout and stderr) of one rank."""
     return attempt_dir(log_dir, attempt) / f"rank-{rank:05d}.log"
 
 
 def last_lines(path: Path, count: int = LAST_LINES, *, end: int | None = None) -> list[str]:
-    """The last lines of a log, at most ``TAIL_SIZE_BYTES`` of it; empty when there is none.
+    """Return the last lines of a log, at most ``TAIL_SIZE_BYTES`` of it; empty if there is no log.
 
     Args:
-        end: what follows so many bytes is somebody else's; None: nothing is.
+        end: byte offset to stop at (later bytes belong to another process); None reads to the end.
     """
     try:
         with path.open("rb") as file:
@@ -341,11 +364,11 @@ def last_lines(path: Path, count: int = LAST_LINES, *, end: int | None = None) -
 
 
 def error_path(log_dir: Path | str, attempt: int, rank: int) -> Path:
-    """Error file (torchelastic's JSON form) of one rank."""
+    """Return the error file (torchelastic's JSON form) of one rank."""
     return attempt_dir(log_dir, attempt) / f"rank-{rank:05d}.error.json"
 
 
 def environment_path(error_file: str) -> Path:
-    """Environment and versions of a rank, one line per worker that held it; beside its error file."""
+    """Return the file for environment and versions of a rank, one line per worker; it is beside the error file."""
     path = Path(error_file)
     return path.with_name(path.name.removesuffix(".error.json") + ".env.jsonl")

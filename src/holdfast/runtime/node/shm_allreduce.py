@@ -1,15 +1,16 @@
-"""A board in shared memory: what the ranks of one node must agree on, without a message.
+"""A board: an all-reduce in shared memory among the ranks of one node, without messages.
 
 Theory. A vote is one small all-reduce that every rank waits for. Over sockets it costs several hand-overs between
-threads and processes, each of them a turn in the scheduler's queue; over shared memory a rank stores its words and
-reads those of the others. Every rank owns two ballots and two notes, used in turn: a rank may write its round n + 2
-only after it has read everybody's round n + 1, and who wrote n + 1 has read round n, so nothing is overwritten that
-someone still needs. Notes have no rounds of their own to wait for: between two notes of a rank lies a vote.
+threads and processes, each of them a turn in the scheduler's queue. Over shared memory a rank stores its words and
+reads those of the others. Every rank owns two ballots and two notes (short byte strings), used in turn. A rank may
+write its round n + 2 only after it has read round n + 1 of all ranks. Each of these has read round n before it wrote
+n + 1. So nothing is overwritten before all ranks have read it. Notes need no rounds: between two notes of a rank there
+is a vote.
 
 Invariants:
-1. A record is believed only when its sequence number is the one asked for and its digest fits: a store that is seen
-   late, or in another order, is waited for.
-2. A vote that returns has read a ballot of every rank of the board. What a rank has posted stays when the rank dies.
+1. A record is accepted only if its sequence number is the expected one and its digest fits. If a store is seen late, or
+   in another order, the reader waits.
+2. A vote that returns has read a ballot of every rank of the board. A posted record stays when its rank dies.
 3. A wait ends: with the record, by ``check``, or because the writer is gone.
 """
 
@@ -43,10 +44,10 @@ Check = Callable[[], None]
 
 
 class SharedMemoryAllReduce:
-    """One generation's board. All ranks open the same file; each writes its own part only.
+    """The board of one generation. All ranks open the same file; each writes its own part only.
 
     Args:
-        path: the file, in a directory of shared memory; made by whoever comes first.
+        path: the file, in a directory of shared memory; the first rank makes it.
         rank, world_size: of this process, and of the job: all its ranks are on this node.
     """
 
@@ -59,7 +60,7 @@ class SharedMemoryAllReduce:
         self._words: np.ndarray[tuple[int], np.dtype[np.int64]] = np.empty(0, np.int64)
 
     def start(self) -> Self:
-        """Map the file.
+        """Map the file, and return this object.
 
         Raises:
             StateError: shared memory is full or cannot be written.
@@ -83,17 +84,17 @@ class SharedMemoryAllReduce:
         return self
 
     def close(self) -> None:
-        """Take the file away; the mapping goes with the object."""
+        """Remove the file; the mapping is freed with this object."""
         self._path.unlink(missing_ok=True)
 
     # ------------------------------------------------------------------ use
 
     def reduce(self, vector: Sequence[int], check: Check) -> list[int]:
-        """Post ``vector`` (int64, the same length everywhere) and sum everybody's, element by element.
+        """Post ``vector`` (int64, the same length on all ranks), and return the element-wise sum over all ranks.
 
         Raises:
             PeerLost: a rank is gone and has not posted.
-            Exception: what ``check`` raises; it is called while waiting.
+            Exception: any exception of ``check``, which is called while waiting.
         """
         if len(vector) > VOTE_LENGTH_MAX:
             raise InternalError(f"a vote of {len(vector)} words; a board holds {VOTE_LENGTH_MAX}")
@@ -106,7 +107,11 @@ class SharedMemoryAllReduce:
         return [int(word) for word in total]
 
     def tell(self, data: bytes) -> None:
-        """Post a note for :meth:`hear`, one per vote. Raises: InternalError above ``NOTE_SIZE_BYTES_MAX``."""
+        """Post a note that other ranks read with :meth:`hear`; at most one between two votes.
+
+        Raises:
+            InternalError: it is larger than ``NOTE_SIZE_BYTES_MAX``.
+        """
         if len(data) > NOTE_SIZE_BYTES_MAX:
             raise InternalError(f"a note of {len(data)} bytes; a board holds {NOTE_SIZE_BYTES_MAX}")
         self._notes[self.rank] += 1
@@ -114,7 +119,7 @@ class SharedMemoryAllReduce:
         self._post(self._note(self.rank, turn), turn, data)
 
     def hear(self, rank: int, check: Check) -> bytes:
-        """The next note of ``rank``. Raises as :meth:`reduce`."""
+        """Return the next note of ``rank``. Raises as :meth:`reduce`."""
         self._notes[rank] += 1
         turn = self._notes[rank]
         return self._await(rank, self._note(rank, turn), turn, check)
@@ -158,14 +163,14 @@ class SharedMemoryAllReduce:
             if now_s - looked_s > _LOOK_S:
                 looked_s = now_s
                 gone = self._gone(rank)
-            data = self._read(at, turn)  # after the look: what it posted before it went counts
+            data = self._read(at, turn)  # after the look: a record that was posted before the death counts
             if gone and data is None:
                 raise PeerLost(f"rank {rank} is gone", hint="see the fault that holdfast names")
         return data
 
     def _gone(self, rank: int) -> bool:
         pid = int(self._words[self._base(rank)])
-        return pid != 0 and not alive(pid)  # 0: not here yet, its agent watches over it
+        return pid != 0 and not alive(pid)  # 0: the rank has not started, and its agent watches it
 
 
 def _digest(turn: int, data: bytes) -> int:

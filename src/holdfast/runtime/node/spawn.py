@@ -1,4 +1,4 @@
-"""How a worker process is described: its environment, and the messages between agent and zygote."""
+"""The description of a worker process: its environment, and the messages between agent and zygote."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Spawn(msgspec.Struct, frozen=True, tag=True):
 
 
 class Spawned(msgspec.Struct, frozen=True, tag=True):
-    """Zygote -> agent: it runs; or ``error`` says why it cannot be forked (spawn it instead)."""
+    """Zygote -> agent: the worker runs, or ``error`` says why it cannot be forked (the agent then spawns it)."""
 
     member_id: MemberId
     pid: int
@@ -35,7 +35,7 @@ class Spawned(msgspec.Struct, frozen=True, tag=True):
 
 
 class Exited(msgspec.Struct, frozen=True, tag=True):
-    """Zygote -> agent: it ended. Sent again to a new agent."""
+    """Zygote -> agent: the worker ended. Sent again to a new agent."""
 
     member_id: MemberId
     pid: int
@@ -44,17 +44,18 @@ class Exited(msgspec.Struct, frozen=True, tag=True):
 
 
 FORKS = "HOLDFAST_FORKS"
-"""A variable that the zygote is started with: the environment of a process at its start tells a fork of it."""
+"""An environment variable that the zygote is started with, by which a fork of the zygote is recognised."""
 
 QUIET_DEVICES = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-"""For the zygote, whose modules may ask at their import whether there is a GPU: torch answers without the state of the
-driver in the process, with which no fork can use a GPU."""
+"""Environment for the zygote, whose modules may test at their import whether there is a GPU. torch then answers without
+loading the driver's state into the process; with that state no fork could use a GPU.
+"""
 
 
 class Preloaded(msgspec.Struct, frozen=True, tag=True):
-    """Zygote -> agent, first: it can fork. ``imports_s`` by what was imported; ``missing``: what could not be.
+    """Zygote -> agent, first: the imports are done. ``imports_s``: seconds by import; ``missing``: failed imports.
 
-    ``unfit``: why its forks would be of no use, empty when they are.
+    ``unfit``: why its forks would not work; empty: they work.
     """
 
     imports_s: dict[str, float]
@@ -72,7 +73,7 @@ ZYGOTE_MESSAGES: Codec[ZygoteMessage] = Codec(ZygoteMessage)  # type: ignore[arg
 
 
 class SpawnOrder(msgspec.Struct, frozen=True):
-    """One worker to start: the assignment and what it shares with its generation."""
+    """The order to start one worker: its assignment, and the values that it shares with its generation."""
 
     assignment: Assignment
     generation: Generation
@@ -83,25 +84,28 @@ class SpawnOrder(msgspec.Struct, frozen=True):
     join: bool
     master_host: str  # empty: from the settings
     master_port: int
-    spare: Literal["", "any", "fixed"] = ""  # to be called later, as any rank or as this one
+    spare: Literal["", "any", "fixed"] = ""  # becomes a member later, as any rank or as this one
     rank_table: str = ""  # of this generation; empty: from the settings
 
 
 def log_root(run: RunDir, settings: RunSettings) -> str:
-    """Where ``attempt-NNN/`` directories are."""
+    """Return the directory of the ``attempt-NNN/`` directories."""
     return settings.log_dir or str(run.path)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on at this moment."""
+    """Return a TCP port on which no process listens at this moment."""
     with socket.socket(family_of(host)) as sock:
         sock.bind((host, 0))
         return int(sock.getsockname()[1])
 
 
 def thread_count(settings: RunSettings) -> int:
-    """OpenMP threads of each worker: the user's word, else all cores for a single worker, or 1: as in torchrun, several
-    that each take all cores would only get in each other's way."""
+    """Return the number of OpenMP threads of each worker.
+
+    The user's setting comes first. Otherwise a single worker gets all cores. Several workers get 1 each, as in
+    torchrun: they would slow each other down with all cores each.
+    """
     said = settings.env.get("OMP_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS", "")
     if said.isdigit() and int(said) > 0:
         return int(said)
@@ -109,7 +113,7 @@ def thread_count(settings: RunSettings) -> int:
 
 
 def worker_env(run: RunDir, settings: RunSettings, order: SpawnOrder) -> dict[str, str]:
-    """The variables of one worker: torchrun's, ours, and the user's on top."""
+    """Return the variables of one worker: torchrun's, Holdfast's, and the user's, which override both."""
     member = order.assignment
     group, here = settings.group(member.rank)
     groups = len(settings.nprocs) or order.world_size // settings.nproc
@@ -128,7 +132,7 @@ def worker_env(run: RunDir, settings: RunSettings, order: SpawnOrder) -> dict[st
         "TORCHELASTIC_RESTART_COUNT": str(order.restart_count),
         "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts),
         "TORCHELASTIC_RUN_ID": settings.job_id,
-        # False: env:// without our groups makes rank 0 serve the store, as the agent serves none at MASTER_PORT.
+        # False: with env:// and without our groups rank 0 then serves the store; the agent serves none at MASTER_PORT.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCHELASTIC_ERROR_FILE": str(error_path(log_root(run, settings), order.attempt, member.rank)),
         "OMP_NUM_THREADS": str(thread_count(settings)),
@@ -146,7 +150,7 @@ def worker_env(run: RunDir, settings: RunSettings, order: SpawnOrder) -> dict[st
 
 
 def _table_env(settings: RunSettings, order: SpawnOrder) -> dict[str, str]:
-    """What a script written for a rank table reads; nothing without one."""
+    """Return the variables that a script written for a rank table reads; empty without a table."""
     if not settings.rank_table:
         return {}
     return {
@@ -158,7 +162,7 @@ def _table_env(settings: RunSettings, order: SpawnOrder) -> dict[str, str]:
 
 
 def spare_order(build: BuildSpare, settings: RunSettings) -> SpawnOrder:
-    """A process that knows no generation of its own yet."""
+    """Return the order to start a spare, which has no generation yet."""
     place = build.rank if build.rank != ANY_RANK else build.world_size - 1
     return SpawnOrder(
         Assignment(build.member_id, place, build.local_rank),
@@ -175,17 +179,17 @@ def spare_order(build: BuildSpare, settings: RunSettings) -> SpawnOrder:
 
 
 def worker_log(run: RunDir, settings: RunSettings, order: SpawnOrder) -> str:
-    """The log file of one worker, or of a spare until it is called."""
+    """Return the log file of one worker; for a spare, that until it becomes a member."""
     if order.spare:
         return str(Path(log_root(run, settings)) / "spares" / f"spare{order.assignment.member_id}.log")
     return str(log_path(log_root(run, settings), order.attempt, order.assignment.rank))
 
 
 def open_worker_log(run: RunDir, settings: RunSettings, order: SpawnOrder) -> int:
-    """A file descriptor that appends to it; the caller closes it.
+    """Return a file descriptor that appends to the log of a worker; the caller closes it.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the log cannot be made.
     """
     path = Path(worker_log(run, settings, order))
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,7 +1,8 @@
 """The shared-memory status page of one worker (layout: ``core/protocol/status_page.py``).
 
-The agent creates the file before the worker starts and reads it after the worker is gone; the worker maps it
-and stores single words. After the mapping exists nothing here makes a system call, except a drill's trap.
+The agent creates the file before the worker starts, and reads it after the worker is gone. The worker maps it
+and stores single words. After the mapping exists nothing here makes a system call, except a trap of a drill (a fault
+that a rehearsal sets at a step and phase).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Page:
 
     @staticmethod
     def create(path: Path | str, *, generation: int = 0, member: int = 0, rank: int = 0) -> Page:
-        """Make the file (0600, zeroed, its memory reserved) and map it.
+        """Make the file (0600, zeroed, its memory reserved), and return it mapped.
 
         Raises:
             OSError: the file exists, or the memory behind it is full.
@@ -83,7 +84,7 @@ class Page:
 
     @staticmethod
     def open(path: Path | str) -> Page:
-        """Map an existing page, for reading and writing.
+        """Return an existing page, mapped for reading and writing.
 
         Raises:
             OSError: no such file.
@@ -118,7 +119,7 @@ class Page:
         self._words[word] = value
 
     def enter(self, phase: Phase, step: int) -> None:
-        """Store where this worker is, and fall into a drill's trap if one is set here.
+        """Store the phase and step of this worker, and execute a drill's trap that is set for them.
 
         Raises:
             RuntimeError: a drill injected an exception.
@@ -130,7 +131,7 @@ class Page:
             self._spring(phase, step)
 
     def state(self) -> tuple[int, Phase]:
-        """Step and phase, from one store of the worker."""
+        """Return step and phase, which the worker writes in one store."""
         return unpack_state(self._words[_STATE])
 
     def _spring(self, phase: Phase, step: int) -> None:
@@ -155,18 +156,21 @@ class Page:
             time.sleep(0.05)
 
     def section(self) -> str:
-        """Name of the last announced section, as far as it fits."""
+        """Return the name of the last announced section, cut to the room on the page."""
         name = bytes(self._bytes[_SECTION_AT : _SECTION_AT + SECTION_SIZE_BYTES])
         return name.rstrip(b"\0").decode("utf-8", "replace")
 
     def announce(self, section: str) -> None:
-        """Store the name of a section; :meth:`enter` it next."""
+        """Store the name of a section; call :meth:`enter` next."""
         name = section.encode()[:SECTION_SIZE_BYTES]
         self._bytes[_SECTION_AT : _SECTION_AT + SECTION_SIZE_BYTES] = name.ljust(SECTION_SIZE_BYTES, b"\0")
 
     def on_trap(self, action: TrapAction, act: Callable[[], object]) -> None:
-        """What a trap of a drill does that only the training script can: start a collective that nobody else starts
-        (``DEADLOCK``), change its own memory (``FLIP``, ``FLIP_STATE``)."""
+        """Set the action of a trap that only the training script can execute.
+
+        Such a trap starts a collective that no other rank starts (``DEADLOCK``), or changes the rank's own memory
+        (``FLIP``, ``FLIP_STATE``).
+        """
         self._actions[action] = act
 
     def _slot(self, index: int) -> memoryview:
@@ -174,7 +178,7 @@ class Page:
         return self._bytes[start : start + LOCAL_SLOT_BYTES]
 
     def _headers(self) -> list[tuple[int, int, int, int]]:
-        """(sequence, step, length, digest) of every slot, unchecked."""
+        """Return (sequence, step, length, digest) of every slot, unchecked."""
         headers = []
         for index in range(LOCAL_SLOTS):
             sequence, step, length, digest = self._slot(index)[:_HEADER_BYTES].cast("Q")
@@ -200,7 +204,7 @@ class Page:
         header[3] = _digest(self._sequence, step, payload)
 
     def read_locals(self) -> dict[int, bytes]:
-        """Payloads by step of all complete :meth:`write_local`; beside a writer none may be found."""
+        """Return the payloads of all complete :meth:`write_local`, by step. During a write there may be none."""
         found: dict[int, bytes] = {}
         for sequence, step, length, digest in sorted(self._headers()):
             if sequence and length <= LOCAL_SIZE_BYTES_MAX:
@@ -216,7 +220,7 @@ class Page:
 
 
 def _hold_gil() -> None:
-    """Block in C for ever without giving the GIL back: a read of a pipe that never gets data."""
+    """Block in C forever without a release of the GIL: read from a pipe that never gets data."""
     read_end, _ = os.pipe()
     ctypes.PyDLL(None).read(read_end, ctypes.create_string_buffer(1), 1)
 
@@ -227,13 +231,13 @@ def _digest(sequence: int, step: int, payload: bytes) -> int:
 
 
 def each_page(directory: Path, prefix: str) -> Iterator[Page]:
-    """The pages below ``directory`` whose names begin so, in their order; each is closed when the next is asked for.
+    """Yield the pages below ``directory`` whose names begin with ``prefix``, sorted. Each is closed before the next.
 
-    What cannot be opened is left out: half-made, of another version, or taken away meanwhile.
+    Pages that cannot be opened are left out: half-made, of another version, or removed in the meantime.
     """
     try:
         paths = sorted(directory.glob(f"{prefix}*"))
-    except FileNotFoundError:  # the run ended while we looked
+    except FileNotFoundError:  # the run ended in the meantime
         return
     for path in paths:
         try:

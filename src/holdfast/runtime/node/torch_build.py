@@ -1,12 +1,12 @@
-"""Which torch is installed, what is wrong with it, and whether its self-test has passed. Nothing here imports torch.
+"""The installed torch: its version, its defects, and the verdict of its self-test. Nothing here imports torch.
 
-Theory. Recovery in place uses private names of torch, and a version that is not tested may have changed them. Refusing
-such a version would take the product from every new user on the day of a release. So a torch that is newer than the
-tested ones is tried once: a job of two ranks loses one of them, must replace it in place, and must end with the bits of
-an undisturbed run (``drill/selftest.py``). The verdict is kept for this build of torch and of Holdfast. When the
-self-test fails, torch's own process groups are left alone and all workers start again after a fault.
+Theory. Recovery in place uses private names of torch, and an untested version may have changed them. A refusal of such
+a version would lock out every new user on the day of a release. So a torch that is newer than the tested ones is tried
+once: a job of two ranks loses one of them, must replace it in place, and must end with the bits of an undisturbed run
+(``drill/selftest.py``). The verdict is kept for this build of torch and of Holdfast. If the self-test fails, Holdfast
+does not replace torch's own process groups, and all workers start again after a fault.
 
-A torch that cannot work is an error before it is loaded: what the loader would say names a symbol, not the cause.
+A torch that cannot work is refused before it is loaded: the loader's own error names a symbol, not the cause.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TESTED = "2.12 to 2.15"
 """The versions of torch that ``make torches`` runs."""
 
 VARIABLE = "HOLDFAST_TORCH"
-"""Of workers: ``tried``, or why torch's own process groups are left alone."""
+"""An environment variable of workers: ``tried``, or why torch's own process groups are not replaced."""
 
 TRIED = "tried"
 SELF_TEST = "holdfast.drill.selftest"
@@ -51,40 +51,41 @@ INSTALL = "pip install 'holdfast[torch]'"
 
 
 class TorchBuild(NamedTuple):
-    """The installed torch. ``identity``: a digest that is another one for another build."""
+    """The installed torch. ``identity``: a digest that differs for another build."""
 
     text: str
     identity: str
 
     @property
     def version(self) -> Version:
-        """Major and minor number."""
+        """The major and minor number."""
         return version_of(self.text)
 
     @property
     def is_newer(self) -> bool:
-        """It is newer than every tested version."""
+        """True if it is newer than every tested version."""
         return self.version > TESTED_MOST
 
 
 class SelfTestVerdict(msgspec.Struct, frozen=True):
-    """What the self-test of one build has shown. ``reason``: what failed; empty: it has passed."""
+    """The result of the self-test of one build. ``reason``: the failure; empty: it has passed."""
 
     torch: str
     reason: str
 
 
 def version_of(text: str) -> Version:
-    """``2.15.0+cu132`` -> (2, 15); (0, 0) for a text that begins with no version."""
+    """Return (2, 15) for ``2.15.0+cu132``, and (0, 0) for a text that does not begin with a version."""
     found = re.match(r"(\d+)\.(\d+)", text)
     return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def torch_build() -> TorchBuild | None:
-    """The torch that an import would find; None when there is none.
+    """Return the torch that an import would find; None if there is none.
 
     Raises:
-        FrameworkError: it is older than the oldest tested one, or one half of it is of another version.
+        FrameworkError: it is older than the oldest tested one, or its files and its installation record differ in
+            version.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -92,7 +93,7 @@ def torch_build() -> TorchBuild | None:
     try:
         text = Path(spec.origin).with_name("version.py").read_text()
     except OSError:
-        return None  # another package of this name, or one without files: its import says what it is
+        return None  # another package of this name, or one without files: its import shows what it is
     found = re.search(r"^__version__ = '([^']+)'", text, re.MULTILINE)
     if found is None:
         return None
@@ -115,7 +116,7 @@ def _recorded() -> str:
 
 
 def cannot_load(error: Exception) -> FrameworkError:
-    """What an import of the installed torch has raised, with the next command."""
+    """Return the error of a failed import of the installed torch, with the next command as its hint."""
     if isinstance(error, FrameworkError):
         return error
     said = str(error).strip().splitlines()
@@ -126,7 +127,7 @@ def cannot_load(error: Exception) -> FrameworkError:
 
 
 def check_loaded(torch: ModuleType) -> None:
-    """Raises: FrameworkError: this torch has no process groups."""
+    """Refuse a torch that has no process groups. Raises: FrameworkError."""
     if not torch.distributed.is_available():
         raise FrameworkError(
             f"torch {torch.__version__} was built without torch.distributed",
@@ -135,7 +136,7 @@ def check_loaded(torch: ModuleType) -> None:
 
 
 def all_restart(torch: str, reason: str) -> str:
-    """What a user is told of a torch whose groups are left alone."""
+    """Return the message to the user about a torch whose groups are not replaced."""
     return (
         f"torch {torch}: {reason}: all workers start again after a fault, none is replaced in place "
         f"(tested: torch {TESTED})"
@@ -143,9 +144,9 @@ def all_restart(torch: str, reason: str) -> str:
 
 
 def why_untouched() -> str:
-    """Why torch's own process groups are left alone in this process; empty: Holdfast's are put behind them.
+    """Return why torch's own process groups are not replaced in this process; empty: Holdfast's are used.
 
-    The launcher has said it, or the self-test says it here.
+    The launcher has set the reason in a variable. Otherwise the self-test decides here.
     """
     told = os.environ.get(VARIABLE)
     if told is not None:
@@ -156,12 +157,12 @@ def why_untouched() -> str:
 
 @functools.cache
 def try_out(build: TorchBuild) -> SelfTestVerdict:
-    """The verdict on a build: the one that is on record, or that of the self-test now (a few seconds)."""
+    """Return the verdict on a build: the recorded one, or that of a self-test now (a few seconds)."""
     kept = _kept_at(build)
     try:
         verdict = msgspec.json.decode(kept.read_bytes(), type=SelfTestVerdict)
     except (OSError, msgspec.MsgspecError):
-        pass  # not tried yet, or half of an older file
+        pass  # not tried yet, or a part of an older file
     else:
         return verdict
     verdict = SelfTestVerdict(build.text, _self_test())
@@ -169,12 +170,12 @@ def try_out(build: TorchBuild) -> SelfTestVerdict:
         kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_private(kept, msgspec.json.encode(verdict))
     except OSError:
-        pass  # a home that cannot be written: it is tried again in the next process
+        pass  # the home directory is not writable: it is tried again in the next process
     return verdict
 
 
 def _kept_at(build: TorchBuild) -> Path:
-    """The file of one verdict: another build, another Holdfast, another file."""
+    """Return the file of one verdict, which depends on the build of torch and on Holdfast."""
     home = os.environ.get("XDG_CACHE_HOME", "")
     cache = Path(home) if os.path.isabs(home) else Path.home() / ".cache"
     ours = hashlib.blake2b(digest_size=16)
@@ -185,9 +186,9 @@ def _kept_at(build: TorchBuild) -> Path:
 
 
 def _self_test() -> str:
-    """Run it. Returns: what failed, or nothing."""
+    """Run the self-test, and return its failure; empty: it has passed."""
     command = [sys.executable, "-m", SELF_TEST]
-    # What a launcher has said to this process is not meant for another job.
+    # Variables that a launcher has set for this process are not meant for another job.
     env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHERS) and k not in PLACES}
     with tempfile.TemporaryDirectory(prefix="holdfast-selftest-") as place:
         try:

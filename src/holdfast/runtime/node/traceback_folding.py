@@ -1,7 +1,7 @@
-"""Tracebacks and stacks for a reader: frames of Holdfast that follow one another become one line.
+"""Shorter tracebacks and stacks: consecutive frames of Holdfast become one line.
 
-An exception that comes out of Holdfast and is none of its errors may be a mistake in Holdfast: its traceback stays
-whole. So does the text in the error file, of every exception.
+An exception that is raised in Holdfast and is none of its own types may be a mistake in Holdfast: its traceback stays
+whole. The error file always has the whole text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _REPEATED = "[Previous line repeated"
 
 
 def without_own_frames(text: str) -> str:
-    """``text`` with a line in place of each two frames of Holdfast or more that follow one another."""
+    """Return ``text`` with one line in place of two or more consecutive frames of Holdfast."""
     lines: list[str] = []
     for own, group in groupby(_parts(text), lambda part: part[0] == OWN):
         parts = list(group)
@@ -32,7 +32,7 @@ def without_own_frames(text: str) -> str:
 
 
 def is_own_mistake(error: BaseException) -> bool:
-    """It was raised in Holdfast, and is none of its errors."""
+    """Return True if the exception was raised in Holdfast, and is none of its own types."""
     tail, file = error.__traceback__, ""
     while tail is not None:
         file, tail = tail.tb_frame.f_code.co_filename, tail.tb_next
@@ -40,7 +40,10 @@ def is_own_mistake(error: BaseException) -> bool:
 
 
 def _parts(text: str) -> Iterator[tuple[str, str, list[str]]]:
-    """(``OWN`` for a frame of Holdfast, else other words; margin; lines) of each frame and of what is between."""
+    """Yield (kind, margin, lines) of each frame and of the text between frames.
+
+    ``kind``: ``OWN`` for a frame of Holdfast; ``margin``: the text before the word "File" of a frame.
+    """
     kind, margin, lines = "", "", []
     for line in text.splitlines():
         found = _FRAME.match(line)
@@ -58,6 +61,6 @@ def _parts(text: str) -> Iterator[tuple[str, str, list[str]]]:
 
 
 def _belongs(line: str, margin: str) -> bool:
-    """The line of the source, the marks below it, or the count of a recursion."""
+    """Return True for a line that belongs to a frame: the source, the marks below it, or the count of a recursion."""
     rest = line.removeprefix(margin)
     return rest != line and rest.startswith(("  ", _REPEATED))

@@ -1,2 +1,3 @@
-"""Rank tables of Ascend's tools: read and checked (``table``), the rules of HCCL, and the table rewritten
-when a spare node takes a place."""
+"""Rank tables of Ascend's tools: ``table`` reads and checks them, ``hccl_rules`` has the rules of HCCL, and
+``rewriting`` changes a table when a spare node takes the ranks of a lost one.
+"""

@@ -1,4 +1,4 @@
-"""What HCCL, the collective library of Ascend devices, asks of a rank table beyond its form.
+"""The rules of HCCL, the collective library of Ascend devices, for a rank table that is valid in form.
 
 A host has eight devices, 0 to 3 on one network and 4 to 7 on another. On one host a cluster has 1, 2, 4 or 8 devices,
 and those of 2 or 4 are on one network. A cluster of several hosts has all eight of each.
@@ -18,12 +18,12 @@ ONE_SWITCH = "all hosts must be on one switch: no rank table shows that"
 
 
 def hccl_mistakes(table: RankTable) -> tuple[Mistake, ...]:
-    """What HCCL would refuse in a table without other mistakes."""
+    """Return the mistakes for which HCCL would refuse an otherwise valid table."""
     return tuple(mistake for server in table.servers for mistake in _of_host(server, len(table.servers)))
 
 
 def hccl_notes(table: RankTable) -> tuple[str, ...]:
-    """What HCCL asks for, and no table can show."""
+    """Return the requirements of HCCL that no table can show."""
     return (ONE_SWITCH,) if len(table.servers) > 1 else ()
 
 

@@ -1,8 +1,8 @@
-"""The rank table of a generation whose ranks are not where the user's table has them: a spare has taken a host's ranks.
+"""The rank table of a generation in which a spare node has taken the ranks of a host.
 
-Hosts that are still there keep their entries; the ranks in them are those of now. A spare gets an entry with its
-address and its devices from 0 on; addresses of its devices are not known. Version 1.0 orders hosts by their names:
-where the address of the spare would stand elsewhere, its entry keeps the name of the host whose place it has.
+Hosts that remain keep their entries, with their current ranks. A spare gets an entry with its address and its devices
+from 0 on; the addresses of its devices are not known. Version 1.0 orders hosts by their names. If the spare's address
+would sort to another position, its entry keeps the name of the host that it replaces.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from holdfast.store.backends.user_files import read_given
 
 
 class NodeRanks(NamedTuple):
-    """The ranks of one node. ``number``: of the node, which beyond the table's hosts is a spare."""
+    """The ranks of one node. ``number``: of the node; a number beyond the table's hosts is a spare."""
 
     number: int
     address: str
@@ -30,14 +30,20 @@ class NodeRanks(NamedTuple):
 
 
 class RewrittenTable(NamedTuple):
-    """``path``: of the table for the workers; ``kept``: why that is the user's, which does not fit; empty: it fits."""
+    """The table for the workers. ``path``: its file; ``kept``: why this is the user's table although it does not fit.
+
+    An empty ``kept`` means that the table fits.
+    """
 
     path: str
     kept: str = ""
 
 
 def table_of(run: RunDir, settings: RunSettings, order: StartMembers) -> RewrittenTable:
-    """The table for the workers of ``order``, written where the user's does not fit; empty in a run that has none."""
+    """Return the table for the workers of ``order``; its path is empty in a run without a table.
+
+    If the user's table does not fit, another one is written.
+    """
     blocks, first = [], 0
     for place, (node_id, address) in enumerate(order.places):
         count = settings.counts[place % len(settings.counts)]
@@ -56,10 +62,10 @@ def table_of(run: RunDir, settings: RunSettings, order: StartMembers) -> Rewritt
 
 
 def rewrite(data: bytes, blocks: Sequence[NodeRanks]) -> bytes:
-    """The table ``data`` for the nodes of ``blocks``, which lie in rank order.
+    """Return the rank table ``data``, changed for the nodes of ``blocks``, which are in rank order.
 
     Raises:
-        UsageError: it is no table of at least so many hosts any more, or the result would have mistakes.
+        UsageError: the file no longer is a table of at least that many hosts, or the result would have mistakes.
     """
     table = check(data).table
     if table is None or table.version not in SERVER_VERSIONS or len(table.servers) < len(blocks):
@@ -108,6 +114,6 @@ def _filled(
 
 
 def _pods(value: Mapping[str, Any]) -> dict[str, str]:
-    """Pod by host."""
+    """Return the super pod of each host."""
     pods = value.get("super_pod_list", [])
     return {host["server_id"]: pod["super_pod_id"] for pod in pods for host in pod["server_list"]}

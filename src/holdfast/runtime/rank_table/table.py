@@ -1,9 +1,8 @@
-"""Rank tables: the JSON file of Ascend's tools that says which rank runs where. Read, checked whole, and written.
+"""Rank tables: the JSON file of Ascend's tools with the host and device of each rank. Read, checked whole, and written.
 
-Two forms. *Servers* (versions 1.0 and 1.2): hosts with their devices, every number a string; 1.2 adds super pods.
-*Ranks* (version 2.0): ranks with their devices and network layers, numbers as numbers, no hosts. The check
-collects every mistake before it says one: a table is written by hand or by a script, and each round of correcting it
-costs a start.
+There are two forms. *Servers* (versions 1.0 and 1.2): hosts with their devices, every number a string; 1.2 adds super
+pods. *Ranks* (version 2.0): ranks with their devices and network layers, numbers as numbers, no hosts. The check
+collects every mistake before it reports any, because each round of correction costs a start.
 
 Invariants of a table that :func:`read` returns:
 1. Ranks are 0 to n-1, each once; no device is there twice on a host.
@@ -35,7 +34,7 @@ COMPLETED = "completed"
 
 
 class Device(NamedTuple):
-    """A place for one rank."""
+    """One device, which runs one rank."""
 
     rank: int
     device_id: int
@@ -43,7 +42,10 @@ class Device(NamedTuple):
 
 
 class TableServer(NamedTuple):
-    """One host. ``address``: where it is found, empty when the table does not say; ``devices`` by rank."""
+    """One host.
+
+    ``address``: its network address, empty if the table has none; ``devices``: in the order of their ranks.
+    """
 
     name: str
     address: str
@@ -51,19 +53,19 @@ class TableServer(NamedTuple):
 
 
 class RankTable(NamedTuple):
-    """A table without mistakes. ``servers`` by rank; a table of version 2.0 has one server without a name."""
+    """A table without mistakes. ``servers``: in the order of their ranks; in version 2.0 one server without a name."""
 
     version: str
     servers: tuple[TableServer, ...]
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """The number of ranks of the job."""
         return sum(len(server.devices) for server in self.servers)
 
 
 class Mistake(NamedTuple):
-    """``where`` is a path into the file: ``server_list[1].device[0].rank_id``."""
+    """A mistake in a table. ``where``: a path into the file, such as ``server_list[1].device[0].rank_id``."""
 
     where: str
     what: str
@@ -73,7 +75,7 @@ class Mistake(NamedTuple):
 
 
 class Check(NamedTuple):
-    """``table`` is None when there are mistakes. ``status``: as the file says it."""
+    """The result of a check. ``table``: None if there are mistakes; ``status``: as written in the file."""
 
     table: RankTable | None
     mistakes: tuple[Mistake, ...]
@@ -81,7 +83,7 @@ class Check(NamedTuple):
 
 
 def read(path: Path) -> Check:
-    """Check a file.
+    """Read a file, and return the result of its check.
 
     Raises:
         UsageError: it cannot be read.
@@ -94,7 +96,7 @@ def read(path: Path) -> Check:
 
 
 def refusal(path: Path, mistakes: Sequence[Mistake]) -> UsageError:
-    """All mistakes of a file in one error."""
+    """Return one error that lists the mistakes of a file."""
     count = plural(len(mistakes), "mistake")
     lines = [f"  {mistake}" for mistake in mistakes[:MISTAKES_TOLD_MAX]]
     if len(mistakes) > MISTAKES_TOLD_MAX:
@@ -104,7 +106,7 @@ def refusal(path: Path, mistakes: Sequence[Mistake]) -> UsageError:
 
 
 def check(data: bytes) -> Check:
-    """Check the bytes of a table; never raises. After ``MISTAKES_MAX`` mistakes it looks no further."""
+    """Return the result of the check of a table; never raises. After ``MISTAKES_MAX`` mistakes the check stops."""
     found = _Mistakes()
     try:
         return _check(data, found)
@@ -133,7 +135,7 @@ def _check(data: bytes, found: _Mistakes) -> Check:
 
 
 class _TooMany(Exception):
-    """No table: what is wrong in millions of places would take gigabytes to say."""
+    """The end of a check after too many mistakes: a list of millions of them would take gigabytes."""
 
 
 class _Mistakes(list[Mistake]):
@@ -286,7 +288,7 @@ def _level(item: Any, where: str, found: _Mistakes) -> None:
 
 
 def _ranks(ranks: Sequence[tuple[str, int]], found: _Mistakes) -> None:
-    """0 to n-1, each once."""
+    """Check that the ranks are 0 to n-1, each once."""
     if len(ranks) > RANKS_MAX:
         found.add("", f"the table has {len(ranks)} ranks, at most {RANKS_MAX} are read")
         return
@@ -302,7 +304,7 @@ def _ranks(ranks: Sequence[tuple[str, int]], found: _Mistakes) -> None:
 
 
 def _blocks(version: str, servers: Sequence[tuple[str, TableServer]], found: _Mistakes) -> None:
-    """A host's ranks are consecutive, and version 1.0 wants hosts in the order of their names."""
+    """Check that a host's ranks are consecutive and, in version 1.0, that hosts are in the order of their names."""
     order = sorted((device.rank, where) for where, server in servers for device in server.devices)
     blocks = Counter(where for i, (_, where) in enumerate(order) if i == 0 or order[i - 1][1] != where)
     for where, _ in servers:
@@ -319,7 +321,7 @@ def _blocks(version: str, servers: Sequence[tuple[str, TableServer]], found: _Mi
 
 
 def _pods(value: Mapping[str, Any], names: Sequence[str], found: _Mistakes) -> None:
-    """Every host is in one super pod, and the hosts of one stand together."""
+    """Check that every host is in one super pod, and that the hosts of a pod are listed together."""
     known = frozenset(names)
     pod_of: dict[str, str] = {}
     pods: list[tuple[str, str]] = []
@@ -353,7 +355,7 @@ def _pods(value: Mapping[str, Any], names: Sequence[str], found: _Mistakes) -> N
 
 
 def _once(items: Iterable[tuple[str, Any]], found: _Mistakes) -> None:
-    """Each value is there once; a second one is told with the place of the first."""
+    """Check that each value occurs once. The mistake of a second one names the place of the first."""
     first: dict[Any, str] = {}
     for where, value in items:
         if value in first:
@@ -399,7 +401,10 @@ def _text(item: Mapping[str, Any], key: str, where: str, found: _Mistakes) -> st
 def _number(
     item: Mapping[str, Any], key: str, where: str, found: _Mistakes, *, as_text: bool = True
 ) -> int | None:
-    """A whole number, from 0: in versions 1.x a string of digits, in 2.0 a number."""
+    """Return a whole number from 0 on: in versions 1.x a string of digits, in 2.0 a number.
+
+    None: a mistake was added.
+    """
     value = item.get(key)
     if as_text and isinstance(value, str) and value.isascii() and value.isdigit() and len(value) < 16:
         return int(value)
@@ -455,16 +460,16 @@ def make(
     version: str = "1.0",
     device_addresses: Mapping[str, Mapping[int, str]] | None = None,
 ) -> bytes:
-    """A table of hosts, in the order that version 1.0 wants; always valid.
+    """Return a table of hosts, in the order that version 1.0 requires; always valid.
 
     Args:
         hosts: an address of each.
-        counts: devices of each host, from 0; one number for all.
+        counts: devices of each host, numbered from 0; one number for all.
         version: ``1.0`` or ``1.2`` (one super pod).
         device_addresses: by host and device, where they are known.
 
     Raises:
-        UsageError: hosts that are no addresses, or twice the same.
+        UsageError: a host is no address, or is listed twice.
         UnsupportedError: another version.
     """
     if len(counts) not in (1, len(hosts)):
@@ -507,7 +512,7 @@ def make(
 
 
 def device_addresses(text: str) -> dict[int, str]:
-    """By device: the lines ``address_K=ADDRESS`` of an ``/etc/hccn.conf``."""
+    """Return the addresses by device, from the lines ``address_K=ADDRESS`` of an ``/etc/hccn.conf``."""
     found: dict[int, str] = {}
     for line in text.splitlines():
         key, equals, value = line.strip().partition("=")

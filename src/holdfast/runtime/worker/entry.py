@@ -1,8 +1,8 @@
-"""Entry of a worker after fork or exec: client, page, process groups, then the user's script as ``__main__``.
+"""The entry of a worker after fork or exec: client, status page, process groups, then the script as ``__main__``.
 
-Everything that it needs is in its environment and in ``run.json``. Exit codes: what the script asks for; 1 after an
-uncaught exception; 3 after a typed UserError or StoreError; 78 (RESTART) when it fell while the job was fenced; 77
-(ORPHANED) when it could not meet the others, because nobody is there any more.
+All inputs are in the environment and in ``run.json``. Exit codes: that of the script; 1 after an uncaught exception;
+3 after a typed UserError or StoreError; 78 (RESTART) if the script failed while its job was fenced; 77 (ORPHANED) if
+the worker could not join the other ranks because launcher and agent are lost.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from holdfast.runtime.worker.user_exception import follows, show, show_following
 from holdfast.runtime.worker.worker_client import WorkerClient
 
 LEFT_CODES = frozenset({Exit.REQUEUE, Exit.UNSAVED, Exit.ORPHANED})
-"""Of a session that all ranks have left, or that nobody looks after."""
+"""Exit codes of a session that all ranks have left, or that has lost launcher and agent."""
 _OWN_FRAMES = (__file__, runpy.__file__, "<frozen runpy>", "<frozen importlib._bootstrap>")
 
 
 def client_from_env(orphan_s: float) -> WorkerClient:
-    """The client that the ``HOLDFAST_*`` and torchrun variables describe; not started."""
+    """Return the client that the ``HOLDFAST_*`` and torchrun variables describe, not started."""
     env = os.environ
     page = Page.open(env["HOLDFAST_PAGE"])
     page[Word.PID] = os.getpid()
@@ -61,7 +61,7 @@ def client_from_env(orphan_s: float) -> WorkerClient:
 
 
 def redirect(log: str) -> None:
-    """Own session, stdin from nothing, stdout and stderr straight into ``log``."""
+    """Start a new process session with an empty stdin, and redirect stdout and stderr into ``log``."""
     os.setsid()
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
@@ -70,7 +70,7 @@ def redirect(log: str) -> None:
 
 
 def write_to(log: str) -> None:
-    """Stdout and stderr go into ``log``."""
+    """Redirect stdout and stderr into ``log``."""
     path = Path(log)
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     out = open_log(path)
@@ -80,7 +80,7 @@ def write_to(log: str) -> None:
 
 
 def take_over(client: WorkerClient, log: str, settings: RunSettings) -> None:
-    """A spare was called: what it prints and its stacks go where those of its rank belong."""
+    """Redirect the output and the stacks of a spare that became a member to the files of its rank."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     write_to(log)
@@ -130,7 +130,7 @@ def run_script(settings: RunSettings) -> None:
 
 
 def main() -> int:
-    """Run one worker; returns its exit code."""
+    """Run one worker, and return its exit code."""
     by_line()
     settings = RunSettings.load(Path(os.environ["HOLDFAST_RUN_DIR"]))
     client = client_from_env(settings.orphan_s)
@@ -155,7 +155,7 @@ def main() -> int:
     except SystemExit as error:
         code = _exit_code(error)
         if code != Exit.OK and not (code in LEFT_CODES and client.page.state()[1] is Phase.FINISHED):
-            # A script that gives up by itself (a wrong argument) will do so again: to the controller, an exception.
+            # A script that exits on its own (for a wrong argument) will do so again: report it like an exception.
             tell(client, error, f"exit code {code}")
     except BaseException as error:
         code = _report(client, error)
@@ -192,7 +192,7 @@ def _exit_code(error: SystemExit) -> int:
 
 
 def _report(client: WorkerClient, error: BaseException) -> int:
-    """Tell the log, the error file and the controller; returns the exit code."""
+    """Write an exception to the log and the error file, and report it to the controller. Return the exit code."""
     tail = error.__traceback__
     while tail is not None and tail.tb_frame.f_code.co_filename in _OWN_FRAMES:
         tail = tail.tb_next

@@ -1,10 +1,11 @@
-"""Library mode: the script was started by torchrun, srun, mpirun or a shell loop, so there is no agent yet.
+"""Library mode: a script that was started by torchrun, srun, mpirun or a shell loop starts its agent itself.
 
-The process with local rank 0 starts one (``RunSettings.library``: it watches, saves and never starts workers) in its
-own session, and leaves a pointer file whose name all local ranks derive from the same variables. A pointer counts only
-while the process that wrote it lives, so a run before this one under the same address cannot be mistaken for it. It
-lies in a private directory of this user, because a shell loop may start each rank in a directory of its own. Several
-nodes have an agent each; ``library_nodes.py`` lets them meet.
+The process with local rank 0 starts the agent in a new process session. ``RunSettings.library`` makes it watch
+and save, but never start workers. That process also writes a pointer file, which names the run directory. All local
+ranks derive the file's name from the same variables. A pointer counts only while the process that wrote it lives, so
+it is never mistaken for that of an earlier run at the same address. It is in a private directory of this user, because
+a shell loop may start each rank in another working directory. Several nodes have an agent each; ``library_nodes.py``
+connects them.
 
 Invariant: two processes never take the same rank of one agent. Where two jobs have the same variables, one is refused.
 """
@@ -56,12 +57,15 @@ _OF_A_JOB = (
     "OMPI_MCA_ess_base_jobid",
     "MS_SCHED_PORT",
 )
-"""Variables that differ between two jobs at the same time; without any of them the session of the terminal counts."""
+"""Environment variables that differ between two jobs at the same time.
+
+Without any, the terminal's session id is used.
+"""
 _ADDRESSES = ("MASTER_ADDR", "MS_SCHED_HOST")
 
 
 class Pointer(msgspec.Struct, frozen=True):
-    """Who started the agent of these local ranks, and where its run directory is."""
+    """A pointer to the agent of some local ranks: the process that started the agent, and the run directory."""
 
     run_dir: str
     pid: int
@@ -69,17 +73,19 @@ class Pointer(msgspec.Struct, frozen=True):
 
 
 def join_or_start_agent(seat: ProcessPlace, exchange: Exchange | None = None) -> WorkerClient:
-    """The started client of this process; local rank 0 starts the agent first, below ``runs`` in the working directory.
+    """Return the started client of this process.
+
+    Local rank 0 first starts the agent, with a run directory in ``./runs``.
 
     Args:
-        seat: of this process, as its launcher says.
-        exchange: sums over all ranks without an agent; None: this framework cannot, so the job has one node.
+        seat: the place of this process in the job, from the variables of its launcher.
+        exchange: sums over all ranks without an agent; None: the framework cannot do that, so the job has one node.
 
     Raises:
         UnsupportedError: the job has several nodes, and no ``exchange`` or nodes of different sizes.
         UsageError: another process has the same rank, or another job the same variables; ``runs`` cannot be written.
-        GroupError: the agent did not come up in ``JOIN_TIMEOUT_S``, or those of the nodes did not meet.
-        AuthError: another user has made what names the agent.
+        GroupError: the agent did not start within ``JOIN_TIMEOUT_S``, or the agents of the nodes did not meet.
+        AuthError: another user has made the pointer or the run directory.
         PeerLost: a rank of another node is gone.
     """
     nodes = None
@@ -119,10 +125,10 @@ def join_or_start_agent(seat: ProcessPlace, exchange: Exchange | None = None) ->
 
 
 def agree_on_root(client: WorkerClient, root: str) -> None:
-    """All ranks must save to one place: a shell loop may start each of them in a directory of its own.
+    """Check that all ranks save to one place: a shell loop may start each of them in another working directory.
 
     Raises:
-        UsageError: another rank saves elsewhere.
+        UsageError: another rank saves to another place.
     """
     mine = (root or NO_PLACE).encode()
     first = client.kv("compare_set", ("holdfast/root",), value=mine).value
@@ -145,7 +151,7 @@ def _key(seat: ProcessPlace, nodes: LibraryNodes | None) -> str:
 
 
 def _pointers() -> Path:
-    """The directory of the pointers of this user. Raises: AuthError: it is not this user's alone."""
+    """Return the directory of this user's pointers. Raises: AuthError: other users may have written to it."""
     directory = Path(tempfile.gettempdir()) / f"holdfast-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
     _check_owner(directory)
@@ -155,7 +161,7 @@ def _pointers() -> Path:
 def _start_agent(pointer: Path, seat: ProcessPlace, nodes: LibraryNodes | None) -> RunDir:
     _refuse_twice(pointer, seat)
     base = Path("runs").absolute()
-    # In containers that share a directory the process numbers are equal, too.
+    # In containers that share a directory two processes can have the same pid.
     run_id = f"library-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{secrets.token_hex(2)}"
     run = RunDir(base / run_id)
     run.create(b"" if nodes is None else nodes.token)
@@ -181,7 +187,7 @@ def _start_agent(pointer: Path, seat: ProcessPlace, nodes: LibraryNodes | None) 
     settings.save(run.path)
     log = str(run.path / "agent.log")
     append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    # No Popen: its object would complain about a running child when the script ends; nobody waits for this one.
+    # No Popen: its object would warn about a running child when the script ends; this child is never waited for.
     os.posix_spawn(
         sys.executable,
         [sys.executable, "-m", "holdfast.runtime.agent.agentd", str(run.path)],
@@ -198,7 +204,7 @@ def _start_agent(pointer: Path, seat: ProcessPlace, nodes: LibraryNodes | None) 
 
 
 def _refuse_twice(pointer: Path, seat: ProcessPlace) -> None:
-    """Pointers of processes that have ended are removed. Raises: UsageError: one of this name is in use."""
+    """Remove the pointers of ended processes. Raises: UsageError: a living process has the same pointer."""
     for path in pointer.parent.glob("library-*.json"):
         found = _read(path)
         if found is None:
@@ -213,7 +219,7 @@ def _refuse_twice(pointer: Path, seat: ProcessPlace) -> None:
 
 
 def _read(pointer: Path) -> Pointer | None:
-    """None: there is none, or the process that has written it has ended."""
+    """Read a pointer. Return None if there is none, or if the process that wrote it has ended."""
     try:
         found = msgspec.json.decode(pointer.read_bytes(), type=Pointer)
     except (OSError, msgspec.MsgspecError):
@@ -222,7 +228,7 @@ def _read(pointer: Path) -> Pointer | None:
 
 
 def _check_owner(path: Path) -> None:
-    """What another user has put there may not lead this process to an agent. Raises: AuthError."""
+    """Refuse a path that another user may have made: it could lead this process to another agent. Raises: AuthError."""
     why = doubt(path)
     if why:
         raise AuthError(

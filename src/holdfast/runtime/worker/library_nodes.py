@@ -1,10 +1,10 @@
 """Library mode over several nodes: how the agents that the nodes start for themselves find each other.
 
-No launcher has given them an address or a token. The ranks can add up already, over the framework's own group, so rank
-0 gives both to all in one sum: the token travels as the gradients do. Ranks must lie in blocks of one size, as torchrun
-lays them: the number of a node then follows from a rank, on every node alike.
+No launcher has given them an address or a token. The ranks can already sum integers over the framework's own group, so
+rank 0 sends both to all ranks in one sum: the token travels like the gradients. Ranks must be in blocks of one size per
+node, as torchrun places them. Every node can then compute the node of a rank from its number.
 
-Invariant: every refusal is decided from sums, so all ranks refuse or none does, and nobody waits for one that has left.
+Invariant: every refusal is decided from sums, so all ranks refuse or none does. No rank waits for one that has left.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Exchange = Callable[[list[int]], list[int]]
 """A sum over all ranks that needs no agent."""
 
 JOIN_S = 60.0
-LATE_S = 5.0  # the agent says itself, in its event log, that the others did not come
+LATE_S = 5.0  # before this is over, the agent itself logs that the other agents did not come
 POLL_S = 0.05
 ADDRESS_SIZE_BYTES = 64
-ANY_PORT = 9  # a UDP socket that is connected sends nothing
+ANY_PORT = 9  # any port: connecting a UDP socket sends nothing
 REMEDY = (
     "start the script on each host with `holdfast run --nnodes N --node-rank K --master-addr HOST0 --token-file FILE "
     "--nproc-per-node M` (docs/several-nodes.md)"
@@ -38,8 +38,11 @@ REMEDY = (
 
 
 class LibraryNodes(NamedTuple):
-    """How this node meets the others. ``address``: of this node; ``contact``: "host:port" of the agent of rank 0;
-    ``total``: nodes of the job."""
+    """The values with which a node meets the other nodes.
+
+    ``number`` and ``address``: of this node; ``total``: the number of nodes; ``contact``: "host:port" of the agent of
+    rank 0; ``token``: of the job.
+    """
 
     number: int
     total: int
@@ -49,7 +52,11 @@ class LibraryNodes(NamedTuple):
 
 
 def refuse_unknown(seat: ProcessPlace, *, may_exchange: bool) -> None:
-    """Several nodes need a framework whose ranks have met. Raises: UnsupportedError."""
+    """Refuse several nodes without an exchange between all ranks, or without a known number of ranks per node.
+
+    Raises:
+        UnsupportedError: the exchange or the number is missing.
+    """
     if may_exchange and seat.local_world_size:
         return
     here = f"{seat.local_world_size} of them" if seat.local_world_size else "an unknown number of them"
@@ -64,10 +71,13 @@ def refuse_unknown(seat: ProcessPlace, *, may_exchange: bool) -> None:
 
 
 def agree(seat: ProcessPlace, exchange: Exchange) -> LibraryNodes:
-    """Contact and token of the job; called by all ranks.
+    """Agree on the contact and the token of the job; all ranks call it together.
+
+    Returns:
+        The values of this node.
 
     Raises:
-        UnsupportedError: ranks that do not lie in blocks of one size.
+        UnsupportedError: the ranks are not in blocks of one size.
         PeerLost: a rank is gone.
     """
     size, local = seat.world_size, seat.local_world_size
@@ -99,7 +109,7 @@ def agree(seat: ProcessPlace, exchange: Exchange) -> LibraryNodes:
 
 
 def own_address(master: str) -> str:
-    """The address of the node of rank 0: what ``master`` means here, else that of this host's name."""
+    """Return the address of rank 0's node: that of ``master`` if this host has it, otherwise that of the host name."""
     for name in (master, socket.gethostname()):
         try:
             found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM) if name else []
@@ -116,14 +126,14 @@ def own_address(master: str) -> str:
 
 
 def towards(address: str) -> str:
-    """The address of this host from which it reaches ``address``."""
+    """Return the address of this host from which it reaches ``address``."""
     with socket.socket(family_of(address), socket.SOCK_DGRAM) as probe:
         probe.connect((address, ANY_PORT))
         return str(probe.getsockname()[0])
 
 
 def wait_for_job(run: RunDir) -> None:
-    """Until the agents have met: the name that they then give the job is a part of what is saved.
+    """Wait until the agents have met. They then give the job its name, which is a part of all that is saved.
 
     Raises:
         GroupError: they did not meet within ``JOIN_S``.

@@ -1,7 +1,7 @@
-"""Where this process is in its job: the environment, the rank table that it names, and a line to an agent.
+"""The place of this process in its job, from the environment, the rank table that it names, or an agent.
 
-Under ``holdfast run`` the agent has said it. In all other processes :func:`holdfast.core.launch_environment.seat_of`
-reads it from the variables of whatever has started them.
+Under ``holdfast run`` the agent has sent it. In all other processes :func:`holdfast.core.launch_environment.seat_of`
+reads it from the variables of the launcher.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from holdfast.runtime.worker.worker_client import WorkerClient
 
 
 def seat_here(known: tuple[int, int] | None = None) -> ProcessPlace:
-    """The place of this process, whatever has started it.
+    """Return the place of this process in its job, under any launcher.
 
     Args:
-        known: rank and size of the framework's own group, where it has one already.
+        known: rank and size of the framework's own group, if it has one already.
 
     Raises:
-        UsageError: variables that contradict each other or ``known``, that say half of it, or no numbers; a rank table
-            with mistakes.
+        UsageError: the variables are incomplete, no numbers, or contradict each other or ``known``; the rank table has
+            mistakes.
     """
     client, env = WorkerClient.current(), os.environ
     if client is not None:
@@ -39,6 +39,6 @@ def seat_here(known: tuple[int, int] | None = None) -> ProcessPlace:
 
 
 def place_here(known: tuple[int, int] | None = None) -> tuple[int, int]:
-    """Rank and world size of this process; see :func:`seat_here`, also for the errors."""
+    """Return rank and world size of this process; see :func:`seat_here`, also for the errors."""
     seat = seat_here(known)
     return seat.rank, seat.world_size

@@ -1,10 +1,11 @@
-"""State from process to process: survivors serve their boxes, a newcomer fetches those it needs.
+"""The transfer of state between processes: survivors serve their boxes, a newcomer fetches those it needs.
 
-Theory. A newcomer knows from the layouts which ranks hold a box identical to its own. It cuts every box into pieces,
-gives each piece to the holder with the least to do, and asks all of them at once, one connection and one thread each.
-Pieces travel in batches, from the memory of the one into the memory of the other; a tag follows each (``sealing.py``):
-these are the bytes that the holder has sent. Another holder makes up for one whose tag does not fit, and for one that
-falls away. Nothing is written to disk, and nothing is allocated by what a peer says: the sizes come from the layout.
+Theory. A box is a rectangle of a tensor. The layouts list, for each box of a newcomer, the ranks that hold an identical
+one. The newcomer cuts every box into pieces and assigns each piece to the holder with the least load. It asks all
+holders at once, with one connection and one thread each. Pieces travel in batches, from memory to memory. A tag follows
+each batch (``sealing.py``) and proves that these are the bytes that the holder has sent. If a tag does not fit or a
+holder is lost, another holder gives its pieces. Nothing is written to disk. No memory is allocated by what a peer
+sends: the sizes come from the layout.
 
 Invariants:
 1. When :func:`fetch` returns, every byte of every buffer came with a tag that fits.
@@ -23,9 +24,11 @@ import msgspec
 
 from holdfast.core.ids import Generation
 from holdfast.errors import HoldfastError, PeerLost, ProtocolError
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.request_server import TIMEOUT_S, AnswerServer
 from holdfast.runtime.net.service_names import state_of
+from holdfast.sealing import Secret
 from holdfast.store.layouts.layout import Box
 from holdfast.wire import Codec
 
@@ -45,27 +48,27 @@ class Piece(msgspec.Struct, frozen=True):
 
 
 class AskPieces(msgspec.Struct, frozen=True, tag=True):
-    """Together at most ``PIECE_SIZE_BYTES``."""
+    """A request for pieces of together at most ``PIECE_SIZE_BYTES``."""
 
     pieces: tuple[Piece, ...]
 
 
 class AskValues(msgspec.Struct, frozen=True, tag=True):
-    """The plain values that are common to all ranks."""
+    """A request for the plain values that are common to all ranks."""
 
 
 class Pieces(msgspec.Struct, frozen=True, tag=True):
-    """An answer: the bytes follow in the order of the question, then their tag."""
+    """The answer to ``AskPieces``: the bytes follow in the order of the request, then their tag."""
 
 
 class Values(msgspec.Struct, frozen=True, tag=True):
-    """An answer."""
+    """The answer to ``AskValues``."""
 
     data: bytes
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
-    """The server does not hold that."""
+    """The answer to a request for something that the server does not hold."""
 
     reason: str
 
@@ -74,7 +77,7 @@ Talk = AskPieces | AskValues | Pieces | Values | Refusal
 _CODEC: Codec[Talk] = Codec(Talk)  # type: ignore[arg-type]
 
 View = Callable[[str, Box, int, int], memoryview]
-"""Bytes from a first one up to another of a box, fewer where the box ends before."""
+"""A function of (name, box, start, end) that returns the bytes of a box from start to end, or to its last byte."""
 
 
 class Wanted(msgspec.Struct, frozen=True):
@@ -87,21 +90,21 @@ class Wanted(msgspec.Struct, frozen=True):
 
 
 class StateServer(AnswerServer[Talk]):
-    """Serves one frozen state to processes of the same run.
+    """A server of one frozen state for processes of the same run.
 
     Args:
-        view: bytes of a box that this rank holds; raises :class:`HoldfastError` for others, and where it
-            cannot read it.
+        view: returns bytes of a box that this rank holds; raises :class:`HoldfastError` for other boxes, and for a box
+            that it cannot read.
         values: the encoded plain values.
-        token: of the run.
-        service: whose state this is, see ``service_names.py``.
-        moved: called with the number of bytes that are about to be given.
+        secret: of the run.
+        service: the name of the rank and generation, see ``service_names.py``.
+        moved: called with the number of bytes that are about to be sent.
     """
 
     def __init__(
-        self, view: View, values: bytes, token: bytes, service: str, moved: Callable[[int], object] = int
+        self, view: View, values: bytes, secret: Secret, service: str, moved: Callable[[int], object] = int
     ) -> None:
-        super().__init__(_CODEC, token, service)
+        super().__init__(_CODEC, secret, service)
         self._moved = moved
         self._view = view
         self._values = values
@@ -129,9 +132,9 @@ class StateServer(AnswerServer[Talk]):
 
 
 def fetch(
-    sources: Mapping[int, tuple[str, int]],
+    sources: Mapping[int, Address],
     wanted: Sequence[Wanted],
-    token: bytes,
+    secret: Secret,
     generation: Generation,
     values_from: Sequence[int] = (),
     moved: Callable[[int], object] = int,
@@ -139,15 +142,15 @@ def fetch(
     """Fill all buffers from their holders, and return the plain values.
 
     Args:
-        sources: rank -> host and port of its server.
-        generation: for which they serve.
-        values_from: sources to ask for the values, the next one when one does not answer; by rank when empty.
-        moved: called with the number of bytes of each batch that was taken.
+        sources: rank -> address of its server.
+        generation: that of the servers.
+        values_from: ranks to ask for the plain values, in this order until one answers; empty: in the order of ranks.
+        moved: called with the number of bytes of each batch that has arrived.
 
     Raises:
-        PeerLost: a piece has no holder left that gives it.
+        PeerLost: no holder of a piece is left that gives it.
     """
-    peers = {rank: _SourcePeer(rank, at, token, state_of(rank, generation)) for rank, at in sources.items()}
+    peers = {rank: _SourcePeer(rank, at, secret, state_of(rank, generation)) for rank, at in sources.items()}
     try:
         with ThreadPoolExecutor(max(1, len(peers)), thread_name_prefix="holdfast-fetch") as pool:
             order = [peers[rank] for rank in values_from or sorted(peers)]
@@ -182,19 +185,19 @@ class _FetchedPart(msgspec.Struct):
 
 
 class _SourcePeer:
-    """One connection, made at its first use. ``lost`` says why it is not used any more."""
+    """The connection to one holder, made at its first use. ``lost``: why it is not used any more; empty: it is used."""
 
-    def __init__(self, rank: int, at: tuple[str, int], token: bytes, service: str) -> None:
+    def __init__(self, rank: int, at: Address, secret: Secret, service: str) -> None:
         self.rank = rank
         self.lost = ""
         self._at = at
-        self._token = token
+        self._secret = secret
         self._service = service
         self._lock = threading.Lock()
         self._channel: BlockingChannel[Talk] | None = None
 
     def values(self) -> bytes:
-        """The plain values. Raises: PeerLost."""
+        """Return the plain values. Raises: PeerLost."""
         with self._lock:
             return self._ask(AskValues(), Values, ()).data
 
@@ -209,7 +212,7 @@ class _SourcePeer:
             raise PeerLost(self.lost)
         try:
             if self._channel is None:
-                self._channel = BlockingChannel.connect(_CODEC, *self._at, self._token, self._service, ROLE)
+                self._channel = BlockingChannel.connect(_CODEC, self._at, self._secret, self._service, ROLE)
             self._channel.send(question)
             answer = self._channel.receive_answer(TIMEOUT_S)
             if isinstance(answer, kind):
@@ -230,7 +233,7 @@ class _SourcePeer:
 
 
 def _first_values(peers: Sequence[_SourcePeer]) -> bytes:
-    """Those of the first peer that has them."""
+    """Return the plain values of the first peer that gives them."""
     for peer in peers[:-1]:
         try:
             return peer.values()
@@ -250,7 +253,7 @@ def _parts(wanted: Sequence[Wanted]) -> list[_FetchedPart]:
 def _share_out(
     parts: Sequence[_FetchedPart], peers: Mapping[int, _SourcePeer]
 ) -> dict[int, list[_FetchedPart]]:
-    """Each piece to the holder with the least to do. Raises: PeerLost."""
+    """Assign each piece to the holder with the least load. Raises: PeerLost."""
     shares: dict[int, list[_FetchedPart]] = {}
     load = dict.fromkeys(peers, 0)
     for part in sorted(parts, key=lambda p: -p.size_bytes):
@@ -269,7 +272,7 @@ def _share_out(
 def _take(
     peer: _SourcePeer, parts: Sequence[_FetchedPart], moved: Callable[[int], object]
 ) -> list[_FetchedPart]:
-    """Fetch from one peer; returns what it did not give."""
+    """Fetch pieces from one peer, and return those that it did not give."""
     done = 0
     while done < len(parts):
         end, size_bytes = done, 0

@@ -1,8 +1,8 @@
-"""An exception of user code that ends its process: the log, the error file and the controller hear of it.
+"""The report of an exception of user code that ends its process: to the log, the error file and the controller.
 
-Theory. It is said as soon as it is known: the session says it while the process still holds the state, and waits for a
-word (``stays``), since all ranks may fall over the same thing at once, and then nobody else has it. What no session
-sees is said when the script has ended.
+Theory. The exception is reported as soon as it is known. The session reports it while the process still holds the
+state. The process then waits for an order (``stays``): if the same error hits all ranks at once, no other process has
+the state. An exception that no session sees is reported when the script has ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from holdfast.runtime.node.traceback_folding import is_own_mistake, without_own_
 from holdfast.runtime.worker.worker_client import WorkerClient
 
 FENCE_WAIT_S = 5.0
-"""A rank that has lost a peer hears which one within milliseconds; the loss of a node is noticed within 3 s."""
+"""Limit of the wait for the report about a lost peer, which takes milliseconds, and up to 3 s for a lost node."""
 POLL_S = 0.005
 _CAUGHT = re.compile(r"(Caught \S+ in [^\n]*)\.\nOriginal Traceback ")
 NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
@@ -37,7 +37,7 @@ def show(error: BaseException) -> None:
     printed = io.StringIO()
     with contextlib.redirect_stderr(
         printed
-    ):  # torch's hook marks each line with the rank, a script's may do more
+    ):  # torch's hook marks each line with the rank, a script's hook may do more
         sys.excepthook(type(error), error, error.__traceback__)
     text = printed.getvalue()
     sys.stderr.write(text if is_own_mistake(error) else without_own_frames(text))
@@ -45,7 +45,10 @@ def show(error: BaseException) -> None:
 
 
 def follows(client: WorkerClient, error: BaseException) -> bool:
-    """The exception only says that a peer is lost, and the fault of that peer is known: waits for it, with a bound."""
+    """Return True if the exception is only the effect of a lost peer whose fault is known.
+
+    The function waits for the report of that fault for at most ``FENCE_WAIT_S``.
+    """
     if not _lost_peer(error):
         return False
     deadline_s = time.monotonic() + FENCE_WAIT_S
@@ -55,7 +58,10 @@ def follows(client: WorkerClient, error: BaseException) -> bool:
 
 
 def show_following(client: WorkerClient, error: BaseException) -> None:
-    """One line in place of a traceback that hides the one of the rank that failed; the error file has the text."""
+    """Print one line in place of the traceback, which would hide that of the failed rank.
+
+    The error file has the text.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[0].filename}:{frames[0].lineno})" if frames else ""
     sys.stderr.write(f"holdfast: rank {client.rank} follows a fault{place}: {client.fence_reason}\n")
@@ -63,7 +69,7 @@ def show_following(client: WorkerClient, error: BaseException) -> None:
 
 
 def _lost_peer(error: BaseException | None) -> bool:
-    """It is of Holdfast's own kind, or torch has put such a one into words (an error in a callback of autograd)."""
+    """Return True for a ``FaultError``, or one that torch has put into text (an error in a callback of autograd)."""
     while error is not None:
         if isinstance(error, FaultError) or "PeerLost: " in words_of(error):
             return True
@@ -74,12 +80,14 @@ def _lost_peer(error: BaseException | None) -> bool:
 def tell(
     client: WorkerClient, error: BaseException, what: str = "", *, stays: bool = False, between: bool = False
 ) -> bool:
-    """Tell the controller that user code ends this process, once. Returns True for an error that the user has to fix.
+    """Report to the controller, once, that user code ends this process.
+
+    Return True for an error that the user has to fix.
 
     Args:
-        what: in place of the exception's own text.
-        stays: the process waits until it is told to go.
-        between: it was raised between two steps.
+        what: replaces the exception's own text.
+        stays: the process waits until it is ordered to leave.
+        between: the exception was raised between two steps.
     """
     user_error = isinstance(error, UserError | StoreError)
     if client.failed is not error:
@@ -102,7 +110,7 @@ def tell(
 
 
 def tell_exit(client: WorkerClient, error: SystemExit, step: int) -> None:
-    """The script leaves the block of ``step`` by ``sys.exit()``: with code 0, too, the others would wait for it."""
+    """Report that the script leaves the block of ``step`` by ``sys.exit()``, even with code 0: others would wait."""
     if client.fenced:
         return
     frames = traceback.extract_tb(error.__traceback__)
@@ -112,8 +120,10 @@ def tell_exit(client: WorkerClient, error: SystemExit, step: int) -> None:
 
 
 def digest(error: BaseException) -> str:
-    """Identity of an exception: type, place that raised it, and text without the numbers in it: they are those of a
-    rank, a step or an address."""
+    """Return a digest that identifies an exception: its type, the place that raised it, and its text.
+
+    Numbers in the text are left out: they may be of a rank, a step or an address.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     place = f"{frames[-1].filename}:{frames[-1].lineno}:{frames[-1].name}" if frames else ""
     text = f"{type(error).__qualname__}|{NUMBER.sub('0', words_of(error))}|{place}"
@@ -121,7 +131,7 @@ def digest(error: BaseException) -> str:
 
 
 def words_of(error: BaseException) -> str:
-    """The text of an exception, also of one whose class cannot say it."""
+    """Return the text of an exception, or a replacement if its class fails to make one."""
     try:
         return _with_cause(_sendable(str(error)))[:TEXT_SIZE_MAX]
     except Exception as broken:
@@ -129,7 +139,7 @@ def words_of(error: BaseException) -> str:
 
 
 def _with_cause(text: str) -> str:
-    """torch says in its first line only where an exception was caught, and in the last one which."""
+    """Join torch's first line, which says where an exception was caught, and its last line, which has the exception."""
     caught = _CAUGHT.match(text)
     return (
         f"{caught[1]}: {text.rstrip().rpartition(chr(10))[2]}{text[caught.end(1) + 1 :]}" if caught else text
@@ -141,7 +151,7 @@ def _text(error: BaseException) -> str:
 
 
 def _sendable(text: str) -> str:
-    """As UTF-8 has it: a name of a file may be of other bytes."""
+    """Return the text as valid UTF-8: a file name may contain other bytes."""
     return text.encode(errors="backslashreplace").decode()
 
 

@@ -1,9 +1,9 @@
-"""A worker's line to the agent of its node: one daemon thread with stdlib sockets.
+"""The connection of a worker to the agent of its node: one daemon thread with stdlib sockets.
 
-The thread works while the main thread sits in C++ (every collective releases the GIL), so a fence always
-arrives. When the agent dies, the thread reads the endpoint file until a successor answers; what was queued
-meanwhile is sent then, and the last message of each kind in ``REPEATED`` is sent again, because the dead agent may
-not have passed it on; so is what this process was told and the next agent may not know.
+The thread works while the main thread is in C++ (every collective releases the GIL), so a fence always arrives. When
+the agent dies, the thread reads the endpoint file until a successor answers. The queued messages are sent then. The
+last message of each kind in ``REPEATED`` is sent again, because the dead agent may not have passed it on. Messages that
+this process has received, and that the next agent may not know, are sent to it as well (:meth:`WorkerClient.repeat`).
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ from holdfast.runtime.node.status_page import Page
 from holdfast.wire import MESSAGES, WireMessage
 
 QUEUE_LENGTH_MAX = 10_000
-ORPHAN_LOOK_S = 1.0  # without an agent for so long: does the launcher live, which would start another one?
+# Without an agent for this time, look whether the launcher lives, which would start another one.
+ORPHAN_LOOK_S = 1.0
 RETRY_S = 0.05
 CLOSE_TIMEOUT_S = 2.0
 KV_SLACK_S = 5.0
@@ -58,7 +59,7 @@ M = TypeVar("M", bound=Message)
 
 
 class _KvRequest:
-    """A key-value request on its way."""
+    """A key-value request without an answer so far."""
 
     def __init__(self, message: KvRequest) -> None:
         self.message = message
@@ -72,11 +73,12 @@ def _starting() -> tuple[RankState, int]:
 
 
 class WorkerClient:
-    """One process life's connection to its agent. ``start`` begins, ``close`` sends what is queued and ends.
+    """The connection of one process to its agent. ``start`` opens it, ``close`` sends the queue and ends it.
 
-    ``hello`` gives state and step for :class:`WorkerHello`; a session sets it. ``on_fence_default`` poisons the process
-    groups of a script that has no session. ``fenced`` is True from the first fence until a :class:`ResumeInPlace`;
-    ``orphaned`` from when no agent is to be expected any more until one answers all the same.
+    ``hello`` returns state and step for :class:`WorkerHello`; a session sets it. ``on_fence_default`` poisons the
+    process groups of a script that has no session. ``fenced`` is True from the first fence until a
+    :class:`ResumeInPlace`. ``orphaned`` is True from the time when no agent is expected any more, until one answers
+    nevertheless.
     """
 
     _current: WorkerClient | None = None
@@ -115,7 +117,7 @@ class WorkerClient:
         self.on_fence_default: Callable[[str], None] | None = None
         self.fenced = False
         self.fence_reason = ""
-        self.failed: BaseException | None = None  # the exception that the controller was told
+        self.failed: BaseException | None = None  # the exception that was reported to the controller
         self.connected = False
         self.orphaned = False
         self.refused_stale = 0
@@ -142,11 +144,11 @@ class WorkerClient:
 
     @staticmethod
     def current() -> WorkerClient | None:
-        """The client of this process, if a launcher started it."""
+        """Return the client of this process, if a launcher started the process."""
         return WorkerClient._current
 
     def open_session(self) -> None:
-        """A session of this process begins.
+        """Record that a session of this process begins.
 
         Raises:
             UnsupportedError: it is not the first: a newcomer, which runs the script from its top, would join in the
@@ -161,7 +163,7 @@ class WorkerClient:
         self._has_session = True
 
     def start(self) -> None:
-        """Start both threads and become :meth:`current`."""
+        """Start both threads, and make this client :meth:`current`."""
         if self.run_dir is None:
             raise InternalError("a client without a run directory cannot start")
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -171,7 +173,7 @@ class WorkerClient:
         self._task_thread.start()
 
     def close(self) -> None:
-        """Send what is queued (bounded by ``CLOSE_TIMEOUT_S``) and end both threads."""
+        """Send the queue (for at most ``CLOSE_TIMEOUT_S``) and end both threads."""
         self._closing = True
         self._tasks.put(None)
         self._wake()
@@ -192,19 +194,22 @@ class WorkerClient:
         self._wake()
 
     def repeat(self, message: Message) -> None:
-        """Say ``message``, of which this process has heard, to every agent to come, after the hello."""
+        """Send ``message``, which this process has received, to every later agent after the hello."""
         self._repeated[type(message)] = message
 
     def on(self, kind: type[M], handler: Callable[[M], None]) -> None:
-        """Call ``handler`` in the client thread for each message of ``kind``; it replaces the one before."""
+        """Call ``handler`` in the client thread for each message of ``kind``; it replaces the earlier handler."""
         self._handlers[kind] = cast(Callable[[Message], None], handler)
 
     def run_task(self, task: Callable[[], None]) -> None:
-        """Run ``task`` after the tasks before it, in the task thread."""
+        """Run ``task`` in the task thread, after the earlier tasks."""
         self._tasks.put(task)
 
     def on_orphaned(self, handler: Callable[[], None]) -> None:
-        """Call ``handler`` when no agent answered for ``orphan_s``. Without one the process exits ``ORPHANED``."""
+        """Call ``handler`` when no agent answered for ``orphan_s``.
+
+        Without a handler the process exits with ``ORPHANED``.
+        """
         self._orphan_handlers.append(handler)
 
     def kv(
@@ -216,10 +221,11 @@ class WorkerClient:
         amount: int = 0,
         timeout_s: float = 300.0,
     ) -> KvReply:
-        """One operation on the agent's key-value store (see ``runtime/agent/kv_server.py``); blocks.
+        """Run one operation on the agent's key-value store (see ``runtime/agent/kv_server.py``); blocks.
 
-        ``error`` is ``timeout``, ``missing``, ``full``, ``not a number``, or one of those that mean that whatever this
-        belonged to is over: ``fenced``, a new generation began; ``orphaned``, nobody is there who would answer.
+        Returns:
+            The reply. Its ``error`` is ``timeout``, ``missing``, ``full``, ``not a number``, ``fenced`` (a new
+            generation began, so the result is not needed any more) or ``orphaned`` (there is no agent to answer).
         """
         if threading.current_thread() is self._thread:
             raise InternalError("kv() would wait for itself in the client thread")
@@ -234,7 +240,8 @@ class WorkerClient:
             timeout_s=timeout_s,
         )
         request = self._requests[number] = _KvRequest(message)
-        if self.fenced or self.orphaned:  # looked at after it was noted: what comes later ends what is noted
+        # Checked after the request is registered: a later fence ends all registered requests.
+        if self.fenced or self.orphaned:
             self._requests.pop(number, None)
             return KvReply(request_id=number, ok=False, error="fenced" if self.fenced else "orphaned")
         self._wake()
@@ -243,19 +250,22 @@ class WorkerClient:
         return request.reply
 
     def on_called(self, handler: Callable[[str], None]) -> None:
-        """A spare that is called moves its output: ``handler(log)`` in the client thread."""
+        """Call ``handler(log)`` in the client thread when this spare is made a member: it redirects the output."""
         self._on_call = handler
 
     # ------------------------------------------------------------ client thread
 
     def _waits(self, ready: bool) -> None:
-        """A spare cannot, or need not, go on before it is called."""
+        """Report that this spare waits.
+
+        ``ready``: at its first step; otherwise where the script needs its rank or a device.
+        """
         self.page.announce("at its first step" if ready else "where its script needs its rank or a device")
         self.page.place(0, Phase.SPARE)
         self.send(SpareWaits(member_id=self.member_id, ready=ready))
 
     def _called(self, called: Called) -> None:
-        """A spare is a member from now on."""
+        """Make this spare the member that the order names."""
         if self.stand_in is None:
             return
         self.member_id, self.generation = called.member_id, called.generation
@@ -267,14 +277,17 @@ class WorkerClient:
 
     def _wake(self) -> None:
         if self._wake_write < 0:
-            return  # not started: the thread begins with a look at what is queued
+            return  # not started: the thread begins with a look at the queue
         try:
             os.write(self._wake_write, b"x")
         except BlockingIOError:
             return  # the pipe is full of wake-ups already
 
     def _guard(self, body: Callable[[], None]) -> Callable[[], None]:
-        """An exception in one of our threads ends the process loudly: a deaf worker could hang the job."""
+        """Wrap the body of a thread.
+
+        An exception in it ends the process: a worker without the thread could hang the job.
+        """
 
         def run() -> None:
             try:
@@ -312,7 +325,7 @@ class WorkerClient:
                 self.orphaned = False
                 self._serve(channel)
                 if self.stand_in is not None and not self.stand_in.called and not self._closing:
-                    leave_process(Exit.RESTART)  # a spare belongs to its agent
+                    leave_process(Exit.RESTART)  # a spare leaves with its agent
                 away_since = time.monotonic()
             elif not self.orphaned and self._is_orphan(time.monotonic() - away_since):
                 self._be_orphan()
@@ -322,7 +335,7 @@ class WorkerClient:
                 time.sleep(RETRY_S)
 
     def _is_orphan(self, away_s: float) -> bool:
-        """No successor of the agent is to be expected any more."""
+        """Return True if no successor of the agent is expected any more."""
         if away_s <= min(ORPHAN_LOOK_S, self.orphan_s):
             return False
         assert self.run_dir is not None
@@ -335,13 +348,13 @@ class WorkerClient:
         if endpoint is None:
             return None
         try:
-            at, service = (endpoint.host, endpoint.port), agent_of(endpoint.node)
-            return BlockingChannel.connect(MESSAGES, *at, run.token(), service, "worker")
+            service = agent_of(endpoint.node)
+            return BlockingChannel.connect(MESSAGES, endpoint.at, run.secret(), service, "worker")
         except (OSError, ProtocolError):
             return None  # a successor may be about to publish another endpoint; bounded by orphan_s
 
     def _serve(self, channel: BlockingChannel[WireMessage]) -> None:
-        """Talk until the connection breaks or ``close`` has nothing left to send."""
+        """Exchange messages until the connection breaks or ``close`` has nothing left to send."""
         self._channel = channel
         for request in list(self._requests.values()):
             request.sent = False
@@ -364,7 +377,7 @@ class WorkerClient:
                         for message in channel.drain():
                             self._dispatch(message)
         except (OSError, ProtocolError):
-            return  # the agent is gone or talks nonsense: connect again
+            return  # the agent is gone or sends invalid data: connect again
         finally:
             self.connected = False
             self._channel = None
@@ -420,7 +433,7 @@ class WorkerClient:
         elif isinstance(message, ResumeInPlace):
             self.generation = message.generation
             self.page[Word.GENERATION] = message.generation.pack()
-            if message.generation != self._resumed_in:  # a controller that takes over says it again
+            if message.generation != self._resumed_in:  # a new controller repeats the order
                 self.page[Word.DUE] = 1
             self.fenced = False  # last: other threads that see it are in the new generation
         handler = self._handlers.get(type(message))
@@ -428,11 +441,14 @@ class WorkerClient:
             handler(message)
 
     def moved(self, size_bytes: int) -> None:
-        """So many bytes of the state were given, taken, compared or written: the controller waits for the rest."""
+        """Count bytes of the state that were sent, received, compared or written.
+
+        The controller sees that work continues.
+        """
         self.page[Word.WORK] += size_bytes
 
     def resumed(self, generation: Generation) -> None:
-        """The main thread has come to where the job goes on in ``generation``."""
+        """Record that the main thread has reached the point at which the job resumes in ``generation``."""
         self._resumed_in = generation
         self.page[Word.FENCED] = self.page[Word.DUE] = 0
 
@@ -448,7 +464,7 @@ class WorkerClient:
             leave_process(Exit.ORPHANED)
         for handler in self._orphan_handlers:
             handler()
-        self.orphaned = True  # last: whoever is refused an answer finds that the session knows why
+        self.orphaned = True  # last: when a request fails, the session knows the reason
         self._fail_requests("orphaned")
 
     def _fence(self, fence: Fence) -> None:
@@ -466,7 +482,7 @@ class WorkerClient:
             task()
 
     def _forget(self) -> None:
-        """In a forked child (a data loader's): the line is the parent's; do not keep its socket open."""
+        """Close the connection in a forked child (of a data loader): it belongs to the parent."""
         if WorkerClient._current is self:
             WorkerClient._current = None
             if self._channel is not None:

@@ -1,2 +1,5 @@
-"""Saves and loads of a session: ``checkpointer``, ``save_schedule``, ``resume``, ``memory_tier``, and the state that a
-survivor gives to a replacement (``state_transfer``, ``transfer_snapshot``)."""
+"""Saves and loads of a session.
+
+``checkpointer`` saves, ``save_schedule`` decides when, ``resume`` loads, ``memory_tier`` keeps states in memory.
+``state_transfer`` and ``transfer_snapshot`` give the state of a survivor to a replacement.
+"""

@@ -1,15 +1,15 @@
-"""Behind the block of a step: what the script does there belongs to the step, and is a part of what is kept of it.
+"""Code of the script after the block of a step: its effect belongs to the step, and to the saved state of that step.
 
-Theory. A schedule that moves once in an epoch, an average of weights, a count of bad epochs often stand behind the
-block: ``if step.committed and step.last_in_epoch: scheduler.step()``. Who comes into the job later begins with the
-next step and does not run this code. So the state of a step is whole when the script asks for the next one, and not
-when its block ends. Saves are made then; who serves the state or saves it for a fault waits for the script
-(``checkpointer.py``); what the memory tier has by then is brought up to date. Only the save of a graceful exit is made
-when the block ends, as time may be short, and once more where the script has changed something since.
+Theory. A schedule that moves once in an epoch, an average of weights or a count of bad epochs often comes after the
+block: ``if step.committed and step.last_in_epoch: scheduler.step()``. A replacement starts at the next step and never
+runs this code. The state of a step is therefore complete when the script asks for the next step, not when the block
+ends. Saves are made at that time. A rank that serves or saves its state after a fault waits for the script
+(``checkpointer.py``). The state in the memory tier is amended. Only the save of a graceful exit is made when the block
+ends, because time may be short. It is made again if the script has changed something since.
 
 Invariants:
-1. No state is saved or given away while the script is between the end of a block and its next step, as far as that does
-   not take longer than ``SCRIPT_TIMEOUT_S``.
+1. No state is saved or given while the script is between the end of a block and its next step, unless that takes longer
+   than ``SCRIPT_TIMEOUT_S``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holdfast.core.protocol.messages import ExitAgreed
 from holdfast.core.worker.position import ScriptEvent
 from holdfast.core.worker.vote import Tally
 from holdfast.errors import PeerLost, StoreWriteError
-from holdfast.frameworks.common.adapter import Adapter
+from holdfast.frameworks.common.adapter import StateAdapter
 from holdfast.session.checkpoints.checkpointer import Checkpointer
 from holdfast.session.checkpoints.memory_tier import MemoryTier
 from holdfast.session.checkpoints.save_schedule import SaveSchedule
@@ -32,20 +32,20 @@ EXIT_LINE = "Graceful exit is triggered, stop training"
 
 
 class AfterBlock:
-    """What is done when the script is back from behind a block.
+    """The work that is due when the script asks for the next step after a block.
 
     Args:
         rank, adapter, pace, tier, saver, pause: of the session.
 
     Attributes:
         exit_agreed: all ranks leave.
-        exit_sealed: and the checkpoint of that is there.
+        exit_sealed: the checkpoint of this exit is sealed.
     """
 
     def __init__(
         self,
         rank: StepParticipant,
-        adapter: Adapter,
+        adapter: StateAdapter,
         pace: SaveSchedule,
         tier: MemoryTier,
         saver: Checkpointer,
@@ -59,34 +59,34 @@ class AfterBlock:
         self._saver = saver
         self._pause = pause
         self._tally: Tally | None = None  # of the step that has just been committed
-        self._left_with = ""  # digest of what was saved for the exit
+        self._left_with = ""  # digest of the state that was saved for the exit
 
     def committed(self, tally: Tally) -> None:
-        """A block has ended: what its vote asked for is done when the script is back, or now, where time is short."""
+        """Keep the requests of the vote until the code after the block has run. Save for an agreed exit at once."""
         self._tally = tally
         if tally.exit:
             self._agree_exit()
 
     def forget(self) -> None:
-        """The job has gone back: what the last vote asked for is asked again."""
+        """Drop the requests of the last vote, because the job has gone back and will vote again."""
         self._tally = None
 
     def begin(self) -> None:
-        """The script begins a loop. It may have left the one before from behind a block, with ``break``.
+        """Drop the requests of the last vote when the script begins a loop; the next vote repeats them.
 
-        What it has done since is not of that step: what its vote asked for is asked again by the next one.
+        The script may have left the last loop after a block with ``break``, and changed the state since.
         """
         if not self.exit_agreed:
             self.forget()
 
     def come_back(self) -> None:
-        """The script asks for the next step, or comes into a loop, or the session ends."""
+        """Amend the kept state and make the saves of the last vote, once the script's code after a block has run."""
         rank = self._rank
         self._tier.amend(rank.step)
         rank.moved(ScriptEvent.RETURNED)
         tally, self._tally = self._tally, None
         if rank.fenced or tally is None:
-            return  # what the vote said of saving and leaving is asked again after the recovery
+            return  # the vote after the recovery repeats the requests to save and to leave
         if self.exit_agreed:
             self._amend_exit()
         elif kind := self._pace.agreed(tally, rank.step):
@@ -108,7 +108,7 @@ class AfterBlock:
         self._save_exit()
 
     def _amend_exit(self) -> None:
-        """Save once more when the script of any rank has changed something behind the block."""
+        """Save again if the script of any rank has changed its state after the block."""
         try:
             same = self._saver.all_say(self._digest() == self._left_with)
         except PeerLost:
@@ -122,12 +122,12 @@ class AfterBlock:
         try:
             self.exit_sealed = self._saver.save("exit", wait=True)
         except StoreWriteError:
-            self.exit_sealed = False  # logged and reported; the exit code says it
+            self.exit_sealed = False  # it is logged and reported, and the exit code shows it
         if self._rank.fenced:
             self.exit_agreed = False
 
     def _digest(self) -> str:
-        """Of the whole state."""
+        """Return a digest of the whole state."""
         collected = self._adapter.collect()
         total = xxhash.xxh3_128(encode_values(collected.values))
         for meta in collected.layout(self._adapter.rank, self._adapter.world_size).tensors:

@@ -1,10 +1,10 @@
-"""Saving: periodic and asked-for checkpoints beside the training, last-gasp checkpoints from the decision.
+"""Saves of a session: periodic and requested checkpoints beside the training, last-gasp checkpoints after a fault.
 
-Theory. Who writes what follows from the layouts of all ranks alone, so a save needs no communication: each rank writes
-its share, and whoever sees all shares seals. A periodic save copies the share and returns; exit, final and last-gasp
-saves are written from the state itself, which cannot change meanwhile. The last-gasp runs in the client's task thread:
-the main thread may be anywhere, but it cannot pass the step boundary, and what an aborted block changed is read from
-the copies made when it began.
+Theory. The layouts of all ranks alone determine which rank writes which part, so a save needs no communication. Each
+rank writes its share, and a rank that sees all shares seals the checkpoint. A periodic save copies the share and
+returns. Exit, final and last-gasp saves are written from the state itself, which cannot change meanwhile. The last-gasp
+runs in the client's task thread. The main thread may be anywhere then, but it cannot pass the end of the step. State
+that an aborted block has changed is read from the copies made when the block began.
 
 Invariants:
 1. A save id is the same on all ranks: (run, generation, step, attempt) and the kind come from the vote or the order.
@@ -27,7 +27,8 @@ from holdfast.core.protocol.status_page import Phase
 from holdfast.core.worker.position import ScriptEvent
 from holdfast.core.worker.vote import Ballot
 from holdfast.errors import HoldfastError, InternalError, PeerLost, StateError, StoreWriteError
-from holdfast.frameworks.common.adapter import Adapter, Collected, KnowsWeights, PinsMemory
+from holdfast.frameworks.common.adapter import Collected, StateAdapter
+from holdfast.frameworks.common.optional_abilities import KnowsWeights, PinsMemory
 from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.session.checkpoints.memory_tier import MemoryTier
 from holdfast.session.checkpoints.save_schedule import SaveSchedule
@@ -57,12 +58,12 @@ log = logging.getLogger("holdfast")
 
 SEAL_TIMEOUT_S = 60.0
 SCRIPT_TIMEOUT_S = 10.0
-"""Less than what a survivor has to serve its state (``core/config.py``)."""
+"""Limit of the wait for the script; less than the limit for serving the state (``core/config.py``)."""
 WEIGHTS_TIMEOUT_S = 30.0
-"""For other weights in their place to go, before a save; less than what a last-gasp may take as a whole."""
+"""Limit of the wait, before a save, for weights that the script has replaced; less than a last-gasp's limit."""
 WEIGHTS_POLL_S = 0.05
 SEAL_POLL_S = 0.02
-SEAL_POLL_MAX_S = 0.32  # many ranks ask one server
+SEAL_POLL_MAX_S = 0.32  # many ranks may ask one server
 
 
 Values = Callable[[Collected], dict[str, object]]
@@ -70,28 +71,28 @@ Locals = Callable[[], dict[str, object]]
 
 
 class Checkpointer:
-    """All saves of one session.
+    """Makes all saves of one session.
 
     Args:
         rank, adapter: of the session.
-        root: where checkpoints go, or None.
+        root: place of the checkpoints, or None.
         run: first part of every save id.
-        keep: which valid checkpoints of this lineage pruning leaves.
-        values: plain values common to all ranks, given the collected state.
-        locals_: plain values of this rank alone, of the last committed step.
-        pace: hears what saves cost.
+        keep: decides which valid checkpoints of this lineage stay.
+        values: returns the plain values common to all ranks, given the collected state.
+        locals_: returns the plain values of this rank alone, of the last committed step.
+        pace: receives what saves cost.
         votes: of this rank.
         verifier: compares the copies of the state before any of it is written.
-        copies: of everything that is saved beside training, on as many ranks as hold it.
-        tier: what this rank keeps in memory.
-        lineage: this run, and those that it came from.
-        watched: a launcher reads the event log, and tells what was saved.
+        copies: number of copies of each box that is saved beside training, by as many of its holders.
+        tier: the memory tier of this rank.
+        lineage: returns this run and the runs that it continues.
+        watched: a launcher reads the event log, and prints the saves.
     """
 
     def __init__(
         self,
         rank: StepParticipant,
-        adapter: Adapter,
+        adapter: StateAdapter,
         root: Place | None,
         run: str,
         keep: KeepPolicy,
@@ -109,8 +110,8 @@ class Checkpointer:
         self._level = logging.DEBUG if watched else logging.INFO
         self.root = root
         self._saved: tuple[Generation, int] | None = None
-        self._unwritten: tuple[Generation, int] | None = None  # a save whose share could not be written
-        self._wrecks: list[SaveId] = []  # this rank could not write its share; others may still be at theirs
+        self._unwritten: tuple[Generation, int] | None = None  # a save without this rank's share
+        self._wrecks: list[SaveId] = []  # saves without this rank's share; other ranks may still write
         self._rank = rank
         self._adapter = adapter
         self._run = run
@@ -124,10 +125,10 @@ class Checkpointer:
         self._copies = copies
         self._sole = SoleUse()
         self._noting = threading.Lock()  # a small save is written before its cost is known
-        self._costs: dict[SaveId, tuple[float, int]] = {}  # seconds of stall, steps put off
+        self._costs: dict[SaveId, tuple[float, int]] = {}  # seconds of stall, steps of delay
         self._attempts: dict[tuple[Generation, int], int] = {}
         self._planned: tuple[Mapping[int, Layout], Catalogue, SavePlan] | None = None
-        # All that one decision asks for waits once.
+        # All work that one decision orders shares one wait.
         self._script_until: tuple[Generation, float] | None = None
         self._weights_until: tuple[Generation, float] | None = None
         self._given = TransferSnapshot(rank, adapter)
@@ -147,42 +148,46 @@ class Checkpointer:
         )
 
     def start(self) -> None:
-        """Begin: the writer thread."""
+        """Start the writer thread."""
         if self.root is not None:
             self._background.__enter__()
 
     @property
     def busy(self) -> bool:
-        """A save is being written in the background."""
+        """True while a save is being written in the background."""
         return self._background.busy
 
     def claim(self, *, begins: bool) -> None:
-        """The first rank of a run that ``begins``, or goes on, will save here."""
+        """Lock the checkpoint directory for this run, on rank 0.
+
+        Args:
+            begins: the run is new. It then warns if another live run saves here.
+        """
         if self._adapter.rank == 0:
             self._sole = SoleUse(self.root, tells=begins)
 
     def close(self) -> None:
-        """Finish the save in flight."""
+        """Finish the save in flight, stop serving the state and release the directory."""
         self.resumed()
         self._background.close()
         self._sole.close()
 
     def resumed(self) -> None:
-        """The job goes on: the state moves again, and is not served any more."""
+        """Stop serving the state, because the job continues and the state changes."""
         if self._giver is not None:
             self._giver.stop()
 
     def saved(self, step: int) -> None:
-        """All ranks of this generation have saved (or loaded) ``step``, or tried to: see :meth:`is_written`."""
+        """Record that all ranks saved or loaded ``step`` in this generation, or tried to: see :meth:`is_written`."""
         self._saved = self._rank.machine.generation, step
 
     @property
     def is_saved(self) -> bool:
-        """This step was saved in this generation: a newcomer knows of no other, and all ranks must say the same."""
+        """True if this step was saved in this generation. Earlier ones do not count: a newcomer does not know them."""
         return self._saved == (self._rank.machine.generation, self._rank.step)
 
     def is_written(self) -> bool:
-        """This step was saved, and what was handed over has been written, by all ranks (which all ask).
+        """Return whether all ranks have written their shares of this step. All ranks call this at the same step.
 
         Raises:
             PeerLost: the vote broke.
@@ -193,24 +198,24 @@ class Checkpointer:
         return self.all_say(self._unwritten != self._saved)
 
     def all_say(self, yes: bool) -> bool:
-        """Whether every rank says so, which they all are asked between the same steps. Raises: PeerLost."""
+        """Vote between two steps, and return whether every rank called this with ``yes``. Raises: PeerLost."""
         ballot = Ballot(step=self._rank.step, between=True, save=not yes)
         tally = self._votes.cast(ballot)
         return tally.passed and not tally.save
 
     def _collected_to_give(self, frozen: bool) -> tuple[Collected, bool]:
-        """The state for newcomers. What the script has put into it since the last step is told before it is offered."""
+        """Collect the state for newcomers. Publish its layout before the state is offered."""
         collected, at_block = self._given.collect(frozen)
         self._votes.tell(collected)
         return collected, at_block
 
     def _to_give(self, frozen: bool) -> tuple[Collected, dict[str, object]]:
-        """The same, and the plain values with it."""
+        """Return the state for newcomers and its plain values."""
         collected, at_block = self._collected_to_give(frozen)
         return collected, {**self._values(collected), "at_block": at_block}
 
     def _plan(self) -> tuple[Catalogue, SavePlan]:
-        """Catalogue and plan over all ranks, which have agreed on their layouts. Raises: StateError."""
+        """Return catalogue and plan over all ranks, which have agreed on their layouts. Raises: StateError."""
         layouts = self._votes.layouts()
         if self._planned is None or self._planned[0] != layouts:
             catalogue = Catalogue.from_encoded(layouts)
@@ -221,7 +226,7 @@ class Checkpointer:
     # ------------------------------------------------------------------ saves of a running job
 
     def save(self, kind: str, *, wait: bool) -> bool:
-        """Save the state now, at READY. With ``wait`` it is written when this returns; True = it is sealed.
+        """Save the state now, between two steps. With ``wait``, return after it is written: True if it is sealed.
 
         Raises:
             StoreWriteError: with ``wait``: it could not be written.
@@ -241,11 +246,11 @@ class Checkpointer:
             return False
         except HoldfastError as error:
             if self._rank.fenced:
-                return False  # the others are gone: the decision that follows saves this step
+                return False  # the other ranks are lost: the decision that follows saves this step
             self._report(save_id, error)
             if wait:
                 raise
-            # The others have handed theirs over, and ask all ranks whether it is written.
+            # The other ranks have passed on their shares, and ask all ranks whether the save is written.
             self.saved(save_id.step)
             self._unwritten = self._saved
             return False
@@ -277,7 +282,7 @@ class Checkpointer:
             )
         except HoldfastError as error:
             tell_why(self._rank.client, _why_key(save_id), rank, error)
-            self.all_say(False)  # the others wait for this share, and are at theirs no more
+            self.all_say(False)  # the other ranks have written theirs, and wait for this vote
             self._abandon(save_id)
             raise
         self._costs[save_id] = (time.perf_counter() - started_s, 0)
@@ -289,7 +294,7 @@ class Checkpointer:
         return written.sealed or self._await_seal(root / save_id.directory())
 
     def require_sealed(self, sealed: bool) -> None:
-        """Without a seal a checkpoint is none. Raises: StoreWriteError, unless a recovery comes first."""
+        """Refuse a checkpoint without a seal. Raises: StoreWriteError, unless a recovery comes first."""
         if not sealed and self.root is not None and not self._rank.fenced:
             raise StoreWriteError(
                 f"step {self._rank.step} is written, but not whole: some shares did not come to {self.root}",
@@ -297,9 +302,12 @@ class Checkpointer:
             )
 
     def verify(self) -> bool:
-        """Compare the copies of the whole state with all ranks, once per step and generation; False: a peer is lost.
+        """Compare the copies of the whole state with all ranks, once per step and generation.
 
-        Does not return when they differ: all ranks start again from a state that was compared.
+        Never returns when the copies differ: all ranks then restart from a state that was compared.
+
+        Returns:
+            False if a peer is lost.
         """
         try:
             if self._verifier.active:
@@ -310,19 +318,19 @@ class Checkpointer:
         return True
 
     def _verified(self) -> tuple[Collected, Catalogue, SavePlan]:
-        """The state, when all its copies are equal, and how it is written."""
+        """Return the state, its catalogue and the plan of its save, after all copies were found equal."""
         try:
             collected = self._adapter.collect()
             self._votes.tell(collected)
         except HoldfastError:
-            self._verifier.agree(None)  # the others wait for this rank's word
+            self._verifier.agree(None)  # the other ranks wait for this rank's vote
             raise
         if not self._verifier.agree(collected):
             self._rank.await_end()
         return collected, *self._plan()
 
     def _await_seal(self, path: Place) -> bool:
-        """The other ranks are writing their shares."""
+        """Wait until the other ranks have written their shares. Return whether the checkpoint is sealed and valid."""
         deadline_s, pause_s = time.monotonic() + SEAL_TIMEOUT_S, SEAL_POLL_S
         while time.monotonic() < deadline_s and not self._rank.fenced:
             with open_attempt(path) as attempt:
@@ -334,7 +342,7 @@ class Checkpointer:
         return False
 
     def _done(self, save_id: SaveId, result: WrittenShare | HoldfastError) -> None:
-        """A share is written, or not; in the writer thread for a save in the background."""
+        """Report that a share is written, or why not; in the writer thread for a save in the background."""
         self._report(save_id, result)
         if not isinstance(result, WrittenShare):
             self._unwritten = save_id.generation, save_id.step
@@ -347,12 +355,12 @@ class Checkpointer:
         self._tidy(prune=result.sealed)
 
     def _abandon(self, save_id: SaveId) -> None:
-        """A save is of no use: this rank could not write its share."""
+        """Give up a save of which this rank could not write its share."""
         self._wrecks.append(save_id)
         self._tidy(prune=False)
 
     def _tidy(self, *, prune: bool) -> None:
-        """Remove what is of no use any more. What a full disk holds of a failed save would let the next fail, too."""
+        """Remove failed saves, which may fill the disk. With ``prune``, also remove checkpoints by the retention."""
         if self.root is None or not (prune or self._wrecks):
             return
         root = Root(self.root)
@@ -362,7 +370,7 @@ class Checkpointer:
                 root.prune(self._keep, lineage=self._lineage())
         except HoldfastError as error:
             log.warning("holdfast: old checkpoints stay: %s", error.message)
-        except Exception:  # the save is good all the same: no training ends because of this
+        except Exception:  # the save itself is good, so the training continues
             log.exception("holdfast: old checkpoints stay")
 
     def _report(self, save_id: SaveId, result: WrittenShare | HoldfastError) -> None:
@@ -391,7 +399,7 @@ class Checkpointer:
     # ------------------------------------------------------------------ last-gasp
 
     def on_settle(self, settle: Settle) -> None:
-        """In the client thread: start the save that the decision orders, if this rank is a source."""
+        """Start what the decision orders: digests, serving the state, a save. Runs in the client thread."""
         client = self._rank.client
         if client is None:
             return
@@ -404,7 +412,7 @@ class Checkpointer:
             client.run_task(lambda: self._last_gasp(settle))
 
     def _vouch(self, client: WorkerClient, settle: Settle) -> None:
-        """Tell what this rank is about to save or to give: its layout, if it has changed, and the digests."""
+        """Publish the layout of the state that this rank is about to save or give, and the digests of its copies."""
         copies: tuple[CopyDigest, ...] = ()
         try:
             collected, _ = self._collected_to_give(self._await_boundary(settle))
@@ -435,9 +443,9 @@ class Checkpointer:
             self._done(order.save_id, written)
 
     def _await_boundary(self, settle: Settle) -> bool:
-        """Wait until this rank stands at the decided step; True when that is the start of an aborted block.
+        """Wait until this rank is at the step of the decision. Return True if it aborted the block of that step.
 
-        The controller's bounds, or another fence, end the wait.
+        The controller's time limits, or another fence, end the wait.
         """
         rank = self._rank
         with rank.changed:
@@ -449,15 +457,15 @@ class Checkpointer:
                 rank.changed.wait(POLL_S)
             self._await_script(settle)
             aborted = rank.state == "aborted"
-        if settle.rewind < 0:  # else what is in memory counts
+        if settle.rewind < 0:  # otherwise the state in the memory tier counts
             self._await_weights(settle)
         return aborted
 
     def _await_script(self, settle: Settle) -> None:
-        """The script may be behind the block, or the loop, of the step: what it does there is a part of the state.
+        """Wait for the script to finish code after the block or the loop, whose effect is a part of the step's state.
 
-        What it does before the block of the step is not, but a newcomer need not do what this rank has
-        (``transfer_snapshot.py``).
+        Code before the block of the step is no part of it. For a newcomer that need not run such code, see
+        ``transfer_snapshot.py``.
         """
         rank = self._rank
         if self._script_until is None or self._script_until[0] != settle.generation:
@@ -477,10 +485,10 @@ class Checkpointer:
             rank.changed.wait(POLL_S)
 
     def _await_weights(self, settle: Settle) -> None:
-        """The script, out of the block, may have other weights in the model for a while: an average that it evaluates.
+        """Wait while the script, out of the block, has other weights in the model, as an average that it evaluates.
 
         Raises:
-            StateError: for longer than the others can wait.
+            StateError: it has them for longer than the other ranks can wait.
         """
         rank = self._rank
         if self._weights_until is None or self._weights_until[0] != settle.generation:
@@ -495,12 +503,12 @@ class Checkpointer:
         self._require_weights()
 
     def _has_other_weights(self) -> bool:
-        adapter = self._adapter  # in the block the script trains with what it has put there
+        adapter = self._adapter  # in the block, weights that the script has set are the trained ones
         away = self._rank.script.may_hold_other_weights
         return away and isinstance(adapter, KnowsWeights) and not adapter.holds_weights()
 
     def _require_weights(self) -> None:
-        """Raises: StateError."""
+        """Check that the model holds the trained weights. Raises: StateError."""
         if self._has_other_weights():
             raise StateError(
                 f"step {self._rank.step}: the script has changed weights since the block, and is not back at one",
@@ -517,7 +525,7 @@ class Checkpointer:
         frozen: bool,
     ) -> WrittenShare:
         rank = self._adapter.rank
-        # All start again before the block, with what the script does there.
+        # All ranks restart before the block and run the code there.
         collected = self._adapter.collect(frozen=frozen, before=save_id.step)
         own_layout = collected.layout(rank, self._adapter.world_size).encode()
         catalogue = catalogue_of({**layouts.by_rank(), rank: own_layout})
@@ -534,13 +542,13 @@ class Checkpointer:
         )  # fmt: skip
 
     def _wrote(self, size_bytes: int) -> None:
-        """Of a last-gasp: the controller waits for the rest, and the script goes on meanwhile."""
+        """Show the progress of a last-gasp to the controller, and check that the model holds the trained weights."""
         if self._rank.client is not None:
             self._rank.client.moved(size_bytes)
         self._require_weights()
 
     def rescue(self, frozen: bool) -> None:
-        """A process without a launcher is about to end by an exception: keep its last committed step."""
+        """Save the last committed step of a process without a launcher that is about to end by an exception."""
         if self.root is None or self._rank.client is not None:
             return
         self._background.wait()

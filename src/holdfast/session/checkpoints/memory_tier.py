@@ -1,21 +1,22 @@
 """The memory tier of a session: this rank's state of every N-th step, in shared memory that outlives the process.
 
-Theory. Where a box has one holder, the loss of that rank is the loss of the box. So each rank copies its whole state,
-tensors, plain values and data position, into the run's shared memory (``store/shared_memory/memory_slots.py``) before
-it shows the step as committed: whoever replaces it finds the state of exactly that step. With N above 1 all ranks go
-back to the newest step that everybody has there, the living in place, and do the steps after it again.
+Theory. If only one rank holds a box, the loss of that rank is the loss of the box. So each rank copies its whole state
+(tensors, plain values, data position) into the run's shared memory (``store/shared_memory/memory_slots.py``). It does
+so before it shows the step as committed. The process that replaces the rank then finds the state of exactly that step.
+With N above 1 all ranks go back to the newest step that every rank has in the tier, and run the later steps again. The
+surviving processes do this without a restart.
 
-Without an N the tier decides by itself: it is on where some box has one holder, and keeps a state whenever the last
-copy took less than ``SHARE`` of the time since: every step when that is cheap, else less often. Each rank votes whether
-it can afford it (``core/worker/vote.py``); all keep when all can.
+Without an N the tier decides on its own. It is on if some box has only one holder. It keeps a state whenever the last
+copy took less than ``SHARE`` of the time since: at every step if copies are cheap, otherwise less often. Each rank
+votes whether it can afford a copy (``core/worker/vote.py``), and all ranks keep the state if all can.
 
 Invariants:
 1. All ranks keep the same steps.
-2. READY(s) of a step that is kept is shown only when its state is there. What the script does behind the block of it is
-   a part of this state as soon as the script is back (``after_block.py``): then the state is whole. With several nodes
-   only whole ones are spoken of, given away and loaded; on one node a rank sees whether another one has amended its
-   own.
-3. A lack of shared memory ends the tier, with a warning, and never the training.
+2. If the state of step s is kept, READY(s) is shown only when that state is in memory. Changes that the script makes
+   after the block belong to this state, and are added (the state is *amended*) when the script asks for the next step
+   (``after_block.py``). From then on the kept state is whole. With several nodes only whole states are reported, given
+   and loaded. On one node a rank sees whether another rank has amended its state.
+3. A lack of shared memory ends the tier with a warning, and never the training.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ import numpy as np
 from holdfast.core.ids import NO_VERSION
 from holdfast.core.protocol.status_page import Word
 from holdfast.errors import CheckpointInvalid, StateError
-from holdfast.frameworks.common.adapter import Adapter, Collected, CountsWrites
+from holdfast.frameworks.common.adapter import Collected, StateAdapter
+from holdfast.frameworks.common.optional_abilities import CountsWrites
 from holdfast.session.checkpoints.resume import Resumed, refuse_another_model
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.update_log import ENTRIES_MAX, UpdateRecord
@@ -46,35 +48,35 @@ log = logging.getLogger("holdfast")
 
 AUTO = -1
 SHARE = 0.005
-"""Of the time, for copies into memory, where no interval was given."""
+"""Largest share of the time for copies into memory, where no interval was given."""
 
 Values = Callable[[Collected, int], Mapping[str, object]]
 
 
 class Stamp(NamedTuple):
-    """Another one when the state has changed."""
+    """A fingerprint of the state: it differs when the state has changed."""
 
-    values: bytes  # the plain ones, as they are kept
+    values: bytes  # the plain values, encoded
     writes: tuple[int, ...]
 
 
 class MemoryTier:
-    """One rank's part of the memory tier.
+    """The memory tier of one rank.
 
     Args:
         rank: knows the layouts of all ranks.
         adapter: the framework.
-        directory: of the run's shared memory; None: there is no agent to outlive this process.
+        directory: of the run's shared memory; None: no agent outlives this process.
         every: steps between two states; 0: nothing is kept; AUTO: see the module.
-        values: plain values common to all ranks, given the collected state and its step.
-        locals_: plain values of this rank alone.
-        pull: with several nodes: gets the state of a rank and step from another one; False: nobody has it.
+        values: returns the plain values common to all ranks, given the collected state and its step.
+        locals_: returns the plain values of this rank alone.
+        pull: with several nodes: fetches the state of a rank and step from another node; False: no node has it.
     """
 
     def __init__(
         self,
         rank: StepParticipant,
-        adapter: Adapter,
+        adapter: StateAdapter,
         directory: Path | None,
         every: int,
         values: Values,
@@ -83,7 +85,7 @@ class MemoryTier:
     ) -> None:
         self._pull = pull
         self._rank = rank
-        self._version = NO_VERSION  # of the layouts that were looked at
+        self._version = NO_VERSION  # of the layouts that were checked last
         self._alone = False  # some box of the job has one holder
         self._said = False
         self._kept_s = time.monotonic()
@@ -96,33 +98,33 @@ class MemoryTier:
         self._locals = locals_
         self._slots: Slots | None = None
         self._record = UpdateRecord(adapter, every)
-        self._replayed = -1  # this process made its state of this step again, from an earlier one
-        self._stamped: Stamp | None = None  # of what was kept when the last block ended
+        self._replayed = -1  # step whose state this process made again from an earlier one
+        self._stamped: Stamp | None = None  # of the state that was kept when the last block ended
         self.know_rank()
 
     def know_rank(self) -> None:
-        """The adapter knows the rank whose states are kept: from the start, or since a spare was called."""
+        """Open the memory of the adapter's rank: at the start, or when a spare gets its rank."""
         self._slots = None if self._directory is None else Slots(self._directory, self._adapter.rank)
         self._record.know(self._directory if self.on else None, self._adapter.rank)
 
     @property
     def on(self) -> bool:
-        """States are kept, or will be when the layouts of all ranks are known and ask for it."""
+        """True if states are kept, or may be when the layouts of all ranks are known."""
         return self._every != 0
 
     def steps(self) -> tuple[int, ...]:
-        """Steps whose states are there, for those who decide."""
+        """Return the steps whose states are in memory."""
         return () if self._slots is None else self._slots.steps(whole=self._pull is not None)
 
     def start(self, step: int) -> None:
-        """The session stands at ``step``: what is kept of other steps does not count any more."""
+        """Begin at ``step``: drop the kept states of other steps."""
         if self._slots is None:
             return
         self._stamped = None
         replayed, self._replayed = self._replayed == step, -1
         self._record.start(step, replayed=replayed)
         if replayed:
-            return  # what it was made from is what the other ranks have, too
+            return  # the earlier state that it was made from is what the other ranks keep, too
         self._slots.keep_only(step)
         if step in self._slots.steps():
             self._record.kept(step, 0.0)
@@ -131,7 +133,10 @@ class MemoryTier:
             self._slots.finish()
 
     def due(self, step: int) -> bool:
-        """For the ballot: this rank can afford to keep its state of ``step``, and another node has the one before."""
+        """Return for the ballot whether this rank can afford to keep its state of ``step``.
+
+        With several nodes, another node must first have the state that was kept before.
+        """
         if not self._said or (self.on and self._rank.catalogue_version > self._version):
             self._look()
         if self._every > 0:
@@ -147,20 +152,24 @@ class MemoryTier:
         return newest is None or client.page[Word.ARRIVED] == newest.digest
 
     def committing(self, step: int, agreed: bool) -> None:
-        """The block before ``step`` has ended and is about to be shown as committed; ``agreed``: all can afford it."""
+        """Keep the state of ``step`` if it is due, before the step is shown as committed.
+
+        Args:
+            agreed: all ranks can afford it.
+        """
         by_number = self._every > 0 and self._pull is None  # needs no vote
         if step % self._every == 0 if by_number else agreed:
             self._stamped = self._keep(step)
 
     def foresee(self, step: int) -> None:
-        """The update of ``step`` is about to be voted for: what it is made from must outlive this process first."""
+        """Log the update of ``step`` before its vote: the log must outlive this process."""
         if self.on:
             self._record.note(step)
 
     def amend(self, step: int) -> None:
-        """The script is back from behind the block before ``step``: what it changed there belongs to this state.
+        """Add the changes that the script has made after its last block to the kept state of ``step``.
 
-        So does the place of the next loop, when it has left its own by ``break``.
+        This includes the position of the next loop, if the script has left its loop by ``break``.
         """
         kept, self._stamped = self._stamped, None
         if kept is None or self._slots is None:
@@ -173,7 +182,7 @@ class MemoryTier:
         self._slots.finish()
 
     def renew(self, step: int) -> None:
-        """A turn has ended at ``step``, or a loop begins after one: what was kept of this step is of before that."""
+        """Replace the kept state of ``step`` after the end of a turn, or the begin of a loop, has changed it."""
         if self._slots is not None and step in self._slots.steps():
             self._keep(step, amended=True)
             self._slots.finish()
@@ -183,7 +192,7 @@ class MemoryTier:
         return Stamp(values, collected.writes() if isinstance(collected, CountsWrites) else ())
 
     def _look(self) -> None:
-        """The layouts of all ranks have come, or are newer: is there a box with one holder?"""
+        """Find out whether some box has only one holder, when newer layouts of all ranks have come."""
         rank = self._rank
         if rank.client is None or rank.catalogue_version == self._version:
             return
@@ -191,7 +200,7 @@ class MemoryTier:
         try:
             catalogue = catalogue_of(layouts)
         except StateError as error:
-            log.warning("holdfast: what a loss costs is not known: %s", error)  # and nothing could be saved
+            log.warning("holdfast: what a loss costs is not known: %s", error)  # a save would fail, too
             self._alone, self._said = False, True
             return
         self._alone = any(
@@ -199,7 +208,7 @@ class MemoryTier:
         )
         own = [(t, box) for t, box, who in catalogue.held_by(self._adapter.rank) if len(who) == 1]
         unlogged = self._record.allow({tensor.fqn for tensor, _ in own})
-        if self._version.vote and not self._said:  # the first layouts lack what the first update makes
+        if self._version.vote and not self._said:  # the first layouts lack what the first update creates
             self._said = True
             size_bytes = sum(box.numel * DTYPE_SIZE_BYTES[tensor.dtype] for tensor, box in own)
             log.log(
@@ -221,14 +230,14 @@ class MemoryTier:
             self._slots.remove()
         self._kept_s = time.monotonic()
         self._copies += 1
-        if self._copies > SLOTS:  # the first ones also pay for the memory
+        if self._copies > SLOTS:  # the first copies also allocate the memory
             self._cost_s = self._kept_s - began_s
         if stamp is not None:
             self._record.kept(step, self._cost_s)
         return stamp
 
     def _copy(self, slots: Slots, step: int, *, amended: bool) -> Stamp:
-        """Raises: StateError."""
+        """Copy the state into a slot. Raises: StateError."""
         collected = self._adapter.collect()
         stamp = self._stamp(collected, step)
         slots.keep(
@@ -242,21 +251,23 @@ class MemoryTier:
         return stamp
 
     def verify(self, step: int) -> None:
-        """Raises: CheckpointInvalid when the state of ``step`` is not there or damaged; then it is dropped."""
+        """Check the kept state of ``step``. Raises: CheckpointInvalid: it is missing, or damaged and so dropped."""
         with self._open(step):
             return
 
     def require_replayable(self, step: int) -> None:
-        """The state of this rank at ``step`` is what the updates made of it. Raises: StateError."""
+        """Check that nothing but updates has changed this rank's weights at ``step``. Raises: StateError."""
         self._record.require_undisturbed(step)
 
     def replay(self, step: int) -> Collected:
-        """Fill this rank's state with the newest one from which a log leads to ``step``, and make the updates since
-        again; what is returned has the right weights and optimizer state, and the rest of before.
+        """Load the newest kept state from which the log leads to ``step``, and make the later updates again.
+
+        Returns:
+            The state: weights and optimizer state of ``step``, everything else of the kept state.
 
         Raises:
-            CheckpointInvalid: a state or an update is not there or damaged.
-            CheckpointMismatch: of another model.
+            CheckpointInvalid: a state or an update is missing or damaged.
+            CheckpointMismatch: the state is of another model.
         """
         base = self._record.base_of(step, self._slots.steps() if self._slots is not None else ())
         try:
@@ -269,13 +280,13 @@ class MemoryTier:
         return self._adapter.collect()
 
     def load(self, step: int, turns: int | None = None) -> Resumed:
-        """Fill this rank's state with the one of ``step``.
+        """Load the kept state of ``step`` into this rank.
 
         Args:
-            turns: of epochs and phases, that the whole job has done; None: not known.
+            turns: number of epochs and phases that the whole job has finished; None: not known.
 
         Raises:
-            CheckpointInvalid: it is not there, damaged, or of another number of turns, and nothing was changed.
+            CheckpointInvalid: it is missing, damaged, or of another number of turns; this rank's state is unchanged.
             CheckpointMismatch: of another model.
         """
         with self._open(step) as kept:
@@ -286,7 +297,7 @@ class MemoryTier:
             found = Resumed(
                 kept.path, step, values["session"], decode_mapping(kept.local, "locals in memory")
             )
-            # The rank before this one was lost between the vote on the end of a turn and its copy.
+            # The replaced process was lost after the vote on the end of a turn, and before it copied its state.
             if turns not in (None, found.turns):
                 assert self._slots is not None
                 self._slots.forget(step)
@@ -310,7 +321,7 @@ class MemoryTier:
             self._rank.client.moved(size_bytes)
 
     def _view(self, kept: StoredState, meta: TensorMeta) -> memoryview:
-        """The bytes of one box; a state that lacks it is dropped, so that the next decision does not count on it."""
+        """Return the bytes of one box. Drop a state that lacks it, so that the next decision does not count on that."""
         assert self._slots is not None
         try:
             return kept.view(meta.fqn, meta.box)
@@ -319,9 +330,10 @@ class MemoryTier:
             raise
 
     def _require_whole(self, kept: StoredState) -> None:
-        """The rank may have been lost behind the block, before it could amend its state as the others did.
+        """Refuse a kept state that lacks the changes after its block, while other ranks may have amended theirs.
 
-        Raises: CheckpointInvalid; then the state is dropped, and all go back further.
+        Raises:
+            CheckpointInvalid: the state is then dropped, and all ranks go back further.
         """
         assert self._directory is not None and self._slots is not None
         others = set(range(kept.world)) - {self._adapter.rank}
@@ -336,26 +348,26 @@ class MemoryTier:
     def _open(self, step: int) -> AbstractContextManager[StoredState]:
         if self._directory is None:
             raise CheckpointInvalid("this process has no shared memory that outlives it")
-        rank = self._adapter.rank  # of a spare known only now
+        rank = self._adapter.rank  # a spare gets its rank late
         if self._pull is not None and step not in self.steps():
             self._pull(rank, step)
         return open_kept(self._directory, rank, step)
 
     def close(self) -> None:
-        """The session has ended in order."""
+        """Remove the kept states at the end of the session."""
         self._record.close()
         if self._slots is not None:
             self._slots.remove()
 
 
 def cost_of_a_loss(alone: bool, size_bytes: int, every: int, unlogged: str | None = None) -> str:
-    """What the loss of one worker costs, in words.
+    """Return in words what the loss of one worker costs.
 
     Args:
-        alone: some box of the state has one holder.
-        size_bytes: what this rank alone holds.
+        alone: some box of the state has only one holder.
+        size_bytes: size of the boxes that only this rank holds.
         every: as for :class:`MemoryTier`.
-        unlogged: why there is no log of the updates since; empty: there is; None: not known.
+        unlogged: why the later updates are not logged; empty: they are logged; None: not known.
     """
     if not alone:
         return "every part of the state is on 2 ranks or more: a lost worker costs no step"

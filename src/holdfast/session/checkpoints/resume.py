@@ -1,15 +1,16 @@
-"""Which checkpoint a session starts from: all ranks agree on one, or none of them starts.
+"""The search for the checkpoint from which a session starts: all ranks agree on one, or none of them starts.
 
-Theory. Rank 0 lists the candidates, newest first, and tells the others. Every rank loads and verifies the first one;
-a sum over the ranks says how many could, and how many met what no older candidate would mend (another model, a state
-that cannot be restored, an error of the user's own ``load_state_dict``). All could: they go on. Anybody met the latter:
-all stop, each with an error. Otherwise the next older one follows. Each rejected candidate is logged with its reason.
-An empty root means a fresh start, in one printed line, and so does one with saves that were never finished alone: the
-machine lost its power during the first one. A root with a finished save and none that is valid is an error, because
-somebody saved there and expects to go on.
+Theory. Rank 0 lists the candidates, newest first, and sends the list to the other ranks. Every rank loads and verifies
+the first candidate. A sum over the ranks counts the successes, and the errors that no older candidate would avoid
+(another model, a state that cannot be restored, an error of the user's own ``load_state_dict``). If all ranks succeed,
+they start. If any rank has such an error, all ranks stop, each with an error. Otherwise the next older candidate
+follows. Each rejected candidate is logged with its reason. An empty root means a fresh start, which is logged in one
+line. So does a root in which no save was ever finished: the machine lost its power during the first save. A root with
+finished saves of which none is valid is an error, because that run expects to continue.
 
 Invariants:
-1. No rank leaves the search alone: whatever a candidate does to one rank, it is told to all before anyone acts on it.
+1. No rank leaves the search alone: any effect of a candidate on one rank is known to all ranks before any of them acts
+   on it.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from holdfast.errors import (
     StoreError,
     UsageError,
 )
-from holdfast.frameworks.common.adapter import Adapter
+from holdfast.frameworks.common.adapter import StateAdapter
 from holdfast.frameworks.common.imported_checkpoint import import_id
 from holdfast.frameworks.common.weight_selection import beside_the_model, extra_states, joined_values
 from holdfast.runtime.node.file_owners import planted
@@ -56,9 +57,13 @@ log = logging.getLogger("holdfast")
 
 
 class Resumed(NamedTuple):
-    """What was loaded: ``session`` are the session's own values, ``local`` this rank's.
+    """A loaded checkpoint.
 
-    ``begun``: the block of ``step`` had begun, and what the script did before it is in the state.
+    Attributes:
+        path: where it was loaded from.
+        step: updates done in it.
+        session, local: the session's own values, and this rank's.
+        begun: the block of ``step`` had begun, and the effect of the code before it is in the state.
     """
 
     path: Place
@@ -69,18 +74,18 @@ class Resumed(NamedTuple):
 
     @property
     def turns(self) -> int:
-        """Of epochs and phases, that the whole job had done."""
+        """Number of epochs and phases that the whole job had finished."""
         return int(self.session.get("place", {}).get("turns", {}).get("passed", 0))
 
     @property
     def caveat(self) -> str:
-        """What a user should know of it."""
+        """A remark on the checkpoint for the user, or an empty text."""
         imported = self.step and self.path.name == import_id(self.step).directory()
         return " (imported without a place in the data: the loader begins at its start)" if imported else ""
 
 
 class Candidates(NamedTuple):
-    """Paths to try, newest first, and why others are not among them."""
+    """Paths to try, newest first, and the reasons why other checkpoints are not among them."""
 
     paths: tuple[Place, ...]
     rejected: tuple[str, ...]
@@ -89,13 +94,13 @@ class Candidates(NamedTuple):
 def candidates(
     resume: str, root: Place | None, client: WorkerClient | None, run: str, restarted: bool
 ) -> Candidates:
-    """Where this job may start from; called on rank 0.
+    """Return the checkpoints from which this job may start. Called on rank 0.
 
     Args:
         resume: ``auto``, ``never``, a checkpoint, a root, or ROOT@STEP.
         root: of this session.
         client: names the save to try first after a fault.
-        run: id of this run: a restart within it goes on with its own saves, whatever ``resume`` says.
+        run: id of this run: a restart within it continues from its own saves, whatever ``resume`` is.
         restarted: this process replaces one that was lost.
 
     Raises:
@@ -124,7 +129,7 @@ def candidates(
     found = [v for v in found if v.name not in strange]
     if not restarted:
         _warn_of_another_run(place, [v for v in found if v.valid])
-    # What may not be read may be the newest: who comes to it is told so, and does not go on from an older one.
+    # An unreadable checkpoint may be the newest: it must end the search, instead of a start from an older one.
     paths = [place_of(v.path) for v in found if v.valid or v.denied]
     if found and not strange and all(v.unfinished for v in found):
         log.warning(
@@ -142,12 +147,14 @@ def candidates(
 
 
 def _of_others(root: Root, found: Sequence[Validity], own: Collection[str]) -> dict[str, str]:
-    """Good checkpoints that anybody may have planted: the highest step would be taken. Why they are not, by name.
+    """Return good checkpoints that another user may have planted, with the reason, by name.
+
+    A planted one with the highest step would otherwise be taken.
 
     Args:
         own: names that this run knows as its saves.
     """
-    if not isinstance(root.path, Path):  # of objects in a bucket nothing says who made them
+    if not isinstance(root.path, Path):  # a bucket does not name the owner of an object
         return {}
     good = [v for v in found if (v.valid or v.denied) and v.name not in own]
     paths = {v.name: v.path for v in good}
@@ -157,7 +164,7 @@ def _of_others(root: Root, found: Sequence[Validity], own: Collection[str]) -> d
 
 
 def _named(resume: str) -> Found:
-    """What ``resume=`` names. Raises: as ``store.manage.checkpoint_root.find``."""
+    """Find the checkpoint that ``resume=`` names. Raises: as ``store.manage.checkpoint_root.find``."""
     try:
         return find(resume)
     except UsageError as error:
@@ -167,7 +174,7 @@ def _named(resume: str) -> Found:
 
 
 def _warn_of_others(root: Root) -> None:
-    """Who begins anew among other runs' checkpoints will not be found by the next ``auto``, unless it is ahead."""
+    """Warn a fresh run whose place holds checkpoints of other runs, because ``auto`` will take the highest step."""
     names = root.names()
     if names:
         log.warning(
@@ -179,7 +186,7 @@ def _warn_of_others(root: Root) -> None:
 
 
 def _warn_of_another_run(root: Root, valid: Sequence[Validity]) -> None:
-    """The highest step is the newest, also where another run, which did not come from it, has saved since."""
+    """Warn if the highest step is not the last save, and the two belong to unrelated runs."""
     if len({v.save_id.run for v in valid if v.save_id}) < 2:
         return
     chosen = valid[0]
@@ -190,7 +197,7 @@ def _warn_of_another_run(root: Root, valid: Sequence[Validity]) -> None:
         if lineage_of(chosen.path).holds(last.name) or lineage_of(last.path).holds(chosen.name):
             return
     except StoreError:
-        return  # one that is just being removed: this only warns
+        return  # a checkpoint is being removed just now: leave out the warning
     log.warning(
         "holdfast: %s has the highest step, but another run, which did not come from it, saved last: %s; "
         "to go on with that one: resume=%r",
@@ -201,7 +208,7 @@ def _warn_of_another_run(root: Root, valid: Sequence[Validity]) -> None:
 
 
 def _spelled(root: Place | None) -> str:
-    """The same text for the same place, as far as links on this host go."""
+    """Return the place as text, with links resolved, so that equal places on this host have equal texts."""
     return os.path.realpath(root) if isinstance(root, Path) else str(root or "")
 
 
@@ -210,14 +217,14 @@ class ResumeSearch:
 
     Args:
         adapter: the framework.
-        client: to tell the other ranks the list; None in a single process.
+        client: sends the list to the other ranks; None in a single process.
         agree: sums a list of numbers over the ranks, element by element.
         remember: loads this rank's state of a step from memory. Raises: CheckpointInvalid.
     """
 
     def __init__(
         self,
-        adapter: Adapter,
+        adapter: StateAdapter,
         client: WorkerClient | None,
         agree: Callable[[list[int]], list[int]],
         remember: Callable[[int], Resumed],
@@ -228,14 +235,14 @@ class ResumeSearch:
         self._agree = agree
 
     def run(self, look: Callable[[], Candidates], root: Place | None) -> Resumed | None:
-        """The loaded checkpoint, or None for a fresh start.
+        """Return the loaded checkpoint, or None for a fresh start.
 
         Raises:
-            NothingToResume: there were candidates and none could be loaded by all ranks.
-            UsageError: what the user named does not exist.
+            NothingToResume: there were candidates, and none could be loaded by all ranks.
+            UsageError: the checkpoint that the user named does not exist.
             CheckpointMismatch: the newest valid checkpoint is of another model or optimizer, on this rank or another.
-            StoreUnreachable: the newest cannot be read now, which says nothing about it.
-            Exception: what restoring raised on this rank, for instance in the user's ``load_state_dict``.
+            StoreUnreachable: the newest checkpoint cannot be read now, so that its validity is not known.
+            Exception: an error of the restore on this rank, for instance in the user's ``load_state_dict``.
         """
         found = self._share(look, root)
         reasons = list(found.rejected)
@@ -260,7 +267,7 @@ class ResumeSearch:
                     told = f"{path} cannot be loaded by {plural(stopped, 'rank')}; {why}"
                     log.error("holdfast: %s", told)
                     fatal = CheckpointMismatch(told, hint=hint)
-                # Nobody leaves before all have heard and told why: the first one who does ends the run.
+                # No rank leaves before all have logged the reason: the first one that leaves ends the run.
                 self._agree([0])
                 raise fatal
             reason = reason or "another rank could not load it"
@@ -275,7 +282,7 @@ class ResumeSearch:
         return None
 
     def _share(self, look: Callable[[], Candidates], root: Place | None) -> Candidates:
-        """Rank 0 looks, all get the same list.
+        """Let rank 0 list the candidates, and return the same list on all ranks.
 
         Raises:
             UsageError: rank 0 saves elsewhere on this host: no checkpoint would ever have all shares.
@@ -320,7 +327,7 @@ class ResumeSearch:
         return Candidates(tuple(place_of(p) for p in told["paths"]), tuple(told["rejected"]))
 
     def _names_of_all(self) -> frozenset[str]:
-        """Names of all tensors that some rank of this job has built: the stages of a pipeline have different ones."""
+        """Return the names of the tensors that any rank of this job has built: the stages of a pipeline differ."""
         own = sorted(frozenset().union(*_built(self._adapter)))
         client = self._client
         if client is None:
@@ -330,8 +337,8 @@ class ResumeSearch:
         key = f"{lists}/{xxhash.xxh3_128_hexdigest(data)}"
         if not client.kv("check", (key,)).ok:
             client.kv("set", (key,), data)
-            client.kv("append", (lists,), f"{key} ".encode())  # twice at worst
-        self._agree([1])  # everyone's list is there
+            client.kv("append", (lists,), f"{key} ".encode())  # at worst it is in the list twice
+        self._agree([1])  # after this the list of every rank is there
         known = client.kv("get", (lists,)).value.decode().split()
         replies = [client.kv("get", (each,)).value for each in sorted(set(known))]
         return frozenset(name for reply in replies for name in json.loads(zlib.decompress(reply)))
@@ -340,7 +347,11 @@ class ResumeSearch:
         return f"holdfast/resume/{self._client.generation}/why" if self._client is not None else ""
 
     def _try(self, path: Place, built: Collection[str]) -> tuple[Resumed | None, str, Exception | None]:
-        """Load and verify one candidate on this rank: what was loaded, why not, and the error that ends the search."""
+        """Load and verify one candidate on this rank.
+
+        Returns:
+            What was loaded or None, the reason of a rejection, and an error that ends the search.
+        """
         try:
             if path.name.startswith(MEMORY):
                 return self._remember(int(path.name.removeprefix(MEMORY))), "", None
@@ -348,16 +359,16 @@ class ResumeSearch:
         except CheckpointInvalid as error:
             return None, error.message, None
         except PeerLost:
-            raise  # a fault: the others are told of it by the control plane
-        except Exception as error:  # raised again when the others know
+            raise  # a fault: the control plane informs the other ranks
+        except Exception as error:  # raised again when the other ranks know it
             return None, str(error), error
 
 
-def load_state(adapter: Adapter, path: Place, built: Collection[str] = ()) -> Resumed:
+def load_state(adapter: StateAdapter, path: Place, built: Collection[str] = ()) -> Resumed:
     """Load everything of one checkpoint into this rank.
 
     Args:
-        built: names of the tensors that the ranks of this job have built: together they must be the checkpoint's.
+        built: names of the tensors that the ranks of this job have built. Together they must be the checkpoint's.
 
     Raises:
         CheckpointInvalid: damaged; parameters may hold garbage now.
@@ -381,9 +392,9 @@ def load_state(adapter: Adapter, path: Place, built: Collection[str] = ()) -> Re
         wanted = {target.fqn for target in targets}
         beside = beside_the_model(catalogue.by_fqn, values)
         if not {t.fqn for t in catalogue.tensors} <= wanted | beside | set(built):
-            beside |= beside_the_model(catalogue.by_fqn, joined_values(source))  # state of other ranks alone
-        # Names beside the model need not be asked for: other stages keep state of their own parameters, and a parameter
-        # of ours may have none yet. That the optimizer is the same one, ``restore`` has looked.
+            beside |= beside_the_model(catalogue.by_fqn, joined_values(source))  # state of other ranks only
+        # Not all names beside the model are needed here: other stages keep state of their own parameters, and a
+        # parameter of this rank may have none yet. ``restore`` has checked that the optimizer is the same.
         known = [
             t.fqn for t in catalogue.tensors if t.fqn not in wanted and (t.fqn in beside or t.fqn in built)
         ]
@@ -398,10 +409,10 @@ def load_state(adapter: Adapter, path: Place, built: Collection[str] = ()) -> Re
 
 
 def refuse_another_model(catalogue: Catalogue, built: Iterable[TensorMeta], where: str) -> None:
-    """Bytes say nothing of what they are: bfloat16 would be taken for float16.
+    """Compare dtypes and shapes, because bytes alone do not show them: bfloat16 would be taken for float16.
 
     Args:
-        where: the ``catalogue`` is of, in words.
+        where: the source of ``catalogue``, in words.
 
     Raises:
         CheckpointMismatch: this process has built a tensor of another dtype or shape.
@@ -417,13 +428,13 @@ def refuse_another_model(catalogue: Catalogue, built: Iterable[TensorMeta], wher
 
 
 class _Built(NamedTuple):
-    """Names of what the model on this rank is made of."""
+    """Names of the tensors and extra states that this rank has built."""
 
     tensors: frozenset[str]
     extra: frozenset[str]  # extra state of modules, under all of its names
 
 
-def _built(adapter: Adapter) -> _Built:
+def _built(adapter: StateAdapter) -> _Built:
     collected = adapter.collect()
     names = frozenset(meta.fqn for meta in collected.layout(adapter.rank, adapter.world_size).tensors)
     values = collected.values

@@ -1,12 +1,13 @@
-"""When a session saves: policies are asked at every step, the vote agrees, and a busy disk puts the save off.
+"""The schedule of saves: policies are asked at every step, the vote agrees, and a busy disk delays the save.
 
-Theory. Clocks and measurements differ between ranks, so no rank acts on its own policy: it votes ``due``, and all read
-the same tally. A save that came while the one before is in flight would have to wait for the disk, in the step; so
-each rank also votes ``busy``, and then nobody saves. Nothing is remembered: a policy says yes until the save is made.
+Theory. Clocks and measurements differ between ranks, so no rank acts on its own policy. Each rank votes ``due``, and
+all read the same tally. A save that begins while the last one is being written would have to wait for the disk, within
+the step. So each rank also votes ``busy``, and then no rank saves. Nothing is remembered: a policy asks at each step
+until the save is made.
 
 Invariants:
-1. What :meth:`SaveSchedule.agreed` returns is the same on all ranks.
-2. A slow disk makes saves rarer, never a step longer, and it is said.
+1. :meth:`SaveSchedule.agreed` returns the same on all ranks.
+2. A slow disk makes saves rarer, never a step longer, and causes a warning.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ class SaveSchedule:
     """Decides about the saves of one session.
 
     Args:
-        policies: any of them is enough.
-        faults: of this run, before this session was opened.
-        run_s: how long the run had lasted by then.
+        policies: a save is due when any of them asks for one.
+        faults: number of faults of this run before this session was opened.
+        run_s: age of the run at that time.
     """
 
     def __init__(self, policies: Sequence[SavePolicy], *, faults: int = 0, run_s: float = 0.0) -> None:
@@ -47,17 +48,17 @@ class SaveSchedule:
         self._said = False
 
     def start(self, step: int) -> None:
-        """The session stands at ``step``: what there is of it is saved already, or fresh."""
+        """Begin to count from ``step``, whose state is saved already or is the initial one."""
         self._last_step, self._last_s = step, time.monotonic()
 
     def measured(self, *, stall_s: float = 0.0, durable_s: float = 0.0) -> None:
-        """What a save cost."""
+        """Note the cost of a save: how long it stalled training, how long until it was durable."""
         if stall_s:
             self._stalls_s.append(stall_s)
         self._durable_s = durable_s or self._durable_s
 
     def due(self, step: int) -> bool:
-        """Do the policies want a save when ``step`` updates are done?"""
+        """Return whether a policy wants a save when ``step`` updates are done."""
         if not self._policies:
             return False
         now_s = time.monotonic()
@@ -73,7 +74,7 @@ class SaveSchedule:
         return any(policy(now) for policy in self._policies)
 
     def agreed(self, tally: Tally, step: int) -> str:
-        """The kind of the save that all ranks make now at ``step``, or empty."""
+        """Return the kind of the save that all ranks make now at ``step``, or an empty text."""
         if not (tally.save or tally.due):
             return ""
         if tally.busy:
@@ -92,6 +93,6 @@ class SaveSchedule:
         return "request" if tally.save else "periodic"
 
     def take_delay(self) -> int:
-        """Steps by which the save that is made now was put off."""
+        """Return by how many steps the save that is made now was delayed, and reset that count."""
         delayed, self._delayed_steps = self._delayed_steps, 0
         return delayed

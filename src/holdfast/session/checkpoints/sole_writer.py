@@ -1,11 +1,11 @@
-"""Two live runs that save into one checkpoint directory: told once, when the second one begins.
+"""A lock that detects two live runs which save into one checkpoint directory; the second one warns when it begins.
 
-Theory. Each run keeps and prunes the checkpoints of its lineage alone, so the two do not remove each other's. But a
-start with ``resume="auto"`` goes on from the newest checkpoint there, whichever run it is of. The first rank of a run
-holds a lock on the directory itself for as long as its session is open: nothing is written, and nothing stays when it
-is killed. Processes that it has forked (of a data loader) hold it with it until they have ended, so a run that follows
-waits a moment before it tells. A process has one session at a time: what one that could not open has left is given up.
-A bucket, and a file system without locks, tell nothing.
+Theory. Each run keeps and prunes only the checkpoints of its lineage, so the two do not remove each other's. But a
+start with ``resume="auto"`` continues from the newest checkpoint there, of whichever run. The first rank of a run holds
+a lock on the directory itself while its session is open. The lock writes no file, and ends when the process is killed.
+Forked processes (of a data loader) hold the lock until they end, so a run that follows waits a moment before it warns.
+A process has one session at a time, so a lock left by a session that could not open is released. In a bucket, and on a
+file system without locks, there is no warning.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from holdfast.store.backends.location import Place
 log = logging.getLogger("holdfast")
 
 WAIT_S, POLL_S = 2.0, 0.05
-_open: list[SoleUse] = []  # of this process: one at most
+_open: list[SoleUse] = []  # the lock of this process: one at most
 
 
 class SoleUse:
-    """The lock of one session, or of none.
+    """The lock of one session, or no lock.
 
     Args:
         root: where the session saves.
-        tells: a run begins. One that goes on may meet what its own lost rank has left.
+        tells: warn if another run holds the lock. False in a run that continues: its own lost rank may still hold it.
     """
 
     def __init__(self, root: Place | None = None, *, tells: bool = False) -> None:
@@ -44,7 +44,7 @@ class SoleUse:
                 self._take(root, tells)
 
     def close(self) -> None:
-        """Another run may begin."""
+        """Release the lock."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             _open.remove(self)

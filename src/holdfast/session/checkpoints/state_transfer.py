@@ -1,10 +1,10 @@
-"""Live recovery in a session: a survivor gives its state, a newcomer takes one and joins.
+"""Live recovery in a session: a survivor serves its state, and a newcomer takes it and joins.
 
-Theory. When only the lost ranks are replaced, every survivor that stands at the decided step serves its state as it was
-at the last commit (what an aborted block changed is read from the copies made when it began) until the job resumes.
-A newcomer has built the same model without peers; it fills its own boxes from identical ones of the survivors, takes
-the plain values from one of them and its rank-local values from the page of the rank that it replaces. What the script
-does before the block of the step: ``transfer_snapshot.py``.
+Theory. If only the lost ranks are replaced, every survivor at the decided step serves its state as of the last commit
+until the job continues. State that an aborted block has changed is read from the copies made when the block began. A
+newcomer has built the same model without peers. It fills its own boxes from identical boxes of the survivors, takes the
+plain values from one of them, and the rank-local values from the status page of the rank that it replaces. For code
+before the block of the step see ``transfer_snapshot.py``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ import numpy as np
 from holdfast.core.ids import Generation
 from holdfast.core.protocol.messages import Receive, Settle, StateOffered, StateRefused
 from holdfast.errors import CheckpointInvalid, CheckpointMismatch, HoldfastError
-from holdfast.frameworks.common.adapter import Adapter, Collected, GivesPieces, LogsUpdates
+from holdfast.frameworks.common.adapter import Collected, StateAdapter
+from holdfast.frameworks.common.optional_abilities import GivesPieces, LogsUpdates
 from holdfast.frameworks.common.weight_selection import tensors_of, with_values_of
+from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.service_names import state_of
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir
 from holdfast.runtime.worker.state_transfer import StateServer, View, Wanted, fetch
 from holdfast.runtime.worker.worker_client import WorkerClient
+from holdfast.sealing import Secret
 from holdfast.session.checkpoints.memory_tier import MemoryTier
 from holdfast.session.checkpoints.resume import Resumed, refuse_another_model
 from holdfast.session.steps.participant import TEXT_LENGTH_MAX, StepParticipant
@@ -37,28 +40,29 @@ from holdfast.store.layouts.value_sources import speakers
 
 log = logging.getLogger("holdfast")
 
-LOOPBACK = "127.0.0.1"
+NOWHERE = Address("")
+"""Of a rank that has nothing to give: each reads its own copy."""
 
 
 class MemoryTierQuery(Protocol):
-    """What a survivor is asked about its memory tier."""
+    """The checks of its memory tier that a survivor needs."""
 
     def verify(self, step: int) -> None:
-        """Raises: CheckpointInvalid: the state of ``step`` in memory is not sound."""
+        """Check the kept state of ``step``. Raises: CheckpointInvalid: it is not intact."""
 
     def require_replayable(self, step: int) -> None:
-        """Raises: StateError: the state of ``step`` is not what the optimizer's updates made of the one before."""
+        """Check that only the optimizer's updates have made the state of ``step``. Raises: StateError."""
 
 
 class StateSource:
-    """A survivor's side.
+    """Serves the state of a survivor.
 
     Args:
         client: tells the controller where the state is served.
-        boundary: waits until this rank stands at the decided step; True when that is the start of an aborted block.
-        collect: the state at that moment, and plain values common to all ranks.
-        memory: of this rank.
-        refuse: tells the controller that it is not.
+        boundary: waits until this rank is at the decided step; True when that is the start of an aborted block.
+        collect: returns the state at that moment, and the plain values common to all ranks.
+        memory: the memory tier of this rank.
+        refuse: reports to the controller that a kept state is damaged.
     """
 
     def __init__(
@@ -75,14 +79,16 @@ class StateSource:
         self._boundary = boundary
         self._collect = collect
         self._server: StateServer | None = None
-        self._given: tuple[Settle, int] | None = None  # what the server is for, and its port
-        self._host = _reachable(client)
+        self._given: tuple[Settle, Address] | None = (
+            None  # the order that the server answers, and its address
+        )
 
     def give(self, settle: Settle) -> None:
-        """Serve the state of ``settle.step``, or see that the one to go back to is sound; in the task thread.
+        """Serve the state of ``settle.step``, or check the kept state to go back to. Runs in the task thread.
 
-        An order that comes again (its answer may have died with an agent) is answered again: newcomers may be reading.
-        By then it may be known that all sources hold the same, and digests are asked for no more.
+        A repeated order is answered again, because the first answer may have been lost with an agent, and newcomers may
+        already be reading. By then all sources may be known to hold the same state, and digests are no longer asked
+        for.
         """
         settle = msgspec.structs.replace(settle, vouch=False)
         if self._given is not None and self._given[0] == settle:
@@ -95,13 +101,14 @@ class StateSource:
             except CheckpointInvalid as error:
                 self._refuse(settle.generation, settle.rewind, error)
             except HoldfastError as error:
-                log.error("holdfast: this rank cannot go back: %s", error)  # as below
+                # The time limit for joining ends the wait of the newcomers.
+                log.error("holdfast: this rank cannot go back: %s", error)
             else:
-                self._offer(settle.generation, settle.rewind, 0)
+                self._offer(settle.generation, settle.rewind, NOWHERE)
             return
         try:
             frozen = self._boundary(settle)
-        except HoldfastError as error:  # the bound of joining ends the wait
+        except HoldfastError as error:  # the time limit for joining ends the wait of the newcomers
             log.error("holdfast: this rank cannot give its state: %s", error)
             return
         try:
@@ -110,26 +117,26 @@ class StateSource:
             collected, plain = self._collect(frozen)
             values = encode_values(dict(plain))
             service = state_of(self._client.rank, settle.generation)
-            token = _token(self._client)
-            server = StateServer(_pieces_of(collected), values, token, service, self._client.moved)
-            port = server.start(self._host)
+            secret = _secret(self._client)
+            server = StateServer(_pieces_of(collected), values, secret, service, self._client.moved)
+            at = server.start(_own_address(self._client))
         except (HoldfastError, OSError) as error:
             log.error("holdfast: this rank cannot give its state: %s", error)
             self._decline(settle, error)
             return
         self.stop()
-        self._server, self._given = server, (settle, port)
-        self._offer(settle.generation, settle.step, port)
+        self._server, self._given = server, (settle, at)
+        self._offer(settle.generation, settle.step, at)
 
-    def _offer(self, generation: Generation, step: int, port: int) -> None:
+    def _offer(self, generation: Generation, step: int, at: Address) -> None:
         self._client.send(
             StateOffered(
-                member_id=self._client.member_id, generation=generation, step=step, host=self._host, port=port
+                member_id=self._client.member_id, generation=generation, step=step, host=at.host, port=at.port
             )
         )
 
     def _decline(self, settle: Settle, error: Exception) -> None:
-        """The state is sound, and this rank lives: the controller finds another way."""
+        """Report that this rank is alive with an intact state, but cannot give it: the controller finds another way."""
         self._client.send(
             StateRefused(
                 member_id=self._client.member_id,
@@ -141,23 +148,23 @@ class StateSource:
         )
 
     def stop(self) -> None:
-        """Everyone has joined, or another fault came first."""
+        """Stop serving, because all newcomers have joined or another fault came first."""
         server, self._server, self._given = self._server, None, None
         if server is not None:
             server.close()
 
 
 def _pieces_of(collected: Collected) -> View:
-    """Only what is asked for is copied from a device; elsewhere a view costs nothing."""
+    """Return a view that copies only the requested bytes from a device; in host memory a view copies nothing."""
     if isinstance(collected, GivesPieces):
         return collected.piece
     return lambda fqn, box, start, stop: collected.view(fqn, box)[start:stop]
 
 
 def take_over(
-    rank: StepParticipant, adapter: Adapter, client: WorkerClient, tier: MemoryTier, order: Receive
+    rank: StepParticipant, adapter: StateAdapter, client: WorkerClient, tier: MemoryTier, order: Receive
 ) -> Resumed:
-    """A newcomer: the survivors, or what the one before it left in memory, give what a checkpoint would.
+    """Load the state of a newcomer from the survivors, or from the state that its predecessor left in memory.
 
     Raises: as :func:`take`.
     """
@@ -172,30 +179,34 @@ def take_over(
         rank.await_end()
 
 
-def take(adapter: Adapter, client: WorkerClient, order: Receive, again: Collected | None = None) -> Resumed:
-    """Fill this rank's state from the survivors.
+def take(
+    adapter: StateAdapter, client: WorkerClient, order: Receive, again: Collected | None = None
+) -> Resumed:
+    """Load this rank's state from the survivors.
 
     Args:
-        again: has what no survivor holds, made again from memory.
+        again: the boxes that no survivor holds, made again from memory.
 
     Raises:
-        CheckpointMismatch: this process has built another model than the one it replaces.
-        CheckpointInvalid: what a survivor gave are no values.
+        CheckpointMismatch: this process has built another model than the process it replaces.
+        CheckpointInvalid: a survivor sent malformed values.
         PeerLost: a box has no holder left.
     """
-    token = _token(client)
-    sources = {int(rank): at for rank, at in order.sources.items()}
+    secret = _secret(client)
+    sources = {int(rank): Address(*at) for rank, at in order.sources.items()}
     catalogue = catalogue_of(order.layouts.by_rank())
     own = {t.fqn for t in catalogue.tensors if adapter.rank in catalogue.grids[t.grid].ranks}
     asked = dict.fromkeys([*speakers(catalogue, own, sources), *sorted(sources)])
-    values = decode_mapping(fetch(sources, [], token, order.generation, tuple(asked)), "values of a survivor")
+    values = decode_mapping(
+        fetch(sources, [], secret, order.generation, tuple(asked)), "values of a survivor"
+    )
     if again is not None and not tensors_of(again.values) <= tensors_of(values):
-        # A stage of a pipeline: no survivor knows the optimizer state of its parameters.
+        # In a pipeline no survivor knows the optimizer state of this stage's parameters.
         values = with_values_of(values, [again.values], "the values of a survivor and of this rank in memory")
     restore = adapter.restore(catalogue, values)
     buffers = restore.buffers()
     refuse_another_model(catalogue, (meta for meta, _ in buffers), "in the survivors")
-    # An uneven shard may be empty, and nobody else declares the same nothing.
+    # An uneven shard may be empty; no other rank declares the same empty box.
     places = [(meta.fqn, meta.box, data) for meta, data in buffers if len(data)]
     holders = _holders(catalogue, {(fqn, box) for fqn, box, _ in places}, adapter.rank, sources)
     wanted = [Wanted(fqn, box, data, holders.get((fqn, box), ())) for fqn, box, data in places]
@@ -208,15 +219,15 @@ def take(adapter: Adapter, client: WorkerClient, order: Receive, again: Collecte
         )
     for want in lost:
         _put(want, adapter, again)
-    fetch(sources, [w for w in wanted if w not in lost], token, order.generation, moved=client.moved)
+    fetch(sources, [w for w in wanted if w not in lost], secret, order.generation, moved=client.moved)
     restore.finish()
     local = decode_mapping(order.local, "locals of the rank that is replaced") if order.local else {}
     begun = local.get("begun") == order.step and bool(values["at_block"])
     return Resumed(Path("peers"), order.step, values["session"], local, begun)
 
 
-def _put(want: Wanted, adapter: Adapter, again: Collected | None) -> None:
-    """A box that no survivor holds. Raises: CheckpointInvalid: no update makes it."""
+def _put(want: Wanted, adapter: StateAdapter, again: Collected | None) -> None:
+    """Fill a box that no survivor holds. Raises: CheckpointInvalid: no update makes it."""
     if again is None or not (isinstance(adapter, LogsUpdates) and adapter.updates.rebuilds(want.fqn)):
         raise CheckpointInvalid(f"no survivor holds {want.fqn}{want.box}, and no update makes it")
     made = again.view(want.fqn, want.box)
@@ -226,7 +237,10 @@ def _put(want: Wanted, adapter: Adapter, again: Collected | None) -> None:
 def _holders(
     catalogue: Catalogue, places: Collection[tuple[str, Box]], rank: int, sources: Collection[int]
 ) -> dict[tuple[str, Box], tuple[int, ...]]:
-    """Who holds each place. What the lost rank had not told any more (state that had just come) its peers have."""
+    """Return the ranks that hold each place (tensor name and box).
+
+    State that the lost rank had not published before its loss is found in the layouts of its peers.
+    """
     found: dict[tuple[str, Box], tuple[int, ...]] = {}
     for asked in (rank, *sorted(sources)):
         if all(place in found for place in places):
@@ -236,14 +250,13 @@ def _holders(
     return found
 
 
-def _reachable(client: WorkerClient) -> str:
-    """The address at which newcomers find this process: loopback, unless they may be on other hosts."""
-    if client.run_dir is None:
-        return LOOPBACK
-    settings = RunSettings.load(client.run_dir)
-    return settings.bind if settings.several and not settings.library else LOOPBACK
-
-
-def _token(client: WorkerClient) -> bytes:
+def _own_address(client: WorkerClient) -> Address:
+    """Return the address at which newcomers find this process: a path, unless the run has several hosts."""
     assert client.run_dir is not None
-    return RunDir(client.run_dir).token()
+    settings = RunSettings.load(client.run_dir)
+    return settings.address_of(RunDir(client.run_dir), f"state-{client.rank}")
+
+
+def _secret(client: WorkerClient) -> Secret:
+    assert client.run_dir is not None
+    return RunSettings.load(client.run_dir).secret_of(RunDir(client.run_dir))

@@ -1,11 +1,12 @@
-"""What a survivor gives to newcomers, at a step before whose block the script does something.
+"""The state that a survivor gives to newcomers, at a step before whose block the script runs code.
 
-Theory. What stands before a block (a schedule that goes on there, a score that is noted) may be done by some ranks and
-not yet by others when one is lost, and a newcomer that does it has to have the state of before, one that does not that
-of after. A survivor that has come to its block has done it: the newcomer need not, if the rank in whose place it comes
-had begun the block. But boxes come from several survivors, and where such code changes what ``Adapter.remember`` copies
-they may be of two states. So who has changed something does not give it: all start again at this step, from the state
-of before. One that is still there, or was not given the step, gives that as well, and the newcomer does it, too.
+Theory. When a rank is lost, some ranks may have run the code before the block (a schedule that steps there, a score
+that is noted) and others not. A newcomer that will run it needs the state from before this code. One that will not run
+it needs the state from after it. A survivor that waits at its block has run the code. The newcomer need not run it if
+the rank that it replaces had begun the block. But a newcomer's boxes come from several survivors. If such code changes
+state that ``Adapter.remember`` copies, these boxes may come from two states. So a survivor whose code has changed
+something does not give its state: all ranks restart at this step from the state before the code. A survivor that still
+runs the code, or was not given the step, gives the state from before it, and the newcomer runs the code, too.
 """
 
 from __future__ import annotations
@@ -14,26 +15,27 @@ import xxhash
 
 from holdfast.core.worker.position import ScriptEvent
 from holdfast.errors import StateError
-from holdfast.frameworks.common.adapter import Adapter, Collected
+from holdfast.frameworks.common.adapter import Collected, StateAdapter
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.store.format.json_values import encode_values
 
 
 class TransferSnapshot:
-    """The state to give."""
+    """Collects the state that this rank gives."""
 
-    def __init__(self, rank: StepParticipant, adapter: Adapter) -> None:
+    def __init__(self, rank: StepParticipant, adapter: StateAdapter) -> None:
         self._rank = rank
         self._adapter = adapter
 
     def collect(self, frozen: bool) -> tuple[Collected, bool]:
-        """The state, at the start of an aborted block when ``frozen``.
+        """Collect the state; with ``frozen`` that at the start of an aborted block.
 
         Returns:
-            It, and whether what stands before the block of the step is done here.
+            The state, and whether it includes the effect of the code before the block of the step.
 
         Raises:
-            StateError: the script has changed it before the block; told, for a decision that starts all again.
+            StateError: the script has changed the state before the block. The rank then counts as strayed, so that the
+                next decision restarts all ranks.
         """
         rank, adapter = self._rank, self._adapter
         at_block = rank.script.gives(aborted=frozen) == "now"
@@ -51,7 +53,7 @@ class TransferSnapshot:
         return now, at_block
 
     def _differ(self, one: Collected, other: Collected) -> bool:
-        """In what a script may change there: plain values, single numbers of optimizers, its own tensors."""
+        """Compare what a script may change there: plain values, single numbers of optimizers, its own tensors."""
         if encode_values(one.values) != encode_values(other.values):
             return True
         layouts = [each.layout(self._adapter.rank, self._adapter.world_size) for each in (one, other)]

@@ -1,1 +1,1 @@
-"""The loops of a script: which batch comes next, where a loop ends, which epochs and phases are done."""
+"""The loops of a script over its steps: the next batch, the end of a loop, the finished epochs and phases."""

@@ -1,20 +1,21 @@
-"""What a rank draws is what the process before it drew: compared, not assumed.
+"""Comparison of the batches that a rank draws with those that the process before it drew at the same position.
 
-Theory. A replacement, and each rank after a restart, goes to a place in the data by position. Whether the same samples
-lie there is up to the loader: one whose order depends on how often this process has iterated it, or a dataset that was
-changed meanwhile, gives others, and the job would train on without a word. So each rank keeps a digest of the batches
-of the step that it drew last, with the number of the step and the place before it, among its local values: on the
-status page from the begin of the block on, and in each checkpoint. The next process compares. It draws the batches of
-that step again, or it is behind that step: then it reads them for the comparison alone, and its feed is behind them, as
-it has to be. A batch that is drawn again because its block has changed it is compared, too.
+Theory. A replacement, and each rank after a restart, goes to its position in the data. The loader decides whether the
+same samples are there. They are not if the order of the loader depends on how often this process has iterated it, or if
+the dataset was changed meanwhile. The job would then silently train on other data. So each rank keeps a digest of the
+batches of the step that it drew last, with the number of the step and the data position before it. The digest is one of
+its rank-local values: it is on the status page from the begin of the block, and in each checkpoint. The next process
+compares. If it runs that step again, it draws the batches again. If it starts after that step, it reads the batches
+only for the comparison; its feed is then after them, as it has to be. A batch that is drawn again because its block has
+changed it is compared, too.
 
 Invariants:
-1. A difference is an error before the block of the next step begins.
-2. Nothing is compared for a job of another size, whose ranks draw other batches. Where the loader alone knows its place
-   (``local_state``) it cannot be sent back: only the step that was in flight is compared.
+1. A difference raises an error before the block of the next step begins.
+2. Nothing is compared for a job of another size, whose ranks draw other batches. If only the loader knows its position
+   (``local_state``), it cannot be sent back, and only the step in flight is compared.
 
-The digest is of a sample of each tensor (``frameworks/torch/data/batch_digest.py``): other batches are found, one
-flipped pixel may not be.
+The digest is of a sample of each tensor (``frameworks/torch/data/batch_digest.py``). It detects other batches, but may
+miss one flipped pixel.
 """
 
 from __future__ import annotations
@@ -23,20 +24,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from holdfast.errors import DataError
-from holdfast.frameworks.common.adapter import DigestsBatches, Feed
+from holdfast.frameworks.common.adapter import Feed
+from holdfast.frameworks.common.optional_abilities import DigestsBatches
 from holdfast.frameworks.common.state_tree import Plain
 
 
 class Drawn:
-    """The batches that one rank draws.
+    """Compares the batches that one rank draws with those that were drawn before.
 
     Args:
         adapter: digests a batch, where it can.
         rank: of this process.
-        verify: compare; else nothing is done.
+        verify: compare; otherwise nothing is done.
 
     Attributes:
-        record: of the batch that was drawn last, for the local values of this rank; None: nothing is known.
+        record: digests of the batches that were drawn last, for the local values of this rank; None: not known.
     """
 
     def __init__(self, adapter: object, rank: int, *, verify: bool) -> None:
@@ -47,15 +49,15 @@ class Drawn:
         self._loader: Any = None
 
     def begin(self, loader: Any) -> None:
-        """Of this loader, batches are drawn from now on; for messages."""
+        """Set the loader from which batches are drawn from now on; it is named in messages."""
         self._loader = loader
 
     def stand_at(self, record: Plain) -> None:
-        """What the process before this one has drawn; None: another job, or it is not known."""
+        """Take over the record of the process before this one; None: another job, or it is not known."""
         self.record = self._expected = record if isinstance(record, dict) else None
 
     def drew(self, step: int, batches: Sequence[Any], before: Mapping[str, int]) -> None:
-        """The batches of a step. Raises: DataError: they are not those that were drawn for it before."""
+        """Record the batches of a step. Raises: DataError: they are not those that were drawn for it before."""
         if self._digests is None:
             return
         found = [self._digests.digest_batch(batch) for batch in batches]
@@ -64,12 +66,13 @@ class Drawn:
         self._expected = self.record
 
     def reread(self, step: int, feed: Feed, load: Callable[[Feed], Sequence[Any]]) -> bool:
-        """At the begin of a loop, ``step`` comes next: read the batch before it, if that can be compared.
+        """Read the batches of the step before ``step`` at the begin of a loop, if they can be compared.
 
-        Returns: it was read, and the feed is behind it.
+        Returns:
+            True if they were read; the position of the feed is then after them.
 
         Raises:
-            DataError: it is another one.
+            DataError: they differ from those drawn before.
         """
         known = self._expected
         if (
@@ -91,7 +94,7 @@ class Drawn:
 
 
 def another_batch(rank: int, loader: Any, place: str) -> DataError:
-    """The error of a loader that gives this rank another batch for ``place`` than before."""
+    """Return the error of a loader that gives this rank another batch at ``place`` than before."""
     sampler = getattr(loader, "sampler", None)
     name = f"the {type(loader).__name__}{'' if sampler is None else f' with a {type(sampler).__name__}'}"
     return DataError(

@@ -1,10 +1,10 @@
-"""Whether all ranks, and the job that wrote the checkpoint, draw from the same data.
+"""Comparison of the dataset of this rank with those of the other ranks, and of the job that wrote the checkpoint.
 
-Theory. Ranks that a sampler deals to must have the same dataset: one that is shorter ends its epoch earlier, other
-samples are trained on twice or never. The first rank to come says what it has, all others compare: no collective, so a
-newcomer does it alone. Ranks that bring data of their own may have other data, but not more of it: an epoch ends on
-each rank at another step then, which is said once. With the checkpoint a difference may be meant (more data), so it is
-only said.
+Theory. Ranks that share a sampler must have the same dataset. With a shorter one a rank ends its epoch earlier, and
+some samples are trained on twice or never. The first rank publishes the identity of its dataset, and all others compare
+with it. This needs no collective, so a newcomer does it alone. Ranks with their own data may have other data, but not
+more of it: otherwise an epoch ends at another step on each rank, which causes one warning. A difference from the
+checkpoint may be intended (more data), so it only causes a warning.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from holdfast.text import plural
 
 log = logging.getLogger("holdfast")
 LENGTHS = "holdfast/data/lengths"
-"""Key of what is said about them, once in a run."""
+"""Key of the warning about lengths, written once in a run."""
 
 
 def compare_with_ranks(client: WorkerClient | None, rank: int, loop: int, mine: DataIdentity) -> None:
-    """Compare with what the first rank that opened this loop has.
+    """Compare this dataset with that of the first rank that opened this loop.
 
     Raises:
         UsageError: it has other data.
@@ -47,7 +47,7 @@ def compare_with_ranks(client: WorkerClient | None, rank: int, loop: int, mine: 
 
 
 def _tell_lengths(client: WorkerClient, rank: int, mine: int, other: int, theirs: int) -> None:
-    """Warn, on the first rank that finds it."""
+    """Warn about different lengths, on the first rank that finds them."""
     if mine == theirs:
         return
     found = (
@@ -61,14 +61,14 @@ def _tell_lengths(client: WorkerClient, rank: int, mine: int, other: int, theirs
 
 
 def repeat_on_first(client: WorkerClient) -> None:
-    """Rank 0, whose output is on the console, says what another rank has found about lengths."""
+    """Repeat, on rank 0 with its output on the console, the warning of another rank about lengths."""
     found = client.kv("get", (LENGTHS,)).value.decode()
     if found and not found.startswith("rank 0 "):
         log.warning("holdfast: %s", found)
 
 
 def compare_with_checkpoint(saved: object, now: DataIdentity) -> None:
-    """Warn when the checkpoint was written by a job that drew from other data; ``saved`` as it was written."""
+    """Warn if the checkpoint was written by a job with another dataset; ``saved`` is its record there."""
     if not isinstance(saved, list) or len(saved) != 2:
         return
     if difference := now.differs(DataIdentity(saved[0], saved[1], now.shared)):

@@ -1,4 +1,4 @@
-"""What a session gives the script to loop over: steps, epochs and phases."""
+"""The loops that a session gives to the script: over steps, epochs and phases."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from types import FrameType
 from typing import Any
 
 from holdfast.errors import UnsupportedError, UsageError
-from holdfast.frameworks.common.adapter import Adapter, StandsIn
+from holdfast.frameworks.common.adapter import Adapter
+from holdfast.frameworks.common.optional_abilities import StandsIn
 from holdfast.runtime.node.deferred_rank import DeferredRank
 from holdfast.session.checkpoints.after_block import AfterBlock
 from holdfast.session.loops.loop import Loops
@@ -21,7 +22,7 @@ from holdfast.session.steps.warmup import rehearsals
 
 
 class ScriptLoops:
-    """The loops of a :class:`holdfast.session.session.Session`, which sets what is used here when it opens."""
+    """The loops of a :class:`holdfast.session.session.Session`, which sets the attributes used here when it opens."""
 
     _adapter: Adapter
     _parts: int
@@ -43,18 +44,18 @@ class ScriptLoops:
         raise NotImplementedError
 
     def takes_loops(self) -> None:
-        """The loops are another library's: no rule for the user's own holds."""
+        """Allow any number of loops, because another library drives them."""
         self._loops.walk.several = True
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs that are not done: ``for epoch in s.epochs(10): for step in s.steps(loader): ...``.
+        """Return the epochs that are not finished: ``for epoch in s.epochs(10): for step in s.steps(loader): ...``.
 
-        Each is done once in the life of the job: what follows its loop over steps is run again only where a fault has
-        cut it off, with the state of the end of that loop. A process that comes in later begins in the open epoch. The
-        numbers are those of the whole job, as is ``step.epoch``.
+        Each runs once in the life of the job. Code after its loop over steps runs again only if a fault has cut it off,
+        with the state of the end of that loop. A process that joins later begins in the open epoch. The numbers count
+        the epochs of the whole job, as ``step.epoch`` does.
 
         Args:
-            count: in all; more at a later start add epochs.
+            count: number of epochs in all; a larger number at a later start adds epochs.
 
         Raises:
             UsageError: not a number of epochs, or another one than on other ranks.
@@ -70,10 +71,13 @@ class ScriptLoops:
         """Run once in the life of the job: ``for _ in s.phase("warmup"): for step in s.steps(loader, until=100): ...``.
 
         Args:
-            name: told in messages; phases are known by their order in the script.
+            name: its name in messages; the order in the script identifies a phase.
+
+        Returns:
+            An iterator over ``name``; empty if the job has finished the phase.
 
         Raises:
-            UsageError: no name, or another phase stood here before.
+            UsageError: no name, or the job had another phase here.
         """
         if not isinstance(name, str) or not name:
             raise UsageError(f"s.phase({name!r}): not a name", hint='for _ in s.phase("warmup"): ...')
@@ -88,24 +92,25 @@ class ScriptLoops:
         epochs: int | None = None,
         batches: int | None = None,
     ) -> Iterator[Step]:
-        """Steps from where the job is. Use each as ``with step as batch:``.
+        """Return the steps from the current step of the job. Use each as ``with step as batch:``.
 
-        What stands before a block is run again when the block is: ``if ... and not step.again:``. There, and after a
-        loop, it is run again when all ranks start again, with schedulers, learning rates and ``state=`` of before.
-        Several loops stand in :meth:`epochs` or :meth:`phase`; in an epoch, the data is that of this epoch.
+        Code before a block runs again when the block does, unless guarded: ``if ... and not step.again:``. After a
+        restart of all ranks the code before the block, or after a loop, runs again with schedulers, learning rates and
+        ``state=`` from before it. Several loops need :meth:`epochs` or :meth:`phase`; in an epoch, the data is that of
+        this epoch.
 
         Args:
             loader: a DataLoader or any iterable of batches; None: the block gets None.
             until: stop when this many updates are done; the loader is cycled (``set_epoch`` is called).
             epochs: stop after this many passes over the loader; 1 when neither is given.
-            batches: of the loader for one step, which gets a list of them (gradient accumulation); the last list of an
-                epoch may be shorter.
+            batches: number of the loader's batches in one step, which gets a list of them (gradient accumulation); the
+                last list of an epoch may be shorter.
 
         Raises:
             UsageError: neither a loader nor ``until``, a loader that cannot be iterated, or ranks that share a sampler
-                have different datasets: another length or, where that is only memory, another content. A dataset that
-                is code may say who it is by an attribute ``fingerprint``, for instance the checksum of its file.
-            UsageError: a second loop outside of epochs and phases, or a loop around this one that is none of them.
+                have different datasets: another length or, if the dataset is only memory, another content. A dataset
+                that is code may identify itself by an attribute ``fingerprint``, for instance the checksum of its file.
+            UsageError: a second loop outside of epochs and phases, or a loop around this one that is neither.
             EmptyLoaderError: the loader yields no batch.
             StepError: a step was not entered by ``with``.
         """

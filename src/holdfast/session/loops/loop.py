@@ -1,23 +1,23 @@
-"""The loops of a script over its steps: which batch comes next, and where the job is in its data.
+"""The loops of a script over its steps: the next batch, and the position of the job in its loops and data.
 
-Theory. A script may have several loops one after the other; the place of the job is the number of the loop and the
-position of its feed. A process that starts again runs the script again: loops before the saved one yield nothing, the
-saved one seeks. When the job goes back in place, the loop that is open does the same without starting anew.
+Theory. A script may have several loops one after the other. The *place* of the job is the number of the loop and the
+position of its feed. A process that starts again runs the script again: loops before the saved one yield nothing, and
+the saved loop seeks its position. When the job goes back without a restart, the open loop seeks, too.
 
-What the script does between two loops (a scheduler's step after an epoch) it does again, too, but that is in the
-state already: learning rates, schedulers, buffers and the user's state are put back when the saved loop opens, as after
-a block that does not count. When all start again from between two loops, or from a step before which the script did
-something, it is done again: what is saved then are copies of before (``Adapter.remember``).
-Where a loop ends may be counted from where the process stands (``until=s.step + N``): the place says where the loop
-began and ends, and who comes later into it takes the job's end.
+The process also runs the code between two loops again (a scheduler's step after an epoch), but the loaded state
+includes its effect. So learning rates, schedulers, buffers and the user's state are restored when the saved loop opens,
+as after a block that does not count. If all ranks restart between two loops, or at a step before which the script ran
+code, that code runs again from copies of the state before it (``Adapter.remember``). A script may count the end of a
+loop from the current step (``until=s.step + N``). The place therefore holds where the loop began and ends, and a
+process that joins it later uses that end.
 
 Invariants:
-1. A step that is tried again gets the batch that it had.
-2. A loop is left only when no recovery is under way, or when it could not go back anyway. Who leaves it by ``break``
-   says that it cannot any more.
-3. What a script does before the block of a step is done by all ranks for the same state: a rank that has begun the
-   block says so among its local values, and whoever replaces it alone does not do it again. When all start again, or go
-   back to an earlier step, all do it again; learning rates, schedulers and the user's own state are those of before.
+1. A step that is tried again gets the same batch.
+2. A loop is left only when no recovery is under way, or when it could not go back anyway. A rank that leaves it with
+   ``break`` reports that it can no longer rewind.
+3. All ranks run the code before the block of a step on the same state. A rank that has begun the block notes this in
+   its local values, and a process that replaces this rank alone does not run the code again. If all ranks restart, or
+   go back to an earlier step, all run it again, with learning rates, schedulers and user state from before it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from typing import Any, cast
 from holdfast.core.protocol.status_page import Phase
 from holdfast.core.worker.position import ScriptEvent
 from holdfast.errors import StepError, UsageError
-from holdfast.frameworks.common.adapter import Adapter, Feed, StandsForOthers
+from holdfast.frameworks.common.adapter import Adapter, Feed
+from holdfast.frameworks.common.optional_abilities import StandsForOthers
 from holdfast.frameworks.common.state_tree import Plain
 from holdfast.runtime.node.status_page import LOCAL_SIZE_BYTES_MAX
 from holdfast.session.checkpoints.memory_tier import MemoryTier
@@ -58,21 +59,23 @@ from holdfast.text import plural
 log = logging.getLogger("holdfast")
 
 NOT_OF_LOOPS = ("begun", "drawn", RECORD)
-"""Values of one rank that are not carried from the step at which a process begins."""
+"""Local values of a rank that a process does not take over when it begins."""
 
 
 class Loops:
-    """All loops of one session.
+    """The loops of one session.
 
     Args:
         rank, adapter: of the session.
-        parts: batches in one step: ranks whose work this one does, itself included.
-        tier: what is kept of each step: the job may go back to it, which a loop without a feed cannot.
-        verify_data: compare what is drawn with what was drawn before.
+        parts: batches in one step: the number of ranks whose work this rank does, itself included.
+        tier: the memory tier. If it is on, the job may go back, which a loop without a feed cannot.
+        verify_data: compare the drawn batches with those drawn before.
 
     Attributes:
-        walk: where the script is among its epochs and phases.
-        own: what the user of the loop keeps of this rank alone with the step that ends next; None: nothing.
+        place: the place of the job, see the module.
+        walk: the position of the script among its epochs and phases.
+        local: the values of this rank alone.
+        own: the user's values for this rank alone, kept with the step that ends next; None: nothing.
     """
 
     def __init__(
@@ -87,13 +90,13 @@ class Loops:
         self._parts = self._parts_then = parts
         self._tier = tier
         self._before = LoopMembers.ANOTHER_JOB
-        self._passed_over = False  # a loop, and the one where the job is has not come yet
-        self._first: Bound | None = None  # of the first loop; None: not known, or of a job with other ranks
-        self._anew = False  # that loop is over, and its end seems to be counted from where the job is
+        self._passed_over = False  # a loop was passed over, and the loop of the job has not opened yet
+        self._first: Bound | None = None  # of the first loop; None: not known, or of another number of ranks
+        self._anew = False  # that loop is over, and its end seems to be counted from the current step
         self._feed: Feed | None = None
         self._others: dict[int, Feed | None] = {}  # batches of other copies, from the same loader
         self._loader: tuple[Any, int | None] = (None, None)  # of the open loop, with the batches of a step
-        self.begun: Feed | None = None  # of the loader that the next loop is given: a spare has drawn from it
+        self.begun: Feed | None = None  # feed for the next loop, from which a spare has drawn
         self._data: list[int | str] | None = None  # of the open loop: length and content of its dataset
         self._bound: Bound = (0, None)  # of the open loop
         self._epochs: int | None = None
@@ -103,12 +106,12 @@ class Loops:
         )  # position and local values at the start of the loop
         self._batches = Batches(adapter)
         self._proof = Drawn(adapter, adapter.rank, verify=verify_data)
-        self._drawn, self._part = -1, 0  # the step that the batches belong to, and the next of them
-        self._given: Step | None = None  # the script is at this one
-        self._left_behind: Step | None = None  # it has left its loop there
+        self._drawn, self._part = -1, 0  # the step of the batches, and the index of the next batch
+        self._given: Step | None = None  # the step that the script has now
+        self._left_behind: Step | None = None  # the step at which the script has left its loop
         self._tried = -1  # the newest step that the script was given
         self._after: Plain = None  # state of the loader after the step that is voted on
-        self._told = b""  # on the page last
+        self._told = b""  # written to the page last
         self._local_too_large = False
 
     def stand_at(
@@ -119,11 +122,12 @@ class Loops:
         begun: bool = False,
         before: LoopMembers = LoopMembers.SURVIVORS,
     ) -> None:
-        """The place that was loaded, with the session's plain values.
+        """Take over the place from the loaded state.
 
         Args:
+            session, local: the session's plain values, and those of this rank.
             begun: the block of its step was begun.
-            before: who was there.
+            before: the processes that were in the loop before.
         """
         self._before = before
         self.place = dict(session.get("place", {"loop": -1}))
@@ -135,7 +139,7 @@ class Loops:
         self._first = self.place.get("first") if world == self._adapter.world_size else None
         at = self.place.get("at")
         if at and "seen" not in at:
-            # Nobody knows how samples are dealt; most often in turn: fewer ranks have drawn more batches each.
+            # How samples were dealt to the ranks is not known; most often in turn, so that fewer ranks drew more each.
             then = int(session.get("world", self._adapter.world_size))
             self.place["at"] = {**at, "batch": at["batch"] * then // self._adapter.world_size}
         self.local = {key: value for key, value in local.items() if key not in NOT_OF_LOOPS}
@@ -145,12 +149,12 @@ class Loops:
         self._tried = int(session.get("step", 0)) - (not begun)
 
     def go_back(self, session: Mapping[str, Any], local: Mapping[str, Any]) -> None:
-        """The same for a job that goes back in place, in the loop that is open."""
+        """Take over the place of an earlier step without a restart, in the loop that is open."""
         loop, turns = self.place["loop"], self.walk.record
         self.stand_at(session, local)
-        self.walk.stand_at(turns)  # it goes back in the loop that is open, so in the turn that is
+        self.walk.stand_at(turns)  # the open loop stays open, and so does its turn
         self._rank.turns = self.walk.passed
-        if self.place["loop"] != loop:  # the state is of the moment at which this loop began
+        if self.place["loop"] != loop:  # the state was kept when this loop began
             self.place = {"loop": loop, "at": self._began[0]}
             self._say_what_it_is()
             self.local = dict(self._began[1])
@@ -171,13 +175,13 @@ class Loops:
         make: Callable[[int], Step],
         back: Callable[[], None],
     ) -> Iterator[Step]:
-        """The next loop.
+        """Return the steps of the next loop.
 
         Args:
-            batches: of the loader, in one step.
-            left: it ends before ``until``.
-            make: makes a step of this number.
-            back: the script is back from behind the block of a step.
+            batches: number of the loader's batches in one step.
+            left: returns whether the loop ends before ``until``.
+            make: makes a step with this number.
+            back: called when the script returns from after the block of a step.
         """
         return self._run(self.walk.next_loop(), loader, epochs, until, batches, left, make, back)
 
@@ -218,15 +222,15 @@ class Loops:
         if saved_loop < loop:
             self.place, self.local = {"loop": loop, "at": None if feed is None else feed.place()}, {}
         self._say_what_it_is()
-        if feed is not None and feed.rewinds and self._tier.on:  # code that draws its own cannot go back
+        if feed is not None and feed.rewinds and self._tier.on:  # a block that draws its own cannot go back
             self._began = (self.place["at"], {"loader": feed.local_state()})
             self._allow_rewind()
-        self._adapter.remember(self._rank.step)  # what was done since the last loop belongs to this place
+        self._adapter.remember(self._rank.step)  # this place includes what the code since the last loop did
         end, begun_at = self._bound[1], self._rank.step
         self._begin_loop(unfinished=feed is not None or end is None or end < ENDLESS)
         if self.walk.inside and saved_loop < loop:
             self.renew()
-        back()  # also from behind the block from which it has left the loop before this one
+        back()  # the script may have left the last loop after a block
         try:
             yield from self._each(lambda: left() or self._is_over(end), make, back)
             nothing = saved_loop == loop and self._rank.step == begun_at and not left()
@@ -235,7 +239,7 @@ class Loops:
             self._end_loop()
             self._forget_loop()
             if self.walk.inside and left():
-                raise SystemExit(0)  # what follows in this epoch comes when the job has done the rest of it
+                raise SystemExit(0)  # the rest of this epoch follows when the job has finished its steps
         except GeneratorExit:
             self._left_behind = self._given
             if self.walk.inside and not left():
@@ -250,12 +254,12 @@ class Loops:
             self._others = {}
 
     def finish(self) -> None:
-        """No step follows. Who came in for a lost rank would come into a loop that this one has left before its end."""
+        """Report that the script does not return to a loop that it left early, and that a newcomer would join."""
         if self._rank.script.unfinished:
             self._rank.moved(ScriptEvent.STRAYED)
 
     def _leave(self, *, certain: bool) -> None:
-        """The script has left the loop by ``break``, or an exception has: then it goes up, or the script catches it."""
+        """End the loop that the script has left, by ``break`` or perhaps by an exception that it may catch."""
         if certain or not (self._adapter.poisoned or self._rank.fenced):
             self.place["left"] = True
             self._tier.amend(self._rank.step)
@@ -278,15 +282,15 @@ class Loops:
             self._rank.script.end_loop()
 
     def _out_of_loop(self) -> None:
-        """Report that the script is out of the loop. After a loop that was left, there are no copies to put back."""
+        """Report that the script is out of the loop. After a loop that was left, no copies are restored."""
         left = self._rank.script.unfinished
         self._rank.moved(ScriptEvent.LOOP_LEFT if left else ScriptEvent.LOOP_OVER)
 
     def require_whole(self) -> None:
-        """The script has come back to the session.
+        """Check the last step when the script has come back to the session.
 
         Raises:
-            StepError: it has left a loop behind a block that did not count, and the step is not done.
+            StepError: the script has left a loop after a block that did not count, so that the step is missing.
         """
         step, self._left_behind = self._left_behind, None
         if step is not None and step.entered and not step.committed:
@@ -298,28 +302,28 @@ class Loops:
 
     @property
     def strays(self) -> bool:
-        """The script has left the loop, and whoever comes in would come into it."""
+        """True if a newcomer would join a loop that the script has left."""
         return self._rank.script.unfinished and not self.place.get("left", False)
 
     def fall(self) -> None:
-        """The script's own exception goes up: it may have been what has left the loop."""
+        """Remove the record that the loop was left, because the script's own exception may have left it."""
         if self._rank.script.unfinished:
             self.place["left"] = False
 
     def _is_over(self, end: int | None) -> bool:
-        """The loop is at its end, or the script has left it in an epoch or phase that is not done yet."""
+        """Return whether the loop is at its end, or the script has left it in an unfinished epoch or phase."""
         return (end is not None and self._rank.step >= end) or self.place.get("left", False)
 
     def renew(self) -> None:
-        """What is kept in memory of this step is of before this moment."""
+        """Keep the state of this step in memory again, because the kept one is older."""
         self._tier.renew(self._rank.step)
 
     def note_turns(self) -> None:
-        """Into the place: which epochs and phases the job has done."""
+        """Write the finished epochs and phases into the place."""
         self.place["turns"] = self.walk.record
 
     def require_all(self) -> None:
-        """The script ends in order. Raises: UsageError when the job has come further than this script."""
+        """Check at the end of the script that it has reached the place of the job. Raises: UsageError."""
         unused = not self.walk.loops and self.place.get("over", False)
         if not unused and (missing := self.walk.missing(self.place["loop"])):
             raise UsageError(
@@ -328,35 +332,35 @@ class Loops:
             )
 
     def _end_loop(self) -> None:
-        """What the script does from now on it may do again, with the same state and random numbers."""
+        """Copy the state at the end of a loop, because the code after it may run again from the same state and seed."""
         self.place["over"] = True
         if self.walk.inside:
             self._adapter.between(self._rank.step, 0, again=True)
         self._adapter.remember(self._rank.step, whole=self.walk.inside)
 
     def pass_over(self) -> None:
-        """A loop that the job has behind it: what the script does after it is in the state that was restored."""
+        """Note that the restored state includes the effect of code after a loop that the job has finished."""
         if not self._passed_over:
             self._passed_over = True
             self._adapter.begin(self._rank.step)
         self._rank.moved(ScriptEvent.LOOP_AHEAD)
 
     def _come_in(self) -> None:
-        """The loop where the job is: what the script has done again after those before it is put back."""
+        """Open the loop of the job, and restore the state that code after passed loops has changed again."""
         if self._passed_over:
             self._passed_over = False
             self._adapter.abort()
         self._rank.moved(ScriptEvent.LOOP_OPENED)
 
     def _say_what_it_is(self) -> None:
-        """Into the place: data and bound of the open loop, and the bound of the first one."""
+        """Write the data and bound of the open loop, and the bound of the first loop, into the place."""
         if self.place["loop"] == 0:
             self._first = self._bound
         self.place.update(data=self._data, bound=self._bound, first=self._first, over=False)
         self.note_turns()
 
     def _end_of(self, loop: int, until: int | None) -> Bound:
-        """Where this loop began and ends. Raises: UsageError when it ends elsewhere on another rank."""
+        """Return where this loop began and ends. Raises: UsageError: it ends elsewhere on another rank."""
         place, here = self.place, self._rank.step
         bound = (here, until)
         if place["loop"] == loop and "bound" in place:
@@ -365,7 +369,7 @@ class Loops:
         return bound
 
     def _compare(self, feed: Feed | None, loop: int) -> list[int | str] | None:
-        """What the data of this loop is, as far as known. Raises: UsageError when another rank has other data."""
+        """Return the known identity of this loop's data. Raises: UsageError: another rank has other data."""
         now = None if feed is None else feed.identity()
         if now is None:
             return None
@@ -384,7 +388,7 @@ class Loops:
         self._tell_share(at, feed.place())
 
     def _tell_share(self, then: Mapping[str, int], now: Mapping[str, int]) -> None:
-        """Say when a step has another number of samples than before, and what would give it the old one."""
+        """Warn if a step has another number of samples than before, and name the setting that restores it."""
         if "share" not in then or "share" not in now:
             return
         before, here = then["share"] * self._parts_then, now["share"] * self._parts
@@ -413,10 +417,10 @@ class Loops:
                     return
                 continue  # a recovery came first: the job may have gone back into this loop
             if not self._rank.take_step():
-                continue  # what stands before the block belongs to the generation, and the step, of the block
+                continue  # code before the block must run in the generation, and at the step, of the block
             step = make(self._rank.step)
             self.fill(step)
-            # Also when it is tried again, by whomever.
+            # Also for a repeated step, in this process or in a replacement.
             self._adapter.between(step.number, step.part, again=step.again)
             self._rank.moved(ScriptEvent.STEP_GIVEN, again=step.again)
             self._given = step
@@ -432,7 +436,7 @@ class Loops:
                 back()
 
     def _draw(self) -> bool:
-        """Have the batches of this step at hand, one for each rank whose work this one does; False at the end."""
+        """Draw the batches of this step, one for each rank whose work this rank does. Return False at the end."""
         if self._drawn == self._rank.step:
             return True
         before = {} if self._feed is None else self._feed.place()
@@ -445,7 +449,7 @@ class Loops:
         return bool(batches)
 
     def _draw_again(self) -> None:
-        """The batches of this step, once more: what the block was given is no longer what it was. Raises: StepError."""
+        """Draw the batches of this step again, because the block has changed them. Raises: StepError."""
         feed = self._feed
         if feed is None:
             return
@@ -460,9 +464,9 @@ class Loops:
         self._batches.again(batches)
 
     def batch_of(self, copy: int) -> Any:
-        """What another copy of the model draws for this step. Raises: LookupError: that is not known here."""
+        """Return the batch of another copy of the model for this step. Raises: LookupError: it is not known here."""
         if self._feed is None:
-            return None  # the block draws it
+            return None  # the block draws its own batch
         if copy not in self._others:
             self._others[copy] = self._feed_of(copy)
         feed = self._others[copy]
@@ -493,7 +497,7 @@ class Loops:
         return batches
 
     def fill(self, step: Step) -> None:
-        """Make ``step`` the one where the job is; also one that was about to begin when the job went back."""
+        """Give ``step`` the number and batch of the current step, also after the job went back."""
         self._draw()
         step.number, step.part = self._rank.step, self._part
         step.parts = len(self._batches)
@@ -510,9 +514,12 @@ class Loops:
     # ------------------------------------------------------------------ in a step, and after it
 
     def entered(self, step: int) -> bytes | None:
-        """The block of ``step`` has begun: what only this rank knows, for its status page."""
+        """Note that the block of ``step`` has begun. Return changed rank-local values for the status page, or None.
+
+        These are the values that only this rank has: ``Session.own``, its loader's state, the digest of its batches.
+        """
         if self.local.get("begun") == step:
-            self.own = copy.deepcopy(self.local.get("own"))  # the block that does not count has changed it
+            self.own = copy.deepcopy(self.local.get("own"))  # a block that did not count may have changed it
             return None
         self.local["begun"] = step
         if self._proof.record is not None:
@@ -522,8 +529,10 @@ class Loops:
         return self._payload(self.local)
 
     def foresee(self) -> bytes | None:
-        """This rank is about to vote: what it will know after the step, for its status page. Lost in the update, it
-        cannot tell any more where its loader was."""
+        """Return the rank-local values after the coming vote for the status page, or None.
+
+        A rank that is lost in the update can no longer report the position of its loader.
+        """
         self._after = None if self._feed is None else self._feed.local_state()
         local = {
             key: value for key, value in (("own", self.own), ("loader", self._after)) if value is not None
@@ -531,7 +540,7 @@ class Loops:
         return self._payload(local) if local else None
 
     def note(self) -> bytes | None:
-        """The place after this step; what only this rank knows of it, for its status page."""
+        """Set the place of the job after this step. Return the rank-local values for the status page, or None."""
         self.local = {} if self.own is None else {"own": copy.deepcopy(self.own)}
         if self._feed is not None:
             self.place["at"] = self._feed.place()
@@ -542,14 +551,14 @@ class Loops:
         return self._payload(self.local) if self.local else None
 
     def digests_of(self, step: int) -> list[int]:
-        """Of the batches that this rank has drawn for ``step``; empty: not known."""
+        """Return the digests of the batches that this rank has drawn for ``step``; empty: not known."""
         record = self._proof.record
         if record is None or record["step"] != step:
             return []
         return cast("list[int]", record["digests"])
 
     def _payload(self, local: Mapping[str, Plain]) -> bytes | None:
-        """For the page; None when it has this, or cannot have it."""
+        """Return the encoded values for the status page; None if they are there already, or are too large."""
         if self._rank.client is None or self._local_too_large:
             return None
         payload = encode_values(local, "locals")

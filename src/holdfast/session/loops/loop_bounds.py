@@ -1,16 +1,17 @@
-"""Where a loop over steps ends: at the same step on all ranks, whoever has come into it later.
+"""The ends of loops over steps: a loop ends at the same step on all ranks, also on one that joins it later.
 
-Theory. ``until`` may be counted from where the process stands (``until=s.step + 1000``, one loop per phase). A process
-that comes into an open loop stands further on than those that opened it, so its number is another one, and alone it
-would leave the loop later. So a loop's bound, the step at which it began and the one at which it ends, is part of
-the place of the job: a process of the same run takes the end from there when its own number is the same distance away.
-Any other number means that the script counts its loops in another way, and this loop is not the one that is open.
+Theory. A script may count ``until`` from the current step (``until=s.step + 1000``, one loop per phase). A process that
+joins an open loop is at a later step than the processes that opened it. Its ``until`` is then larger, and it would
+leave the loop later than they do. So the bound of a loop, the steps at which it began and ends, is a part of the job's
+place (the position of the job in its loops and data). A process of the same run takes the end from there if its own
+``until`` is at the same distance. Any other number means that the script counts its loops in another way, so that this
+is not the open loop.
 
-A script that resumes as it did before Holdfast (``for epoch in range(s.step // steps_per_epoch, epochs)``) leaves out
-the loops that are over. Loops are counted, so its first one would be taken for one of those and yield nothing, what
-stands behind it (an evaluation, a scheduler's step) would be done in the middle of an epoch, and each further loop
-would stand for the one before it. Its first end gives it away: ahead of the job, and not as far as that of the first
-loop was.
+A script may also resume as it did before Holdfast (``for epoch in range(s.step // steps_per_epoch, epochs)``), and
+leave out the loops that are over. Loops are counted, so its first loop would be taken for one that is over and yield
+nothing. The code after it (an evaluation, a scheduler's step) would run in the middle of an epoch, and each further
+loop would be taken for the one before it. This is detected by the end of its first loop: it is after the current step,
+but at another distance than that of the job's first loop.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import logging
 from enum import Enum
 
 from holdfast.errors import ProtocolError, UsageError
-from holdfast.frameworks.common.adapter import Adapter
+from holdfast.frameworks.common.adapter import StateAdapter
 from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.store.format.json_values import decode_values, encode_values
 from holdfast.store.format.manifest import attempt_key
@@ -28,7 +29,7 @@ from holdfast.text import plural
 log = logging.getLogger("holdfast")
 
 Bound = tuple[int, int | None]
-"""Steps at which a loop began, and at which it ends; None: with its data."""
+"""Steps at which a loop began and ends; None: it ends with its data."""
 
 ADVICE = "give until= a number that does not depend on s.step: s.steps(loader, until=(phase + 1) * 1000)"
 
@@ -37,20 +38,19 @@ FROM_THE_FIRST = (
     "for epoch in s.epochs(N): for step in s.steps(loader): ..."
 )
 ENDLESS = 2**62
-"""A loop without data until then has no end of its own: a framework leaves it where its state says so, in a newcomer,
-too."""
+"""End of a loop without data that a framework drives. The framework leaves it by its own state, also in a newcomer."""
 
 
 class LoopMembers(Enum):
-    """Who was in the loop before this process."""
+    """The processes that were in a loop before this process."""
 
-    SURVIVORS = "survivors"  # they are in it now
+    SURVIVORS = "survivors"  # surviving processes are in the loop now
     THIS_RUN = "this run"  # all of its processes have started again
-    ANOTHER_JOB = "another job"  # its checkpoint is gone on from: another end may be meant
+    ANOTHER_JOB = "another job"  # this run continues from its checkpoint, and may mean another end
 
 
 def before_of(name: str, run: str, *, joining: bool) -> LoopMembers:
-    """Who was in the loop before a process of ``run`` that goes on from what is called ``name``."""
+    """Return which processes were in the loop before a process of ``run`` that continues from ``name``."""
     if joining:
         return LoopMembers.SURVIVORS
     key = attempt_key(name)
@@ -60,17 +60,17 @@ def before_of(name: str, run: str, *, joining: bool) -> LoopMembers:
 def bound_of(
     loop: int, here: int, until: int | None, saved: Bound, before: LoopMembers, *, anew: bool = False
 ) -> Bound:
-    """The bound of a loop that was open when its place was taken.
+    """Return the bound of a loop that was open in the loaded state.
 
     Args:
         loop: its number in the script.
-        here: step at which this process comes into it.
-        until: as the script says here.
-        saved: the bound in the place.
-        anew: the end of the first loop seemed to be counted from here (:func:`counted_anew`).
+        here: step at which this process begins it.
+        until: the argument of the script in this process.
+        saved: the bound in the loaded state.
+        anew: the end of the first loop seemed to be counted from ``here`` (:func:`counted_anew`).
 
     Raises:
-        UsageError: survivors are in it, and end it elsewhere; or it is another loop after all.
+        UsageError: survivors are in the loop and end it elsewhere; or it is another loop.
     """
     began, end = saved
     if until == end:
@@ -83,9 +83,8 @@ def bound_of(
     if before is LoopMembers.SURVIVORS:
         raise UsageError(f"{ends} (at step {here}): the other ranks are still in it", hint=ADVICE)
     if anew and not counted and here in saved:
-        raise UsageError(
-            f"{ends} (at step {here})", hint=FROM_THE_FIRST
-        )  # the first one was not counted either
+        # Here the first loop was not counted from the current step, either.
+        raise UsageError(f"{ends} (at step {here})", hint=FROM_THE_FIRST)
     if counted and end is not None and here < end:
         log.warning("holdfast: %s; if that is not meant, %s", ends, ADVICE)
     elif before is LoopMembers.THIS_RUN:
@@ -94,15 +93,15 @@ def bound_of(
 
 
 def counted_anew(here: int, until: int | None, first: Bound) -> bool:
-    """Whether the end of the script's first loop, which the job has behind it, is counted from where it stands.
+    """Return whether the end of the script's first loop, which the job has finished, is counted from the current step.
 
     Args:
-        here: step at which this process stands.
-        until: as the script says here.
-        first: the bound that the first loop of the job had.
+        here: step of this process.
+        until: the argument of the script in this process.
+        first: the bound of the first loop of the job.
 
     Raises:
-        UsageError: it is neither that nor the end it had: the script has begun with a later loop.
+        UsageError: it is neither that nor the earlier end: the script has begun with a later loop.
     """
     began, end = first
     if until is None or end is None or until in (end, ENDLESS) or until <= here:
@@ -119,7 +118,7 @@ def counted_anew(here: int, until: int | None, first: Bound) -> bool:
 def compare_bounds(
     client: WorkerClient | None, rank: int, world_size: int, loop: int, end: int | None
 ) -> None:
-    """Compare with what the first rank that opened this loop has.
+    """Compare the end of a loop with that of the first rank that opened it.
 
     Raises:
         UsageError: its loop ends at another step.
@@ -141,11 +140,16 @@ def compare_bounds(
         )
 
 
-def compare_turns(client: WorkerClient | None, adapter: Adapter, way: str, kind: str, turns: int) -> None:
-    """Compare with what the first rank that came to this part of the script has.
+def compare_turns(
+    client: WorkerClient | None, adapter: StateAdapter, way: str, kind: str, turns: int
+) -> None:
+    """Compare the number of turns of a part with that of the first rank that reached it.
+
+    Args:
+        way: key of the part, see ``turn_position.py``.
 
     Raises:
-        UsageError: it has another number of turns.
+        UsageError: that rank has another number of turns.
     """
     if client is None or adapter.world_size == 1:
         return

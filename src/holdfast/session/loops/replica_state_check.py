@@ -1,14 +1,15 @@
-"""The user's state, and buffers, are those of the job, and the data are shared: told once where it is not so.
+"""Comparison of the user's state, the buffers and the first batches between ranks, with one warning per difference.
 
-Theory. A checkpoint holds it once, and who takes a lost rank's place has that of another rank. What each rank keeps for
-itself (its environment, its own losses, buffers that DDP does not broadcast) would be another rank's after a fault,
-without a word. So each rank says after its first step what it has, by digests, and the first rank compares after the
-next one: by then everybody has voted again, and so has spoken. Only ranks that hold the same tensors of the model are
-compared, as only these stand in for each other, and only what each of them holds whole. The first rank reads all of it
-at once, so a rank whose names would take too much says one digest of all buffers, and one of all items, instead.
+Theory. A checkpoint holds the user's state and the buffers once, and the replacement of a lost rank gets those of
+another rank. If a rank keeps different values there (its environment, its own losses, buffers that DDP does not
+broadcast), a fault would silently replace them by those of another rank. So each rank publishes digests after its first
+step, and the first rank compares them after the next step. By then every rank has voted again, and so has published.
+Only ranks that hold the same tensors of the model are compared, as only these can replace each other. Only items that a
+rank holds whole are compared. The first rank reads all digests in one message. A rank whose names would take too much
+of it publishes one digest of all buffers and one of all items instead.
 
-Ranks that train different copies of the model are meant to train on different data. Where all of them have drawn the
-same batch for the same step, no sampler shares the data, and each sample counts several times.
+Ranks that train different copies of the model should train on different data. If all of them have drawn the same batch
+for the same step, no sampler shares the data, and each sample counts several times.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import Any
 import xxhash
 
 from holdfast.core.protocol.messages import FRAME_SIZE_BYTES_MAX
-from holdfast.frameworks.common.adapter import Adapter, Collected, ComparesCopies, DigestsBatches
+from holdfast.frameworks.common.adapter import Collected, StateAdapter
+from holdfast.frameworks.common.optional_abilities import ComparesCopies, DigestsBatches
 from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.session.loops.dataset_check import repeat_on_first
 from holdfast.store.format.json_values import encode_values
@@ -33,23 +35,30 @@ log = logging.getLogger("holdfast")
 
 PREFIX = "state."
 SAID_SIZE_BYTES_MAX = FRAME_SIZE_BYTES_MAX // 2
-"""Of all ranks together: they come in one message."""
+"""Limit of the digests of all ranks together, which come in one message."""
 Said = tuple[str, dict[str, str], dict[str, str], list[int]]
-"""Which part of the model, a digest by item of the user's state, a digest by buffer; the copy of the model and the
-digests of the batches of its first step, empty where no loader draws them."""
+"""The published digests of a rank.
+
+In this order: which part of the model it holds, a digest by item of the user's state, a digest by buffer, and the copy
+of the model with the digests of the batches of its first step (empty if no loader draws them).
+"""
 
 
 class ReplicaStateCheck:
-    """Compares the user's state of all ranks, once in the life of a process that began with the others."""
+    """Compares the user's state of all ranks, once in the life of a process that began with the other ranks."""
 
-    def __init__(self, adapter: Adapter, client: WorkerClient | None, state: Mapping[str, Any]) -> None:
+    def __init__(self, adapter: StateAdapter, client: WorkerClient | None, state: Mapping[str, Any]) -> None:
         self._adapter = adapter
         self._left_out = {name for name, item in state.items() if getattr(item, "may_differ", False)}
         self._client = None if client is None or client.joining or adapter.world_size == 1 else client
         self._key = ""
 
     def committed(self, drawn: Sequence[int]) -> None:
-        """A step counts; ``drawn``: digests of its batches, empty where they are not known."""
+        """Publish the digests after the first committed step, and compare them after the second.
+
+        Args:
+            drawn: digests of the step's batches; empty if they are not known.
+        """
         client, adapter = self._client, self._adapter
         if client is None:
             return
@@ -90,7 +99,7 @@ class ReplicaStateCheck:
 
 
 def spoken(said: Said, size_bytes_max: int) -> bytes:
-    """A line of what this rank says, without the names where they would take more than ``size_bytes_max``."""
+    """Return the line that this rank publishes, without the names if they would take more than ``size_bytes_max``."""
     line = f"{json.dumps(said)}\n".encode()
     if len(line) <= size_bytes_max:
         return line
@@ -104,7 +113,7 @@ def _together(found: Mapping[str, str]) -> dict[str, str]:
 
 
 def all_alike(drawn: Sequence[Sequence[int]]) -> int:
-    """How many copies of the model have all drawn the same batches; 0: they have not, or a rank has not said.
+    """Return the number of copies of the model if all have drawn the same batches; 0: they have not, or unknown.
 
     Args:
         drawn: of each rank: the number of its copy, and the digests of the batches of one step.
@@ -117,9 +126,9 @@ def all_alike(drawn: Sequence[Sequence[int]]) -> int:
 
 
 def digests(
-    adapter: Adapter, collected: Collected, left_out: Set[str]
+    adapter: StateAdapter, collected: Collected, left_out: Set[str]
 ) -> tuple[str, dict[str, str], dict[str, str]]:
-    """Which part of the model this rank holds, and digests of each item of the user's state, and of each buffer."""
+    """Return a digest of the names of this rank's tensors, and those of each item of user state and of each buffer."""
     state = collected.values.get("state", {})
     compared = {name: value for name, value in state.items() if name not in left_out}
     totals = {name: xxhash.xxh3_64(encode_values(value, name)) for name, value in compared.items()}
@@ -139,7 +148,7 @@ def digests(
 
 
 def differing(said: list[tuple[str, dict[str, str]]]) -> list[str]:
-    """Names of what ranks of one part have different things in."""
+    """Return the names whose digests differ between ranks that hold the same part of the model."""
     seen: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
     for part, items in said:
         for name, digest in items.items():

@@ -1,9 +1,10 @@
-"""What the code of the script says: whether a call stands in a ``for`` loop, and whether a loop is left by ``break``.
+"""Facts read from the code of the script: whether a call is in a ``for`` loop, and whether ``break`` leaves a loop.
 
-Theory. The code of a Python function says where its loops are: ``FOR_ITER`` stands at the head of one, and its target
-behind it. A frame says where it is. Only frames up to that which entered the session are looked at, and no loop around
-the session itself: such a loop makes a session in each turn. A generator is closed where the iterator of its loop is
-dropped: by an instruction of its own after ``break`` and ``return``, by whatever raised after an exception.
+Theory. The code of a Python function shows its loops: ``FOR_ITER`` is at the head of a loop, and its target is after
+the loop. A frame shows its current instruction. Only frames up to the one that entered the session are inspected, and
+no loop around the session itself: such a loop makes a session in each turn. A generator is closed where the iterator of
+its loop is dropped. After ``break`` and ``return`` a separate instruction does this, after an exception the raising
+instruction.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from types import FrameType
 
 
 def enclosed(caller: FrameType, entered_by: tuple[FrameType, int] | None) -> bool:
-    """Whether ``caller`` makes its call in a loop.
+    """Return whether ``caller`` makes its call in a loop.
 
     Args:
-        entered_by: the frame that has entered the session, and where it was then; None: not known. When it does not
-            call ``caller``, nothing is known.
+        entered_by: the frame that has entered the session, and its instruction at that time; None: not known. False is
+            returned if that frame does not call ``caller``.
     """
     if entered_by is None:
         return False
@@ -36,10 +37,10 @@ def enclosed(caller: FrameType, entered_by: tuple[FrameType, int] | None) -> boo
 
 
 def leaves(caller: FrameType) -> bool:
-    """Whether the loop over a generator that is being closed ends by ``break`` or ``return``, as far as is known.
+    """Return whether the loop over a generator that is being closed is known to end by ``break`` or ``return``.
 
     Args:
-        caller: the frame that closes it.
+        caller: the frame that closes the generator.
     """
     code = dis.get_instructions(caller.f_code)
     return any(each.offset == caller.f_lasti and each.opname in ("POP_TOP", "POP_ITER") for each in code)

@@ -1,20 +1,21 @@
-"""Where the script is among its parts that run once in the life of the job: epochs and phases, one inside another.
+"""The position of the script among its epochs and phases, which run once in the life of the job and may be nested.
 
-Theory. A process that starts again runs the script again, and shall leave out the turns (the epochs, or the one run
-of a phase) that the job has behind it. So each part is named by its way through the script: the number of the part in
-the turn around it, after the way to that turn. What is on record of a part is how many of its turns the whole job has
-done, and which loop over steps was to come next then: with these a process begins in the middle as if it had come from
-the start. A loop over steps is numbered in the order of the script, also those that were left out.
+Theory. An epoch, or the one run of a phase, is a *turn*; ``s.epochs(N)`` or a phase is a *part*. A process that starts
+again runs the script again, and must leave out the turns that the job has finished. So each part has a key, its *way*
+through the script: the way to the turn around it, and the number of the part in that turn. The record of a part holds
+how many of its turns the whole job has finished, and which loop over steps was next. With these a process begins in the
+middle as if it had run from the start. A loop over steps is numbered in the order of the script, including loops that
+were left out.
 
-Each slot (the session outside of all parts, and each turn) has room for one loop over steps. Between two loops there
+Each *slot* (the session outside of all parts, and each turn) has room for one loop over steps. Between two loops there
 would be code that the session cannot leave out.
 
-Life of the data: the record is made in a running job, is a part of the place of the job in each saved and served state
-(``place["turns"]``), and what is inside a turn is dropped when that turn has ended.
+Life of the data: the record is made in a running job, and is a part of the place of the job in each saved and served
+state (``place["turns"]``). Records of parts inside a turn are dropped when that turn has ended.
 
 Invariants:
-1. The record is never changed, only replaced: another thread may be writing it.
-2. ``passed`` rises by one with each turn that the whole job has done, and never falls in one process.
+1. The record is never changed, only replaced, because another thread may be writing it.
+2. ``passed`` rises by one with each turn that the whole job has finished, and never falls in one process.
 """
 
 from __future__ import annotations
@@ -34,11 +35,11 @@ IDIOM = (
 
 
 class LoopSlot:
-    """What may hold one loop over steps: the session, or one turn of a part.
+    """A slot for one loop over steps: the session, or one turn of a part.
 
     Attributes:
-        way: of the turn; empty for the session.
-        title: as a user calls it.
+        way: key of the turn; empty for the session.
+        title: its name in messages.
     """
 
     def __init__(self, way: str, title: str) -> None:
@@ -52,12 +53,12 @@ class ScriptPart:
     """A part of the script that is being run.
 
     Attributes:
-        way: names it.
+        way: its key.
         kind: ``epochs``, or ``phase`` and its name.
-        turns: in all.
-        done: turns that the whole job has done.
-        closed: the script has left it, by ``break`` or an exception.
-        slot: of the turn that is open.
+        turns: number of its turns in all.
+        done: number of turns that the whole job has finished.
+        closed: the script has left the part, by ``break`` or an exception.
+        slot: of the open turn.
     """
 
     def __init__(self, way: str, kind: str, turns: int, done: int) -> None:
@@ -70,16 +71,16 @@ class ScriptPart:
 
     @property
     def title(self) -> str:
-        """The open turn, as a user calls it."""
+        """Name of the open turn in messages."""
         return f"epoch {self.done}" if self.kind == "epochs" else self.kind
 
 
 class TurnPosition:
-    """Through the script of one session.
+    """The position in the script of one session.
 
     Attributes:
-        loops: loops over steps so far, those that were left out included.
-        several: other people's loops are run here: there is no limit to a slot.
+        loops: number of loops over steps so far, including those that were left out.
+        several: another library runs its loops here, so a slot may have any number of them.
     """
 
     def __init__(self) -> None:
@@ -95,22 +96,26 @@ class TurnPosition:
 
     @property
     def record(self) -> Record:
-        """For the place of the job."""
+        """The record for the place of the job."""
         return {"passed": self._passed, "parts": dict(self._record)}
 
     @property
     def passed(self) -> int:
-        """Turns that the whole job has done, until this moment of its life."""
+        """Number of turns that the whole job has finished."""
         return self._passed
 
     def stand_at(self, record: Mapping[str, Any] | None) -> None:
-        """The record that was loaded; None: of a job that had no parts."""
+        """Take over the loaded record; None: the job had no parts."""
         record = record or {}
         self._record = dict(record.get("parts", {}))
         self._passed = int(record.get("passed", 0))
 
     def missing(self, loop: int) -> str:
-        """What the job has come to, and this script has not; empty: nothing. ``loop``: the last one of the job."""
+        """Return the name of a part or loop that the job has reached and this script has not; empty: none.
+
+        Args:
+            loop: number of the last loop of the job.
+        """
         unseen = [each for way, each in self._record.items() if way not in self._seen]
         if unseen:
             return f"{_name(unseen[0])} of the job"
@@ -122,30 +127,30 @@ class TurnPosition:
 
     @property
     def slot(self) -> LoopSlot:
-        """Where the script is."""
+        """The slot in which the script is."""
         inner = self._open[-1].slot if self._open else None
         return inner or self._bottom
 
     @property
     def inside(self) -> bool:
-        """The script is in a turn of a part."""
+        """True while the script is in a turn of a part."""
         return bool(self._open)
 
     @property
     def epoch(self) -> int | None:
-        """Number of the open epoch, the innermost; None: there is none."""
+        """Number of the innermost open epoch; None: there is none."""
         return next((part.done for part in reversed(self._open) if part.kind == "epochs"), None)
 
     @property
     def left(self) -> ScriptPart | None:
-        """The innermost part, when the script has left it."""
+        """The innermost part, if the script has left it."""
         return self._open[-1] if self._open and self._open[-1].closed else None
 
     def next_loop(self) -> int:
-        """The script begins a loop over steps: its number.
+        """Return the number of the loop over steps that the script begins.
 
         Raises:
-            UsageError: there was one in this slot.
+            UsageError: there was a loop in this slot.
         """
         slot = self.slot
         if slot.has_loop and not self.several:
@@ -158,10 +163,10 @@ class TurnPosition:
         return self.loops - 1
 
     def enter(self, kind: str, turns: int) -> ScriptPart:
-        """The script comes to a part.
+        """Return the part that the script begins.
 
         Raises:
-            UsageError: another part was there.
+            UsageError: the job had another part there.
         """
         slot = self.slot
         way = f"{slot.way}{slot.parts}"
@@ -182,11 +187,11 @@ class TurnPosition:
         return part
 
     def _goes_further(self, known: Mapping[str, Any], turns: int) -> bool:
-        """A part that was over has more turns now, and nothing came after it."""
+        """Return whether a part that was finished, and not left early, has more turns now."""
         return bool(known["done"] == known["turns"] < turns)
 
     def begin(self, part: ScriptPart, step: int) -> int:
-        """A turn of the part begins; the step at which it did for the job."""
+        """Begin a turn of the part. Return the step at which the job began that turn."""
         known = self._record.get(part.way)
         part.slot = LoopSlot(f"{part.way}.{part.done}.", part.title)
         if known is None or known["done"] != part.done or known["over"]:
@@ -195,7 +200,7 @@ class TurnPosition:
         return int(known["step"])
 
     def end(self, part: ScriptPart, step: int) -> None:
-        """The whole job has done the open turn."""
+        """Record that the whole job has finished the open turn."""
         inside = f"{part.way}."
         self._record = {way: each for way, each in self._record.items() if not way.startswith(inside)}
         self._passed += 1
@@ -204,7 +209,7 @@ class TurnPosition:
         self._write(part, step, over=part.closed or part.done >= part.turns)
 
     def leave(self, part: ScriptPart) -> None:
-        """No turn of the part follows."""
+        """Close the part, of which no turn follows."""
         self._open.remove(part)
 
     def _write(self, part: ScriptPart, step: int, *, over: bool) -> None:

@@ -1,22 +1,22 @@
-"""The turns of epochs and phases: which of them the script runs, and when one is done.
+"""The turns of epochs and phases: which turns the script runs, and when a turn is finished.
 
-Theory. What a script does after the loop over steps in an epoch (an evaluation, a file of the epoch) belongs to the
-epoch: it is done when all ranks have done it, and only then the next one begins. All ranks agree on that with one vote.
-Until then the state of the job is that of the end of the loop, from the copies that were made there: a rank that is
-lost meanwhile is replaced by a newcomer that does the rest of the epoch again, while the others wait at its end. From
-the vote on nobody does it again.
+Theory. The code after the loop over steps in an epoch (an evaluation, a file of the epoch) belongs to the epoch. An
+epoch is finished when all ranks have run that code; only then the next one begins. All ranks agree on this with one
+vote. Until the vote, the state of the job is that of the end of the loop, from the copies that were made there. If a
+rank is lost meanwhile, a newcomer runs the rest of the epoch again, and the other ranks wait at its end. After the vote
+no rank runs it again.
 
-A vote may end on one rank and break on another. Then the decision of the controller says whether the turn counts: each
-rank that answers the fence says how many turns it knows to be done, and the highest number holds, because that rank has
-seen the vote of all (``Settled.turns``, ``Settle.turns``).
+A vote may complete on one rank and break on another. Then the decision of the controller says whether the turn counts.
+Each rank answers the fence with the number of turns that it knows to be finished. The highest number holds, because
+that rank has seen the vote of all (``Settled.turns``, ``Settle.turns``).
 
-``break`` out of a part ends it for the job. A generator that is closed cannot tell this from an exception, so the end
-is agreed on when the script next comes to the session: after an exception it does not.
+``break`` out of a part ends it for the job. A closed generator cannot distinguish this from an exception, so the ranks
+agree on the end when the script next calls the session. After an exception the script makes no further call.
 
 Invariants:
 1. All ranks of a generation end the same turns at the same steps.
-2. While a turn is not agreed on, what is saved or given away is the state of before what follows its loop.
-3. A state of one number of turns is never joined to ranks of another number.
+2. While a turn is not agreed on, the state that is saved or given precedes the code after its loop.
+3. A state with one number of turns is never joined to ranks with another number.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from collections.abc import Callable, Iterator
 from holdfast.core.worker.position import ScriptEvent
 from holdfast.core.worker.vote import Ballot, Tally
 from holdfast.errors import PeerLost
-from holdfast.frameworks.common.adapter import Adapter, KnowsWeights
+from holdfast.frameworks.common.adapter import StateAdapter
+from holdfast.frameworks.common.optional_abilities import KnowsWeights
 from holdfast.session.loops.loop import Loops
 from holdfast.session.loops.loop_bounds import compare_turns
 from holdfast.session.loops.turn_position import ScriptPart
@@ -37,18 +38,18 @@ log = logging.getLogger("holdfast")
 
 
 class Turns:
-    """Of one session.
+    """The turns of one session.
 
     Args:
         rank, adapter, loops: of the session.
         cast: votes.
-        leaving: all ranks have agreed to leave.
+        leaving: returns whether all ranks have agreed to leave.
     """
 
     def __init__(
         self,
         rank: StepParticipant,
-        adapter: Adapter,
+        adapter: StateAdapter,
         loops: Loops,
         cast: Callable[[Ballot], Tally],
         leaving: Callable[[], bool],
@@ -60,7 +61,7 @@ class Turns:
         self._leaving = leaving
 
     def run(self, kind: str, turns: int) -> Iterator[int]:
-        """The turns of a part that the job has not done."""
+        """Yield the turns of a part that the job has not finished."""
         self.close()
         walk = self._loops.walk
         part = walk.enter(kind, turns)
@@ -82,7 +83,7 @@ class Turns:
         self._pass_over()
 
     def close(self) -> None:
-        """The script has come back to the session: it has ended the parts that it has left."""
+        """End the parts that the script has left, now that it has come back to the session."""
         self._loops.require_whole()
         walk = self._loops.walk
         while (part := walk.left) is not None:
@@ -91,7 +92,7 @@ class Turns:
 
     def _begin(self, part: ScriptPart) -> None:
         rank, walk = self._rank, self._loops.walk
-        rank.script.require(ScriptEvent.LOOP_AHEAD)  # before anything is copied
+        rank.script.require(ScriptEvent.LOOP_AHEAD)  # raise before any state is copied
         if self._leaving():
             raise SystemExit(0)
         step = walk.begin(part, rank.step)
@@ -102,12 +103,12 @@ class Turns:
         rank.moved(ScriptEvent.LOOP_AHEAD)
 
     def _pass_over(self) -> None:
-        """What the script does here is in the state, if the job has begun its next loop."""
+        """Note that the restored state includes the effect of the code here, if the job has begun a later loop."""
         if self._loops.place["loop"] >= self._loops.walk.loops:
             self._loops.pass_over()
 
     def _end(self, part: ScriptPart) -> None:
-        """Wait until all ranks have done the open turn. Does not return when they have agreed to leave before that."""
+        """Wait until all ranks have finished the open turn. Does not return if they have agreed to leave."""
         rank = self._rank
         if self._leaving():
             raise SystemExit(0)
@@ -122,9 +123,9 @@ class Turns:
         rank.moved(ScriptEvent.TURN_DONE)
 
     def _is_done(self) -> bool:
-        """All ranks say so; False: not yet, there was a recovery."""
+        """Vote on the end of the turn. Return True if all ranks have finished it, False after a recovery."""
         rank = self._rank
-        rank.join()  # who replaces a lost rank alone has done what follows the loop
+        rank.join()  # a newcomer has run the code after the loop before it joins
         rank.moved(ScriptEvent.TURN_ENDED)
         known = rank.turns
         try:
@@ -139,6 +140,6 @@ class Turns:
         if rank.await_turns() > known:
             return True
         if not isinstance(self._adapter, KnowsWeights) or self._adapter.holds_weights():
-            rank.moved(ScriptEvent.RETURNED)  # else there is no state of before to give
+            rank.moved(ScriptEvent.RETURNED)  # otherwise the state from before is gone
         rank.await_resume()
         return False

@@ -1,8 +1,9 @@
 """Several batches of the loader for one step: gradient accumulation.
 
-Theory. What is added up over several batches is one step of the job: all of it runs again after a fault, or none. So
-the step is given all of its batches at once, in a list, and its place in the data is behind the last of them. An epoch
-ends with a step of fewer batches where its length is known; where it is not, a step may reach into the next one.
+Theory. The gradients that are added up over several batches belong to one step of the job: after a fault all of it runs
+again, or nothing. So the step gets all of its batches at once, in a list. Its position in the data is after the last of
+them. Where the length of an epoch is known, its last step may have fewer batches. Where the length is not known, a step
+may reach into the next epoch.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from holdfast.frameworks.common.state_tree import Plain
 
 
 def grouped(feed: Feed, batches: int | None) -> Feed:
-    """Draws lists of ``batches`` batches; None: a batch at a time."""
+    """Return a feed that draws lists of ``batches`` batches; None: ``feed`` itself, one batch at a time."""
     return feed if batches is None else AccumulatingFeed(feed, batches)
 
 
 def checked_count(batches: int | None, loader: Any) -> int | None:
-    """The argument of ``steps``. Raises: UsageError."""
+    """Return the checked argument ``batches`` of ``steps``. Raises: UsageError."""
     if batches is None:
         return None
     if isinstance(batches, bool) or not isinstance(batches, int) or batches < 1 or loader is None:
@@ -33,7 +34,7 @@ def checked_count(batches: int | None, loader: Any) -> int | None:
 
 
 class AccumulatingFeed:
-    """A feed (:class:`holdfast.frameworks.common.adapter.Feed`) of lists.
+    """A feed (:class:`holdfast.frameworks.common.adapter.Feed`) that draws lists of batches.
 
     Args:
         feed: of the batches.
@@ -47,7 +48,7 @@ class AccumulatingFeed:
         self.epoch, self.last_in_epoch = feed.epoch, feed.last_in_epoch
 
     def draw(self, epochs: int | None = None) -> list[Any]:
-        """The next list. Raises StopIteration after ``epochs`` epochs."""
+        """Return the next list. Raises StopIteration after ``epochs`` epochs."""
         drawn = [self._feed.draw(epochs)]
         self.epoch = self._feed.epoch
         try:
@@ -59,20 +60,20 @@ class AccumulatingFeed:
         return drawn
 
     def place(self) -> Mapping[str, int]:
-        """The position after the last batch drawn; ``share`` is that of a step."""
+        """Return the position after the last batch drawn; ``share`` counts the samples of a step."""
         at = self._feed.place()
         return {**at, "share": at["share"] * self._batches} if "share" in at else at
 
     def seek(self, place: Mapping[str, int], local: Plain = None) -> None:
-        """Go to a position."""
+        """Move to a position."""
         self._feed.seek(place, local)
 
     def local_state(self) -> Plain:
-        """The part of the position that only this rank knows, or None."""
+        """Return the part of the position that only this rank knows, or None."""
         return self._feed.local_state()
 
     def identity(self) -> DataIdentity | None:
-        """Which data it draws from."""
+        """Return the identity of the dataset."""
         return self._feed.identity()
 
     def close(self) -> None:

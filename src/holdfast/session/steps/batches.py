@@ -1,16 +1,17 @@
-"""The batches of one step, handed out as often as its block runs: each run finds what the first one found.
+"""The batches of one step, given to its block in the same condition each time it runs.
 
-Theory. A block may take something out of its batch (``batch.pop("labels")``) or write into it in place. It runs again
-after a fault and after a rehearsal, and must begin with the same. So each run gets new containers. The tensors in them
-are the loader's, as long as the block does not write into them: each is marked when it is handed out, and torch counts
-writes. Where a block has written is learned: of such a tensor, and of one in a place that was not seen before, the
-block gets a copy. A block that writes now and then spoils what it was given before that was known; then the batch is
-taken from the loader again. So is a batch with objects that are neither containers nor tensors.
+Theory. A block may take something out of its batch (``batch.pop("labels")``) or write into it in place. The block runs
+again after a fault and after a rehearsal, and must begin with the same data. So each run gets new containers. The
+tensors in them are the loader's as long as the block does not write into them. Each tensor is marked when it is given,
+and torch counts writes. The places where a block has written are learned. The block gets a copy of a tensor in such a
+place, and in a place that was not seen before. A block that writes only sometimes may spoil a batch before that is
+learned. Then the batch is taken from the loader again, and so is a batch with objects that are neither containers nor
+tensors.
 
 Invariants:
-1. What :meth:`Batches.give` returns is what the loader drew, or :meth:`Batches.spoiled` was true before.
-2. A tensor that the block is known to write is never the loader's own: what a loader hands out again in its next epoch
-   does not depend on how often a block ran.
+1. :meth:`Batches.give` returns the data that the loader drew, or :meth:`Batches.spoiled` was true before.
+2. A tensor that the block is known to write is never the loader's own. What a loader gives again in its next epoch
+   therefore does not depend on how often a block ran.
 """
 
 from __future__ import annotations
@@ -21,50 +22,50 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdfast.errors import UnsupportedError
-from holdfast.frameworks.common.adapter import MarksTensors
 from holdfast.frameworks.common.batch_copies import Place, rebuilt
+from holdfast.frameworks.common.optional_abilities import MarksTensors
 
 
 class _Given(NamedTuple):
-    """A tensor that a block was given, with its mark of that moment."""
+    """A tensor that a block was given, with its mark at that moment."""
 
     place: Place
     tensor: Any
     mark: object
-    own: bool  # a copy, which nothing else holds
+    own: bool  # a copy that only the block holds
 
 
 class Batches:
-    """Of the steps of one loop.
+    """The batches of the steps of one loop.
 
     Args:
-        adapter: knows the tensors, where a block can write into them.
+        adapter: tells whether a block has written into a tensor, if the framework can.
     """
 
     def __init__(self, adapter: object) -> None:
         self._tensors = adapter if isinstance(adapter, MarksTensors) else None
         self._drawn: Sequence[Any] = (None,)
         self._given: dict[int, list[_Given]] = {}  # by part
-        self._opaque: set[int] = set()  # parts with objects that nothing is known of
+        self._opaque: set[int] = set()  # parts with objects that are neither containers nor tensors
         self._written: dict[Place, bool] = {}  # whether a block has written there
 
     def __len__(self) -> int:
         return len(self._drawn)
 
     def put(self, drawn: Sequence[Any]) -> None:
-        """The batches of the next step, one for each of its parts."""
+        """Set the batches of the next step, one for each of its parts."""
         self._learn(ended=True)
         self._set(drawn)
 
     def forget(self) -> None:
-        """The job has gone back: the block that ran last was cut off."""
+        """Drop the batches without learning from them: the job has gone back, and the last block was cut off."""
         self._set((None,))
 
     def _set(self, drawn: Sequence[Any]) -> None:
         self._drawn, self._given, self._opaque = drawn, {}, set()
 
     def give(self, part: int) -> Any:
-        """What the block of one part gets."""
+        """Return the batch for the block of one part."""
         self._learn(ended=False)
         given: list[_Given] = []
 
@@ -86,20 +87,20 @@ class Batches:
         return batch
 
     def opaque(self, part: int) -> bool:
-        """What :meth:`give` has handed out holds objects of which there is no copy."""
+        """Return whether the batch given last for this part holds objects that cannot be copied."""
         return part in self._opaque
 
     def spoiled(self, part: int) -> bool:
-        """The batch of this part was given before, and is not certain to be what it was."""
+        """Return whether the batch of this part was given before and may have been changed since."""
         self._learn(ended=False)
         before = self._given.get(part, ())
         return part in self._opaque or any(not g.own and self._has_changed(g) for g in before)
 
     def again(self, drawn: Sequence[Any]) -> None:
-        """The loader has drawn the batches of this step again.
+        """Set the batches that the loader has drawn again for this step.
 
         Raises:
-            UnsupportedError: it holds what it draws, and the block has written into it.
+            UnsupportedError: the loader keeps its batches, and the block has written into one.
         """
         each = [given for part in self._given.values() for given in part]
         written = [given.tensor for given in each if not given.own and self._has_changed(given)]
@@ -117,7 +118,11 @@ class Batches:
         self._set(drawn)
 
     def _learn(self, *, ended: bool) -> None:
-        """Where the blocks that have run since have written; where they have not, when they ran to their end."""
+        """Record the places where blocks have written.
+
+        Args:
+            ended: the last block ran to its end, so that places where it has not written are recorded, too.
+        """
         for given in self._given.values():
             for each in given:
                 if self._has_changed(each):

@@ -1,18 +1,19 @@
-"""The block proves itself: run again on the same state, batch and random numbers, it computes the same bits.
+"""The proof of a block: run again on the same state, batch and random numbers, it must compute the same bits.
 
-Theory. Exactness rests on that: a fault, a resume and a rehearsal run a block again. State that a script carries from
-one block to the next in a variable (a batch that is drawn ahead, a counter, a generator) breaks it, and nothing shows
-it in an undisturbed run. So the first block of each process, and one in ``every`` steps, runs before it runs for the
-job: twice where there are peers, once in a job of one process, whose run that counts is the second. These runs are
-alone: collectives complete on own data, no rank needs to know whether another one checks, and they are left where the
-block would vote. What came out of both (gradients, buffers, declared state) is compared by digests. Where it differs
-the block runs twice more, with deterministic algorithms: kernels that add in any order agree then. An impure block does
-not, and is refused before it has made an update.
+Theory. A fault, a resume and a rehearsal run a block again, so exact results need a block that repeats. State that a
+script carries from one block to the next in a variable (a batch that is drawn ahead, a counter, a generator) breaks
+this, and an undisturbed run does not show it. So the first block of each process, and one in ``every`` steps, runs for
+a check before it runs for the job. With peers it runs twice for the check. In a job of one process it runs once, and is
+compared with the run that counts. A run for the check is alone: its collectives complete on own data, so that no rank
+needs to know whether another rank checks. It ends where the block would vote. The outputs of both runs (gradients,
+buffers, declared state) are compared by digests. If they differ, the block runs twice more with deterministic
+algorithms. Then kernels that add in any order agree. An impure block still differs, and is refused before it has made
+an update.
 
 Invariants:
-1. A run for the check changes nothing: it is put back like an aborted step.
-2. How often a block runs for its check follows from the step and the number of ranks, as long as its runs agree:
-   collectives beside the block meet at the same step.
+1. A run for the check changes nothing: its effects are undone like those of an aborted step.
+2. As long as the runs agree, their number follows from the step and the number of ranks. Collectives beside the block
+   therefore meet at the same step.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.errors import ImpureBlockError
-from holdfast.frameworks.common.adapter import ProvesBlocks
+from holdfast.frameworks.common.optional_abilities import ProvesBlocks
 from holdfast.package import DIRECTORY
 
 if TYPE_CHECKING:
@@ -48,11 +49,11 @@ _BEHIND = (
 
 
 class Proof(NamedTuple):
-    """Digests of one run, by what they are of, in words.
+    """Digests of one run; the keys name in words what each digest is of.
 
     Attributes:
-        found: when it began.
-        computed: when it came to its vote.
+        found: digests when the run began.
+        computed: digests when the run reached its vote.
     """
 
     found: Mapping[str, int]
@@ -63,7 +64,7 @@ class Prover:
     """Checks the blocks of one session.
 
     Args:
-        adapter: of the session; where it cannot say what a block has computed, nothing is checked.
+        adapter: of the session. If it cannot digest the results of a block, nothing is checked.
         every: steps between two checks; 0: none.
         world_size: ranks of the job.
     """
@@ -75,20 +76,20 @@ class Prover:
         self._first = True  # no block of this process was checked
         self._step = -1
         self._checked = -1
-        self._found: Mapping[str, int] = {}  # by the run that is under way
+        self._found: Mapping[str, int] = {}  # digests at the begin of the current run
         self._proofs: list[Proof | None] = []  # None: the run broke off
-        self._variables: list[_Variables] = []  # before each suspected run
+        self._variables: list[_Variables] = []  # before each run with deterministic algorithms
 
     def begin(self, step: Step) -> None:
-        """The block of ``step`` begins, for whatever."""
+        """Take digests of the state where the block of ``step`` begins, in a run for the check or for the job."""
         if step.scrap:
-            self._first = False  # a spare: it runs the block before it is called
+            self._first = False  # a spare that rehearses the block
         adapter = self._due(step)
         if adapter is not None:
             self._found = adapter.found()
 
     def alone(self, step: Step) -> bool:
-        """Whether the block that begins runs for the check."""
+        """Return whether the block that begins runs for the check."""
         adapter = self._due(step)
         if adapter is None or (self._alone and len(self._proofs) == RUNS - 1):
             return False
@@ -98,7 +99,7 @@ class Prover:
         return adapter.go_alone(first=self._first, suspected=suspected)
 
     def note(self, step: Step) -> None:
-        """A run that does not count has come to its vote.
+        """Take digests of the results of a run that does not count, where it would vote.
 
         Raises:
             ImpureBlockError: the runs of this block differ.
@@ -108,12 +109,12 @@ class Prover:
             return
         computed = adapter.computed()
         if not computed:
-            self._checked = step.number  # it skips its batch: the next one that computes is checked
+            self._checked = step.number  # the block skips this batch: check the next step that computes
         else:
             self._add(step, adapter, Proof(self._found, computed))
 
     def confirms(self, step: Step) -> bool:
-        """The run that would count has come to its vote. False: it differs from the one before, and must not vote."""
+        """Return whether the run that would count agrees with the run before it; otherwise it must not vote."""
         adapter = self._due(step)
         if adapter is None or len(self._proofs) != RUNS - 1:
             return True
@@ -121,14 +122,14 @@ class Prover:
         return self._checked == step.number
 
     def excuses(self, step: Step, error: BaseException) -> bool:
-        """Whether ``error`` may come from being alone: what peers would have sent is missing. The run says nothing."""
+        """Return whether ``error`` may come from the missing data of peers. The run then proves nothing."""
         adapter = self._due(step)
         if adapter is None or self._alone or not isinstance(error, Exception | SystemExit):
             return False
         if isinstance(error, ImpureBlockError) or len(self._proofs) >= RUNS:
             return False
         if not (self._first or adapter.partial):
-            return False  # the same error comes with peers
+            return False  # the error does not come from missing peers
         log.debug("holdfast: step %d cannot be checked without peers: %s", step.number, error)
         self._add(step, adapter, None)
         return True
@@ -155,11 +156,12 @@ class Prover:
         self._checked, self._first = step.number, False
 
     def _judge(self, step: Step, adapter: ProvesBlocks, proofs: list[Proof]) -> None:
-        """Two runs differed; two more were made with deterministic algorithms."""
+        """Raise or warn after four runs: the first two differ, the last two used deterministic algorithms."""
         first, second, third, fourth = proofs
         self._passed(step)
         cause = adapter.cause()
-        # What was made before the first run differs from what each run makes for the next: a batch that is drawn ahead.
+        # If only the first run differs, it used a value from before the check, and each later run used a value that the
+        # run before it had made (a batch that is drawn ahead).
         settled = third == second or bool(cause)
         if third == fourth and first.found == second.found and not settled:
             log.warning(
@@ -188,7 +190,7 @@ class Prover:
 
 
 def _difference(one: Mapping[str, int], other: Mapping[str, int]) -> str:
-    """The first thing that differs, and how many do."""
+    """Return the first name whose digests differ, and how many more differ; empty: none."""
     names = [name for name in {**one, **other} if one.get(name) != other.get(name)]
     if not names:
         return ""
@@ -196,7 +198,7 @@ def _difference(one: Mapping[str, int], other: Mapping[str, int]) -> str:
 
 
 class _Variables(NamedTuple):
-    """Of the script where its block begins.
+    """Variables of the script where its block begins.
 
     Attributes:
         plain: values by name, with attributes of ``self``.
@@ -208,13 +210,13 @@ class _Variables(NamedTuple):
 
 
 def place_in_script() -> str:
-    """File and line of the script that is executed now: ``train.py:31``."""
+    """Return file and line of the script that is executed now: ``train.py:31``."""
     frame = _frame_of_script()
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def _frame_of_script() -> FrameType:
-    """The innermost one that is not Holdfast's."""
+    """Return the innermost stack frame outside of Holdfast."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame = frame.f_back
@@ -236,9 +238,9 @@ def _variables() -> _Variables:
 
 
 def _changed(before: _Variables, after: _Variables) -> str:
-    """Variables with another value, and those that may have one, in words, or empty; whole numbers come first."""
+    """Name the variables that have changed, and those that were drawn from, in words; whole numbers come first."""
     names = [name for name, value in after.plain.items() if before.plain.get(name, value) != value]
-    names.sort(key=lambda name: isinstance(after.plain[name], float))  # a time, mostly
+    names.sort(key=lambda name: isinstance(after.plain[name], float))  # last, as they are mostly times
     told = [f"{name} (was {before.plain[name]}, then {after.plain[name]})" for name in names[:_TOLD_MAX]]
     told += [f"{name} (drawn from)" for name in after.drawing[:_TOLD_MAX]]
     return f"it may use what the run before has changed: {', '.join(told)}" if told else ""

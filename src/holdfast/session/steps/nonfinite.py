@@ -1,14 +1,15 @@
-"""Gradients with inf or nan that an optimizer is about to use, and the checkpoints of before.
+"""Gradients with inf or nan that an optimizer is about to use, and the finite checkpoints before them.
 
-Theory. A loss that is not finite has gradients that are not, and one update with these ruins weights for good. So each
-rank looks at its gradients before the vote, which tells all; then all ranks do the same: stop before the update, leave
-it out, or warn. From the first such update on every checkpoint holds what came of it, so the newest one before stays,
-whatever the retention says. A gradient scaler decides before: what it leaves out does not come here.
+Theory. A loss that is not finite has gradients that are not finite, and one update with them ruins the weights for
+good. So each rank looks at its gradients before the vote, and the vote carries the result to all ranks. All ranks then
+do the same: stop before the update, leave it out, or warn. After the first such update every later checkpoint is
+affected. Therefore the newest checkpoint before that update is kept, whatever the retention says. A gradient scaler
+acts earlier: an update that it leaves out does not come here.
 
 Invariants:
 1. All ranks of a job do the same at a step.
 2. With ``stop`` and ``skip`` no weight ever sees such a gradient.
-3. The newest checkpoint of before the first such update is never pruned by the runs that made it.
+3. The runs that made such an update never prune the newest checkpoint before it.
 """
 
 from __future__ import annotations
@@ -21,18 +22,19 @@ import msgspec
 
 from holdfast.core.worker.vote import Tally
 from holdfast.errors import NonFiniteError, UnsupportedError, UsageError
-from holdfast.frameworks.common.adapter import Adapter, SeesGradients
+from holdfast.frameworks.common.adapter import GroupAdapter
+from holdfast.frameworks.common.optional_abilities import SeesGradients
 from holdfast.store.manage.retention import AgeOf, KeepPolicy
 from holdfast.store.read.validation import Validity
 
 log = logging.getLogger("holdfast")
 NonFinite = Literal["stop", "skip", "warn", "ignore"]
 KEY = "nonfinite_step"
-"""In the session's values: the first step whose update used such gradients."""
+"""Key in the session's values of the first step whose update used such gradients."""
 
 
 def checked_mode(value: object) -> NonFinite:
-    """What ``session(nonfinite=...)`` may be. Raises: UsageError."""
+    """Return the checked value of ``session(nonfinite=...)``. Raises: UsageError."""
     for mode in get_args(NonFinite):
         if value == mode:
             return mode  # type: ignore[no-any-return]
@@ -43,13 +45,13 @@ def checked_mode(value: object) -> NonFinite:
 
 
 class NonfiniteCheck:
-    """Looks at the gradients of one rank.
+    """Checks the gradients of one rank for inf and nan.
 
     Attributes:
         since: the first step whose update used gradients with inf or nan; -1: none did.
     """
 
-    def __init__(self, adapter: Adapter, mode: NonFinite) -> None:
+    def __init__(self, adapter: GroupAdapter, mode: NonFinite) -> None:
         self.since = -1
         self._mode = mode
         self._first = adapter.rank == 0
@@ -62,13 +64,13 @@ class NonfiniteCheck:
             self._gradients.may_drop()
 
     def look(self, optimizer: str) -> bool:
-        """The gradients that this optimizer is about to use hold inf or nan here."""
+        """Return whether the gradients that this optimizer is about to use hold inf or nan on this rank."""
         found = self._gradients.nonfinite(optimizer) if self._gradients is not None else ""
         self._name = found or self._name
         return bool(found)
 
     def look_within(self, optimizer: str) -> bool:
-        """The same for an update inside ``step.update(name)``, made before the vote. Raises: UnsupportedError."""
+        """Do as :meth:`look` for an update inside ``step.update(name)``, before the vote. Raises: UnsupportedError."""
         if self._mode == "skip":
             raise UnsupportedError(
                 'session(nonfinite="skip") with step.update(name): such an update is made before all ranks have agreed',
@@ -77,18 +79,23 @@ class NonfiniteCheck:
         return self.look(optimizer)
 
     def read(self, tally: Tally) -> Tally:
-        """What the vote means: with ``stop`` it has not passed."""
+        """Return the tally as the mode requires: with ``stop``, a vote with such gradients has not passed."""
         if not tally.nonfinite or self._mode != "stop":
             return tally
         return msgspec.structs.replace(tally, passed=False, reason="gradients hold inf or nan")
 
     def is_unsure(self, tally: Tally) -> bool:
-        """The vote broke here: another rank may have found what this one has not, and all others leave the update
-        out."""
+        """Return whether, after a broken vote, the other ranks may leave out an update that this rank would apply."""
         return self._mode == "skip" and self._gradients is not None and not tally.nonfinite
 
     def agreed(self, step: int) -> None:
-        """All know that gradients of this step hold inf or nan, and no weight has changed. Raises: NonFiniteError."""
+        """Stop, skip the update or warn, once all ranks know that gradients of ``step`` hold inf or nan.
+
+        No weight has changed yet.
+
+        Raises:
+            NonFiniteError: the mode is ``stop``.
+        """
         where = f" (first in {self._name})" if self._name else " on another rank"
         what = f"step {step}: the gradients hold inf or nan{where}"
         self._name = ""
@@ -114,7 +121,7 @@ class NonfiniteCheck:
                 )
 
     def stand_at(self, session: Mapping[str, object]) -> None:
-        """The session's values of the state that is trained on with."""
+        """Take over ``since`` from the session's values of the loaded state, and warn if it is set."""
         since = session.get(KEY, -1)
         self.since = since if isinstance(since, int) else -1
         if self.since >= 0 and self._first:
@@ -126,11 +133,11 @@ class NonfiniteCheck:
             )
 
     def values(self) -> dict[str, int]:
-        """For a checkpoint."""
+        """Return the values of this check for a checkpoint."""
         return {KEY: self.since} if self.since >= 0 else {}
 
     def keeps(self, policy: KeepPolicy) -> KeepPolicy:
-        """The same, and the newest checkpoint of before."""
+        """Return ``policy`` extended: it also keeps the newest checkpoint up to step ``since``."""
 
         def kept(valid: Sequence[Validity], age_s: AgeOf) -> set[str]:
             found = policy(valid, age_s)

@@ -1,12 +1,13 @@
-"""Collectives of the script between two steps, in a process that is no part of the job yet.
+"""A guard against collectives that a newcomer makes between two steps, before it has joined the job.
 
-Theory. What a script does before the block of a step, or between two loops, is done by all ranks together: an
-evaluation adds up over all of them. A newcomer comes there alone: the others are past it, or wait for the newcomer. On
-its own data alone the result would be another one than that of the others, without a word, and a learning rate or an
-early stop that follows from it. So it does not join, and says so: all ranks start again at this step, and do it
-together. The same holds for a script that repeats such work when a block is tried again (without ``step.again``). A
-barrier gives nobody anything: who comes alone has simply passed it. And a framework that drives the loop sets itself up
-in it, with sums over ranks that are the same in each start; what is due between two steps it is told (integrations).
+Theory. The code of a script before the block of a step, or between two loops, is run by all ranks together: an
+evaluation sums over all of them. A newcomer reaches this code alone. The other ranks are past it, or wait for the
+newcomer. On its own data the newcomer would silently compute another result than the other ranks, for example another
+learning rate or another early stop. So it does not join and reports this. All ranks then restart at this step and run
+the code together. A script that repeats such code when a block is tried again (without ``step.again``) gets a warning.
+Barriers are allowed: they return no data, so passing one alone is harmless. A framework that drives the loop may also
+make collectives during its setup, because their results are the same in each start. The integrations
+tell such a framework which work is due between two steps.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ WHY = "a collective between two steps, which a newcomer cannot make alone"
 
 
 class CollectiveGuard:
-    """Hears of every collective of this process."""
+    """Checks every collective that this process starts."""
 
     def __init__(self, rank: StepParticipant) -> None:
         self._rank = rank
         self._warned = False
 
     def collective(self, count: int, what: str) -> None:
-        """One begins; hot path. Does not return in a newcomer that must not make it."""
+        """Count a collective that starts. In a newcomer that must not make it, never return. Hot path."""
         if self._rank.script.rules.guarded and what != BARRIER:
             self._check()
         self._rank.count_collective(count)
@@ -57,6 +58,6 @@ class CollectiveGuard:
                 alone=True,
             )
         )
-        # It holds the state, and the fence asks for it: no decision lets it go on from here.
+        # This process keeps its state for the fence to come, but no decision lets it continue from here.
         rank.moved(ScriptEvent.STRAYED)
         rank.await_end()

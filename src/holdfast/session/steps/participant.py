@@ -1,15 +1,16 @@
-"""One rank's side of the step protocol: machines, lock, status page and line to the control plane.
+"""One rank's side of the step protocol: state machines, lock, status page and connection to the control plane.
 
-Theory. Two threads act on a rank: the main thread runs user code, the client thread hears of faults while the main
-thread sits in a collective. Both go through one condition variable around ``core.worker.step.StepMachine`` (how far
-the step is) and ``core.worker.position.ScriptMachine`` (where the script is); whatever the machines say under that
-lock is the truth, the page shows it to others, and a fence is answered as soon as the step machine has settled. The
-main thread never decides an in-doubt step: it waits here until it is told.
+Theory. Two threads act on a rank. The main thread runs user code. The client thread receives faults while the main
+thread waits in a collective. Both take one condition variable around ``core.worker.step.StepMachine`` (the state of the
+step) and ``core.worker.position.ScriptMachine`` (the position of the script). Only the state of these machines under
+that lock is authoritative; the status page (called the page below) shows it to other processes. The rank answers a
+fence as soon as its step machine has settled. The main thread never decides an in-doubt step: it waits here for the
+decision of the controller.
 
 Invariants:
 1. The page shows UPDATE(s) before a weight changes and READY(s+1) only after the block has ended.
 2. ``Settled`` is sent once per settled (state, step) of a fence, in order, and again when the script leaves its loop.
-3. A main thread that waits for the control plane ends: by an order, or by leaving when nobody is there any more.
+3. A wait of the main thread for the control plane ends: by an order, or by leaving if agent and launcher are gone.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from holdfast.core.worker.step import StepMachine
 from holdfast.core.worker.vote import Tally
 from holdfast.errors import CheckpointInvalid, GroupError
 from holdfast.exit_codes import Exit
-from holdfast.frameworks.common.adapter import Adapter, Unsevered
+from holdfast.frameworks.common.adapter import GroupAdapter, Unsevered
 from holdfast.runtime.worker.worker_client import WorkerClient, leave_process
 from holdfast.session.steps.participant_calls import ParticipantCalls
 
@@ -57,19 +58,19 @@ TEXT_LENGTH_MAX = 1000
 
 
 class StepParticipant:
-    """See the module. ``client`` is None in a process without a launcher: then nobody can fence it.
+    """The rank's part in the step protocol, see the module.
 
     Args:
         adapter: breaks and rebuilds collectives.
-        client: the line to the agent.
+        client: the connection to the agent; None in a process without a launcher, which no controller can fence.
 
     Attributes:
-        script: where the script is; call its methods with the lock held.
-        turns: of epochs and phases, that the whole job has done.
-        catalogue_version, layouts: the newest layouts of all ranks, as they sent them.
+        script: the position of the script. Call its methods with the lock held.
+        turns: number of epochs and phases that the whole job has finished.
+        catalogue_version, layouts: the newest layouts of all ranks, as the ranks sent them.
     """
 
-    def __init__(self, adapter: Adapter, client: WorkerClient | None) -> None:
+    def __init__(self, adapter: GroupAdapter, client: WorkerClient | None) -> None:
         generation = NO_GENERATION if client is None else client.generation
         self.machine = StepMachine(generation, self._observe)
         self.changed = threading.Condition(threading.RLock())
@@ -90,7 +91,7 @@ class StepParticipant:
         self.script = ScriptMachine(joining=client is not None and client.joining)
         self._known = client is None or client.stand_in is None or client.stand_in.called
         self._reached = False
-        self._waiting_since_ns = 0  # the main thread waits for the control plane, out of all collectives
+        self._waiting_since_ns = 0  # when the main thread began to wait for the control plane; 0: it does not
         self._block_started_ns = 0
         self._waited_ns = 0
         self._collectives = self._collectives_before = 0
@@ -99,31 +100,31 @@ class StepParticipant:
 
     @property
     def state(self) -> RankState:
-        """Where this rank is."""
+        """State of this rank in the step protocol."""
         return self.machine.state
 
     @property
     def step(self) -> int:
-        """Updates done."""
+        """Number of updates done."""
         return self.machine.step
 
     @property
     def fenced(self) -> bool:
-        """A newer generation exists and this rank has not joined it."""
+        """True while a newer generation exists that this rank has not joined."""
         return self.machine.fenced is not None
 
     @property
     def joining(self) -> bool:
-        """This process takes the place of a lost rank, and has not joined."""
+        """True while this process, which replaces a lost rank, has not joined the job."""
         return self.script.joining
 
     @property
     def member_id(self) -> MemberId:
-        """This process life."""
+        """Id of this process, which no other process of the job ever has."""
         return MemberId(0) if self.client is None else self.client.member_id
 
     def take_place(self, generation: Generation) -> None:
-        """A spare was called: from here on it is a newcomer that has just started."""
+        """Reset the step machine of a spare that was called: from now on it is a newcomer that has just started."""
         with self.changed:
             self.machine = StepMachine(generation, self._observe)
             self._known = True
@@ -132,7 +133,7 @@ class StepParticipant:
         return (self.machine.state, self.machine.step) if self._known else ("starting", 0)
 
     def ask_exit(self, source: str) -> None:
-        """Raise the exit flag: the next vote carries it."""
+        """Set the exit flag of this rank, which the next vote carries to all ranks."""
         with self.changed:
             if self.exit_source:
                 return
@@ -143,7 +144,7 @@ class StepParticipant:
             )
 
     def fault_seen(self, what: str) -> None:
-        """A collective broke here first: tell the controller, which waits for a death that explains it."""
+        """Report a collective that broke here. The controller waits for the death of a process that explains it."""
         with self.changed:
             if not self.fenced:
                 self._tell_fault(self.machine.generation, what)
@@ -156,12 +157,12 @@ class StepParticipant:
             )
 
     def freed(self) -> None:
-        """This process is out of its collectives."""
+        """Write to the page, once per fence, the time at which this process had left its collectives."""
         if self.client is not None and self.fenced and not self.client.page[Word.FREED_NS]:
             self.client.page[Word.FREED_NS] = time.monotonic_ns()
 
     def count_collective(self, count: int) -> None:
-        """A collective starts; hot path."""
+        """Write the number of collectives that have started to the page. Hot path."""
         if self.client is not None:
             self._collectives = count
             page = self.client.page
@@ -171,11 +172,11 @@ class StepParticipant:
                 self.freed()
 
     def waited(self, since_ns: int, until_ns: int) -> None:
-        """The main thread waited for peers (CLOCK_MONOTONIC); what lies before this block does not count."""
+        """Add the time that the main thread waited for peers in this block (CLOCK_MONOTONIC)."""
         self._waited_ns += max(0, until_ns - max(since_ns, self._block_started_ns))
 
     def flag(self, what: PageFlag, on: bool) -> None:
-        """Says on the page what stillness means now: user code is being compiled, which may take long, ..."""
+        """Set or clear a flag of the page. A flag says why the rank may show no progress, for example a compilation."""
         if self.client is not None:
             flags = self.client.page[Word.FLAGS]
             self.client.page[Word.FLAGS] = flags | what if on else flags & ~what
@@ -185,7 +186,7 @@ class StepParticipant:
         self._answer()
 
     def _answer(self) -> None:
-        """Answer the fence when the machine has settled, and again when a decision moved it, or user code fell."""
+        """Answer the fence when the machine has settled, and again after a decision or after an error in the script."""
         fenced = self.machine.fenced
         if self.client is None or fenced is None or not self.machine.settled or self.script.restoring:
             return
@@ -203,7 +204,7 @@ class StepParticipant:
             self.client.send(msgspec.structs.replace(now, freed_ns=freed_ns, kept=self._calls.kept()))
 
     def moved(self, event: ScriptEvent, *, again: bool = False) -> None:
-        """The script has moved. Arguments and errors: see :meth:`ScriptMachine.handle`."""
+        """Apply an event of the script to its position. For arguments and errors see :meth:`ScriptMachine.handle`."""
         with self.changed:
             self.script.handle(event, again=again)
             self.changed.notify_all()
@@ -213,7 +214,7 @@ class StepParticipant:
     # ------------------------------------------------------------------ client thread
 
     def connect(self, calls: ParticipantCalls) -> None:
-        """Take over the client's handlers."""
+        """Register the handlers of the client's messages; ``calls`` are the functions of the session that they use."""
         self._calls = calls
         client = self.client
         if client is None:
@@ -229,7 +230,7 @@ class StepParticipant:
         client.on_orphaned(self.on_orphaned)
 
     def on_fence(self, fence: Fence) -> None:
-        """Out of the old generation: stop at the boundary, break every collective, answer."""
+        """Leave the old generation: stop at the next boundary of a step, break every collective, answer the fence."""
         with self.changed:
             if not self.machine.fence(fence.generation):
                 return
@@ -241,10 +242,10 @@ class StepParticipant:
             self._answer()
         self._adapter.poison(f"fenced: {fence.reason}")
         if self.client is not None and self.client.page.flight.rests():
-            self.freed()  # it computes, and what it still does of the step has no peers
+            self.freed()  # the main thread computes; the rest of its step needs no peers
 
     def on_settle(self, settle: Settle) -> None:
-        """The decision."""
+        """Apply the decision of the controller to the step machine."""
         with self.changed:
             if self.machine.fenced != settle.generation:
                 return
@@ -254,9 +255,9 @@ class StepParticipant:
         self._calls.settle(settle)
 
     def on_resume(self, resume: ResumeInPlace) -> None:
-        """Everyone is there in the new generation: the main thread rebuilds the groups.
+        """Let the main thread rebuild the groups of the new generation.
 
-        A controller that takes over says it again, not knowing who has heard it.
+        A new controller repeats this order, because it does not know which ranks have received it.
         """
         if resume.generation == self._resumed_in:
             return
@@ -267,25 +268,25 @@ class StepParticipant:
             self.changed.notify_all()
 
     def on_receive(self, receive: Receive) -> None:
-        """The survivors serve their state."""
+        """Note that the survivors serve their state to this process."""
         with self.changed:
             self._receive = receive
             self.changed.notify_all()
 
     def on_release(self, release: Release) -> None:
-        """Every rank has finished."""
+        """Note that every rank has finished."""
         with self.changed:
             self.released = True
             self.changed.notify_all()
 
     def on_exit_order(self, order: ExitOrder) -> None:
-        """Raise the exit flag, or take it back while it is not agreed."""
+        """Set the exit flag, or clear it; it can be cleared until the ranks have agreed to exit."""
         with self.changed:
             self.exit_source = "" if order.cancel else order.source
             self.changed.notify_all()
 
     def on_catalogued(self, message: Catalogued) -> None:
-        """Everyone's layouts."""
+        """Keep the layouts of all ranks if they are newer than the known ones."""
         with self.changed:
             if message.version > self.catalogue_version:
                 self.catalogue_version = message.version
@@ -295,7 +296,7 @@ class StepParticipant:
             self.changed.notify_all()
 
     def on_orphaned(self) -> None:
-        """Launcher and agent are gone: leave together, which the vote can agree on without them."""
+        """Set the exit flag: launcher and agent are gone. The ranks can agree on the exit by their vote alone."""
         with self.changed:
             self.orphaned = True
             self.exit_source = self.exit_source or "launcher and agent are lost"
@@ -304,19 +305,19 @@ class StepParticipant:
     # ------------------------------------------------------------------ main thread
 
     def enter(self, phase: Phase) -> None:
-        """Show the phase on the page; a drill's trap may hold, end or fail the process here."""
+        """Show the phase on the page. A drill can make the process stop, end or fail here."""
         if self.client is not None:
             self.client.page.enter(phase, self.machine.step)
 
     def announce(self, section: str) -> None:
-        """A section begins: long stillness in it is no hang."""
+        """Show on the page that a section begins, in which a long time without progress is no hang."""
         if self.client is not None:
             self.client.page.announce(section)
             if not self.fenced:
                 self.enter(Phase.SECTION)
 
     def begin(self) -> bool:
-        """READY -> COMPUTE; False when a fence came first."""
+        """Begin the block (READY -> COMPUTE). Return False if a fence came first."""
         with self.changed:
             begun = self.machine.begin()
             self.script.handle(ScriptEvent.BLOCK_BEGUN if begun else ScriptEvent.HELD)
@@ -330,12 +331,16 @@ class StepParticipant:
         return begun
 
     def enter_vote(self) -> bool:
-        """COMPUTE -> VOTING; False when the step was aborted meanwhile."""
+        """Enter the vote (COMPUTE -> VOTING). Return False if the step has been aborted."""
         with self.changed:
             return self.machine.enter_vote()
 
     def computed(self, at_ns: int) -> None:
-        """The gradients of this block were there at ``at_ns``: note how long that took without waiting for peers."""
+        """Write to the page how long this block took to compute its gradients, without the time of waiting for peers.
+
+        Args:
+            at_ns: CLOCK_MONOTONIC when the gradients were there.
+        """
         busy_ns = at_ns - self._block_started_ns - self._waited_ns
         if self.client is not None:
             page = self.client.page
@@ -343,30 +348,30 @@ class StepParticipant:
             page[Word.USUAL_SEQUENCE] = page[Word.SEQUENCE]
 
     def voted(self, tally: Tally) -> RankState:
-        """The vote has completed here."""
+        """Apply a completed vote to the step machine. Return the new state."""
         with self.changed:
             state = self.machine.vote_passed() if tally.passed else self.machine.vote_refused()
-        if not (tally.passed or tally.differ or tally.nonfinite):  # of these the controller hears more
+        if not (tally.passed or tally.differ or tally.nonfinite):  # these are reported in detail elsewhere
             self.fault_seen(f"step {self.step}: {tally.reason}")
         return state
 
     def vote_broken(self) -> RankState:
-        """The vote did not complete here."""
+        """Record that the vote did not complete on this rank. Return the new state."""
         with self.changed:
             return self.machine.vote_broken()
 
     def fail(self) -> RankState:
-        """The block was left by an exception."""
+        """Record that an exception has left the block. Return the new state."""
         with self.changed:
             return self.machine.fail()
 
     def note_local(self, payload: bytes | None, step: int) -> None:
-        """Put the rank-local values of ``step`` on the page; None: they stay."""
+        """Write this rank's own values of ``step`` (data position, ``Session.own``) to the page; None: they stay."""
         if self.client is not None and payload is not None:
             self.client.page.write_local(step, payload)
 
     def commit(self, payload: bytes | None) -> None:
-        """UPDATING(s) -> READY(s+1), with rank-local values of s+1 on the page first."""
+        """Commit (UPDATING(s) -> READY(s+1)), after writing this rank's own values of s+1 to the page."""
         page = None if self.client is None else self.client.page
         self.note_local(payload, self.step + 1)
         with self.changed:
@@ -384,12 +389,12 @@ class StepParticipant:
             )
 
     def retry_now(self) -> bool:
-        """ABORTED -> READY without a new generation (a rehearsal); False when a fence came meanwhile."""
+        """Make an aborted step ready again (ABORTED -> READY), same generation. Return False if a fence came first."""
         with self.changed:
             return self.machine.retry(self.machine.generation) if not self.fenced else False
 
     def await_decision(self) -> bool:
-        """IN_DOUBT until told; True = apply the update."""
+        """Wait, IN_DOUBT, for the decision of the controller. Return True if the update is to be applied."""
         self.enter(Phase.IN_DOUBT)
         self.freed()
         with self.changed:
@@ -398,7 +403,7 @@ class StepParticipant:
             return self.machine.state == "updating"
 
     def await_resume(self) -> None:
-        """Wait for the order to go on in a new generation, and join it. An order to leave ends the process instead."""
+        """Wait for the order to continue in a new generation, and join it. Leave the process if it is ordered to."""
         self.freed()
         self._waiting_since_ns = time.monotonic_ns()
         while True:
@@ -406,13 +411,15 @@ class StepParticipant:
                 self._wait(lambda: self._resume is not None)
                 self._waiting_since_ns = 0
                 if self.client is not None:
-                    self.client.page[Word.FREED_NS] = 0  # of this fault; the next one has its own
+                    self.client.page[Word.FREED_NS] = (
+                        0  # the time belongs to this fault; the next fault sets its own
+                    )
                 resume = self._resume
                 assert resume is not None
                 self._resume = None
             if resume.step < self.step:
                 if not 0 <= self.script.rewinds_to <= resume.step:
-                    continue  # the script has left that loop since, and said so: all are fenced again
+                    continue  # the script has left that loop since, and has reported that: all ranks are fenced again
                 self._go_back(resume.step)
             with self.changed:
                 if self.machine.fenced is not None and self.machine.fenced > resume.generation:
@@ -422,7 +429,7 @@ class StepParticipant:
             except Unsevered:
                 leave_process(Exit.RESTART)
             except GroupError as error:
-                # Another fault came while the groups were built, or this one cannot be answered in place.
+                # Another fault came while the groups were built, or the groups cannot be rebuilt in this process.
                 fenced = self.machine.fenced
                 if fenced is None or fenced <= resume.generation:
                     self._tell_fault(resume.generation, str(error))
@@ -436,20 +443,22 @@ class StepParticipant:
                     return
 
     def _go_back(self, step: int) -> None:
-        """Take the kept state of ``step``, which was found sound a moment ago. A fence meanwhile is answered after."""
+        """Restore the kept state of ``step``, which was found intact. A fence that comes meanwhile is answered
+        afterwards.
+        """
         with self.changed:
             self.script.begin_restore()
         try:
             self._calls.rewind(step)
         except CheckpointInvalid:
-            leave_process(Exit.RESTART)  # half of one step and half of another: this process is lost
+            leave_process(Exit.RESTART)  # the state is a mix of two steps: this process is lost
         with self.changed:
             self.script.end_restore()
             self.machine.rewind(step)
         self.enter(Phase.READY)
 
     def refuse(self, generation: Generation, step: int, error: CheckpointInvalid) -> None:
-        """What the memory tier has of this rank is damaged: the controller decides anew."""
+        """Report that this rank's state in the memory tier is damaged. The controller then decides again."""
         if self.client is not None:
             why = error.message[:TEXT_LENGTH_MAX]
             self.client.send(
@@ -457,7 +466,7 @@ class StepParticipant:
             )
 
     def await_receive(self) -> Receive:
-        """A newcomer asks for its state, and waits until the survivors serve theirs."""
+        """Ask for the state of the lost rank, and wait until the survivors serve it. Return their order."""
         assert self.client is not None
         self.client.send(JoinAsked(member_id=self.member_id, generation=self.machine.generation))
         with self.changed:
@@ -466,19 +475,19 @@ class StepParticipant:
             return self._receive
 
     def join(self) -> None:
-        """A newcomer is ready for its first step: says so, and waits for all to go on."""
+        """Report that this newcomer is ready for its first step, and wait until the job continues."""
         if not self.joining or self.client is None:
             return
         with self.changed:
             self.script.join()
-            self.script.handle(ScriptEvent.HELD)  # it has come to its block: fenced there, it gives its state
+            self.script.handle(ScriptEvent.HELD)  # at its block: when fenced, it gives its state
             self.changed.notify_all()
         self.client.send(Joined(member_id=self.member_id, generation=self.machine.generation, step=self.step))
         self._calls.joined(self.step)
         self.await_resume()
 
     def take_step(self) -> bool:
-        """The loop settles on its next step; False when a recovery came first: the job may be elsewhere now."""
+        """Determine the next step of the loop. Return False if a recovery came first: it may be another step now."""
         with self.changed:
             if not self.fenced:
                 self.script.handle(ScriptEvent.STEP_TAKEN)
@@ -487,7 +496,7 @@ class StepParticipant:
         return False
 
     def leave_loop(self) -> bool:
-        """The loop of steps is over; False when a recovery came first: it is to be looked at again."""
+        """Record that the loop of steps is over. Return False if a recovery came first: check the loop again."""
         with self.changed:
             if self.script.rewinds_to < 0 or not self.fenced:
                 self.script.forbid_rewind()
@@ -496,7 +505,7 @@ class StepParticipant:
         return False
 
     def await_end(self, phase: Phase | None = None) -> NoReturn:
-        """This process cannot go on: a source of what it holds, until it is told to leave or killed. Never returns."""
+        """Serve the state of this process until an order or a kill ends it. Never returns."""
         if phase is not None:
             self.enter(phase)
         self.freed()
@@ -506,26 +515,26 @@ class StepParticipant:
                 self._wait(lambda: False)
 
     def await_word(self, limit_s: float) -> None:
-        """User code raised, and the job was told: a source of what this process holds, until nobody needs it."""
+        """Serve this rank's state after an error in user code, until no rank needs it or ``limit_s`` is over."""
         if self.state == "aborted":
             self.enter(Phase.ABORTED)
         self.freed()
         self._await_release(limit_s)
 
     def await_fence(self) -> None:
-        """A vote between two steps broke: the controller has been told, and fences all."""
+        """Wait for the fence that the controller sends to all ranks, because a vote between two steps broke."""
         self.freed()
         with self.changed:
             self._wait(lambda: self.fenced)
 
     def pass_turn(self) -> bool:
-        """All ranks have done a turn; False when a fence came first: the decision says whether that counts."""
+        """Count a turn that all ranks have finished. Return False without counting if a fence came first."""
         with self.changed:
             self.turns += not self.fenced
             return not self.fenced
 
     def await_turns(self) -> int:
-        """Fenced at the end of a turn: how many the job has done, as the decision says."""
+        """Wait for the decision after a fence at the end of a turn. Return how many turns the job has finished."""
         self.freed()
         with self.changed:
             self._wait(lambda: self._resume is not None or self._settled_in == self.machine.fenced)
@@ -533,17 +542,17 @@ class StepParticipant:
             return self.turns
 
     def staged(self, step: int) -> None:
-        """A writer process has this rank's share of a save of ``step``."""
+        """Write to the page that a writer process has this rank's share of the save of ``step``."""
         if self.client is not None:
             self.client.page[Word.STAGED] = step
 
     def repeated(self) -> None:
-        """A block ran that did not count."""
+        """Count on the page a run of a block that was aborted and will be repeated."""
         if self.client is not None:
             self.client.page[Word.REPEATED] += 1
 
     def finish(self, reason: str, sealed: bool) -> bool:
-        """READY -> FINISHED, and wait until every rank has; False when a recovery came first: this rank is needed."""
+        """Finish (READY -> FINISHED) and wait for all ranks. Return False if a recovery that needs it came first."""
         with self.changed:
             if self.fenced and not self.orphaned:
                 return False
@@ -564,7 +573,7 @@ class StepParticipant:
         return True
 
     def await_catalogue(self, version: LayoutVersion, timeout_s: float) -> None:
-        """Wait for the layouts of all ranks at ``version``, until a fence comes or the time is over."""
+        """Wait for the layouts of all ranks at ``version``, until a fence comes or ``timeout_s`` is over."""
         deadline_s = time.monotonic() + timeout_s
         with self.changed:
             while self.catalogue_version < version:
@@ -581,6 +590,6 @@ class StepParticipant:
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         while not ready():
-            if self.orphaned:  # a fault without anyone to decide: the newest sealed checkpoint is what counts
+            if self.orphaned:  # no controller is left: the newest sealed checkpoint counts
                 leave_process(Exit.ORPHANED)
             self.changed.wait(POLL_S)

@@ -1,8 +1,8 @@
-"""All ranks stop at the end of one step, for a change of seats that redoes nothing.
+"""A stop of all ranks at the end of one step, for a change of seats that repeats no step.
 
-Theory. One rank is ordered to ask for it; the vote makes all of them stop at the same boundary. There they wait for the
-fence with which the change begins. It comes within milliseconds: the controller has everything ready before it orders.
-Should the controller be gone by then, each rank continues after ``HOLD_S``: nothing was promised.
+Theory. The controller orders one rank to ask for the stop. The vote makes all ranks stop at the same step. There they
+wait for the fence with which the change begins. The fence comes within milliseconds, because the controller prepares
+everything before it orders the stop. If the controller is lost by then, each rank continues after ``HOLD_S``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HOLD_S = 5.0
 
 
 class Pause:
-    """Of one rank.
+    """The stop of one rank.
 
     Args:
         rank: of the session.
@@ -30,16 +30,16 @@ class Pause:
             rank.client.on(HoldOrder, self.order)
 
     def order(self, order: HoldOrder) -> None:
-        """Ask for it in the next vote. In the client thread."""
+        """Make the next vote ask for the stop. Runs in the client thread."""
         self._asked_in = order.generation
 
     @property
     def asked(self) -> bool:
-        """The next vote asks for it; not in a generation after that of the order."""
+        """True if the next vote asks for the stop. An order of an earlier generation does not count."""
         return self._asked_in == self._rank.machine.generation != NO_GENERATION
 
     def wait(self) -> None:
-        """The last vote has said that all stop here: until the fence, or not for long."""
+        """Wait for the fence, at most ``HOLD_S``, after a vote in which all ranks agreed to stop."""
         rank = self._rank
         asked, self._asked_in = self.asked, NO_GENERATION
         if rank.client is None:

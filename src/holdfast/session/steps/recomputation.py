@@ -1,14 +1,15 @@
-"""Blocks of other ranks are run here, and theirs of this rank there: a device that computes something else is found.
+"""The check of devices: each rank also runs blocks of other ranks, and their gradients are compared.
 
-Theory. See ``core/watch/recomputation.py``. At a step that is due each rank runs the block twice for the check: with
-its own batch and random numbers, and with those of the next copy; without peers and without effect, as in
-``session/steps/block_proof.py``. At the begin of the run that counts all ranks sum what they have computed. Where two
-ranks differ on a batch, the ranks run the block of the copy after that one, and meet again.
+Theory. See ``core/watch/recomputation.py``. At a step that is due, each rank runs the block twice for the check: with
+its own batch and random numbers, and with those of the next copy of the model. These runs have no peers and no effect,
+as in ``session/steps/block_proof.py``. At the begin of the run that counts, all ranks sum their results. This sum is
+called a meeting below. If two ranks differ on a batch, the ranks also run the block of the copy after that one, and
+meet again.
 
 Invariants:
-1. All ranks meet at the begin of each run that counts of a step that is due, whatever they have computed: a process
-   that came in for a lost rank knows nothing of earlier meetings.
-2. The step is not begun by a rank that two others contradict.
+1. All ranks meet at the begin of each counting run of a step that is due, whatever they have computed: a replacement
+   knows nothing of earlier meetings.
+2. A rank that two other ranks contradict does not begin the step.
 """
 
 from __future__ import annotations
@@ -28,7 +29,12 @@ from holdfast.core.watch.recomputation import (
     read,
 )
 from holdfast.errors import ComputeError, StepError, UnsupportedError
-from holdfast.frameworks.common.adapter import DigestsBatches, ForeignBlocks, ProvesBlocks, StandsForOthers
+from holdfast.frameworks.common.optional_abilities import (
+    DigestsBatches,
+    ForeignBlocks,
+    ProvesBlocks,
+    StandsForOthers,
+)
 
 if TYPE_CHECKING:
     from holdfast.session.steps.step import Step
@@ -44,7 +50,7 @@ class Recomputation:
     Args:
         adapter: of the session.
         every: steps between two checks; 0: none.
-        batch_of: the batch of the open step that another copy draws; None: it is not known here.
+        batch_of: returns the batch of the open step that another copy draws. Raises LookupError if it is not known.
 
     Raises:
         UnsupportedError: a rank cannot run the block of another one.
@@ -69,13 +75,13 @@ class Recomputation:
         self._ran: dict[int, Ran | None] = {}  # by offset; None: it could not be run
         self._asked = AT_FIRST
         self._running: tuple[int, int] | None = None  # offset, digest of the batch
-        self._drew = False  # for the block that begins, which took random numbers from it
-        self._unknown = False  # what another copy draws
+        self._drew = False  # a batch for another copy was drawn, which consumed random numbers of this block
+        self._unknown = False  # the batch of another copy is not known
         self._muted = False
         self._agreed = -1  # the step of the last check of this process in which all agreed
 
     def alone(self, step: Step) -> bool:
-        """Whether the block that begins runs for the check; its batch is set."""
+        """Return whether the block that begins runs for the check. If it does, set its batch."""
         self._running = None
         others = self._others
         if others is None or not self._is_due(step) or step.parts > 1:
@@ -89,7 +95,7 @@ class Recomputation:
         return False
 
     def note(self) -> None:
-        """The block has come to its vote."""
+        """Keep the digest of the gradients of a run for the check, where it would vote."""
         if self._running is None or self._others is None:
             return
         (offset, batch), self._running = self._running, None
@@ -97,7 +103,7 @@ class Recomputation:
         self._ran[offset] = None if gradients is None else Ran(batch, gradients)
 
     def excuses(self, error: BaseException) -> bool:
-        """Whether ``error`` came in a run for the check: what peers would have sent is missing."""
+        """Return whether ``error`` came in a run for the check, where the data of peers is missing."""
         if self._running is None or not isinstance(error, Exception):
             return False
         log.debug("holdfast: the block of another rank cannot be run here: %s", error)
@@ -105,12 +111,15 @@ class Recomputation:
         return True
 
     def meet(self, step: Step) -> bool:
-        """The run that counts begins. False: this rank has to wait for the end of another one.
+        """Compare the results of all ranks at the begin of the run that counts.
+
+        Returns:
+            False: another rank computes wrong gradients, and this rank has to wait for the end of that rank.
 
         Raises:
-            PeerLost: a rank is gone.
-            ComputeError: this rank computes something else than two others.
-            StepError: the ranks differ, and nothing says which one is wrong.
+            PeerLost: a rank is lost.
+            ComputeError: two other ranks contradict this rank.
+            StepError: the ranks differ, and nothing shows which one is wrong.
         """
         others = self._others
         if others is None or not self._is_due(step):
@@ -123,11 +132,11 @@ class Recomputation:
             if self._muted or step.parts > 1 or not self._begin(step, others, OFFSETS - 1):
                 self._ran[OFFSETS - 1] = None
                 continue
-            return True  # as a run for the check, after which all meet again
+            return True  # the block now runs for the check, and all ranks meet again after it
 
     @property
     def runs(self) -> bool:
-        """The block that has begun runs for the check."""
+        """True if the block that has begun runs for the check."""
         return self._running is not None
 
     def _is_due(self, step: Step) -> bool:
@@ -156,7 +165,7 @@ class Recomputation:
         return True
 
     def seed(self, step: Step) -> None:
-        """The block begins: a run for the check has the random numbers of its copy."""
+        """Give the block the random numbers of its copy, in a run for the check or after a foreign batch was drawn."""
         others = self._others
         if others is not None and (self._running is not None or self._drew):
             offset = 0 if self._running is None else self._running[0]
@@ -192,7 +201,7 @@ class Recomputation:
         return True
 
     def _mute(self, step: Step, verdict: RecomputationVerdict, ranks: str) -> None:
-        """Nothing can be compared in this job: say so once."""
+        """Stop the checks of this job, in which nothing can be compared, and warn once."""
         self._muted = True
         why = {
             "unclear": f"ranks compute different gradients from the batches of {ranks}, and no two agree: the block "

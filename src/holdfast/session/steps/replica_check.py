@@ -1,16 +1,16 @@
-"""Silent corruption: copies of the state that ranks hold in common are compared, a slice at every step.
+"""Detection of silent corruption: the copies of the state on different ranks are compared, a slice at every step.
 
-Theory. Between two updates the state of all holders of a box must be the same, bit for bit. Each vote carries one word
-that is zero when all slices of this turn agree (``core/worker/vote.py``, ``store/layouts/replica_digests.py``), so
-after ``every`` steps all of the state was compared, without a message more. Before the state goes anywhere (a
-checkpoint, a newcomer) all of it is compared at once, by the layouts of that moment: a vote before makes sure that all
-ranks have them. What differs is never trusted again: no rank updates, saves or gives away after such a vote, and each
-tells the controller the digests of what it holds, which names the odd one out.
+Theory. Between two updates all holders of a box must have the same bits. Each vote carries one word that is zero when
+all slices of this step agree (``core/worker/vote.py``, ``store/layouts/replica_digests.py``). So after ``every`` steps
+all of the state was compared, without an extra message. Before the state is saved or given to a newcomer, all of it is
+compared at once, by the layouts of that moment. An earlier vote makes sure that all ranks have these layouts. State
+that differs is never trusted again: after such a vote no rank updates, saves or gives it. Each rank then sends the
+controller the digests of its copies, which show the odd one out.
 
 Invariants:
 1. All ranks call :meth:`Verifier.agree` in the same order and at the same steps of a generation.
 2. ``agree`` returns True only when all copies were equal, or nothing can be compared, and every rank has the same,
-   present layouts of all.
+   current layouts of all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from holdfast.core.ids import NO_GENERATION, NO_VERSION, Generation
 from holdfast.core.protocol.health_messages import CopiesDiffer, CopyDigest, ranks_text
 from holdfast.core.worker.vote import Ballot
 from holdfast.errors import StateError, StepError
-from holdfast.frameworks.common.adapter import Adapter, Collected, ComparesCopies
+from holdfast.frameworks.common.adapter import Collected, StateAdapter
+from holdfast.frameworks.common.optional_abilities import ComparesCopies
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.voting import VoteCaster
 from holdfast.store.layouts.layout import Catalogue
@@ -33,20 +34,20 @@ from holdfast.store.layouts.replica_digests import Extent, ReplicaCopies, Replic
 log = logging.getLogger("holdfast")
 
 ROUNDS_MAX = 3
-"""Times that all ranks tell what they hold before one save, where it does not come to one of them."""
+"""Limit of the rounds in which all ranks publish their layouts before one save, while a rank still lacks some."""
 
 Slices = Sequence[tuple[ReplicaGroup, Sequence[Extent]]]
 
 
 class Verifier:
-    """Compares the copies of one session.
+    """Compares the copies of the state of one session.
 
     Args:
         rank, adapter, votes: of the session.
         every: steps within which all of the state is compared; 0: never.
     """
 
-    def __init__(self, rank: StepParticipant, adapter: Adapter, votes: VoteCaster, every: int) -> None:
+    def __init__(self, rank: StepParticipant, adapter: StateAdapter, votes: VoteCaster, every: int) -> None:
         self._votes = votes
         self._rank = rank
         self._adapter = adapter
@@ -56,24 +57,27 @@ class Verifier:
         self._unlike = False  # ranks hold different tensors under one name
         self._collected: Collected | None = None
         self._slices: Slices = ()  # of the last vote
-        self._voted = -1  # its step: when it is tried again, what was put back may be other tensors
+        self._voted = -1  # step of the last vote; when it is tried again, the state may be other tensors
         self._agreed: tuple[Generation, int] = (NO_GENERATION, -1)
         several = every > 0 and adapter.world_size > 1 and rank.client is not None
         self._compares = adapter if several and isinstance(adapter, ComparesCopies) else None
 
     @property
     def active(self) -> bool:
-        """There is something to compare, or will be when the layouts of the others are known."""
+        """True if copies are compared, now or as soon as the layouts of the other ranks are known."""
         return self._compares is not None
 
     def slice(self, step: int) -> tuple[int, int]:
-        """For the ballot of ``step``: plan and digest; (0, 0) while the layouts of the others are not known."""
+        """Return the number of the plan of comparison, and the digest, for the ballot of ``step``.
+
+        Both are 0 while the layouts of the other ranks are not known.
+        """
         if not self.active:
             return 0, 0
         fresh = self._refresh()
         again, self._voted = step == self._voted, step
         if fresh or again or self._collected is None or step % self._every == 0:
-            self._collected = self._adapter.collect()  # an optimizer may have put other tensors there
+            self._collected = self._adapter.collect()  # an optimizer may have replaced its tensors
             self._drop_unknown(self._collected)
         if self._copies is None:
             return 0, 0
@@ -81,20 +85,22 @@ class Verifier:
         return self._copies.plan, self._digest(self._collected, self._slices)
 
     def forget(self) -> None:
-        """The state was replaced: tensors that were collected before may be nobody's any more."""
+        """Drop the collected tensors, because the state was replaced."""
         self._collected = None
 
     def agree(self, collected: Collected | None) -> bool:
-        """Before state goes anywhere, between two steps: all ranks know what each holds now, and copies are equal.
+        """Vote before state is saved or given, until all ranks know all layouts and the copies are equal.
 
         Args:
-            collected: what this rank holds, and has published (``VoteCaster.tell``); None: not known, no rank goes on.
+            collected: the published state of this rank (``VoteCaster.tell``). None: it is not known, and no rank
+                continues.
 
-        Returns: False when copies differ: the controller was told, and orders what follows.
+        Returns:
+            False when copies differ: the controller has the digests, and orders what follows.
 
         Raises:
             PeerLost: the vote broke.
-            StateError: the ranks do not stand at the same place, or one of them cannot go on.
+            StateError: the ranks are not at the same step, or one of them cannot continue.
         """
         if self._rank.client is None:
             return True
@@ -104,7 +110,7 @@ class Verifier:
         rounds = 0
         while tally.passed and not tally.save and (tally.moved or owed) and rounds < ROUNDS_MAX:
             if tally.moved:
-                self._votes.await_catalogue()  # to whom it does not come says in the next vote that it moved
+                self._votes.await_catalogue()  # a rank that does not get them sets `moved` in the next vote
             tally = self._votes.cast(self._said(here[1], collected, compares))
             owed, rounds = False, rounds + 1
         if tally.differ:
@@ -121,7 +127,7 @@ class Verifier:
         return True
 
     def _said(self, step: int, collected: Collected | None, compares: bool) -> Ballot:
-        """The vote of this rank; one that cannot read its state says so before it raises: the others wait for it."""
+        """Return this rank's ballot. If its state cannot be read, cast a refusing vote before raising the error."""
         try:
             return self._comparing(step, collected, compares)
         except StateError:
@@ -129,7 +135,7 @@ class Verifier:
             raise
 
     def _comparing(self, step: int, collected: Collected | None, compares: bool) -> Ballot:
-        """The vote on the copies of the whole state, if there are any."""
+        """Return the ballot with the digest of all copies, if there are any."""
         said = Ballot(step=step, between=True, save=collected is None)
         if collected is None or not compares:
             return said
@@ -142,10 +148,10 @@ class Verifier:
         return msgspec.structs.replace(said, plan=self._copies.plan, digest=digest)
 
     def tell(self, step: int) -> None:
-        """The vote of ``step`` said that copies differ: tell what this rank holds.
+        """Send the digests of this rank's copies to the controller, after the vote of ``step`` has shown a difference.
 
         Raises:
-            StepError: nothing has made them equal: no damage, but a script whose ranks train alone.
+            StepError: no communication has ever made the copies equal: the ranks of the script train alone.
         """
         if self._compares is not None and self._compares.trains_alone:
             raise StepError(
@@ -162,7 +168,7 @@ class Verifier:
                 )
 
     def digests(self, collected: Collected, slices: Slices | None = None) -> tuple[CopyDigest, ...]:
-        """Digests of ``slices`` (None: of all that others hold too), each with its name."""
+        """Return named digests of ``slices``; None: of all state that other ranks hold, too."""
         if slices is None:
             self._refresh()
             self._drop_unknown(collected)
@@ -184,7 +190,7 @@ class Verifier:
         return digest
 
     def _drop_unknown(self, collected: Collected) -> None:
-        """Layouts of an earlier start may name what is not there yet: nothing is compared by them."""
+        """Stop comparing if the layouts, which may be of an earlier start, name tensors that do not exist here yet."""
         if self._copies is None:
             return
         layout = collected.layout(self._adapter.rank, self._adapter.world_size)
@@ -193,7 +199,7 @@ class Verifier:
             self._copies = None
 
     def _refresh(self) -> bool:
-        """Take over the newest layouts of all ranks; True when there are new ones."""
+        """Take over the newest layouts of all ranks. Return True if there are new ones."""
         rank = self._rank
         assert self._compares is not None
         with rank.changed:
@@ -201,7 +207,7 @@ class Verifier:
         if version == self._version or not layouts:
             return False
         self._version = version
-        self._collected = None  # of the layouts before: whoever asked for these, the next vote collects anew
+        self._collected = None  # it fits the layouts before: the next vote collects again
         try:
             catalogue = Catalogue.from_encoded(layouts)
         except StateError as error:

@@ -1,8 +1,9 @@
-"""Announced work between two steps, and which of it a fault has cut off.
+"""Sections, the announced work between two steps: which one runs, and which one a fault has cut off.
 
-Theory. A ``with`` statement cannot run its body again: what a fault cuts off after a step is run again only where the
-script comes by once more, before the block of the next step or behind the loop. A save that is made meanwhile notes
-the name; whoever goes on from there says so when the next step is committed, or the training over, without it.
+Theory. A ``with`` statement cannot run its body again. A section that a fault cuts off runs again only where the script
+reaches it again: before the block of the next step, or after the loop. A save that is made meanwhile notes the name of
+the section. The process that resumes from that save warns if the next step is committed, or the training ends, without
+the section.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ log = logging.getLogger("holdfast")
 
 
 class Sections:
-    """All sections of one session, one at a time."""
+    """The sections of one session; one is open at a time."""
 
     def __init__(self, rank: StepParticipant) -> None:
         self._rank = rank
-        self._left = ""  # since the last committed step, by an exception
-        self._owed = ""  # cut off in the life before this one, and not run again yet
+        self._left = ""  # section that an exception has left since the last committed step
+        self._owed = ""  # section that was cut off in an earlier process, and has not run again yet
 
     @property
     def unfinished(self) -> str:
-        """For a save: name of a section that has not come to its end."""
+        """Name of a section that has not finished, for a save; empty if there is none."""
         return self._left or self._owed
 
     def stand_at(self, session: Mapping[str, Any]) -> None:
-        """The session's plain values that were loaded."""
+        """Take over the unfinished section from the session's plain values that were loaded."""
         self._owed = str(session.get("section", ""))
 
     @contextmanager
     def run(self, name: str) -> Iterator[None]:
-        """The body of a section."""
+        """Run the body of a section."""
         rank = self._rank
         rank.moved(ScriptEvent.SECTION_BEGUN)
         self._left, end = name, ScriptEvent.SECTION_CUT
@@ -50,7 +51,7 @@ class Sections:
             self._owed = "" if self._owed == name else self._owed
         except BaseException:
             if rank.client is not None:
-                rank.client.page.announce("")  # how long it takes is not known yet
+                rank.client.page.announce("")  # the duration of a section that was cut off is not learned
             raise
         finally:
             rank.moved(end)
@@ -58,7 +59,12 @@ class Sections:
                 rank.enter(Phase.READY)
 
     def pass_by(self, step: int, *, tell: bool) -> None:
-        """Training goes on after ``step``, or ends there: what was cut off before it is not run again."""
+        """Warn about a section that was cut off and will not run again, as training continues after ``step`` or ends.
+
+        Args:
+            step: the last committed step.
+            tell: this rank writes the warning.
+        """
         if self._owed and tell:
             log.warning(
                 'holdfast: section "%s" after step %d was cut off and is not run again; to have it run again, put it '

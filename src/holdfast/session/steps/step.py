@@ -1,9 +1,10 @@
-"""``with step``: one block of user code as one step of the job.
+"""``with step``: one block of user code, run as one step of the job.
 
-Theory. The block computes gradients; the hooked ``optimizer.step()`` votes before it lets a weight change. A block that
-may not count (a lost peer, a refused vote, a rehearsal) is left by :class:`StepAborted`, which ``__exit__`` swallows:
-the state is put back and the same batch comes again. Any exception while the process is poisoned or fenced is the
-fault's doing, never taken for a bug of the user; any other exception goes up as it is.
+Theory. The block computes gradients. The hooked ``optimizer.step()`` votes before it lets a weight change. A block that
+may not count (a lost peer, a refused vote, a rehearsal) is left by :class:`StepAborted`, which ``__exit__`` swallows.
+The state is then restored, and the script gets the same batch again. An exception while the process is poisoned or
+fenced is taken for a consequence of the fault, never for an error of the user's code. Any other exception is raised
+unchanged.
 """
 
 from __future__ import annotations
@@ -19,12 +20,10 @@ from holdfast.core.protocol.status_page import PageFlag, Phase
 from holdfast.core.worker.position import ScriptEvent
 from holdfast.core.worker.vote import Ballot, Tally
 from holdfast.errors import GroupError, PeerLost, StepError
-from holdfast.frameworks.common.adapter import (
-    Aborted,
+from holdfast.frameworks.common.adapter import Aborted, Adapter, Hooks
+from holdfast.frameworks.common.optional_abilities import (
     Accumulates,
-    Adapter,
     CommunicatesInUpdates,
-    Hooks,
     ProvesBlocks,
     SeesGradients,
     TakesParts,
@@ -39,35 +38,38 @@ from holdfast.text import plural
 
 
 class StepAborted(Aborted):
-    """A vote was refused, or the step was only a rehearsal."""
+    """Leaves a block whose vote was refused, or that was only a rehearsal."""
 
 
 class StepOwner(Protocol):
-    """What a block needs from its session."""
+    """The interface of a session that its blocks use."""
 
     def ballot(self, step: int, *, unsound: bool, nonfinite: bool) -> Ballot:
-        """What this rank says in the vote."""
+        """Return the ballot of this rank for the vote of ``step``."""
 
     def differ(self, step: int) -> None:
-        """The vote of ``step`` said that copies of the state differ: tell what this rank holds."""
+        """Report the state of this rank after the vote of ``step`` has shown that copies of the state differ."""
 
     def entered(self, step: int) -> bytes | None:
-        """The block of ``step`` has begun: the rank-local values for the page, if they are others now."""
+        """Note that the block of ``step`` has begun. Return changed rank-local values for the status page, or None.
+
+        Rank-local values are those that only this rank has, such as its loader's state and ``Session.own``.
+        """
 
     def foresee(self) -> bytes | None:
-        """The vote comes: the rank-local values of the next step for the page, if there are any."""
+        """Prepare for the coming vote. Return the rank-local values of the next step for the status page, or None."""
 
     def before_ready(self, tally: Tally) -> bytes | None:
-        """The block has ended: publish what changed; the rank-local values for the page, if there are any."""
+        """Publish changes at the end of the block. Return the rank-local values for the status page, or None."""
 
     def after_ready(self, step: Step, tally: Tally) -> None:
-        """The step is committed: save, leave."""
+        """Save, or leave, after the step is committed."""
 
     def rewound(self, step: Step) -> None:
-        """The job has gone back while ``step`` was about to begin."""
+        """Give ``step`` the number and batch of the step where the job is now: it went back before ``step`` began."""
 
     def batch_of(self, copy: int) -> Any:
-        """The batch of the open step that another copy of the model draws. Raises: LookupError: not known."""
+        """Return the batch of the open step that another copy of the model draws. Raises: LookupError: not known."""
 
 
 EMPTY_MAX = 10
@@ -83,19 +85,19 @@ NO_GRADIENT = (
 
 
 class Step:
-    """One step, made by ``Session.steps``. ``with step as batch:`` runs it.
+    """One step, made by ``Session.steps``. ``with step as batch:`` runs its block.
 
     Attributes:
         number: updates done before it.
         committed: True after the block, when its update counts for the whole job.
         epoch: pass over the loader that the batch belongs to.
         last_in_epoch: True for the last batch of an epoch, where the length of the loader is known.
-        again: True when what the loop does before the block is done already: this process was given the step before,
-            or the one that it replaces had begun the block.
-        batch: what ``with step as batch`` gives.
-        batches: so many of the loader are in ``batch``, a list; None: it is one.
-        part, parts: with fewer ranks than the job began with, a step has several blocks, each with a batch of its own;
-            only the last one can be committed.
+        again: True when the code before the block has already run: this process got this step earlier, or the process
+            that it replaces had begun the block.
+        batch: the value of ``batch`` in ``with step as batch``.
+        batches: number of batches of the loader in the list ``batch``; None: ``batch`` is one batch.
+        part, parts: index and number of the blocks of this step. With fewer ranks than the job began with, a step has
+            several blocks, each with its own batch. Only the last block can be committed.
     """
 
     def __init__(
@@ -110,20 +112,20 @@ class Step:
         self.part = 0
         self.parts = 1
         self.batches: int | None = None
-        self.shared = False  # a part that is not the last one ended in order
+        self.shared = False  # a part that is not the last one ended without a fault
         self.entered = False
         self.tentative: str | None = None
         self.names: set[str] = set()  # of step.update(name)
-        self.nonfinite = False  # one of these had gradients with inf or nan
+        self.nonfinite = False  # a named update had gradients with inf or nan
         self.updated: set[str] = set()  # optimizers that have stepped
-        self.changed = False  # one of them had a gradient, or has changed a weight without one
+        self.changed = False  # an optimizer had a gradient, or has changed a weight without one
         self.writes: int | None = (
-            None  # on the weights, before an optimizer that has no gradient; None: it has one
+            None  # write count of the weights before an optimizer without gradients steps; None: there is a gradient
         )
-        self.idle = False  # its rehearsal has computed nothing
-        self.repeats = True  # its batch can be handed out again at once
+        self.idle = False  # the rehearsal has computed nothing
+        self.repeats = True  # the batch can be handed out again at once
         self.rehearsal = rehearsal
-        self.scrap = scrap  # a rehearsal of a state that is replaced before it counts: with the update
+        self.scrap = scrap  # a rehearsal with the update, of a state that will be replaced
         self._blocks = blocks
 
     def __enter__(self) -> Any:
@@ -141,7 +143,7 @@ class Step:
 
     @contextmanager
     def update(self, name: str) -> Iterator[None]:
-        """One of several separate updates in this step (a GAN): tentative until the block ends and all have voted.
+        """Make one of several separate updates of this step (a GAN), tentative until the block ends and all have voted.
 
         Collectives may follow it inside the block. Costs a copy of the weights and state of each optimizer used.
 
@@ -167,10 +169,10 @@ class Step:
             self.tentative = None
 
     def note_tentative(self, optimizer: str) -> None:
-        """An optimizer steps inside :meth:`update`. Raises: StepError when it has, in this update."""
+        """Note that an optimizer steps inside :meth:`update`. Raises: StepError: it steps twice in this update."""
         if (
             self.tentative is None
-        ):  # by itself: the update communicates, and the step votes at the end of the block
+        ):  # an unnamed update that communicates: the step votes at the end of the block
             with self.update(optimizer):
                 return
         if optimizer in self._tentative_done:
@@ -182,15 +184,15 @@ class Step:
 
 
 class StepRunner:
-    """Runs blocks: begin, vote, commit or abort.
+    """Runs blocks: begins them, votes, commits or aborts.
 
     Args:
         rank: protocol state of this rank.
         adapter: the framework.
         votes: of this rank.
         owner: the session.
-        finite: looks at gradients.
-        verify: steps between two checks of what a block computes, and between two on other ranks; 0: none.
+        finite: the check of gradients for inf and nan.
+        verify: steps between two checks of what a block computes, and between two checks on other ranks; 0: none.
     """
 
     def __init__(
@@ -212,18 +214,18 @@ class StepRunner:
         self._tentative = adapter.tentative if isinstance(adapter, CommunicatesInUpdates) else frozenset()
         self._current: Step | None = None
         self._tally = Tally(passed=False)
-        self._left = ""  # how the script left a block for good
-        self._empty, self._empty_at = 0, ""  # blocks that changed nothing, while there were no other ones
-        self._stepped = False  # an optimizer stepped in the last one of these
+        self._left = ""  # the exception by which the script left a block, in words
+        self._empty, self._empty_at = 0, ""  # blocks without a changed weight, and place of the last
+        self._stepped = False  # an optimizer stepped in the last of these blocks
         self._idle = (-1, 0)  # the newest step and part whose rehearsal computed nothing
 
     @property
     def current(self) -> Step | None:
-        """The step whose block is open."""
+        """The step whose block is open, or None."""
         return self._current
 
     def hooks(self) -> Hooks:
-        """For the adapter."""
+        """Return the functions that the adapter calls at backward passes and updates."""
         return Hooks(
             self._backward,
             self._update,
@@ -235,7 +237,7 @@ class StepRunner:
     # ------------------------------------------------------------------ begin
 
     def begin(self, step: Step) -> None:
-        """Enter the block; waits while the job recovers."""
+        """Enter the block; wait first while the job recovers."""
         if self._current is not None:
             raise StepError(
                 f"step {step.number} begins inside step {self._current.number}",
@@ -251,7 +253,7 @@ class StepRunner:
         if joining and not alone:
             self._rank.join()
         while True:
-            # Copy first: from the moment the machine says COMPUTE, a fault is answered from these copies.
+            # Copy first: once the machine is in COMPUTE, a fault is answered from these copies.
             if isinstance(self._adapter, Accumulates):
                 self._adapter.expect(step.batches)
             if isinstance(self._adapter, TakesParts):
@@ -280,7 +282,7 @@ class StepRunner:
         return self._rehearse(step) or self._prover.alone(step) or self._recompute.alone(step)
 
     def _meet(self, step: Step) -> bool:
-        """Compare what ranks compute, where it is time; False: a fault has come, and the block begins again."""
+        """Compare the results of ranks where a check is due. Return False after a fault: the block begins again."""
         self._rank.enter(Phase.VOTE)
         try:
             if self._recompute.meet(step):
@@ -295,7 +297,7 @@ class StepRunner:
 
     def _rehearse(self, step: Step) -> bool:
         if self._idle == (step.number, step.part):
-            return False  # it skips its batch, and so do its peers: the next one that computes is rehearsed
+            return False  # the block skips this batch, on all ranks: rehearse the next step that computes
         return step.number > 0 and self._adapter.rehearse()
 
     # ------------------------------------------------------------------ hooks
@@ -331,7 +333,7 @@ class StepRunner:
         self._vote(step, optimizer)
 
     def _writes(self) -> int | None:
-        """On weights that have no gradient, while no step of this process has changed one; else None."""
+        """Return a count of writes to weights, to find a change without a gradient; None: it is not needed."""
         if self._empty == NOT_EMPTY or not isinstance(self._adapter, SeesGradients):
             return None
         return self._adapter.gradients.weights_alone()
@@ -350,14 +352,14 @@ class StepRunner:
         step.updated.add(optimizer)
         step.changed = step.changed or step.writes is None or step.writes != self._writes()
         if step.scrap and step.tentative is None and optimizer not in self._tentative:
-            raise StepAborted("rehearsal")  # what follows an update belongs to a step that counts
+            raise StepAborted("rehearsal")  # the code after the update runs only in a step that counts
         if step.tentative is None and self._rank.state == "updating":
             self._rank.enter(Phase.COMMIT)
 
     # ------------------------------------------------------------------ vote
 
     def _vote(self, step: Step, optimizer: str = "") -> None:
-        """Return when the step may change weights, by ``optimizer`` if it is named. Raises: StepAborted."""
+        """Vote, and return if weights may change, by ``optimizer`` if it is named. Raises: StepAborted."""
         rank, adapter = self._rank, self._adapter
         if step.rehearsal:
             self._prover.note(step)
@@ -404,7 +406,7 @@ class StepRunner:
     # ------------------------------------------------------------------ end
 
     def end(self, step: Step, error: BaseException | None) -> bool:
-        """Leave the block; True swallows ``error``."""
+        """Leave the block. Return True to swallow ``error``."""
         rank = self._rank
         if error is None:
             try:
@@ -437,12 +439,13 @@ class StepRunner:
             self._idle = (step.number, step.part)
 
     def refuse_empty(self, *, excused: bool = False) -> None:
-        """Blocks since the training began, and none that changed anything: it would end as it began, without a word.
+        """Raise an error if every block since the training began has changed no weight.
 
         Args:
-            excused: the training ends early, as asked.
+            excused: the training ends early, as asked: raise nothing.
 
-        Raises: StepError.
+        Raises:
+            StepError: no block has changed a weight.
         """
         if (
             self._empty > 0
@@ -458,7 +461,7 @@ class StepRunner:
             )
 
     def _note_empty(self, step: Step) -> None:
-        """A block has ended that counts."""
+        """Count the block that has just been committed if it changed no weight."""
         if step.updated and step.changed:
             self._empty = NOT_EMPTY
         elif self._empty == step.number:
@@ -467,19 +470,19 @@ class StepRunner:
             self._empty_at = place_in_script()
             self.refuse_empty(excused=self._empty < EMPTY_MAX)
         else:
-            self._empty = NOT_EMPTY  # the job is past its beginning
+            self._empty = NOT_EMPTY  # the training began before this block
 
     def _is_fault(self, error: BaseException) -> bool:
         if isinstance(error, Aborted):
             return True
-        if self._rank.client is None:  # nobody could order a retry
+        if self._rank.client is None:  # there is no controller that could order a retry
             return False
         if not isinstance(error, Exception):
             return False
         return self._adapter.poisoned or self._rank.fenced or self._adapter.is_fault(error)
 
     def _give_up(self, step: Step, error: BaseException) -> None:
-        """The user's own exception goes up."""
+        """Record that the user's own exception leaves the block."""
         self._rank.moved(ScriptEvent.BLOCK_LEFT)
         if self._rank.fail() != "ready":
             self._left = f"step {step.number} was left by a {type(error).__name__}"
@@ -495,25 +498,25 @@ class StepRunner:
         self._owner.after_ready(step, self._tally)
 
     def redo(self) -> None:
-        """Abort the open block and begin it again at once: for a framework that keeps its gradients at hand."""
+        """Abort the open block and begin it again at once, for a framework that computes the update in its graph."""
         step = self._current
         if step is None:
             raise StepError(
                 "no step is open that could begin again", hint="call it inside `with step as batch:`"
             )
         self._abort(step)
-        step.rehearsal = False  # it has run: the newcomer joins now
+        step.rehearsal = False  # its rehearsal has run: the newcomer joins now
         self.begin(step)
 
     def _abort(self, step: Step) -> None:
-        """Put everything back; returns when the step may run again."""
+        """Restore the state, and return when the step may run again."""
         rank, adapter = self._rank, self._adapter
         rank.freed()
         state = rank.fail()
         if state == "in_doubt" and rank.await_decision():
             state = (
                 rank.fail()
-            )  # told to apply, but the update was left: only a holder of the step can tell it now
+            )  # the decision was to apply, but the block was left: fail() then says that the state is torn
         if state in ("torn", "updating"):
             rank.await_end(Phase.TORN)
         adapter.abort()
@@ -529,9 +532,9 @@ class StepRunner:
 
     def _end_rehearsal(self) -> bool:
         if self._rank.joining:
-            return True  # alone until it has joined
+            return True  # collectives stay on own data until it has joined
         try:
             self._adapter.end_rehearsal()
         except GroupError:
-            return False  # a fault came first: its fence rebuilds the groups
+            return False  # a fault came first: the recovery rebuilds the groups
         return True

@@ -1,10 +1,10 @@
-"""Variables of a block that was left before it had assigned them: code behind the block finds a value that says so.
+"""Placeholder values for variables that a block did not assign because it was left early.
 
-Theory. A block that does not count is left in its middle: where it would vote, or where a fault met it. The script goes
-on behind the block, and Python cannot be made to leave that out. ``loss = train(batch)`` has then assigned nothing, and
-``print(loss)`` without ``if step.committed:`` would end the job for an error that no undisturbed run has. So each name
-that the block would have assigned, and that has no value yet, gets :class:`NotComputed`: a nan that answers to
-everything a result is asked, and tells the user, once, what to write.
+Theory. A block that does not count is left in its middle, at its vote or at a fault. The script continues after the
+block, and Python offers no way to skip that code. ``loss = train(batch)`` has then assigned nothing. ``print(loss)``
+without ``if step.committed:`` would end the job with an error that no undisturbed run has. Therefore each name that the
+rest of the block would have assigned, and that has no value yet, gets :class:`NotComputed`. It is a nan that accepts
+every operation of a result, and warns the user once.
 """
 
 from __future__ import annotations
@@ -21,51 +21,53 @@ from typing import Any
 log = logging.getLogger("holdfast")
 
 _WRITES_THROUGH = sys.version_info >= (3, 13)
-"""What is put into ``frame.f_locals`` is put into the frame."""
+"""A write into ``frame.f_locals`` changes the variable of the frame."""
 
 _told: set[str] = set()
 
 
 class NotComputed(float):
-    """The value of a variable that a block would have assigned. Any attribute, item or call of it is itself."""
+    """The value of a variable that a block would have assigned. Each attribute, item and call returns the value
+    itself.
+    """
 
     def __new__(cls, name: str) -> NotComputed:
-        """Not a number."""
+        """Make a nan."""
         return super().__new__(cls, math.nan)
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        """``loss.detach()``, ``loss.item()``, ..."""
-        if attribute.startswith("_"):  # protocols of arrays, pickling, copying: it has none
+        """Return the value itself, for ``loss.detach()``, ``loss.item()``, ..."""
+        if attribute.startswith("_"):  # array protocols, pickling and copying are not supported
             raise AttributeError(attribute)
         return self._tell()
 
     def __getitem__(self, key: object) -> NotComputed:
-        """``metrics["loss"]``."""
+        """Return the value itself, for ``metrics["loss"]``."""
         return self._tell()
 
     def __call__(self, *args: object, **kwargs: object) -> NotComputed:
-        """Of what is an attribute."""
+        """Return the value itself, for a call of an attribute."""
         return self._tell()
 
     def __iter__(self) -> Iterator[Any]:
-        """Without items."""
+        """Return an iterator without items."""
         self._tell()
         return iter(())
 
     def __len__(self) -> int:
-        """None."""
+        """Return 0."""
         return 0
 
     def __repr__(self) -> str:
-        """As printed."""
+        """Return ``nan``."""
         self._tell()
         return "nan"
 
     def __format__(self, form: str) -> str:
-        """``f"{loss:.4f}"``."""
+        """Format a nan, for ``f"{loss:.4f}"``."""
         self._tell()
         return super().__format__(form)
 
@@ -81,7 +83,11 @@ class NotComputed(float):
 
 
 def bind(trace: TracebackType | None) -> None:
-    """Give a value to what the block that ``trace`` comes from would have assigned from there on."""
+    """Assign a placeholder to each unset name that the block would have assigned after the line where it was left.
+
+    Args:
+        trace: the traceback of the exception that left the block.
+    """
     if trace is None:
         return
     frame = trace.tb_frame

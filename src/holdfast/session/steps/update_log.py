@@ -1,15 +1,17 @@
-"""The update log of a session: what each update since the newest kept state was made from.
+"""The update log of a session: the gradients of each update since the newest state in memory, to make it again.
 
 Theory. Before a rank votes for a step, it copies the gradients that the optimizer is about to use, and the settings of
-its groups, into shared memory that outlives the process (``store/shared_memory/update_log.py``). When it is lost, the
-process in its place takes the state that the memory tier has, makes the updates since again, and has the shards that
-no other rank holds; everything else the others give it. docs/design/0032-gradient-log.md.
+the optimizer's groups, into shared memory that outlives the process (``store/shared_memory/update_log.py``). The
+process that replaces a lost rank takes the state from the memory tier and makes the later updates again. It then has
+the shards that no other rank holds. Everything else comes from the other ranks. docs/design/0032-gradient-log.md.
+
+To *foretell* an update is to make it in advance on a copy of the state, and to compare it with the real update.
 
 Invariants:
 1. The update of a step is in the log before its vote is entered.
 2. An update that the newest kept state needs is never overwritten.
-3. The log counts for nothing before an update was made again from it with the same bits, and is removed as soon as
-   something was seen that it does not hold.
+3. The log is used only after an update was made again from it with the same bits. It is removed as soon as a change of
+   the state is seen that it does not hold.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from holdfast.errors import CheckpointInvalid, StateError
-from holdfast.frameworks.common.adapter import Adapter, LogsUpdates, Updates
+from holdfast.frameworks.common.adapter import StateAdapter
+from holdfast.frameworks.common.optional_abilities import LogsUpdates, Updates
 from holdfast.store.shared_memory.update_log import UpdateLog, open_updates, reachable
 from holdfast.text import plural
 
@@ -29,24 +32,24 @@ log = logging.getLogger("holdfast")
 ENTRIES_MAX = 64
 ENTRIES_OF_AUTO = 8
 SHARE = 0.01
-"""Of the time, for the log and the states that it asks for, where no interval was given."""
-MEASURED = 32  # updates, before that is judged
+"""Largest share of the time for the log and the states that it needs, where no interval was given."""
+MEASURED = 32  # updates between two checks of that share
 PROOFS, PROVE_EVERY = 2, 1000
-"""So many of the first updates of a process, and one in so many, are foretold."""
+"""The first ``PROOFS`` updates of a process are foretold, and one in ``PROVE_EVERY``."""
 
 
 class UpdateRecord:
-    """One rank's part.
+    """The update log of one rank.
 
     Args:
         adapter: the framework.
-        every: steps between two kept states; below 1: the tier decides.
+        every: steps between two kept states; below 1: the memory tier decides.
 
     Attributes:
-        why_not: nothing is logged, for this reason; empty: it is, where some box has one holder.
+        why_not: the reason why nothing is logged. Empty: updates are logged where some box has only one holder.
     """
 
-    def __init__(self, adapter: Adapter, every: int) -> None:
+    def __init__(self, adapter: StateAdapter, every: int) -> None:
         self.why_not = ""
         self._entries = min(every, ENTRIES_MAX) if every > 0 else ENTRIES_OF_AUTO
         self._measures = every < 1
@@ -54,19 +57,17 @@ class UpdateRecord:
         self._updates: Updates | None = adapter.updates if isinstance(adapter, LogsUpdates) else None
         self._directory: Path | None = None
         self._log: UpdateLog | None = None
-        self._wanted = True  # as far as is known, some box has one holder
+        self._wanted = True  # some box has only one holder, or the layouts are not known yet
         self._base: int | None = None  # step of the newest kept state
-        self._changed_at = (
-            -1
-        )  # the newest step at which the script changed weights itself and a state was kept
-        self._foretold = -1  # the update of this step was made on a copy
+        self._changed_at = -1  # newest step whose state was kept after the script itself had changed weights
+        self._foretold = -1  # step of the update that was foretold
         self._proofs = 0
         self._noted = 0
-        self._cost_s = 0.0  # of the updates noted, and the states kept, since ...
+        self._cost_s = 0.0  # time for noted updates and kept states since ``_since_s``
         self._since_s = 0.0
 
     def know(self, directory: Path | None, rank: int) -> None:
-        """Where the log lies."""
+        """Open the log of ``rank`` in ``directory``; None: there is no shared memory."""
         self._directory = directory
         if self._updates is None:
             self.why_not = "this framework logs no updates"
@@ -78,7 +79,11 @@ class UpdateRecord:
     # ------------------------------------------------------------------ in training
 
     def allow(self, alone: Collection[str]) -> str:
-        """The layouts of all ranks are known, and of these tensors a box has one holder: why there is no log."""
+        """Decide whether to log, once the layouts of all ranks are known. Return why not, or an empty text.
+
+        Args:
+            alone: the tensors of which some box has only one holder.
+        """
         if self._log is None or self._updates is None:
             return self.why_not
         self._wanted = bool(alone)
@@ -92,7 +97,11 @@ class UpdateRecord:
         return self.why_not
 
     def start(self, step: int, *, replayed: bool = False) -> None:
-        """The session stands at ``step``; ``replayed``: what was logged before it was made again here."""
+        """Begin the log at ``step``.
+
+        Args:
+            replayed: the updates in the log were just made again here, so the log stays.
+        """
         self._foretold, self._changed_at, self._since_s = -1, -1, 0.0
         if self._log is not None:
             if replayed:
@@ -105,14 +114,14 @@ class UpdateRecord:
             self._updates.settle()
 
     def kept(self, step: int, cost_s: float) -> None:
-        """The state of ``step`` is in memory; the copy took ``cost_s``."""
+        """Note that the state of ``step`` is in memory; the copy took ``cost_s``."""
         self._base = step
         self._cost_s += cost_s
         if self._updates is not None:
             self._settle(step, self._updates)
 
     def full(self, step: int) -> bool:
-        """No update after that of ``step`` - 1 fits in: the state of ``step`` is to be kept."""
+        """Return True if the log has no room for the update of ``step``, so that the state of ``step`` must be kept."""
         return (
             self._log is not None
             and self._wanted
@@ -121,7 +130,7 @@ class UpdateRecord:
         )
 
     def note(self, step: int) -> None:
-        """The update of ``step`` is about to be voted for."""
+        """Log the update of ``step``, before its vote."""
         if self._log is None or self._updates is None or self._base is None or not self._wanted:
             return
         began_s = time.monotonic()
@@ -134,11 +143,9 @@ class UpdateRecord:
         self._measure(began_s)
 
     def _look_back(self, step: int, updates_log: UpdateLog, updates: Updates) -> None:
-        """Raises: StateError: there is something that the log does not hold."""
+        """Compare the foretold update with the real one. Raises: StateError: the log lacks a change of the state."""
         foretold, self._foretold = self._foretold, -1
-        if (
-            not updates.undisturbed() and step == self._base
-        ):  # before the first update since the state was kept
+        if not updates.undisturbed() and step == self._base:  # no update was logged since the state was kept
             updates_log.truncate(step)
             self._base = None
             self._settle(step, updates)
@@ -158,7 +165,7 @@ class UpdateRecord:
         updates.settle()
 
     def _append(self, step: int, updates_log: UpdateLog, updates: Updates) -> None:
-        """Raises: StateError."""
+        """Log the update of ``step``, and foretell it where that is due. Raises: StateError."""
         taken = updates.take(step)
         updates_log.append(taken)
         if taken.gradients and (self._proofs < PROOFS or step % PROVE_EVERY == 0):
@@ -171,7 +178,7 @@ class UpdateRecord:
             self._foretold = step
 
     def _measure(self, began_s: float) -> None:
-        """A log that takes too much of the time ends, unless it was asked for."""
+        """End a log that takes too much of the time, unless the user gave an interval."""
         now_s = time.monotonic()
         if not self._since_s or self._foretold >= 0:
             self._noted, self._cost_s, self._since_s = 0, 0.0, now_s
@@ -183,7 +190,7 @@ class UpdateRecord:
             self._stop(f"a log takes {share:.1%} of the time; with --memory-every N it may")
 
     def give_way(self) -> bool:
-        """There is too little memory for states: the log leaves its own to them. False: it has none."""
+        """Remove the log to free shared memory for states. Return False if there is no log."""
         if self._log is None:
             return False
         self._stop("shared memory has no room for it")
@@ -205,28 +212,34 @@ class UpdateRecord:
     # ------------------------------------------------------------------ after a loss
 
     def require_undisturbed(self, step: int) -> None:
-        """Raises: StateError: a state made again from a log of another rank would lack what the script did here."""
+        """Check that the script has changed no weight itself: a state made again from a log would lack that change.
+
+        Raises:
+            StateError: the script has changed weights or state of the optimizer.
+        """
         if self._updates is not None and (self._changed_at == step or not self._updates.undisturbed()):
             raise StateError(
                 f"the script has changed weights or state of the optimizer itself at step {step}"
             )
 
     def base_of(self, step: int, states: Collection[int]) -> int:
-        """The newest of ``states`` from which the log leads to ``step``; ``step`` itself where there is none, as
-        another node may have that state."""
+        """Return the newest of ``states`` from which the log leads to ``step``.
+
+        If there is none, return ``step`` itself, because another node may have that state.
+        """
         if self._directory is None or step in states:
             return step
         rank = self._adapter.rank
         return max((s for s in states if step in reachable(self._directory, rank, (s,))), default=step)
 
     def replay(self, base: int, step: int, moved: Callable[[int], object]) -> None:
-        """This process has the state of ``base``: make the updates up to ``step`` again.
+        """Make the updates from the state of ``base``, which this process has, up to ``step`` again.
 
         Args:
-            moved: called after each of them: the controller waits for the rest.
+            moved: called after each update, to show progress to the controller.
 
         Raises:
-            CheckpointInvalid: one is not there or damaged; then the log is gone.
+            CheckpointInvalid: an update is missing or damaged. The log is then removed.
         """
         if self._directory is None or self._updates is None:
             raise CheckpointInvalid("this process has no log of updates")
@@ -243,10 +256,10 @@ class UpdateRecord:
             log.info("holdfast: %s made again from memory, from step %d", plural(step - base, "update"), base)
 
     def forget(self) -> None:
-        """What is logged is damaged, or does not fit: it counts no longer."""
+        """Remove the log, because it is damaged or does not fit the state."""
         if self._log is not None:
             self._log.remove()
 
     def close(self) -> None:
-        """The session has ended in order."""
+        """Remove the log at the end of the session."""
         self.forget()

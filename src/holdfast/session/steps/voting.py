@@ -1,7 +1,9 @@
-"""The votes of one rank: each is cast here, counted, and keeps what all ranks know of each other's layouts up to date.
+"""The votes of one rank: cast here, counted here, and used to keep the layouts of all ranks known to all.
 
-Theory. ``core/worker/layout_agreement.py``: versions of layouts are names of votes, so every vote must be counted, say
-its words on the layout, and be answered when it says that somebody moved. One place does that for all of them.
+Theory. The name of a vote (its generation and its number there) serves as the version of a layout
+(``core/worker/layout_agreement.py``). Every vote must therefore be counted and must say whether this rank's layout has
+changed. After a vote in which any rank set ``moved`` (its layout differs from the published one), every rank publishes
+its layout again. This module does that for all votes of a rank.
 
 Invariants:
 1. All ranks of a generation cast the same votes in the same order.
@@ -25,7 +27,7 @@ CATALOGUE_TIMEOUT_S = 15.0
 
 
 class VoteCaster:
-    """Of one session.
+    """Casts the votes of one session, and publishes the layout of its rank.
 
     Args:
         rank, adapter: of the session.
@@ -36,11 +38,12 @@ class VoteCaster:
         self._adapter = adapter
         self._told = LayoutAgreement()
         self._size = -1
-        self._size_bytes = 0  # of what this rank has told
-        self._telling = threading.Lock()  # a survivor tells from the client's task thread what it gives
+        self._size_bytes = 0  # of the state in the layout that this rank has published
+        self._telling = threading.Lock()  # a survivor publishes from the client's task thread, too
 
     def cast(self, ballot: Ballot) -> Tally:
-        """Vote with all ranks. What they hold is told before this returns, where the tally asks for it.
+        """Vote with all ranks, and return the tally. If the tally asks for layouts, this rank's is published before the
+        return.
 
         Raises:
             PeerLost: the vote broke.
@@ -53,7 +56,11 @@ class VoteCaster:
         return tally
 
     def _sums(self, ballot: Ballot) -> list[int]:
-        """Of all ranks. Between two steps the page says that this is what is waited for; in a step its phase does."""
+        """Return the sums of the vote over all ranks.
+
+        During a vote between two steps the status page shows that this rank waits for it. In a step the phase shows
+        that.
+        """
         if not ballot.between:
             return self._adapter.vote(ballot.encode())
         self._rank.flag(PageFlag.MEETS, True)
@@ -63,21 +70,21 @@ class VoteCaster:
             self._rank.flag(PageFlag.MEETS, False)
 
     def tell(self, collected: Collected | None = None) -> None:
-        """Tell what this rank holds when that has changed: at once, for a fault that may come before the next vote."""
+        """Publish the layout of this rank at once if it has changed, because a fault may come before the next vote."""
         if collected is None:
             size = self._adapter.state_size()
             if size == self._size:
                 return
             collected, self._size = self._adapter.collect(), size
         else:
-            self._size = -1  # that of another moment: looked at again when the next step has ended
+            self._size = -1  # the layout is that of another moment: check it again after the next step
         said = collected.layout(self._adapter.rank, self._adapter.world_size)
         self._size_bytes, layout = sum(t.size_bytes for t in said.tensors), said.encode()
         with self._telling:
             self._send(self._told.note(layout, self._rank.machine.generation))
 
     def inherit(self, order: Receive) -> None:
-        """A newcomer takes over what the rank that it replaces has told, and everyone's layouts."""
+        """Take over the last published layout of the rank that this newcomer replaces, and the layouts of all ranks."""
         if order.version != NO_VERSION:
             catalogued = Catalogued(
                 member_id=order.member_id,
@@ -87,13 +94,13 @@ class VoteCaster:
             )
             self._rank.on_catalogued(catalogued)
             if self._rank.client is not None:
-                # Its agent may be that of a node which held no rank before: it has not heard of any layout.
+                # The agent of this newcomer may run on a node that had no rank before, so that it knows no layout.
                 self._rank.client.send(catalogued)
-        # Said again by the one who lives: agent and controller may both be successors by the next fault.
+        # Publish the layout again: agent and controller may both be replaced before the next fault.
         self._send(self._told.inherit(order.version, order.layouts.by_rank()[self._adapter.rank]))
 
     def _send(self, telling: LayoutAnnouncement | None) -> None:
-        """Tell the controller what this rank holds."""
+        """Publish the layout of this rank to the controller; None publishes nothing."""
         rank = self._rank
         if telling is not None and rank.client is not None:
             rank.client.send(
@@ -108,11 +115,11 @@ class VoteCaster:
             )
 
     def await_catalogue(self) -> None:
-        """The last vote said that all tell their layouts: wait for them, not for ever."""
+        """Wait a bounded time for the layouts of all ranks, which the last vote made all ranks publish."""
         self._rank.await_catalogue(self._told.version, CATALOGUE_TIMEOUT_S)
 
     def layouts(self) -> Mapping[int, Layout]:
-        """Of all ranks, the newest that have come."""
+        """Return the newest known layouts of all ranks, by rank."""
         own, rank = self._told.layout, self._rank
         if rank.client is None and own is not None:
             return {self._adapter.rank: own}

@@ -1,22 +1,24 @@
-"""What a spare does before it is called: the script's own block, on a batch that does not count."""
+"""Rehearsals of a spare before it is called: the script's own block, on a batch that does not count."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from holdfast.frameworks.common.adapter import Adapter, Feed
+from holdfast.frameworks.common.adapter import Feed, GroupAdapter
 from holdfast.session.steps.accumulation import AccumulatingFeed
 from holdfast.session.steps.batches import Batches
 from holdfast.session.steps.step import Step, StepRunner
 
 
-def rehearsals(adapter: Adapter, blocks: StepRunner, feed: Feed | None) -> Iterator[Step]:
-    """Steps that never count, on a batch of any rank: what they build and compile is there at the call.
+def rehearsals(adapter: GroupAdapter, blocks: StepRunner, feed: Feed | None) -> Iterator[Step]:
+    """Yield steps that never count, on a batch of any rank, so that their kernels and buffers exist when the spare is
+    called.
 
-    With the update, which a newcomer never rehearses: the survivors' state replaces all that it changes, and finds
-    the memory of the optimizer's in place.
+    Unlike a newcomer's rehearsal they include the update. The state of the survivors replaces everything that the
+    update changes, and the memory of the optimizer is then already allocated.
 
-    Nothing is drawn from a loader that could tell later: then the rehearsal comes after the call, as for a newcomer.
+    A loader whose position would change by a draw is not used. The rehearsal then comes after the call, as in a
+    newcomer.
     """
     if feed is not None and not feed.repeatable:
         return
@@ -24,17 +26,14 @@ def rehearsals(adapter: Adapter, blocks: StepRunner, feed: Feed | None) -> Itera
     batches.put([None if feed is None else feed.draw()])
     again = settled = False
     while not settled:
-        # Once more when all is built: memory that was used once comes from elsewhere than later.
+        # Once more when everything is built: the allocator uses other memory in the first run than in later runs.
         settled = again and not adapter.rehearse()
         step = Step(blocks, 0, rehearsal=True, scrap=True)
         if feed is not None and batches.spoiled(0):
             batches.put([feed.draw()])
-        step.batch, step.again = (
-            batches.give(0),
-            True,
-        )  # what comes before the block is the job's, and was done there
+        step.batch, step.again = batches.give(0), True  # the job has already run the code before the block
         step.batches = len(step.batch) if isinstance(feed, AccumulatingFeed) else None
         yield step
         if not step.entered or step.idle:
-            return  # a batch that is skipped builds nothing: what is missing is rehearsed after the call
+            return  # the block skipped this batch and built nothing: rehearse after the call
         again = True

@@ -112,9 +112,10 @@ def test_run_cluster_sh_makes_one_job(tmp_path: Path, resnet: Path, cifar10: Pat
     check(resnet, tmp_path)
 
 
-def test_mpirun_makes_one_job(tmp_path: Path, cifar10: Path) -> None:
-    command = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-n", str(RANKS), "pytest", "-s", RESNET)
+def test_mpirun_ends_with_the_weights_of_holdfast_run(tmp_path: Path, resnet: Path, cifar10: Path) -> None:
+    """Each rank may use all processors, as under `holdfast run`: MindSpore divides its sums by their number."""
+    options = ("--allow-run-as-root", "--oversubscribe", "--bind-to", "none")
+    command = ("mpirun", *options, "-n", str(RANKS), "pytest", "-s", RESNET)
     with Started(sample(tmp_path), *command, env=variables(tmp_path, cifar10)) as job:
         assert job.wait() == 0, job.output[-2000:]
-    # mpirun binds each process to a core. Sums by fewer threads differ in the last bit from those of `holdfast run`.
-    assert same(tmp_path / "final-0.ckpt", tmp_path / "final-1.ckpt")
+    check(resnet, tmp_path)

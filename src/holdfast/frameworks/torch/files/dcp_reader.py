@@ -16,7 +16,7 @@ from __future__ import annotations
 import io
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -46,6 +46,9 @@ _ADMITTED = frozenset({
     _PACKAGE + "metadata.StorageMeta", _PACKAGE + "metadata._MEM_FORMAT_ENCODING",
     _PACKAGE + "filesystem._StorageInfo", "torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath",
     "pathlib._local.PosixPath",
+    # The plan of a save, which Megatron leaves in its metadata: not looked at.
+    _PACKAGE + "planner.SavePlan", _PACKAGE + "planner.WriteItem", _PACKAGE + "planner.WriteItemType",
+    _PACKAGE + "planner.TensorWriteData",
 })  # fmt: skip
 Key = str | int
 
@@ -68,20 +71,23 @@ class Item(NamedTuple):
     chunks: tuple[Chunk, ...]
 
 
-def read_dcp(folder: Path, scratch: Path) -> dict[str, Any]:
+def read_dcp(
+    folder: Path, scratch: Path, wanted: Callable[[str, Item], bool] = lambda name, item: True
+) -> dict[str, Any]:
     """Return the tree of tensors and plain values of a DCP directory.
 
     Args:
         scratch: directory for a temporary file that holds the tensors.
+        wanted: returns True for a leaf (its name and its metadata) that is read. The other leaves are left out.
 
     Raises:
         CheckpointInvalid: damaged, incomplete, or with content that DCP does not write; names it.
         StoreWriteError: no room for the scratch file.
     """
     with Directory.open(folder) as directory:
-        items = read_items(directory)
-        wanted = {name: (item.dtype, item.shape) for name, item in items.items() if item.dtype is not None}
-        tensors = scratch_tensors(wanted, scratch)
+        items = {name: item for name, item in read_items(directory).items() if wanted(name, item)}
+        shapes = {name: (item.dtype, item.shape) for name, item in items.items() if item.dtype is not None}
+        tensors = scratch_tensors(shapes, scratch)
         root = _Node()
         for name, item in items.items():
             where = f"{directory.path}: {name}"

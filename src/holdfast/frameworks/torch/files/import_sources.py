@@ -60,7 +60,7 @@ def read_source(source: Path, scratch: Path, note: Callable[[str], object]) -> d
         StoreWriteError: ``scratch`` cannot be written.
     """
     if source.is_dir():
-        return read_megatron(source, note) if is_megatron(source) else _directory(source, scratch)
+        return read_megatron(source, scratch, note) if is_megatron(source) else _directory(source, scratch)
     if not source.is_file():
         raise UsageError(f"{source} does not exist", hint=f"name {KINDS}")
     if source.suffix == SAFETENSORS:

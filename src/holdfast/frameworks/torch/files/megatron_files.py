@@ -1,5 +1,7 @@
 """Reading Megatron's own periodic checkpoints: ``iter_NNNNNNN/mp_rank_XX[_YYY]/model_optim_rng.pt``.
 
+Files of the distributed format: ``megatron_distributed.py``.
+
 Theory. Each file is one tensor-parallel part (XX) of one pipeline stage (YYY). Parts of a weight are joined along the
 dimension in which Megatron cuts it; the weight's name determines that dimension. All other values must be the same in
 all parts. Layers of a stage are numbered from 0; their numbers in the whole model follow from the previous stages. A
@@ -22,6 +24,7 @@ import torch
 
 from holdfast.errors import CheckpointInvalid, UsageError
 from holdfast.frameworks.common.weight_selection import EXTRA_STATE
+from holdfast.frameworks.torch.files.megatron_distributed import COMMON, read_distributed
 from holdfast.frameworks.torch.files.pickle_records import PickleRecord
 from holdfast.frameworks.torch.files.torch_archive import read_archive
 from holdfast.store.backends.durable_files import reading
@@ -32,7 +35,7 @@ FILE = "model_optim_rng.pt"
 _PART = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?")
 _ITERATION = re.compile(r"iter_(\d{7,})")
 _LAYER = re.compile(r"(?P<before>(?:^|.*\.)layers\.)(?P<number>\d+)(?P<after>\..*)")
-_OF_DISTRIBUTED = ("common.pt", "metadata.json")
+_OF_DISTRIBUTED = (COMMON, "metadata.json")
 _CUTS = (
     (re.compile(r"(?:word_embeddings|output_layer|lm_head)\.weight"), 0),
     (re.compile(r"(?:linear_qkv|linear_q|linear_kv|linear_fc1|query_key_value|dense_h_to_4h)\.(?:weight|bias)"), 0),
@@ -62,11 +65,12 @@ def is_megatron(folder: Path) -> bool:
     return (folder / TRACKER).is_file() or bool(_files(folder)) or (named and _is_distributed(folder))
 
 
-def read_megatron(folder: Path, note: Callable[[str], object]) -> dict[str, Any]:
+def read_megatron(folder: Path, scratch: Path, note: Callable[[str], object]) -> dict[str, Any]:
     """Return the tree of one iteration: ``model``, ``step``, ``scheduler``, and ``optimizer`` if it can be mapped.
 
     Args:
         folder: of a run (its newest iteration is read), or of an iteration.
+        scratch: directory for a temporary file, see :func:`read_distributed`.
         note: called with a line for the user about what is left out.
 
     Raises:
@@ -75,18 +79,11 @@ def read_megatron(folder: Path, note: Callable[[str], object]) -> dict[str, Any]
     """
     folder = _newest(folder) if (folder / TRACKER).is_file() else folder
     if _is_distributed(folder):
-        raise UsageError(
-            f"{folder} is in Megatron's distributed format (torch_dist), which is not read",
-            hint="write it in the classic form: Megatron's --ckpt-convert-format torch --ckpt-convert-save DIR",
-        )
+        common = read_distributed(folder, scratch, note)
+        return _tree(common, common["model"], folder / COMMON)
     stages = _parts(folder)
     first = stages[0][0]
-    iteration = first.tree.get("iteration")
-    if type(iteration) is not int or iteration < 0:
-        raise CheckpointInvalid(f"{first.path}: its iteration is {iteration!r}, no number of updates")
-    tree: dict[str, Any] = {"model": _model(stages), "step": iteration}
-    if isinstance(scheduler := first.tree.get("opt_param_scheduler"), dict):
-        tree["scheduler"] = _plain(scheduler, "opt_param_scheduler", first.path)
+    tree = _tree(first.tree, _model(stages), first.path)
     saved = first.tree.get("optimizer")
     if _is_torch_s(saved) and len(stages) == len(stages[0]) == 1:
         tree["optimizer"] = _plain(saved, "optimizer", first.path)
@@ -95,6 +92,17 @@ def read_megatron(folder: Path, note: Callable[[str], object]) -> dict[str, Any]
             "is that of one part of the weights" if _is_torch_s(saved) else "is not of the weights themselves"
         )
         note(f"the optimizer's state {what}: it is left out; holdfast.load(path, model) takes the weights")
+    return tree
+
+
+def _tree(said: Mapping[str, Any], model: dict[str, torch.Tensor], path: Path) -> dict[str, Any]:
+    """Weights, step and schedule; ``said``: what the file ``path`` holds. Raises: CheckpointInvalid."""
+    iteration = said.get("iteration")
+    if type(iteration) is not int or iteration < 0:
+        raise CheckpointInvalid(f"{path}: its iteration is {iteration!r}, no number of updates")
+    tree: dict[str, Any] = {"model": model, "step": iteration}
+    if isinstance(scheduler := said.get("opt_param_scheduler"), dict):
+        tree["scheduler"] = _plain(scheduler, "opt_param_scheduler", path)
     return tree
 
 

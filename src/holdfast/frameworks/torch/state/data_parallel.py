@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from holdfast.frameworks.common.adapter import Copy
+from holdfast.frameworks.common.optional_abilities import Copy
 from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.state.parameter_names import Models, data_parallel, modules_of
 from holdfast.frameworks.torch.state.wrapper_reset import instances

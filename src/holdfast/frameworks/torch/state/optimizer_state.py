@@ -67,9 +67,12 @@ def named_optimizers(value: Any) -> dict[str, Optimizer]:
     """Return the session's ``optimizer`` argument as a dict by name.
 
     Raises:
-        UnsupportedError: an optimizer that communicates inside its step, or that runs inside backward.
+        UnsupportedError: an optimizer that communicates inside its step, that runs inside backward, or of Megatron's.
         UsageError: not optimizers.
     """
+    several = value.values() if isinstance(value, Mapping) else value
+    for item in several if isinstance(several, Iterable) else (value,):
+        _refuse_megatron(item)
     given = by_name(value, "optimizer", lambda o: isinstance(o, Optimizer))
     named = cast(dict[str, Optimizer], {name: _inner(optimizer) for name, optimizer in given.items()})
     for name, optimizer in named.items():
@@ -81,6 +84,32 @@ def named_optimizers(value: Any) -> dict[str, Optimizer]:
                     hint=COMMUNICATING[base.__name__],
                 )
     return named
+
+
+def _refuse_megatron(optimizer: Any) -> None:
+    """Refuse an optimizer of Megatron's: it is no torch optimizer, and its step() does more than update.
+
+    Raises:
+        UnsupportedError: by name.
+    """
+    bases = {base.__name__ for base in type(optimizer).__mro__}
+    if "MegatronOptimizer" not in bases:
+        return
+    for inner in getattr(optimizer, "chained_optimizers", ()):
+        _refuse_megatron(inner)
+    kind = type(optimizer).__name__
+    if "DistributedOptimizer" in bases:
+        raise UnsupportedError(
+            f"{kind} of Megatron communicates inside step(), where a lost peer would leave the ranks with different "
+            "weights",
+            hint="leave --use-distributed-optimizer out; or keep Megatron's loop with the mindio_ttp drop-in, "
+            "docs/compat.md",
+        )
+    raise UnsupportedError(
+        f"{kind} of Megatron is no torch optimizer: its step() scales, clips and copies around the update",
+        hint="where it updates the weights themselves (FP32Optimizer), give the torch optimizer in it: "
+        "session(optimizer=made.optimizer)",
+    )
 
 
 def local_part(optimizer: Optimizer) -> Optimizer | None:

@@ -155,7 +155,7 @@ class TorchCollected:
             return byte_view(self.region(fqn, box))
 
     def piece(self, fqn: str, box: Box, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop`` of :meth:`view` (``frameworks.common.adapter.GivesPieces``)."""
+        """Return bytes ``start`` to ``stop`` of :meth:`view` (``frameworks.common.optional_abilities.GivesPieces``)."""
         own = self.own(fqn, box)
         if own is not None:
             return own[start:stop]

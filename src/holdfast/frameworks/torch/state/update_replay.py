@@ -52,7 +52,7 @@ PIECES, PIECE_NUMEL = 4, 8192
 
 
 class UpdateReplay:
-    """The records of the optimizer's updates, and their repetition (``frameworks.common.adapter.Updates``).
+    """The records of the optimizer's updates, and their repetition (``frameworks.common.optional_abilities.Updates``).
 
     The session has only this optimizer.
 

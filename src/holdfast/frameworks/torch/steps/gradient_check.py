@@ -14,7 +14,7 @@ from holdfast.frameworks.torch.state.update_replay import UpdateReplay
 
 
 class TorchGradients:
-    """The gradients of the model (``frameworks.common.adapter.Gradients``)."""
+    """The gradients of the model (``frameworks.common.optional_abilities.Gradients``)."""
 
     def __init__(self, state: TorchState, updates: UpdateReplay) -> None:
         self._state = state

@@ -9,7 +9,7 @@ from typing import Any
 import xxhash
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from holdfast.frameworks.common.adapter import Copy
+from holdfast.frameworks.common.optional_abilities import Copy
 from holdfast.frameworks.torch.comm.comm_state import CommState
 from holdfast.frameworks.torch.data.position import MapSource, TorchFeed, make_source, unwrapped
 from holdfast.frameworks.torch.state.rng import reseed, reseed_generators
@@ -19,7 +19,7 @@ from holdfast.runtime.node.shm_allreduce import VOTE_LENGTH_MAX
 
 
 class OtherRanksBlocks:
-    """The means to run blocks of other copies of the model here (``frameworks.common.adapter.ForeignBlocks``).
+    """The means to run blocks of other copies of the model here (``ForeignBlocks``).
 
     Args:
         fabric: sums over all ranks.

@@ -1,0 +1,56 @@
+"""The plan of one recovery: the decided step and the verdict of the ladder, and what follows from the two.
+
+Invariants:
+1. A plan is made once per generation, recorded before a member receives an order from it, and never changed.
+2. All else that a recovery keeps of its decision is computed from the plan.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.core.decide.decision import Decision
+from holdfast.core.decide.stop_policy import STOP_CODE, LadderVerdict
+from holdfast.core.ids import memory_name
+from holdfast.exit_codes import Exit
+
+STAY = -1
+
+
+class RecoveryPlan(msgspec.Struct, frozen=True):
+    """What was decided for one generation."""
+
+    decided: Decision
+    verdict: LadderVerdict
+
+    @property
+    def takes_kept(self) -> bool:
+        """Replacements take the state that the ranks before them left in memory."""
+        return self.verdict.action == "replace_from_memory" and not self.verdict.replays
+
+    @property
+    def rewind(self) -> int:
+        """The step to which the survivors go back in memory; ``STAY``: they keep the decided step."""
+        step = self.verdict.memory_step
+        return step if self.takes_kept and step != self.decided.step else STAY
+
+    @property
+    def resume(self) -> str:
+        """The state in memory from which all start again; empty: the newest checkpoint."""
+        from_memory = self.verdict.action == "restart_from_memory"
+        return memory_name(self.verdict.memory_step) if from_memory else ""
+
+    def end(self, *, library: bool) -> tuple[Exit, str] | None:
+        """Return code and reason with which the run ends; None: all start again.
+
+        Args:
+            library: the processes belong to another launcher, which alone can start them.
+        """
+        verdict = self.verdict
+        if verdict.stops:
+            return STOP_CODE[verdict.action], verdict.reason
+        if verdict.action == "requeue":
+            return Exit.REQUEUE, verdict.reason
+        if library and verdict.action != "restart_from_memory":
+            return Exit.FAILED, verdict.reason
+        return None

@@ -1,0 +1,136 @@
+"""Encryption of one direction of a connection, without I/O: AES-256-GCM of the ``cryptography`` package.
+
+Theory. The key of a direction belongs to one connection (``sealing.py``), and a nonce is the number of the frame or
+batch, which both ends count. So no nonce is used twice under a key, and a frame fits in its place only: GCM's tag
+authenticates, in place of HMAC. A batch is encrypted as a stream, and its one tag follows it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from importlib.metadata import version
+from typing import TYPE_CHECKING
+
+from holdfast.errors import ProtocolError, UsageError
+from holdfast.sealing import NOT_SENT, DirectionSeal, FrameSeal
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.ciphers import AEADDecryptionContext, AEADEncryptionContext, Cipher
+    from cryptography.hazmat.primitives.ciphers.modes import GCM
+
+PACKAGE = "cryptography"
+MAJOR_MIN = 44  # older ones cannot decrypt in place
+PRELOADS = ("cryptography.exceptions", "cryptography.hazmat.primitives.ciphers.aead")
+"""Modules that the first encrypted frame imports."""
+INSTALL = "pip install 'holdfast[encrypt]'"
+_FRAME, _BATCH = b"fram", b"btch"
+_COUNT_SIZE_BYTES = 8
+
+
+def missing() -> str:
+    """Why this interpreter cannot encrypt, or an empty string."""
+    needed = f"encryption needs the package {PACKAGE}, version {MAJOR_MIN} or newer, and"
+    if importlib.util.find_spec(PACKAGE) is None:
+        return f"{needed} it is not installed"
+    found = version(PACKAGE)
+    return "" if int(found.partition(".")[0]) >= MAJOR_MIN else f"{needed} {found} is installed"
+
+
+def require_encryption() -> None:
+    """Raises: UsageError: the package is missing."""
+    if why := missing():
+        raise UsageError(why, hint=INSTALL)
+
+
+def direction(key: bytes, *, encrypts: bool) -> DirectionSeal:
+    """The seal of one direction.
+
+    Args:
+        key: of this direction, ``KEY_SIZE_BYTES`` bytes.
+    """
+    return EncryptedFrames(key) if encrypts else FrameSeal(key)
+
+
+class EncryptedFrames:
+    """A ``DirectionSeal`` that encrypts and authenticates.
+
+    Args:
+        key: of this direction, 32 bytes. The package is there: :func:`require_encryption`.
+    """
+
+    def __init__(self, key: bytes) -> None:
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+        self._key = key
+        self._frames = AESGCM(key)
+        self._count = 0
+
+    def sealed(self, payload: bytes) -> bytes:
+        """As ``DirectionSeal``."""
+        return self._frames.encrypt(self._nonce(_FRAME), payload, None)
+
+    def unsealed(self, data: bytes) -> bytes:
+        """As ``DirectionSeal``."""
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            return self._frames.decrypt(self._nonce(_FRAME), data, None)
+        except InvalidTag:
+            raise ProtocolError(NOT_SENT) from None
+
+    def seal_batch(self, *, local: bool) -> EncryptedBatch:
+        """As ``DirectionSeal``, the same on one host."""
+        return EncryptedBatch(self._cipher().encryptor())
+
+    def open_batch(self, *, local: bool) -> DecryptedBatch:
+        """As ``DirectionSeal``, the same on one host."""
+        return DecryptedBatch(self._cipher().decryptor())
+
+    def _cipher(self) -> Cipher[GCM]:
+        from cryptography.hazmat.primitives.ciphers import Cipher
+        from cryptography.hazmat.primitives.ciphers.algorithms import AES256
+        from cryptography.hazmat.primitives.ciphers.modes import GCM
+
+        return Cipher(AES256(self._key), GCM(self._nonce(_BATCH)))
+
+    def _nonce(self, kind: bytes) -> bytes:
+        count = self._count.to_bytes(_COUNT_SIZE_BYTES, "big")
+        self._count += 1
+        return kind + count
+
+
+class EncryptedBatch:
+    """A ``SealedBatch``."""
+
+    def __init__(self, stream: AEADEncryptionContext) -> None:
+        self._stream = stream
+
+    def seal(self, part: memoryview) -> bytes:
+        """As ``SealedBatch``."""
+        return self._stream.update(part)
+
+    def tag(self) -> bytes:
+        """As ``SealedBatch``."""
+        self._stream.finalize()
+        return self._stream.tag
+
+
+class DecryptedBatch:
+    """An ``OpenedBatch``."""
+
+    def __init__(self, stream: AEADDecryptionContext) -> None:
+        self._stream = stream
+
+    def open(self, part: memoryview) -> None:
+        """As ``OpenedBatch``: in place."""
+        self._stream.update_into(part, part)
+
+    def fits(self, tag: bytes) -> bool:
+        """As ``OpenedBatch``."""
+        from cryptography.exceptions import InvalidTag
+
+        try:
+            self._stream.finalize_with_tag(tag)
+        except InvalidTag:
+            return False
+        return True
