@@ -199,7 +199,7 @@ def test_nothing_in_the_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def write_distributed(folder: Path, model: dict[str, Any], **arguments: Any) -> Path:
-    """As Megatron's ``--ckpt-format torch_dist`` lays it out; returns the directory of the iteration."""
+    """Write files as Megatron's ``--ckpt-format torch_dist`` does. Return the directory of the iteration."""
     from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 

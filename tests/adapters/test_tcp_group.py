@@ -312,7 +312,7 @@ class Recording:
         self.sent = b""
 
     def sendmsg(self, parts: list[memoryview]) -> int:
-        """As of a socket."""
+        """Send data, and keep a copy of the sent bytes."""
         count = self._sock.sendmsg(parts)
         self.sent += b"".join(parts)[:count]
         return count

@@ -146,7 +146,7 @@ def test_who_comes_after_the_fence_hears_of_it() -> None:
 
 
 def joins(job: Job, rank: int, step: int) -> None:
-    """A replacement takes its state, joins, and all commit the step after it."""
+    """Let a replacement take its state and join, and let all ranks commit the next step."""
     member, generation = job.members[rank], job.generation
     for source in range(len(job.members)):
         if source != rank:
@@ -198,7 +198,7 @@ def test_ranks_replaced_in_a_start_keep_their_step_under_the_next_controller() -
 
 
 def restart(job: Job) -> None:
-    """All save, leave and start again: rank 1 was lost, and so were the replacements of it."""
+    """Let all ranks save, exit and start again, after rank 1 and its replacements were lost."""
     for rank in (0, 2):
         job.settle(rank, "aborted", 5)
     for _ in range(2):

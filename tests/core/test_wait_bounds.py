@@ -64,7 +64,7 @@ def saving() -> Job:
 
 
 def compared(job: Job) -> Job:
-    """The same job, whose sources say only what the test says."""
+    """Return the job with comparison of copies: its sources report only the digests that the test sends."""
     job.config = job.config.__class__(run_id="run", world_size=job.config.world_size, verify=True)
     job.controller.job.config = job.config
     return job
@@ -79,7 +79,7 @@ def comparing() -> Job:
 
 
 def preparing() -> Job:
-    """As ``comparing``, and rank 1 is to be replaced."""
+    """Return a job that compares copies and is to replace rank 1."""
     job = compared(at_work(3))
     job.exit(1)
     job.settle(0, "aborted", 5)
@@ -88,7 +88,7 @@ def preparing() -> Job:
 
 
 def ending() -> Job:
-    """A typed error of the script ends the run, after a save."""
+    """Return a job that a typed error of the script ends, after a save."""
     job = Job().up()
     fail(job, 1, user_error=True)
     job.exit(1, code=66)
@@ -99,14 +99,14 @@ def ending() -> Job:
 
 
 def resuming_in_place() -> Job:
-    """All are at the step, and no rank does it again."""
+    """Return a job whose ranks have all reached the step, so that no rank runs it again."""
     job = retrying()
     job.settle(2, "ready", 6)
     return job
 
 
 def stopped() -> Job:
-    """A stop of the run, in a fence: no process ends, and none is started."""
+    """Return a job that is stopped during a fence: no process ends, and none is started."""
     job = fenced()
     job.post(StopRun(reason="test"))
     return job

@@ -297,12 +297,12 @@ def test_a_run_of_two_nodes_among_strangers_loses_nothing(tmp_path: Path, encryp
 
 
 def controller_of_run(run: Run) -> Endpoint | None:
-    """The controller that a node runs, if it is this one."""
+    """Return the endpoint of the controller, if this node runs it."""
     return run.dir.read_endpoint("controller")
 
 
 def peers_of(run: Run) -> list[Peer]:
-    """The agents that a node knows."""
+    """Return the agents that a node knows."""
     try:
         return read_peers(run.dir)
     except FileNotFoundError:

@@ -149,11 +149,11 @@ class Without(nn.Linear):
     """A module as Megatron's are on a CPU: it has the method, and nothing to say."""
 
     def get_extra_state(self) -> Any:
-        """Nothing."""
+        """Return None."""
         return None
 
     def set_extra_state(self, state: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def test_extra_state_of_none_need_not_be_in_the_checkpoint(tmp_path: Path) -> None:
