@@ -130,7 +130,7 @@ def test_a_checkpointable_tensor_is_saved_and_loaded_as_its_shards(tmp_path: Pat
 
 
 def test_copies_of_a_block_keep_their_shards() -> None:
-    """The state at the start of a block has the same layout, including buffers and the user's own tensors."""
+    """The copies made at the start of a block have the layout of the live state, buffers and user tensors included."""
     model, average = Shards([(0, 2)]), torch.zeros(3, 4)
     offer(average, [(0, 2)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

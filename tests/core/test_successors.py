@@ -104,7 +104,7 @@ def taken_over() -> Job:
 
 
 def come(job: Job, node: NodeId, *, died: bool = False) -> None:
-    """Connect the agent of a node with its knowledge of its rank. Its list stays open."""
+    """Connect the agent of a node, with its report on its rank. The agent's list of members stays incomplete."""
     rank = NODES.index(node)
     here = MemberSeen(MemberId(rank + 1), Generation(1, 1), rank, 102, "ready", 6)
     job.post(AgentHello(node_id=node, slots=1, pid=1, members=() if died else (here,), host=node, port=7))
