@@ -1,10 +1,11 @@
-"""What a session does per step, timed directly: the drill's model and optimizer, but no forward, backward or update.
+"""Cost of a session per step, timed directly: the drill's model and optimizer, without forward, backward or update.
 
     holdfast run --nproc-per-node 4 bench/breakdown.py [--steps 400] [--size 10m]
 
-An optimizer without gradients updates nothing, so all the time of such a step is ours: seeding, the copy of what
-forward changes, the buffers' broadcast, the vote, the status page. The vote and the seeding are timed alone too. Each
-rank waits for the slowest in a vote. What the groups cost per collective: ``groups.py``.
+An optimizer without gradients updates nothing. All the time of such a step is therefore spent by Holdfast: seeding, the
+copy of the state that forward changes, the broadcast of buffers, the vote, the status page. The vote and the seeding
+are also timed alone. In a vote, each rank waits for the slowest one. ``groups.py`` measures the cost of the groups per
+collective.
 Prints markdown, microseconds.
 """
 
@@ -25,13 +26,13 @@ WARM_UP = 50
 
 
 def row(name: str, times_us: list[float]) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     ordered = sorted(times_us)
     return f"| {name} | {len(ordered)} | {ordered[len(ordered) // 2]:.0f} | {ordered[len(ordered) * 9 // 10]:.0f} |"
 
 
 def timed(call: Callable[[int], object], rounds: int) -> list[float]:
-    """Microseconds of each call."""
+    """Return the time of each call in microseconds, without the warm-up calls."""
     times = []
     for number in range(rounds):
         began_ns = time.perf_counter_ns()

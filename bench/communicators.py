@@ -1,10 +1,12 @@
-"""Two ways to replace the connections of a gloo group: torch's own ``reconfigure`` (2.14) and ours, in turn.
+"""Two ways to replace the connections of a gloo group, measured in turn: torch's ``reconfigure`` (2.14) and Holdfast's.
 
-``python -m bench.communicators rebuild [--rounds 10000]``: connecting again, up to the first all-reduce, in the same
-four processes, in turn; with file descriptors, threads and resident memory at 1, half and all rounds.
-``python -m bench.communicators out [--trials 20]``: a rank dies, or is stopped, inside an all-reduce; the others are
-told at once and call ``abort()``; the time until the last of them is out of its collective. ``ours-slices`` waits as
-scripts do, in slices that end with the order; the others wait in gloo alone.
+``python -m bench.communicators rebuild [--rounds 10000]``: the time to connect again, up to the end of the first
+all-reduce, in the same four processes. Prints file descriptors, threads and resident memory after 1 round, half of the
+rounds and all rounds.
+``python -m bench.communicators out [--trials 20]``: a rank dies, or is stopped, inside an all-reduce. The others get
+the order at once and call ``abort()``. Prints the time until the last of them has left its collective. With
+``ours-slices``, ranks wait in short slices, as scripts under Holdfast do, and stop when the order comes. The others
+wait in gloo alone.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ BOUND = timedelta(seconds=10)
 
 
 class TorchReconfigure:
-    """torch's own: one backend for the life of the group."""
+    """The communicator of torch: one backend for the life of the group."""
 
     def __init__(self, store: Store, rank: int) -> None:
         self.group = private_api.new_inner_group(store, rank, RANKS, "torch", nccl=False)
@@ -45,11 +47,11 @@ class TorchReconfigure:
 
     @property
     def supports_reconfigure(self) -> bool:
-        """As torch says."""
+        """Return whether torch supports ``reconfigure`` here."""
         return bool(self._backend.supports_reconfigure)
 
     def get_reconfigure_handle(self) -> str:
-        """Where this rank listens."""
+        """Return the address at which this rank listens."""
         return str(self._backend.get_reconfigure_handle())
 
     def reconfigure(self, uuid: str, handles: Sequence[str], timeout: timedelta) -> None:
@@ -59,12 +61,12 @@ class TorchReconfigure:
         self._backend.reconfigure(options).wait()
 
     def abort(self) -> None:
-        """On gloo it does nothing."""
+        """Ask torch to abort, which does nothing on gloo."""
         self._backend.abort()
 
 
 class Rank:
-    """One rank of a world: its store, and both communicators."""
+    """One rank of a world, with its store and both communicators."""
 
     def __init__(self, rank: int, port: int) -> None:
         self.rank = rank
@@ -78,19 +80,20 @@ class Rank:
             self.ways["torch"] = TorchReconfigure(PrefixStore("torch/", self.store), rank)
 
     def tell(self, text: str) -> list[str]:
-        """What every rank said at this place of the program, by rank; all of them call it."""
+        """Publish a text and return the texts of all ranks, by rank. All ranks must call this."""
         self._count += 1
         self.store.set(f"said/{self._count}/{self.rank}", text)
         return [self.store.get(f"said/{self._count}/{rank}").decode() for rank in range(RANKS)]
 
     def connect(self, way: str, uuid: int) -> float:
-        """Abort, connect again, and one all-reduce; seconds."""
+        """Abort, connect again and run one all-reduce. Return the seconds that this took."""
         communicator = self.ways[way]
         self.tell("ready")
         began = time.perf_counter()
         communicator.abort()
         handle = communicator.get_reconfigure_handle()
-        # Ours names its ranks, torch's gives addresses that must be exchanged.
+        # Holdfast's communicator finds the ranks by name. Torch's communicator needs their addresses, which are
+        # exchanged here.
         handles = self.tell(handle) if way == "torch" else [f"ours/{rank}" for rank in range(RANKS)]
         communicator.reconfigure(str(uuid), handles, timedelta(seconds=30))
         ones = torch.ones(4)
@@ -101,18 +104,18 @@ class Rank:
 
 
 def percentile(found: Sequence[float], share: float) -> float:
-    """0.5: the median."""
+    """Return a percentile of the values. ``share`` is 0.5 for the median."""
     return sorted(found)[min(int(len(found) * share), len(found) - 1)]
 
 
 def version() -> tuple[int, int]:
-    """Of torch."""
+    """Return major and minor version of torch."""
     major, minor = torch.__version__.split(".")[:2]
     return int(major), int(minor)
 
 
 def held() -> str:
-    """What this process holds."""
+    """Return the descriptors, threads and resident memory of this process, as text."""
     with open("/proc/self/statm") as file:
         resident_mib = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
     fds, threads = (len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
@@ -120,7 +123,7 @@ def held() -> str:
 
 
 def rebuild(rank: Rank, rounds: int) -> None:
-    """Both in turn."""
+    """Rebuild the connections with both communicators in turn, and print the times."""
     times: dict[str, list[float]] = {way: [] for way in rank.ways}
     for number in range(1, rounds + 1):
         for way in times:
@@ -138,7 +141,7 @@ def rebuild(rank: Rank, rounds: int) -> None:
 
 
 def leave(rank: Rank, way: str) -> None:
-    """All-reduce until it breaks; a line on standard input is the order to abort."""
+    """Run all-reduces until one breaks. A line on standard input is the order to abort."""
     name, _, slices = way.partition("-")
     rank.connect(name, 1)
     communicator = rank.ways[name]
@@ -165,7 +168,7 @@ def leave(rank: Rank, way: str) -> None:
 
 
 def _wait_in_slices(work: dist.Work, told: threading.Event) -> None:
-    """As the groups of Holdfast do: a rank that was told does not wait for gloo."""
+    """Wait in slices, as the groups of Holdfast do. After the order to abort, stop waiting for gloo."""
     while not work.is_completed():
         try:
             work.wait(SLICE)
@@ -186,7 +189,7 @@ def _start(port: int, *arguments: str) -> list[subprocess.Popen[str]]:
 
 
 def trial(way: str, number: signal.Signals) -> float:
-    """Seconds from the signal to rank 1 until the last survivor is out."""
+    """Return the seconds from the signal to rank 1 until the last survivor has left its collective."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     ranks = _start(server.port, "out", "--way", way)
     for each in ranks:
@@ -215,7 +218,7 @@ def _read(process: subprocess.Popen[str], word: str) -> str:
 
 
 def out(trials: int) -> None:
-    """Both in turn, killed and stopped."""
+    """Measure every communicator in turn, with a rank that is killed and with one that is stopped."""
     ways = ["ours-slices", "ours", "torch"] if version() >= (2, 14) else ["ours-slices", "ours"]
     for number in (signal.SIGKILL, signal.SIGSTOP):
         found: dict[str, list[float]] = {way: [] for way in ways}

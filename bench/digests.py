@@ -1,9 +1,9 @@
-"""What comparing copies costs one rank: the slice of a step, and the whole state before a checkpoint.
+"""Cost of the comparison of state copies for one rank: the slice of a step, and the whole state before a checkpoint.
 
     python bench/digests.py [--size 10m] [--ranks 4] [--every 50]
 
-The drill's model with AdamW's state, as four ranks of a data-parallel job hold it; between two slices as much other
-memory is read as a step would, so that nothing is left in the cache. Prints markdown.
+The state is the drill's model with AdamW, held by four ranks of a data-parallel job. Between two slices, as much other
+memory is read as a step would read, so that the cache holds nothing of the state. Prints markdown.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Other frameworks: from the death of a worker to a sealed checkpoint, and to training again.
+"""Other frameworks: time from the death of a worker to a sealed checkpoint, and to the next trained step.
 
     .venv-mindspore/bin/python bench/frameworks.py mindspore [--rounds 5] [--on-fault restart]
     .venv-mindspore/bin/python bench/frameworks.py mindspore --beside-msrun [--rounds 4]
     .venv-tensorflow/bin/python bench/frameworks.py tensorflow [--rounds 5]
     .venv-faces/bin/python bench/frameworks.py faces [--rounds 5]
 
-Runs the examples under ``holdfast run``, kills a worker from here at a random moment, and reads the event log. Prints
-markdown: seconds after the kill, min / median / max. ``--beside-msrun``: in turns, the lost worker replaced, all
-workers restarted, and a stock script under msrun whose agent hook starts all workers again (`compat/taskd_agent.py`, as
-MindX does) from its newest ``ModelCheckpoint``, one in 20 steps.
+Runs the examples under ``holdfast run``, kills a worker from this process at a random moment, and reads the event log.
+Prints markdown: seconds after the kill, min / median / max. ``--beside-msrun`` measures three ways in turn: the lost
+worker is replaced; all workers are restarted; a stock script runs under msrun. The agent hook of that msrun
+(`compat/taskd_agent.py`, as in MindX) starts all workers again from the newest ``ModelCheckpoint``, which is saved
+every 20 steps.
 """
 
 from __future__ import annotations
@@ -51,20 +52,20 @@ BOUND_S = 240.0
 
 
 def row(name: str, values: Sequence[float]) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     if not values:
         return f"| {name} | 0 | - | - | - |"
     return f"| {name} | {len(values)} | {min(values):.2f} | {statistics.median(values):.2f} | {max(values):.2f} |"
 
 
 def events(run: Path, kind: str) -> list[Event]:
-    """Events of one kind so far."""
+    """Return the events of one kind that have been logged so far."""
     path = run / "events.jsonl"
     return [e for e in event_log.read(path).events if e.kind == kind] if path.exists() else []
 
 
 def wait(run: Path, launched: subprocess.Popen[bytes], kind: str, count: int) -> Event:
-    """The ``count``-th event of a kind."""
+    """Wait for the ``count``-th event of a kind, and return it."""
     deadline_s = time.monotonic() + BOUND_S
     while time.monotonic() < deadline_s:
         found = events(run, kind)
@@ -79,7 +80,7 @@ def wait(run: Path, launched: subprocess.Popen[bytes], kind: str, count: int) ->
 def once(
     framework: str, base: Path, number: int, job: tuple[str, ...], on_fault: str, draw: random.Random
 ) -> dict[str, float]:
-    """One kill; seconds by name."""
+    """Run a job and kill one worker. Return the seconds from the kill to each event, by name."""
     nproc, _ = JOBS[framework]
     folder = base / f"{framework}-{number:03d}"
     folder.mkdir()
@@ -106,12 +107,15 @@ def once(
     launched.wait(BOUND_S)
     assert restored.data["steps_lost"] == 0
     found = {"new step committed by all workers": resumed.t_wall - killed_s}
-    # Where the lost worker alone is replaced, nothing is written.
+    # If only the lost worker is replaced, no checkpoint is written.
     return {"last-gasp sealed": sealed[0].t_wall - killed_s, **found} if sealed else found
 
 
 def stock(base: Path, number: int, draw: random.Random) -> dict[str, float]:
-    """One kill under msrun; seconds until every rank has done a step again, and how many steps are done twice."""
+    """Run the stock script under msrun and kill one worker.
+
+    Returns the seconds until every rank has done a step again, and how many steps are done twice.
+    """
     folder = base / f"msrun-{number:03d}"
     folder.mkdir()
     bin_dir = Path(sys.executable).parent
@@ -144,7 +148,7 @@ def stock(base: Path, number: int, draw: random.Random) -> dict[str, float]:
 
 
 def until(ready: Callable[[], bool], launched: subprocess.Popen[bytes]) -> None:
-    """Poll. Raises: SystemExit: the job ended, or took too long."""
+    """Poll until ``ready()`` is true. Raises: SystemExit: the job ended, or took too long."""
     deadline_s = time.monotonic() + BOUND_S
     while not ready():
         if launched.poll() is not None or time.monotonic() > deadline_s:
@@ -153,19 +157,19 @@ def until(ready: Callable[[], bool], launched: subprocess.Popen[bytes]) -> None:
 
 
 def all_steps(folder: Path) -> list[list[tuple[int, float]]]:
-    """:func:`steps` of each rank."""
+    """Return :func:`steps` of each rank."""
     return [steps(folder, rank) for rank in range(4)]
 
 
 def steps(folder: Path, rank: int) -> list[tuple[int, float]]:
-    """What a rank of the stock script printed in its newest life: step, Unix time."""
+    """Return the steps that the newest process of a rank of the stock script has printed, each with its Unix time."""
     path = folder / "log" / f"worker_{rank}.log"
     text = path.read_text(errors="replace") if path.exists() else ""
     return [(int(step), float(at)) for step, at in re.findall(r"^step (\d+) ([\d.]+)\n", text, re.M)]
 
 
 def workers(folder: Path) -> list[int]:
-    """Processes of the stock script, its scheduler left out."""
+    """Return the process ids of the stock script's workers, without the scheduler."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
@@ -173,12 +177,12 @@ def workers(folder: Path) -> list[int]:
             if mine and b"MS_ROLE=MS_WORKER" in (entry / "environ").read_bytes():
                 found.append(int(entry.name))
         except OSError:
-            continue  # gone meanwhile
+            continue  # the process has ended
     return found
 
 
 def beside_msrun(base: Path, rounds: int, draw: random.Random) -> None:
-    """In turns, on the small network."""
+    """Measure the three ways in turn, on the small network."""
     write(site())
     job = JOBS["mindspore"][1][0]
     found: dict[str, list[float]] = {}
@@ -200,14 +204,14 @@ def beside_msrun(base: Path, rounds: int, draw: random.Random) -> None:
 
 
 def tell(found: dict[str, list[float]]) -> None:
-    """The table."""
+    """Print the table."""
     print("\n| seconds after kill -9 of a worker | n | min | median | max |\n|---|---|---|---|---|")
     for what, values in found.items():
         print(row(what, values))
 
 
 def wait_all(run: Path, launched: subprocess.Popen[bytes], nproc: int) -> list[Event]:
-    """The start of every worker."""
+    """Wait until every worker has started, and return the events of these starts."""
     wait(run, launched, "member_started", nproc)
     return events(run, "member_started")
 

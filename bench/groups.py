@@ -1,6 +1,6 @@
-"""What our process groups cost per call: ours and plain gloo in the same processes, call by call in turn.
+"""Cost of Holdfast's process groups per call: ours and plain gloo in the same processes, call by call in turn.
 
-``python -m bench.groups [--ranks 2] [--rounds 400]`` starts the ranks with torchrun's environment over a file store and
+``python -m bench.groups [--ranks 2] [--rounds 400]`` starts the ranks with torchrun's environment over a file store. It
 prints medians and 90th percentiles in microseconds. The vote is an int64 all-reduce of seven numbers on its own group.
 """
 
@@ -42,7 +42,7 @@ def _show(name: str, times_us: list[float]) -> None:
 def _pair(
     rounds: int, ours: Callable[[], object], plain: Callable[[], object]
 ) -> tuple[list[float], list[float]]:
-    """Times of both, in turn, so that the machine's noise meets both."""
+    """Return the times of both calls, taken in turn so that noise of the machine affects both."""
     a: list[float] = []
     b: list[float] = []
     for i in range(rounds + 20):
@@ -55,7 +55,10 @@ def _pair(
 def _compare(
     group: Any, plain: Any, numel: int, ranks: int, count: int
 ) -> dict[str, tuple[list[float], list[float]]]:
-    """Times of ours and of gloo by operation, float32 tensors of ``numel`` elements per rank."""
+    """Return the times of Holdfast's group and of gloo by operation.
+
+    Each rank has float32 tensors of ``numel`` elements.
+    """
     x, y = torch.ones(numel), torch.ones(numel)
     out, whole = torch.empty(numel * ranks), torch.empty(numel * ranks)
     return {
@@ -69,7 +72,7 @@ def _compare(
 
 
 def run_rank(rank: int, ranks: int, folder: str, rounds: int) -> None:
-    """One rank; rank 0 prints."""
+    """Measure as one rank. Rank 0 prints."""
     torch.set_num_threads(1)
     plain: Any = dist.ProcessGroupGloo(
         FileStore(f"{folder}/plain", ranks), rank, ranks, timedelta(seconds=60)

@@ -1,10 +1,11 @@
-"""From the moment a rank hangs to the next committed step, in seconds and in median steps.
+"""Time from the moment a rank hangs to the next committed step, in seconds and in median steps.
 
     python bench/hangs.py [--rounds 4] [--per-round 5] [--size 10m] [--kind stop --kind loop --kind deadlock]
 
-``holdfast run`` on ``holdfast.drill.train`` with 4 workers; per round and kind one run with several hangs, each of a
-random rank, after the recovery from the one before: SIGSTOP at a random moment, an endless loop at a random phase, a
-message that is waited for and never sent. No step may be lost. The median step is what the detector had learned.
+Runs ``holdfast run`` on ``holdfast.drill.train`` with 4 workers. Each round has one run per kind of hang. Each run has
+several hangs of random ranks, one after the recovery from the other. The kinds are SIGSTOP at a random moment, an
+endless loop in a random phase, and a wait for a message that is never sent. No step may be lost. The median step is the
+one that the hang detector had learned.
 
 Prints markdown: min / median / max.
 """
@@ -30,7 +31,10 @@ KINDS: tuple[Hang, ...] = ("stop", "loop", "deadlock")
 
 
 class Found:
-    """One hang: seconds until the suspicion, the death of the culprit and the next committed step; its median step."""
+    """Times of one hang in seconds, and its median step.
+
+    Each time begins at the hang and ends at the suspicion, the death of the culprit or the next committed step.
+    """
 
     def __init__(self, suspected_s: float, killed_s: float, resumed_s: float, step_s: float) -> None:
         self.suspected_s = suspected_s
@@ -40,12 +44,12 @@ class Found:
 
 
 def phase_of(kind: Hang, draw: random.Random) -> str:
-    """Where the fault comes."""
+    """Return the phase of the step at which a fault of this kind is injected."""
     return {"stop": MOMENT, "loop": draw.choice(STEP_PHASES), "deadlock": "forward"}.get(kind, "loading")
 
 
 def round_of(base: Path, kind: Hang, number: int, count: int, size: str, draw: random.Random) -> list[Found]:
-    """One run with ``count`` hangs. Raises: AssertionError when it was not answered as promised."""
+    """Run one job with ``count`` hangs. Raises: AssertionError when a hang was not answered as promised."""
     faults = [
         InjectedFault(kind, (draw.randrange(NPROC),), SPACING * (index + 1), phase_of(kind, draw))
         for index in range(count)
@@ -64,7 +68,7 @@ def round_of(base: Path, kind: Hang, number: int, count: int, size: str, draw: r
 
 
 def found(events: Sequence[Event], since_s: float, until_s: float, rank: int) -> Found:
-    """What the log says about one hang. Raises: AssertionError when somebody else was blamed."""
+    """Return the times of one hang, from the event log. Raises: AssertionError when another rank was blamed."""
     mine = [event for event in events if since_s <= event.t_mono < until_s]
     (hang,) = [event for event in mine if event.kind == "hang" and event.data["answer"] != "wait"]
     assert hang.data["ranks"] == [rank], (rank, hang.data)
@@ -76,7 +80,7 @@ def found(events: Sequence[Event], since_s: float, until_s: float, rank: int) ->
 
 
 def row(name: str, values: Sequence[float]) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     low, middle, high = min(values), statistics.median(values), max(values)
     return f"| {name} | {len(values)} | {low:.2f} | {middle:.2f} | {high:.2f} |"
 

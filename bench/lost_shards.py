@@ -1,10 +1,11 @@
-"""Pure FSDP with the gradient log: a lost rank beside one of DDP, and the cost of a step beside no log.
+"""Pure FSDP with the gradient log, compared with DDP after a lost rank, and with FSDP without the log per step.
 
     python bench/lost_shards.py [--rounds 20] [--pairs 6] [--steps 96] [--size 10m]
 
 Recovery: each round kills a random rank at a random moment, once under DDP and once under ``fully_shard`` with
-``--memory-every 8`` (the same draw, the order reversed every time). The goal: no step is done again, and the next step
-comes within 1.3 times of DDP's. Cost: a run with the log and one without memory tier, in turns; the goal is 1 %.
+    ``--memory-every 8``. Both get the same draw, and the order is reversed every time. The goal: no step is done again,
+    and the next step comes within 1.3 times of DDP's time. Cost: a run with the log and a run without memory tier, in
+    turns. The goal is 1 %.
 Prints markdown.
 """
 
@@ -25,7 +26,7 @@ RECOVERY_GOAL, COST_GOAL = 1.3, 1.01
 
 
 def row(name: str, values: Sequence[float], goal: float | None = None) -> str:
-    """n, median, p90 and the share that met the goal."""
+    """Return n, median, p90 and the share that met the goal, as one line of the table."""
     ordered = sorted(values)
     middle, high = (ordered[min(int(len(ordered) * share), len(ordered) - 1)] for share in (0.5, 0.9))
     met = "" if goal is None else f"{sum(value <= goal for value in values)} of {len(values)}"
@@ -33,7 +34,10 @@ def row(name: str, values: Sequence[float], goal: float | None = None) -> str:
 
 
 def recoveries(base: Path, rounds: int, size: str) -> None:
-    """Seconds from the kill to the next committed step; ``ours`` refuses a run that does a step again."""
+    """Print the seconds from the kill to the next committed step.
+
+    ``recovery.ours`` refuses a run that does a step again.
+    """
     found: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
     for layout in LAYOUTS:
         (base / layout).mkdir()
@@ -49,7 +53,7 @@ def recoveries(base: Path, rounds: int, size: str) -> None:
 
 
 def costs(base: Path, pairs: int, steps: int, size: str) -> None:
-    """The median step of each run, and of each pair the ratio."""
+    """Print the median step of each run, and the ratio of each pair."""
     ratios: list[float] = []
     for number in range(pairs):
         times: dict[str, float] = {}

@@ -1,10 +1,11 @@
-"""The memory tier: what it costs per step, and what a lost shard costs with it and without it.
+"""The memory tier: its cost per step, and the cost of a lost shard with it and without it.
 
     python bench/memory_tier.py [--pairs 4] [--steps 64] [--size 10m] [--kills 20] [--kills-size tiny]
 
-The drill's model under ``fully_shard`` over four ranks: each holds its shards alone. Steps: the same run with the tier
-off, by itself (``auto``) and at every step, one after the other, the order reversed every time; *again* is off against
-off. Recovery: kills of random ranks at random moments, with a state at every step, and with checkpoints on disk alone.
+Runs the drill's model under ``fully_shard`` over four ranks, so that each rank alone holds its shards. Steps: the same
+run with the tier off, automatic (``auto``) and at every step, one after the other. The order is reversed every time,
+and *again* is off compared with off. Recovery: kills of random ranks at random moments, first with a state in memory at
+every step, then with checkpoints on disk alone.
 Prints markdown.
 """
 
@@ -27,7 +28,7 @@ SAVE_EVERY = 5
 
 
 def costs(place: Path, pairs: int, steps: int, size: str) -> None:
-    """Step times, milliseconds, and their ratios to the run without the tier."""
+    """Print step times in milliseconds, and their ratios to the run without the tier."""
     found: dict[str, list[float]] = {name: [] for name in RUNS}
     for number in range(pairs):
         for name in list(RUNS)[:: 1 if number % 2 == 0 else -1]:
@@ -46,7 +47,7 @@ def costs(place: Path, pairs: int, steps: int, size: str) -> None:
 
 
 def recoveries(place: Path, kills: int, size: str) -> None:
-    """Seconds from a kill to the first committed step at full size, and steps that were done again."""
+    """Print the seconds from a kill to the first committed step at full size, and the steps that were done again."""
     print(
         "\n| after a kill | runs | to the next step, s: min | median | max | steps done again: median | max |"
     )

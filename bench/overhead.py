@@ -1,11 +1,11 @@
-"""What Holdfast costs per step: the same model under ``holdfast run`` and under plain torchrun, and each part alone.
+"""Cost of Holdfast per step: the same model under ``holdfast run`` and under plain torchrun, and each part alone.
 
     python bench/overhead.py [--pairs 5] [--steps 120] [--size 10m] [--digests]
 
-Pairs run one after the other, the order reversed every time, so that the machine's drift hits both. A/A: the plain run
-against itself, the noise that any ratio has to be read with. The first ``WARM_UP`` steps and the steps that start an
-epoch (loader workers start there, in both) do not count. ``--digests`` compares Holdfast with itself: copies of the
-state compared (``--verify-every`` as it is by default) against never. Prints markdown.
+The runs of a pair follow each other, and the order is reversed every time, so that drift of the machine affects both.
+A/A compares the plain run with itself: the noise of all ratios. The first ``WARM_UP`` steps do not count, nor do the
+steps that start an epoch, where both start loader workers. ``--digests`` compares Holdfast with itself: with the
+comparison of state copies at its default (``--verify-every``) and without it. Prints markdown.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WARM_UP = 8
 
 
 def step_ms(command: list[str], place: Path, steps: int, size: str) -> float:
-    """Median time of a step of rank 0, milliseconds."""
+    """Run a job and return the median time of a step of rank 0, in milliseconds."""
     arguments = ["--size", size, "--steps", str(steps), "--trace", str(place)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, *command, *arguments], check=True, env=environment, cwd=place.parent,
@@ -43,7 +43,7 @@ def step_ms(command: list[str], place: Path, steps: int, size: str) -> float:
 
 
 def spread(values: list[float]) -> str:
-    """min / median / max."""
+    """Return min / median / max as text."""
     return f"{min(values):.3f} | {statistics.median(values):.3f} | {max(values):.3f}"
 
 

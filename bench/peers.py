@@ -1,13 +1,13 @@
-"""From kill -9 of a worker to the next committed step: ours beside NVRx, torchft and torchrun, interleaved, same model.
+"""Time from kill -9 of a worker to the next committed step: Holdfast, NVRx, torchft and torchrun in turn, same model.
 
     python -m venv peers; peers/bin/pip install torch==2.13.0 nvidia-resiliency-ext torchft-nightly
     PYTHONPATH=src python bench/peers.py --python peers/bin/python [--rounds 5] [--size 10m]
 
-The venv needs Holdfast's own dependencies as well: its scripts train the drill's model. ``ft_launcher`` (NVRx) and
-torchrun restart all workers from a checkpoint every 10 steps; torchft is tuned tight (heartbeat and join 1 s, tick
-50 ms, collectives 5 s: its defaults wait up to 60 s) and goes on with three replicas, the fourth comes back later; ours
-is back at full size. torchft loads its data without worker processes: forked ones keep the sockets of a dead replica
-open until they miss it, and its peers wait 5 s.
+The venv also needs Holdfast's own dependencies, because its scripts train the drill's model. ``ft_launcher`` (NVRx) and
+torchrun restart all workers from a checkpoint every 10 steps. torchft is tuned tight: heartbeat and join 1 s, tick 50
+ms, collectives 5 s, where its defaults wait up to 60 s. It continues with three replicas until the fourth is back.
+Holdfast continues at full size. torchft loads its data without worker processes: forked workers would keep the sockets
+of a dead replica open until they notice its death, and its peers would wait 5 s.
 
 Prints markdown: seconds to the next step, and to the next step of the rank that was killed; min / median / max.
 """
@@ -42,7 +42,7 @@ HERE = Path(__file__).parent
 
 @dataclass
 class Found:
-    """Seconds of one system. ``lost``: steps done again."""
+    """Measured times of one system, in seconds. ``lost`` counts the steps done again."""
 
     first_s: list[float] = field(default_factory=list)
     full_s: list[float] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Found:
 
 
 class Job:
-    """One run of a peer. ``start`` starts its processes with an environment."""
+    """One run of another system. ``start`` starts its processes with an environment."""
 
     def __init__(self, place: Path, command: list[str], environment: dict[str, str]) -> None:
         self.place = place
@@ -62,14 +62,14 @@ class Job:
         self.start(command, environment)
 
     def start(self, command: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        """One more process of this run."""
+        """Start one more process of this run."""
         job = subprocess.Popen(command, stdout=self._log, stderr=self._log, start_new_session=True,
                                env={**os.environ, "OMP_NUM_THREADS": "1", **environment})  # fmt: skip
         self._started.append(job)
         return job
 
     def again(self, command: list[str], environment: dict[str, str]) -> None:
-        """A replica that is started again whenever it dies, by a plain loop."""
+        """Keep a replica running: a loop in a thread starts it again whenever it dies."""
 
         def keep() -> None:
             while not self._ending and self.start(command, environment).wait() != 0:
@@ -78,12 +78,12 @@ class Job:
         threading.Thread(target=keep, daemon=True).start()
 
     def trace(self, rank: int) -> list[tuple[int, int]]:
-        """Steps and times of one rank."""
+        """Return the steps of one rank and their times."""
         path = self.place / f"rank-{rank:05d}.trace"
         return read_trace(path) if path.exists() else []
 
     def end(self) -> None:
-        """Nothing of it is left."""
+        """Kill all processes of this run."""
         self._ending = True
         for job in self._started:
             if job.poll() is None:
@@ -93,14 +93,14 @@ class Job:
 
 
 def restarting(place: Path, launcher: list[str], size: str) -> Job:
-    """torchrun, or a launcher with its flags: the plain script, saved every 10 steps."""
+    """Start torchrun, or a launcher with its flags, on the plain script with a save every 10 steps."""
     script = [str(HERE / "plain.py"), "--size", size, "--steps", str(STEPS), "--trace", str(place)]
     saved = ["--save-every", "10", "--checkpoint", str(place)]
     return Job(place, [*launcher, *script, *saved], {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
 
 
 def torchft(place: Path, python: Path, size: str) -> Job:
-    """A lighthouse and four replicas."""
+    """Start a lighthouse and four replicas."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -131,7 +131,7 @@ def torchft(place: Path, python: Path, size: str) -> Job:
 
 
 def kill_one(job: Job, draw: random.Random, found: Found) -> None:
-    """Kill a random rank at a random moment and wait until it, or what replaces it, has done a step."""
+    """Kill a random rank at a random moment and wait until this rank, or its replacement, has done a step."""
     victim, step = draw.randrange(NPROC), draw.randrange(KILL_FROM, KILL_TO)
     others = [rank for rank in range(NPROC) if rank != victim]
     deadline_s = time.monotonic() + BACK_S_MAX
@@ -146,10 +146,10 @@ def kill_one(job: Job, draw: random.Random, found: Found) -> None:
     os.kill(pid, signal.SIGKILL)
     while alive(pid):
         time.sleep(0.001)
-    dead_ns = time.monotonic_ns()  # the victim may have ended a step while it died
+    dead_ns = time.monotonic_ns()  # the victim may have ended a step while dying
     while time.monotonic() < deadline_s + BACK_S_MAX:
         back = [moment for _, moment in job.trace(victim) if moment > dead_ns]
-        # A step that was under way is finished by some: what counts was begun after the kill.
+        # Some ranks still finish a step that was running at the kill. Only a step that began after the kill counts.
         ahead = [moment for rank in others for done, moment in job.trace(rank)
                  if moment > killed_ns and done != before(job.trace(rank), killed_ns) + 1]  # fmt: skip
         if back and ahead:
@@ -163,12 +163,12 @@ def kill_one(job: Job, draw: random.Random, found: Found) -> None:
 
 
 def before(trace: list[tuple[int, int]], moment_ns: int) -> int:
-    """Steps done at a moment."""
+    """Return the number of steps done at a moment."""
     return max((done for done, at_ns in trace if at_ns <= moment_ns), default=0)
 
 
 def row(name: str, found: Found) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
 
     def figures(values: list[float]) -> str:
         low, middle, high = (f(values) for f in (min, statistics.median, max))

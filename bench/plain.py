@@ -1,6 +1,7 @@
-"""The drill's training as a plain torchrun script, with what its documentation shows: save often, load at the start.
+"""The drill's training as a plain torchrun script, as torchrun's documentation shows: save often, load at the start.
 
-The base that ``recovery.py`` and ``overhead.py`` compare with: no Holdfast in the loop, torch's own process groups.
+This is the base for comparison of ``recovery.py`` and ``overhead.py``: no Holdfast in the loop, torch's own process
+groups.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from holdfast.drill.training import DrillTraining, accumulate, average_statistic
 
 
 def load(parts: DrillTraining, path: Path) -> int:
-    """Steps done in the checkpoint; 0 without one."""
+    """Load the checkpoint and return the steps that it has done; 0 without a checkpoint."""
     if not path.exists():
         return 0
     found: dict[str, Any] = torch.load(path, weights_only=True)

@@ -31,19 +31,19 @@ class Network(nn.Cell):  # type: ignore[misc]
         self.rest = nn.SequentialCell([part for layer in dense for part in (nn.ReLU(), layer)])
 
     def construct(self, x: Any) -> Any:
-        """Images, float32 (batch, 64), -> logits (batch, 10)."""
+        """Compute logits of shape (batch, 10) from float32 images of shape (batch, 64)."""
         return self.rest(ops.matmul(x, self.param))
 
 
 class Tell(train.Callback):  # type: ignore[misc]
-    """When each step was done."""
+    """A callback that prints when each step was done."""
 
     def __init__(self, first: int) -> None:
         super().__init__()
         self.done = first
 
     def on_train_step_end(self, run_context: Any) -> None:
-        """One line."""
+        """Print one line."""
         self.done += 1
         print("step", self.done, time.time(), flush=True)
 

@@ -1,6 +1,6 @@
-"""The drill's training under torchft: one replica group per process, as torchft's own example has it.
+"""The drill's training under torchft: one replica group per process, as in torchft's own example.
 
-Started by ``peers.py`` with the variables of one replica; a new process heals from a living one.
+``peers.py`` starts it with the variables of one replica. A new process takes its state from a living one.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
-"""What a planned move costs, beside a usual step and beside kill -9; and many notices in a row on one job (root).
+"""Cost of a planned move, compared with a usual step and with kill -9; and many notices in a row on one job (root).
 
     PYTHONPATH=. python bench/planned_move.py [--notices 15] [--kills 5] [--pause 0.3] [--width 512] [--steps 4000]
 
-Three hosts as network namespaces, ``--nnodes 2:3``; ranks are on two of them. One job throughout. In turns: a host is
-drained (its ranks move to the host that waits, its launcher is started again and waits from then on), every third
-notice is withdrawn at once, and a worker is killed (a spare process waits on its host). The stall is the time between
-the two steps of the rank that stays around the change, less a usual step of the twenty before. At the end the weights
-are compared with those of an undisturbed run, and no step may have been done again.
+Three network namespaces stand for three hosts, with ``--nnodes 2:3``; two of them have ranks. One job runs throughout.
+The disturbances come in turns. First, a host is drained: its ranks move to the waiting host, and its launcher is
+started again and waits from then on. Second, every third notice is withdrawn at once. Third, a worker is killed while a
+spare process waits on its host. The stall is the gap between the two steps of the undisturbed rank around the change,
+minus the median of its twenty steps before. At the end the weights are compared with those of an undisturbed run. No
+step may have been done again.
 
 Prints markdown: n, median, p90 and the share within the goal, which is one usual step.
 """
@@ -66,12 +67,12 @@ digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.param
 open(f"{result}-{rank}", "w").write(digest)
 dist.destroy_process_group()
 """
-AFTER_STEPS = 3  # that have to follow before a disturbance counts as over
+AFTER_STEPS = 3  # steps that must follow before a disturbance counts as over
 BOUND_S = 300.0
 
 
 class Bench:
-    """One job under way."""
+    """A running job with its hosts."""
 
     def __init__(self, hosts: Hosts, result: Path) -> None:
         self.hosts = hosts
@@ -80,40 +81,43 @@ class Bench:
         self.waits = 2  # the host without ranks
 
     def times(self, rank: int) -> list[tuple[int, float]]:
-        """Step and CLOCK_MONOTONIC of each commit of a rank."""
+        """Return step and CLOCK_MONOTONIC of each commit of a rank."""
         path = Path(f"{self.result}-times-{rank}")
         lines = path.read_text().splitlines()[:-1] if path.exists() else []
         return [(int(step), float(at_s)) for step, at_s in map(str.split, lines)]
 
     def steps(self, rank: int) -> int:
-        """Done so far."""
+        """Return how many steps a rank has done so far."""
         return len(self.times(rank))
 
     def more(self, rank: int, count: int = AFTER_STEPS) -> None:
-        """Until so many more steps are done."""
+        """Wait until a rank has done ``count`` more steps."""
         goal = self.steps(rank) + count
         until(f"{goal} steps of rank {rank}", lambda: self.steps(rank) >= goal, BOUND_S)
 
     def stall(self, rank: int, at_s: float) -> tuple[float, float]:
-        """Seconds: the gap between two steps of a rank in which ``at_s`` lies, less a usual step; and that step."""
+        """Return the stall of a rank around ``at_s`` and its usual step, both in seconds.
+
+        The stall is the gap between two steps in which ``at_s`` lies, minus a usual step.
+        """
         moments = [moment_s for _, moment_s in self.times(rank)]
         place = bisect_right(moments, at_s)
         usual_s = statistics.median(end - begin for begin, end in pairwise(moments[place - 21 : place]))
         return moments[place] - moments[place - 1] - usual_s, usual_s
 
     def voters(self, watcher: int) -> list[str]:
-        """Nodes with a vote, as a host has heard last."""
+        """Return the nodes with a vote, from the newest record in the log of a host."""
         told = self.hosts.events(watcher, "electorate")
         return list(told[-1].data["voters"]) if told else []
 
     def command(self, *words: str) -> None:
-        """``holdfast`` about the run, on a host that stays."""
+        """Run a ``holdfast`` command on the run, on a host that stays."""
         index = self.homes[0]
         place = [*self.hosts.net.on(index), HOLDFAST, *words, str(self.hosts.run(index).path)]
         subprocess.run(place, check=True, env=self.hosts.env, stdout=subprocess.DEVNULL)
 
     def withdraw(self, rank: int) -> tuple[float, float]:
-        """A false notice."""
+        """Give notice of a host and withdraw it. Return the stall and the usual step."""
         since_s, node = time.monotonic(), f"node{self.homes[rank]}"
         self.command("drain", node)
         self.command("drain", "--cancel", node)
@@ -121,7 +125,10 @@ class Bench:
         return self.stall(1 - rank, since_s)
 
     def move(self, rank: int) -> tuple[float, float]:
-        """A true one: the rank moves to the host that waits, and its host comes back and waits."""
+        """Drain a host: its rank moves to the waiting host, and the drained host starts again and waits.
+
+        Return the stall.
+        """
         hosts, index, watcher = self.hosts, self.homes[rank], self.homes[1 - rank]
         self.command("drain", f"node{index}")
         hosts.wait(index, BOUND_S)
@@ -134,7 +141,7 @@ class Bench:
         return found
 
     def kill(self, rank: int) -> tuple[float, float]:
-        """SIGKILL to the worker of a rank."""
+        """Kill the worker of a rank with SIGKILL. Return the stall and the usual step."""
         hosts, index = self.hosts, self.homes[rank]
         status = [*hosts.net.on(index), HOLDFAST, "status", "--json", str(hosts.run(index).path)]
         view = json.loads(subprocess.run(status, check=True, env=hosts.env, capture_output=True).stdout)
@@ -148,7 +155,7 @@ class Bench:
 
 
 def row(name: str, found: Sequence[tuple[float, float]]) -> str:
-    """n, median and p90 of the stall, and the share below one usual step."""
+    """Return n, median and p90 of the stall, and the share below one usual step, as one line of the table."""
     stalls = sorted(stall_s for stall_s, _ in found)
     if not stalls:
         return f"| {name} | 0 | | | |"
@@ -160,7 +167,7 @@ def row(name: str, found: Sequence[tuple[float, float]]) -> str:
 
 
 def train(hosts: Hosts, result: Path, args: argparse.Namespace) -> list[tuple[str, tuple[float, float]]]:
-    """The disturbed run, to its end."""
+    """Run the disturbed job to its end. Return the stalls by kind of disturbance."""
     bench, rng = Bench(hosts, result), random.Random(1)
     hosts.start(0, 1)
     hosts.wait_event(0, "generation_started", bound_s=BOUND_S)

@@ -1,9 +1,9 @@
 """Planning at scale: CPU time and memory of one rank of a simulated job.
 
-``python bench/planning.py [--ranks 4096] [--tensors 2000] [--many-shapes]`` prints a markdown table. "plan" is all that
-a rank does between the bytes of the catalogue and the list of what it writes; "join" makes the catalogue from what all
-ranks have declared, once per generation. Each is measured in a fresh child: CPU seconds, and the rise of the resident
-memory.
+``python bench/planning.py [--ranks 4096] [--tensors 2000] [--many-shapes]`` prints a markdown table. "plan" is the
+whole work of a rank from the bytes of the catalogue to the list of its writes. "join" makes the catalogue from the
+declarations of all ranks, once per generation. Each is measured in a new child process: CPU seconds, and the rise of
+the resident memory.
 """
 
 from __future__ import annotations
@@ -35,39 +35,42 @@ Steps = dict[int, tuple[tuple[int, int], ...]]
 
 
 def ddp(rank: int, ranks: int, number: int, tensors: int) -> Steps | None:
-    """Everything everywhere."""
+    """Return the cuts of a layout in which every rank holds everything."""
     return {}
 
 
 def hsdp(rank: int, ranks: int, number: int, tensors: int) -> Steps | None:
-    """Shards over 64 ranks, replicated."""
+    """Return the cuts of shards over 64 ranks, replicated."""
     return {0: ((64, rank % 64),)}
 
 
 def hsdp_wide(rank: int, ranks: int, number: int, tensors: int) -> Steps | None:
-    """Shards over half of the ranks, twice."""
+    """Return the cuts of shards over half of the ranks; the other half holds them again."""
     return {0: ((ranks // 2, rank % (ranks // 2)),)}
 
 
 def fsdp(rank: int, ranks: int, number: int, tensors: int) -> Steps | None:
-    """Shards over all ranks."""
+    """Return the cuts of shards over all ranks."""
     return {0: ((ranks, rank),)}
 
 
 def tensor_data(rank: int, ranks: int, number: int, tensors: int) -> Steps | None:
-    """Tensor parallel over 8, by rows and by columns, replicated by data parallelism."""
+    """Return the cuts of tensor parallelism over 8 ranks, by rows and by columns, replicated by data parallelism."""
     return {number % 2: ((8, rank % 8),)}
 
 
 def two_dimensions(rank: int, ranks: int, number: int, tensors: int) -> Steps | None:
-    """Tensor parallel over 8, each part sharded over all the others; the same dimension is cut twice."""
+    """Return the cuts of tensor parallelism over 8 ranks, with each part sharded over all other ranks.
+
+    The same dimension is cut twice.
+    """
     steps: Steps = {number % 2: ((8, rank % 8),)}
     steps[0] = (*steps.get(0, ()), (ranks // 8, rank // 8))
     return steps
 
 
 def pipeline(rank: int, ranks: int, number: int, tensors: int) -> Steps | None:
-    """16 stages, each tensor parallel over 8 and replicated."""
+    """Return the cuts of 16 pipeline stages, each tensor parallel over 8 ranks and replicated."""
     stage = rank * 16 // ranks
     return {number % 2: ((8, rank % 8),)} if number * 16 // tensors == stage else None
 
@@ -81,7 +84,7 @@ KINDS: dict[str, Callable[[int, int, int, int], Steps | None]] = {
 def cells_of(
     kind: str, rank: int, ranks: int, number: int, tensors: int, shape: tuple[int, ...]
 ) -> Cuts | None:
-    """How the tensor of this number is cut on this rank; None: it is not there."""
+    """Return how the tensor of this number is cut on this rank. None: the rank does not hold it."""
     steps = KINDS[kind](rank, ranks, number, tensors)
     if steps is None:
         return None
@@ -89,11 +92,11 @@ def cells_of(
 
 
 def declare(kind: str, rank: int, ranks: int, tensors: int, *, many: bool) -> Declaration:
-    """What one rank publishes."""
+    """Return the declaration that one rank publishes."""
     metas = [TensorMeta("step", "I64", (), Box((), ()))]
     for number in range(tensors):
         shape = SHAPES[number % len(SHAPES)]
-        if many:  # no two tensors of one shape: nothing to share between them
+        if many:  # no two tensors have the same shape, so ranks share nothing between tensors
             shape = (shape[0] + number, *shape[1:])
         cuts = cells_of(kind, rank, ranks, number, tensors, shape)
         if cuts is not None:
@@ -102,11 +105,14 @@ def declare(kind: str, rank: int, ranks: int, tensors: int, *, many: bool) -> De
 
 
 def declared(kind: str, ranks: int, tensors: int, *, many: bool) -> dict[int, Declaration]:
-    """What all ranks publish, decoded. One rank of each table is asked, the cells of the others follow from it."""
+    """Return the decoded declarations of all ranks.
+
+    One rank per table is built; the cells of the others follow from it.
+    """
     out: dict[int, Declaration] = {}
     rows: tuple[Row, ...] = ()
     for rank in range(ranks):
-        if rank % (ranks // 16) == 0:  # the stages of the pipeline
+        if rank % (ranks // 16) == 0:  # at the first rank of each pipeline stage
             first = declare(kind, rank, ranks, tensors, many=many)
             rows = rows if rows == first.tensors else first.tensors
             some = {row.place: row for row in rows}
@@ -121,21 +127,21 @@ def declared(kind: str, ranks: int, tensors: int, *, many: bool) -> dict[int, De
 
 
 def memory_bytes(name: str) -> int:
-    """VmRSS or VmHWM of this process."""
+    """Return VmRSS or VmHWM of this process in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
 
 
 def measured(work: Callable[[], Any]) -> tuple[Any, float, int]:
-    """Result, CPU seconds, and how far the resident memory rose."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    """Run ``work``. Return its result, the CPU seconds, and the rise of the resident memory in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak (VmHWM)
     before, began_s = memory_bytes("VmRSS"), time.process_time()
     result = work()
     return result, time.process_time() - began_s, memory_bytes("VmHWM") - before
 
 
 def join(file: Path, kind: str, ranks: int, tensors: int, *, many: bool) -> dict[str, Any]:
-    """Join the declarations, and leave the catalogue in ``file``."""
+    """Join the declarations, write the catalogue to ``file``, and return the measurements."""
     given = declared(kind, ranks, tensors, many=many)
     data, cpu_s, memory = measured(lambda: Catalogue.from_declarations(given).to_json())
     file.write_bytes(data)
@@ -143,9 +149,10 @@ def join(file: Path, kind: str, ranks: int, tensors: int, *, many: bool) -> dict
 
 
 def share(file: Path, ranks: int, dead: int) -> dict[str, Any]:
-    """From the encoded catalogue to the share of one rank in the middle."""
+    """Compute the share of one rank in the middle from the encoded catalogue, and return the measurements."""
     data = file.read_bytes()
-    np.add.at(np.zeros(1), [0], 1)  # what numpy loads at its first use is not the planner's
+    # loads what numpy imports at its first use, which is no cost of the planner
+    np.add.at(np.zeros(1), [0], 1)
 
     def work() -> tuple[SavePlan, int]:
         found = plan(Catalogue.from_json(data), frozenset(range(dead, ranks)))

@@ -1,10 +1,11 @@
-"""From the death of a worker to the next committed step: ours and torchrun's, interleaved, on the same model.
+"""Time from the death of a worker to the next committed step: Holdfast and torchrun in turn, on the same model.
 
     python bench/recovery.py [--rounds 20] [--torchrun-rounds 5] [--size 10m] [--spares 1]
 
-Ours: ``holdfast run`` on ``holdfast.drill.train``; a random rank is killed at a random moment of a random step.
-torchrun: ``bench/plain.py``, the same model and data, a checkpoint every 10 steps, as its own documentation shows; with
-``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, because torchrun 2.13 never restarts a gloo job without it.
+Holdfast: ``holdfast run`` on ``holdfast.drill.train``; a random rank is killed at a random moment of a random step.
+torchrun: ``bench/plain.py``, the same model and data, a checkpoint every 10 steps, as its own documentation shows. It
+    runs with ``TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1``, because without this variable torchrun 2.13 never restarts a
+    gloo job.
 
 Prints markdown: seconds, min / median / max.
 """
@@ -32,12 +33,12 @@ from holdfast.drill.trace import read_trace
 NPROC = 4
 STEPS = 32
 KILL_FROM, KILL_TO = 15, 25
-SPARE_STEPS = 15  # more, in which a spare is built
-MEMORY_EVERY = "8"  # of pure FSDP: its shards lie with one rank each
+SPARE_STEPS = 15  # extra steps, in which a spare is built
+MEMORY_EVERY = "8"  # for pure FSDP, where each rank alone holds its shards
 
 
 def row(name: str, values: Sequence[float]) -> str:
-    """One line of the table."""
+    """Return one line of the table."""
     if not values:
         return f"| {name} | 0 | - | - | - |"
     low, middle, high = min(values), statistics.median(values), max(values)
@@ -47,7 +48,7 @@ def row(name: str, values: Sequence[float]) -> str:
 def ours(
     base: Path, number: int, size: str, spares: int, draw: random.Random, layout: str = "ddp"
 ) -> dict[str, float]:
-    """One kill under Holdfast; seconds by name. With spares, when they are built."""
+    """Run one job under Holdfast and kill a rank. Return the seconds by name. With spares, the kill waits for them."""
     late = SPARE_STEPS if spares else 0
     fault = InjectedFault("kill", (draw.randrange(NPROC),), draw.randrange(KILL_FROM, KILL_TO) + late, MOMENT)
     trace = base / f"trace-{number:03d}"
@@ -85,7 +86,7 @@ def ours(
 
 
 def usual_s(trace: Path) -> float:
-    """Seconds of a usual step of this run."""
+    """Return the seconds of a usual step of this run."""
     pairs = [read_trace(path) for path in trace.iterdir()]
     return statistics.median(
         (after[1] - before[1]) / 1e9 for each in pairs for before, after in pairwise(each)
@@ -93,7 +94,10 @@ def usual_s(trace: Path) -> float:
 
 
 def theirs(base: Path, number: int, size: str, draw: random.Random) -> tuple[float, int] | None:
-    """One kill under torchrun: seconds to the next step, and steps done again. None: it did not come back."""
+    """Run one job under torchrun and kill a rank.
+
+    Returns the seconds to the next step and the steps done again; None if the job did not continue.
+    """
     place = base / f"torchrun-{number:03d}"
     place.mkdir(parents=True)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(NPROC)]
@@ -121,7 +125,7 @@ def theirs(base: Path, number: int, size: str, draw: random.Random) -> tuple[flo
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)
             job.wait()
-    # The first step that began after the kill: a restarted rank writes its trace from the checkpoint's step on.
+    # The first step that began after the kill. A restarted rank writes its trace from the step of the checkpoint.
     pairs = read_trace(place / "rank-00000.trace")
     before = max((done for done, moment in pairs if moment <= killed_ns), default=0)
     after = [(done, moment) for done, moment in pairs if moment > killed_ns]

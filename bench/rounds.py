@@ -1,4 +1,4 @@
-"""What the store's benchmarks share: one number of all ranks, and one line of all rounds."""
+"""Helpers of the store's benchmarks: the slowest value of all ranks, and the spread over all rounds."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch.distributed as dist
 
 
 def slowest(value: float) -> float:
-    """The maximum over the ranks."""
+    """Return the maximum over the ranks."""
     tensor = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return float(tensor.item())
 
 
 def spread(values: list[float]) -> str:
-    """Minimum, median, maximum."""
+    """Return minimum, median and maximum as text."""
     return f"{min(values):.3f} / {statistics.median(values):.3f} / {max(values):.3f}"

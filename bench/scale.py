@@ -1,9 +1,9 @@
-"""What the controller costs at scale: simulated ranks, the real controller machine, CPU time of its own calls only.
+"""Cost of the controller at scale: simulated ranks, the real controller machine, CPU time of its own calls only.
 
 ``python bench/scale.py [--ranks 1024 4096 16384]`` prints a table. The network, the agents and the workers are
-simulated and not counted; encoding, sockets and the log are not part of it either, nor is Python's collector of cycles,
-which would go through the simulated world. While the job trains, the same machine is given what agents tell of one that
-needs nothing: its steady state.
+simulated and not counted. Encoding, sockets and the log are not part of the figure. Python's collector of cycles is
+off, because it would traverse the simulated world. While the job trains, the same machine also gets the messages of
+agents whose ranks are healthy: this is its steady state.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from holdfast.sim.faults import SimFault
 from holdfast.sim.world import World
 
 STEADY_S = 20
-STEADY_AT_S = 0.75  # of the simulated time: all ranks train
+STEADY_AT_S = 0.75  # simulated time at which all ranks train
 FAULT_AT_S = 0.8
 
 
@@ -34,11 +34,11 @@ class Timed(Controller):
     fault_s = 0.0
     phase = "before"
     last: Timed | None = None
-    steady = 0.0  # share of a core
-    look_s = 0.0  # that it took to see it
+    steady = 0.0  # share of one core
+    look_s = 0.0  # CPU time of this measurement
 
     def handle(self, now: float, event: Message) -> list[Command]:
-        """Answer one event, and count."""
+        """Handle one event, and add the CPU time to the sum."""
         Timed.last = self
         began_s = time.thread_time()
         commands = super().handle(now, event)
@@ -55,7 +55,7 @@ class Timed(Controller):
 
     @classmethod
     def look(cls, now: float) -> None:
-        """The job trains: what does that cost?"""
+        """Measure the cost of the steady state, while the job trains."""
         began_s = time.process_time()
         assert cls.last is not None
         cls.steady = steady_share(cls.last, now)
@@ -63,13 +63,13 @@ class Timed(Controller):
 
 
 class TimedWorld(World):
-    """The simulated job around it."""
+    """The simulated job around the timed controller."""
 
     controller_type = Timed
 
 
 def size_bytes(root: object) -> int:
-    """Memory of an object and all that only data structures lead to."""
+    """Return the memory of an object and of all data structures that it refers to."""
     seen: set[int] = set()
     stack, total = [root], 0
     while stack:
@@ -83,7 +83,7 @@ def size_bytes(root: object) -> int:
 
 
 def paces(machine: Controller) -> list[StepTimes]:
-    """What the agents say of their ranks' steps; one rank in 100 is slow."""
+    """Return the messages of the agents on the step times of their ranks. One rank in 100 is slow."""
     roster = machine.job.roster
     return [
         StepTimes(
@@ -99,7 +99,7 @@ def paces(machine: Controller) -> list[StepTimes]:
 
 
 def steady_share(machine: Controller, now: float) -> float:
-    """Share of one core that heartbeats (two per second and node), paces and timers take while the job trains."""
+    """Return the share of one core that heartbeats (two per second and node), step times and timers take."""
     told = paces(machine)
     spent_s = 0.0
     for half in range(2 * STEADY_S):
@@ -113,7 +113,7 @@ def steady_share(machine: Controller, now: float) -> float:
 
 
 def row(ranks: int) -> str:
-    """One simulated job with one kill."""
+    """Simulate one job with one kill and return its line of the table."""
     Timed.spent_s = Timed.fault_s = 0.0
     Timed.phase, Timed.steady = "before", 0.0
     fault = SimFault(kind="kill", at_s=FAULT_AT_S, rank=ranks // 2)

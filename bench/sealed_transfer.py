@@ -1,7 +1,7 @@
-"""Rate at which a rank gives its state to one newcomer, by the way on which it travels.
+"""Rate at which a rank gives its state to one newcomer, by the way of its transport.
 
-``python -m bench.sealed_transfer [--size-mib 256] [--rounds 5]``: a server in a process of its own, one connection, the
-ways in turn; GB/s, and the CPU time of both ends, which other work on the machine changes less. ``unix socket`` and
+``python -m bench.sealed_transfer [--size-mib 256] [--rounds 5]``: a server in its own process, one connection, the ways
+in turn. Prints GB/s, and the CPU time of both ends, which other work on the machine changes less. ``unix socket`` and
 ``loopback`` carry a digest. ``plain``, ``authenticated`` and ``encrypted`` are TCP as between hosts: without any tag,
 with HMAC-SHA256 and with AES-256-GCM.
 """
@@ -30,18 +30,18 @@ FIRST = Generation(1, 1)
 
 
 class NoDigest:
-    """What is left when the bytes are only moved."""
+    """A digest that does nothing, for the ways that only move bytes."""
 
     def update(self, data: bytes | memoryview, /) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def digest(self) -> bytes:
-        """Of nothing."""
+        """Return a constant digest."""
         return bytes(16)
 
 
 def take_way(way: str) -> Secret:
-    """Let this process send and receive so."""
+    """Set up this process to send and receive in a way."""
     between_hosts = way in WAYS[2:]
     if between_hosts:
         vars(channel)["is_local"] = vars(request_server)["is_local"] = lambda sock: False
@@ -53,7 +53,7 @@ def take_way(way: str) -> Secret:
 
 
 def serve(way: str, size_bytes: int, at: Address) -> None:
-    """Until the standard input ends."""
+    """Serve until the standard input ends."""
     data = memoryview(bytearray(size_bytes))
     server = StateServer(
         lambda fqn, box, start, stop: data[start:stop], b"", take_way(way), state_of(0, FIRST)
@@ -63,7 +63,7 @@ def serve(way: str, size_bytes: int, at: Address) -> None:
 
 
 def rates(way: str, size_bytes: int, rounds: int) -> list[tuple[float, float]]:
-    """GB/s, and CPU seconds of both ends per GiB, of each round; in a process of its own."""
+    """Measure in a new process. Return GB/s, and CPU seconds of both ends per GiB, of each round."""
     words = [sys.executable, "-m", "bench.sealed_transfer", "--way", way]
     words += ["--size-mib", str(size_bytes >> 20), "--rounds", str(rounds)]
     said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
@@ -71,7 +71,7 @@ def rates(way: str, size_bytes: int, rounds: int) -> list[tuple[float, float]]:
 
 
 def cpu_s_of(pid: int) -> float:
-    """CPU time that a process has used."""
+    """Return the CPU time that a process has used, in seconds."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

@@ -1,12 +1,12 @@
-"""A job that is as unsteady as jobs are, and does not hang: nobody may be killed.
+"""A job that is as irregular as real jobs and does not hang: no rank may be killed.
 
     python bench/soak_hang.py [--minutes 10] [--step-s 0.25] [--nproc 4] [--run-dir DIR]
 
-Steps of 0.25 s; at random, on each rank for itself: steps up to 8 times as long (longer than the floor of the bounds),
-garbage collections with up to 1 s in which the GIL is held, batches that take up to 2 s, files written and synced
-between steps, a checkpoint every 20 steps, an announced evaluation of up to 8 s every 50 steps (every third one on rank
-0 only, while the others wait in the next step). Prints what was survived; the exit code is 0 when no fault was recorded
-and nobody was killed.
+Steps take 0.25 s. At random, and on each rank independently, there are steps up to 8 times as long (longer than the
+lower limit of the bounds), garbage collections that hold the GIL for up to 1 s, batches that take up to 2 s, and files
+that are written and synced between steps. There is a checkpoint every 20 steps and an announced evaluation of up to 8 s
+every 50 steps. Every third evaluation is on rank 0 only, while the others wait in the next step. Prints what was
+survived. The exit code is 0 when no fault was recorded and no process was killed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EVALUATE_EVERY, EVALUATE_S_MAX = 50, 8.0
 
 
 def train(seconds: float, step_s: float, scratch: Path) -> None:
-    """One rank."""
+    """Train as one rank."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -51,7 +51,7 @@ def train(seconds: float, step_s: float, scratch: Path) -> None:
     counts = {"slow steps": 0, "pauses": 0, "slow batches": 0, "slow writes": 0, "evaluations": 0}
 
     class Batches:
-        """Without an end; sometimes slow."""
+        """Batches without an end; some are slow."""
 
         def __iter__(self) -> Iterator[torch.Tensor]:
             while True:
@@ -82,7 +82,7 @@ def train(seconds: float, step_s: float, scratch: Path) -> None:
 
 
 def spend(step_s: float, draw: random.Random, counts: dict[str, int]) -> None:
-    """The compute of one step, sometimes slow, sometimes interrupted by a pause that holds the GIL."""
+    """Spend the compute time of one step. Some steps are slow, some are interrupted by a pause that holds the GIL."""
     factor = 1.0
     if draw.random() < SLOW_SHARE:
         counts["slow steps"] += 1
@@ -98,7 +98,7 @@ def spend(step_s: float, draw: random.Random, counts: dict[str, int]) -> None:
 
 
 def write(path: Path, draw: random.Random) -> None:
-    """A file that gets to the disk."""
+    """Write and sync a file."""
     with path.open("wb") as file:
         for _ in range(4):
             file.write(os.urandom(DISK_SIZE_BYTES // 4))
@@ -108,7 +108,7 @@ def write(path: Path, draw: random.Random) -> None:
 
 
 def evaluate(s: object, number: int, rank: int, counts: dict[str, int]) -> None:
-    """All ranks, or rank 0 alone; ``number`` draws how long it takes."""
+    """Evaluate on all ranks, or on rank 0 alone. ``number`` seeds the duration."""
     if number % 3 == 2 and rank != 0:
         return
     with s.section("eval"):  # type: ignore[attr-defined]

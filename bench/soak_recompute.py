@@ -1,11 +1,11 @@
-"""Ranks that compute each other's gradients again, and no device that is wrong: no check may find one.
+"""Ranks that compute each other's gradients again, on correct devices: no check may find a difference.
 
     python bench/soak_recompute.py [--checks 100000] [--nproc 4] [--run-dir DIR]
 
-Jobs of three kinds in turn (dense layers with dropout, convolutions, attention), each with a seed of its own, under
-DistributedDataParallel with ``session(verify_ranks=1)``: at every step each rank runs the block of another one, which
-is one check per rank and step. Prints the checks of each kind; the exit code is 0 when none found a difference, nobody
-was replaced, and no rank has said that it checks nothing.
+Runs jobs of three kinds in turn (dense layers with dropout, convolutions, attention), each with its own seed, under
+DistributedDataParallel with ``session(verify_ranks=1)``. At every step each rank runs the block of another rank: one
+check per rank and step. Prints the checks of each kind. The exit code is 0 when no check found a difference, no rank
+was replaced, and no rank reported that it checks nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SAID = ("checks nothing", "ComputeError", "differ")
 
 
 def train(kind: str, seed: int, steps: int) -> None:
-    """One rank."""
+    """Train as one rank."""
     import torch
     import torch.distributed as dist
     from torch import nn

@@ -1,4 +1,4 @@
-"""How long a user waits before anything happens: ``holdfast --help`` and ``import holdfast``.
+"""Time that a user waits before anything happens: ``holdfast --help`` and ``import holdfast``.
 
 python bench/startup.py [--rounds 20]
 """

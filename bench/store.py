@@ -1,10 +1,11 @@
-"""Saving beside the training: how long the step waits, and until the bytes are on disk, beside what others do.
+"""Saves beside the training: how long the step waits and when the bytes are on disk, compared with other libraries.
 
 ``python bench/store.py [--reps 5] [--dir DIR]`` runs 4 ranks twice (sharded, replicated) and prints markdown tables.
 
-A state of 1.2 GB (48 x 8 MiB x {parameter, exp_avg, exp_avg_sq}), random data. Contenders take turns inside one run:
-A B C A B C, all in the same minutes as the roofs (one memory copy of the rank's share into warm memory; the disk
-written by 4 processes in three ways). The clock of "durable" stops after fsync. The first round does not count.
+The state has 1.2 GB (48 x 8 MiB x {parameter, exp_avg, exp_avg_sq}) of random data. Contenders take turns inside one
+run: A B C A B C. The roofs, which bound every contender, are measured in the same minutes: one copy of the rank's
+share into warm memory, and the disk written by 4 processes in three ways. The clock of "durable" stops after fsync.
+The first round does not count.
 
 DLRover's flash checkpoint and torch_checkpointing take part where they are installed, and are left out elsewhere:
 
@@ -66,11 +67,11 @@ Begun = Callable[[], None]
 
 
 def nothing() -> None:
-    """It was on disk already."""
+    """Do nothing: the save was on disk when it returned."""
 
 
 def fsync(path: Path) -> None:
-    """A file and its directory."""
+    """Sync a file and its directory."""
     for one in (path, path.parent):
         fd = os.open(one, os.O_RDONLY)
         os.fsync(fd)
@@ -80,7 +81,7 @@ def fsync(path: Path) -> None:
 class Flash:
     """DLRover's flash checkpoint: one copy into shared memory, from which a process of the node writes with torch.save.
 
-    The process is the one that DLRover's agent runs; without an agent each job has to fork it from a worker.
+    DLRover's agent runs this process. Without an agent, each job has to fork it from a worker.
     """
 
     PROCESS = """
@@ -103,7 +104,7 @@ AsyncCheckpointSaver.get_ckpt_saver().close()
         self._step = 0
 
     def save(self, state: dict[str, torch.Tensor], path: Path, kind: str) -> Begun:
-        """Kind: MEMORY or DISK."""
+        """Save a state. ``kind`` is MEMORY or DISK."""
         from dlrover.trainer.torch.flash_checkpoint.checkpointer import StorageType
 
         self._step += 1
@@ -111,7 +112,7 @@ AsyncCheckpointSaver.get_ckpt_saver().close()
         return nothing if kind == "MEMORY" else lambda: self._wait(path)
 
     def _wait(self, path: Path) -> None:
-        """Until it names this step as its newest; it never syncs the tensors, so that is done here."""
+        """Wait until DLRover names this step as its newest, then sync the tensors, which DLRover never does."""
         deadline_s = time.monotonic() + 100
         while not self._newest.exists() or self._newest.read_text() != str(self._step):
             if time.monotonic() > deadline_s:
@@ -121,7 +122,7 @@ AsyncCheckpointSaver.get_ckpt_saver().close()
             fsync(path)
 
     def close(self) -> None:
-        """End its process, which gives its shared memory back."""
+        """End the process of DLRover, which frees its shared memory."""
         from dlrover.python.common.multi_process import SOCKET_TMP_DIR
 
         if self._process:
@@ -132,8 +133,8 @@ AsyncCheckpointSaver.get_ckpt_saver().close()
 class TorchCheckpointing:
     """meta-pytorch's torch_checkpointing: staged by a thread, written by a process per rank.
 
-    Its direct writes start at any address and have any length; ext4 refuses them (EINVAL), so they are off. Its
-    metadata for another layout is gathered through CUDA only, so a rank saves its tensors as they are.
+    Its direct writes start at any address and have any length. ext4 refuses them (EINVAL), so they are off. It gathers
+    the metadata for another layout through CUDA only, so a rank saves its tensors as they are.
     """
 
     def __init__(self, rank: int, sharded: bool) -> None:
@@ -150,25 +151,25 @@ class TorchCheckpointing:
         )
 
     def save(self, state: dict[str, dict[str, torch.Tensor]], where: Path) -> Begun:
-        """The step may change its state when the lock is free: when all is staged."""
+        """Save a state. The step may change its state when the lock is free, which means that everything is staged."""
         written = self._manager.save(str(where / "saved"), state)
         with self._manager.lock():
             return lambda: self._wait(written, where / "saved")
 
     def _wait(self, written: Any, saved: Path) -> None:
-        """Until rank 0 has renamed the directory; nothing of it is synced, so that is done here."""
+        """Wait until rank 0 has renamed the directory, then sync the files, which the library never does."""
         written.result()
         dist.barrier()
         for path in (*saved.glob(f"*_{self._rank}.pt"), saved):
             fsync(path)
 
     def close(self) -> None:
-        """End its process."""
+        """End the process of the library."""
         self._manager.close()
 
 
 class Contenders:
-    """One rank's state, and every way to save it."""
+    """The state of one rank, and every way to save it."""
 
     def __init__(self, layout: str, chosen: list[str], directory: Path) -> None:
         self._kept = ExitStack()
@@ -224,7 +225,7 @@ class Contenders:
         self.done.set()
 
     def holdfast(self, where: Path) -> Begun:
-        """Stage, and let the writer process write."""
+        """Copy the state to shared memory and let the writer process write it."""
         self.step += 1
         self.done.clear()
         save_id = SaveId("bench", Generation(1, 1), self.step, 0, "periodic")
@@ -241,7 +242,7 @@ class Contenders:
         return wait
 
     def memcpy(self, where: Path) -> Begun:
-        """The roof of the stall: one copy of what this rank has to save, tensor by tensor, into warm memory."""
+        """Measure the roof of the stall: copy what this rank has to save into warm memory, tensor by tensor."""
         offset = 0
         for item in self.plan.items(self.rank):
             start, stop = item.byte_range(4)
@@ -263,19 +264,19 @@ class Contenders:
         return nothing
 
     def disk_plain(self, where: Path) -> Begun:
-        """Roof of the disk: write, then fsync."""
+        """Measure a roof of the disk: write, then fsync."""
         return self._disk(where, 0, early=False)
 
     def disk_early(self, where: Path) -> Begun:
-        """Roof of the disk: write-back begins with each block."""
+        """Measure a roof of the disk: write-back begins with each block."""
         return self._disk(where, 0, early=True)
 
     def disk_direct(self, where: Path) -> Begun:
-        """Roof of the disk: O_DIRECT."""
+        """Measure a roof of the disk: O_DIRECT."""
         return self._disk(where, os.O_DIRECT, early=False)
 
     def torch_save(self, where: Path) -> Begun:
-        """Each rank its shard; a replicated state is rank 0's to save."""
+        """Save with torch.save: each rank its shard, rank 0 alone a replicated state."""
         if self.sharded or self.rank == 0:
             path = where / f"{self.rank}.pt"
             torch.save(self.local, path)
@@ -283,7 +284,7 @@ class Contenders:
         return nothing
 
     def safetensors(self, where: Path) -> Begun:
-        """As torch.save."""
+        """Save with safetensors: each rank its shard, rank 0 alone a replicated state."""
         if self.sharded or self.rank == 0:
             path = where / f"{self.rank}.safetensors"
             save_file(self.local, path)
@@ -291,12 +292,12 @@ class Contenders:
         return nothing
 
     def dcp_save(self, where: Path) -> Begun:
-        """torch's distributed checkpoint, in the step."""
+        """Save with torch's distributed checkpoint, inside the step."""
         save_dcp(self.state, storage_writer=FileSystemWriter(str(where), sync_files=True))
         return nothing
 
     def dcp_async(self, where: Path) -> Begun:
-        """The same from its background process, with its shared-memory stager kept between saves: its best."""
+        """Save with torch's distributed checkpoint in its fastest way: a background process and a kept stager."""
         future = async_save(
             self.state,
             storage_writer=FileSystemWriter(str(where), sync_files=True),
@@ -307,15 +308,18 @@ class Contenders:
         return lambda: upload.result() and None
 
     def dlrover(self, where: Path) -> Begun:
-        """Flash checkpoint to disk. Rank 0 alone saves a replicated state."""
+        """Save with the flash checkpoint to disk. Rank 0 alone saves a replicated state."""
         return self._flash.save(self.local, where / f"{self.rank}.pt", "DISK")
 
     def dlrover_memory(self, where: Path) -> Begun:
-        """Flash checkpoint in shared memory: nothing is ever on disk."""
+        """Save with the flash checkpoint in shared memory, never to disk."""
         return self._flash.save(self.local, where / f"{self.rank}.pt", "MEMORY")
 
     def torch_checkpointing(self, where: Path) -> Begun:
-        """A file per kind and rank; it writes every copy that it is given, so a replicated state is rank 0's."""
+        """Save one file per kind and rank.
+
+        The library writes every copy that it gets, so rank 0 saves a replicated state.
+        """
         items = {
             kind: {name: tensor for name, tensor in self.local.items() if name.startswith(f"{kind}.")}
             for kind in KINDS
@@ -323,7 +327,7 @@ class Contenders:
         return self._torch_checkpointing.save(items if self.sharded or self.rank == 0 else {}, where)
 
     def close(self) -> None:
-        """End what contenders keep."""
+        """Close everything that the contenders keep open."""
         self._kept.close()
 
 
@@ -338,13 +342,13 @@ OPTIONAL = {
 
 
 def private_bytes(pid: int) -> int:
-    """Anonymous memory of a process."""
+    """Return the anonymous memory of a process in bytes."""
     text = Path(f"/proc/{pid}/smaps_rollup").read_text()
     return 1024 * next(int(line.split()[1]) for line in text.splitlines() if line.startswith("Pss_Anon:"))
 
 
 def memory_of_a_save(ways: Contenders, where: Path) -> float:
-    """Peak of the host memory that a first save needs beyond the state, as a share of the rank's bytes."""
+    """Return the peak of the host memory that a first save needs beyond the state, as a share of the rank's bytes."""
     before = private_bytes(os.getpid())
     done = threading.Event()
     peak = 0
@@ -358,7 +362,7 @@ def memory_of_a_save(ways: Contenders, where: Path) -> float:
 
 
 def work(layout: str, reps: int, directory: Path, names: list[str]) -> None:
-    """One rank of the run; rank 0 prints one JSON line."""
+    """Run the benchmark as one rank. Rank 0 prints one JSON line."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     ways = Contenders(layout, names, directory)
@@ -391,7 +395,7 @@ def work(layout: str, reps: int, directory: Path, names: list[str]) -> None:
 
 
 def report(result: dict[str, Any]) -> None:
-    """Print the table of one layout, and the ratios that count."""
+    """Print the table of one layout, and the ratios of interest."""
     counted = {name: rounds[1:] for name, rounds in result["times"].items()}
     print(f"\n### {result['layout']} (load average at the end {result['load'][0]:.1f})\n")
     print("| seconds, slowest rank, min / median / max | the step waits | durable | first round |")
@@ -423,7 +427,7 @@ def report(result: dict[str, Any]) -> None:
 
 
 def installed(names: list[str]) -> list[str]:
-    """Without the contenders that this environment lacks, and a line that names them."""
+    """Return the names without the contenders that this environment lacks, and print a line that names those."""
     wanted = {OPTIONAL[name] for name in names if name in OPTIONAL}
     missing = sorted(package for package in wanted if importlib.util.find_spec(package) is None)
     if missing:
@@ -432,7 +436,7 @@ def installed(names: list[str]) -> list[str]:
 
 
 def main() -> None:
-    """Start both runs, or be one rank of one."""
+    """Start both runs, or work as one rank of a run."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--layout", choices=["sharded", "replicated"])
     parser.add_argument("--reps", type=int, default=5)

@@ -1,11 +1,11 @@
-"""Loading: how long until the tensors are filled, cold and warm, beside the disk's rate and what others do.
+"""Loads: how long until the tensors are filled, cold and warm, compared with the disk's rate and with other libraries.
 
-``python bench/store_load.py [--reps 5] [--dir DIR]`` prints markdown tables. 4 processes, a state of 1.2 GB (48 x 8 MiB
-x {parameter, exp_avg, exp_avg_sq}), random data, verification on. Contenders take turns inside one run, all in the same
-minutes as the roofs. Cold: the files were synced and dropped from the page cache, which mincore confirms (a virtual
-disk's host may still have them: that is why the roof is taken in the same minute). Warm: right afterwards. All targets
-are allocated and touched before. Resharding is compared with loading the same targets from a checkpoint that was saved
-in their own layout.
+``python bench/store_load.py [--reps 5] [--dir DIR]`` prints markdown tables. 4 processes load a state of 1.2 GB (48 x 8
+MiB x {parameter, exp_avg, exp_avg_sq}) of random data, with verification. Contenders take turns inside one run, in the
+same minutes as the roofs. Cold: the files were synced and dropped from the page cache, which mincore confirms. The host
+of a virtual disk may still have them, therefore the roof is measured in the same minute. Warm: right after the cold
+load. All targets are allocated and touched before. A load into another layout is compared with a load of the same
+targets from a checkpoint in their own layout.
 """
 
 from __future__ import annotations
@@ -70,13 +70,13 @@ RESHARDS = [
 
 
 def whole(name: str) -> np.ndarray[Any, Any]:
-    """The content of one tensor, the same on every rank."""
+    """Return the content of one tensor, equal on every rank."""
     seed = NAMES.index(name)
     return np.random.default_rng(seed).integers(0, 2**32, (ROWS, COLUMNS), np.uint32).view(np.float32)
 
 
 def state(layout: str, rank: int, *, empty: bool) -> NumpyState:
-    """What one rank holds."""
+    """Return the state that one rank holds."""
     box = LAYOUTS[layout](rank)
     if box is None:
         return NumpyState([])
@@ -89,7 +89,7 @@ def state(layout: str, rank: int, *, empty: bool) -> NumpyState:
 
 
 def save_id(layout: str) -> SaveId:
-    """One attempt per layout."""
+    """Return the id of the one save of a layout."""
     return SaveId(layout, Generation(1, 1), 1, 0, "periodic")
 
 
@@ -111,7 +111,7 @@ def save(directory: Path, layout: str, rank: int) -> None:
 
 
 def drop(directory: Path) -> None:
-    """Have every file below leave the page cache."""
+    """Drop every file below a directory from the page cache."""
     for path in directory.rglob("*"):
         if path.is_file():
             fd = os.open(path, os.O_RDONLY)
@@ -121,7 +121,7 @@ def drop(directory: Path) -> None:
 
 
 def cached_part(directory: Path) -> float:
-    """The part of all files below that is in the page cache."""
+    """Return the share of all files below a directory that is in the page cache."""
     cached = total = 0
     for path in directory.rglob("*"):
         if not path.is_file() or not path.stat().st_size:
@@ -139,7 +139,7 @@ def cached_part(directory: Path) -> float:
 
 
 class Contenders:
-    """One rank, its files, and every way to load them. The targets of a case are kept for it only."""
+    """One rank, its files, and every way to load them. The targets of a layout exist only while it is measured."""
 
     def __init__(self, directory: Path) -> None:
         self.rank = dist.get_rank()
@@ -156,7 +156,7 @@ class Contenders:
         }
 
     def prepare(self) -> None:
-        """Write the files of the others, and one raw file per rank."""
+        """Write the files of the other libraries, and one raw file per rank."""
         mine = state("rows4", self.rank, empty=False)
         tensors = {s.fqn: torch.from_numpy(s.array) for s in mine.shards}
         for name in ("raw", "torch", "safetensors", "dcp"):
@@ -185,15 +185,15 @@ class Contenders:
         os.close(fd)
 
     def read(self) -> None:
-        """Roof: this rank's bytes, read into warm memory."""
+        """Measure a roof: read this rank's bytes into warm memory."""
         self._read(0)
 
     def read_direct(self) -> None:
-        """Roof: the same past the page cache."""
+        """Measure a roof: read this rank's bytes past the page cache."""
         self._read(os.O_DIRECT)
 
     def mmap_copy(self) -> None:
-        """Unverified: the file is mapped and copied into the tensors."""
+        """Load without verification: map the file and copy it into the tensors."""
         with (self.directory / "raw" / str(self.rank)).open("rb") as file:
             pages = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
         at = 0
@@ -203,30 +203,30 @@ class Contenders:
             at += len(goal)
 
     def holdfast(self, layout: str = "rows4") -> None:
-        """Ours, every extent verified."""
+        """Load with Holdfast, every extent verified."""
         targets = self.target.targets()
         if targets:
             report = load_into(self.directory / save_id(layout).directory(), targets)
             assert not report.healed
 
     def dcp_load(self) -> None:
-        """torch's distributed checkpoint."""
+        """Load with torch's distributed checkpoint."""
         load_dcp(self.sharded, storage_reader=FileSystemReader(str(self.directory / "dcp")))
 
     def torch_mmap(self) -> None:
-        """torch.load(mmap=True) and a copy into the live tensors."""
+        """Load with torch.load(mmap=True) and copy into the live tensors."""
         found = torch.load(self.directory / "torch" / f"{self.rank}.pt", mmap=True)
         for name, tensor in found.items():
             self.local[name].copy_(tensor)
 
     def torch_load(self) -> None:
-        """torch.load and a copy into the live tensors."""
+        """Load with torch.load and copy into the live tensors."""
         found = torch.load(self.directory / "torch" / f"{self.rank}.pt")
         for name, tensor in found.items():
             self.local[name].copy_(tensor)
 
     def safetensors(self) -> None:
-        """load_file and a copy into the live tensors."""
+        """Load with safetensors' load_file and copy into the live tensors."""
         found = load_file(self.directory / "safetensors" / f"{self.rank}.safetensors")
         for name, tensor in found.items():
             self.local[name].copy_(tensor)
@@ -239,7 +239,7 @@ FOLDERS = {
 
 
 def timed(ways: Contenders, folder: Path, load: Callable[[], None]) -> tuple[float, float, float]:
-    """Seconds of the slowest rank cold and warm, and what was in the page cache before the cold one."""
+    """Return the seconds of the slowest rank, cold and warm, and the share in the page cache before the cold load."""
     if ways.rank == 0:
         drop(folder)
     cached = slowest(cached_part(folder) if ways.rank == 0 else 0.0)
@@ -253,13 +253,13 @@ def timed(ways: Contenders, folder: Path, load: Callable[[], None]) -> tuple[flo
 
 
 def anonymous_bytes() -> int:
-    """Memory of this process that is not of files."""
+    """Return the memory of this process that belongs to no file, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
 
 
 def memory_of_a_load(ways: Contenders, layout: str) -> float:
-    """Peak of the memory that a load needs beyond its targets (looked at every millisecond), bytes."""
+    """Return the peak of the memory that a load needs beyond its targets, in bytes, sampled every millisecond."""
     before, peak, ended = anonymous_bytes(), 0, threading.Event()
 
     def watch() -> None:
@@ -276,14 +276,14 @@ def memory_of_a_load(ways: Contenders, layout: str) -> float:
 
 
 def check(ways: Contenders) -> None:
-    """The last load gave the right bits."""
+    """Check that the last load gave the right bits."""
     for shard in ways.target.shards[:: len(NAMES) // 3]:
         cut = tuple(slice(o, o + s) for o, s in zip(shard.box.offsets, shard.box.sizes, strict=True))
         assert shard.array.tobytes() == np.ascontiguousarray(whole(shard.fqn)[cut]).tobytes()
 
 
 def work(reps: int, directory: Path, names: list[str], reshards: bool) -> None:
-    """One rank of the run; rank 0 prints one JSON line."""
+    """Run the benchmark as one rank. Rank 0 prints one JSON line."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
@@ -319,7 +319,7 @@ def work(reps: int, directory: Path, names: list[str], reshards: bool) -> None:
 
 
 def report(result: dict[str, Any]) -> None:
-    """Print the tables, and the ratios that count; the first round does not count."""
+    """Print the tables and the ratios of interest. The first round does not count."""
     rounds = {name: found[1:] for name, found in (result["times"] | result["pairs"]).items()}
     stale = max(r[2] for found in rounds.values() for r in found)
     print(
@@ -352,7 +352,7 @@ def report(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Start the run, or be one rank of it."""
+    """Start the run, or work as one rank of it."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--reps", type=int, default=5)
     parser.add_argument("--only", default=",".join(FOLDERS), help="contenders, in this order")

@@ -2,10 +2,10 @@
 
     python bench/versions.py --python .venv-2.13/bin/python --python .venv-2.15/bin/python [--rounds 10] [--size 10m]
 
-Each round runs, on each version: one job in which a random rank is killed at a random moment (``bench/recovery.py``,
-the same draw for all versions), and one pair of jobs without faults, plain torchrun and Holdfast
-(``bench/overhead.py``). The order of the versions turns around every time. Prints markdown; ratios are
-against the first version.
+Each round runs, on each version, one job in which a random rank is killed at a random moment (``bench/recovery.py``,
+the same draw for all versions). It also runs one pair of jobs without faults, plain torchrun and Holdfast
+(``bench/overhead.py``). The order of the versions is reversed every time. Prints markdown. Ratios are against the first
+version.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STEPS = 80
 
 
 def measure(seed: int, size: str) -> dict[str, float]:
-    """One round on the version of this process."""
+    """Run one round on the version of this process. Return the figures by name."""
     with tempfile.TemporaryDirectory(prefix="holdfast-bench-") as directory:
         base = Path(directory)
         found = recovery.ours(base, seed, size, 0, random.Random(seed))
@@ -54,12 +54,12 @@ def measure(seed: int, size: str) -> dict[str, float]:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """0.5: the median."""
+    """Return a quantile of the values. ``share`` is 0.5 for the median."""
     return sorted(values)[min(int(len(values) * share), len(values) - 1)]
 
 
 def show(found: dict[str, list[dict[str, float]]]) -> None:
-    """One line for each figure and version."""
+    """Print one line for each figure and version."""
     print("| figure | torch | n | p50 | p90 | p50 against the first |\n|---|---|---|---|---|---|")
     for key, title in (*KEPT.items(), ("step", STEP)):
         base = 0.0

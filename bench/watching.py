@@ -1,4 +1,4 @@
-"""What looking for hangs costs: the worker's stores per step, and the agent's look at all pages of a node.
+"""Cost of hang detection: the worker's stores per step, and the agent's read of all status pages of a node.
 
     python bench/watching.py
 
@@ -28,7 +28,7 @@ WORKERS = 8
 
 
 def row(name: str, call: Callable[[], object]) -> str:
-    """Median and 99th percentile of many calls."""
+    """Return median and 99th percentile of many calls, as one line of the table."""
     times = []
     for _ in range(ROUNDS):
         began_ns = time.perf_counter_ns()

@@ -1,4 +1,4 @@
-"""A byte-level GPT on real text; a worker is lost in the middle of a step, the others save that step, all go on.
+"""A byte-level GPT on real text: a worker dies in the middle of a step, the others save that step, all continue.
 
     holdfast run --nproc-per-node 4 examples/gpt_last_gasp.py --lose 2@20
 
@@ -24,7 +24,7 @@ CONTEXT = 32
 
 
 class Gpt(nn.Module):
-    """Next-byte prediction."""
+    """A small Transformer that predicts the next byte."""
 
     def __init__(self, width: int = 64, layers: int = 2) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Gpt(nn.Module):
         self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(CONTEXT))
 
     def forward(self, text: Tensor) -> Tensor:
-        """Mean loss of ``text``, int64 of shape (batch, CONTEXT + 1)."""
+        """Return the mean loss of ``text``, int64 of shape (batch, CONTEXT + 1)."""
         x = self.tokens(text[:, :-1]) + self.places.weight
         logits = self.head(self.body(x, mask=self.mask, is_causal=True))
         return nn.functional.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())

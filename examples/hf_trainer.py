@@ -20,7 +20,7 @@ CONTEXT = 64
 
 
 class Sources(torch.utils.data.Dataset):
-    """Bytes of real text in pieces of ``CONTEXT``."""
+    """A dataset of the bytes of real text, in pieces of ``CONTEXT``."""
 
     def __init__(self, pieces: int) -> None:
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))

@@ -25,7 +25,7 @@ CONTEXT, BATCH = 64, 4
 
 
 class CpuAttention(torch.nn.Module):
-    """Without a GPU, in the place of Megatron's attention. Tensors: (sequence, batch, heads, width)."""
+    """An attention in place of Megatron's, for a machine without a GPU. Tensors: (sequence, batch, heads, width)."""
 
     def __init__(self, **arguments: object) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""MindSpore, LeNet-5: one worker hears that its device is failing, all of them save the same step and leave.
+"""MindSpore, LeNet-5: one worker learns that its device is failing; all workers save the same step and leave.
 
     holdfast run --framework mindspore --nproc-per-node 4 examples/mindspore_graceful_exit.py --ask 1@6
 
 Holdfast adds: import holdfast.mindspore; holdfast.mindspore.train(..., exit_file=F) in the place of model.train(...).
-Started again, the training goes on at the next step. A SIGTERM to any worker, or the `exit` command, ask the same.
+Started again, the training continues at the next step. A SIGTERM to any worker, or the `exit` command, ask the same.
 """
 
 import argparse
@@ -23,7 +23,7 @@ EXIT_FILE = Path("graceful_exit.json")
 
 
 def lenet() -> nn.Cell:
-    """Images, float32 (batch, 1, 32, 32), -> logits (batch, 10)."""
+    """Build LeNet-5: float32 images (batch, 1, 32, 32) -> logits (batch, 10)."""
     return nn.SequentialCell(
         nn.Conv2d(1, 6, 5, pad_mode="valid"), nn.ReLU(), nn.MaxPool2d(2, 2),
         nn.Conv2d(6, 16, 5, pad_mode="valid"), nn.ReLU(), nn.MaxPool2d(2, 2),
@@ -32,7 +32,7 @@ def lenet() -> nn.Cell:
 
 
 class Ask(ms.train.Callback):
-    """Writes the exit file at a step: what a health monitor does."""
+    """A callback that writes the exit file at a step, as a health monitor does."""
 
     def __init__(self, spec: str, rank: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Ask(ms.train.Callback):
         self.step = int(step) if spec and int(asking) == rank else -1
 
     def on_train_step_end(self, run_context: ms.train.RunContext) -> None:
-        """The request."""
+        """Write the exit file if this is the step."""
         if run_context.original_args().cur_step_num == self.step:
             EXIT_FILE.write_text(json.dumps({"GracefulExit": 1}))
 

@@ -31,12 +31,12 @@ class Network(nn.Cell):
         self.rest = nn.SequentialCell([part for layer in dense for part in (nn.ReLU(), layer)])
 
     def construct(self, x: ms.Tensor) -> ms.Tensor:
-        """Images, float32 (batch, 64), -> logits (batch, 10)."""
+        """Compute logits (batch, 10) from float32 images (batch, 64)."""
         return self.rest(ops.matmul(x, self.param))
 
 
 class Lose(ms.train.Callback):
-    """Kills this worker at a step, unless its life began there."""
+    """A callback that kills this worker at a step, unless this process started there."""
 
     def __init__(self, spec: str, rank: int) -> None:
         super().__init__()
@@ -44,11 +44,11 @@ class Lose(ms.train.Callback):
         self.step = int(step) if spec and int(lost) == rank else -1
 
     def on_train_begin(self, run_context: ms.train.RunContext) -> None:
-        """Note where this life begins."""
+        """Record the step at which this process starts."""
         self.began = run_context.original_args().cur_step_num
 
     def on_train_step_begin(self, run_context: ms.train.RunContext) -> None:
-        """The fault."""
+        """Kill this process if this is the step."""
         if run_context.original_args().cur_step_num == self.step > self.began + 1:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,10 +1,10 @@
-"""Shards with replicas: a rank dies, its part of weights and optimizer comes from the rank that holds it too.
+"""Shards with replicas: a rank dies; its part of weights and optimizer comes from the rank that holds the same part.
 
     holdfast run --nproc-per-node 4 examples/redundant_shards.py
-    holdfast ckpt holders runs/*/checkpoints/step-*                     # who holds what
+    holdfast ckpt holders runs/*/checkpoints/step-*                     # which rank holds which part
 
 Four ranks as two replicas of two shards (FSDP2 on a 2-D mesh): ranks 0 and 2 hold the same half, 1 and 3 the other.
-Rank 0 is killed at step 6; nobody copies rank 2's file to rank 0 by hand.
+Rank 0 is killed at step 6; no file of rank 2 is copied to rank 0 by hand.
 Holdfast adds: import holdfast; with holdfast.session(...) as s; for step in s.steps(...); with step as batch.
 """
 
@@ -40,7 +40,7 @@ def main() -> None:
         first_life = s.step == 0
         for step in s.steps(until=given.steps):  # + Holdfast
             with step:  # + Holdfast
-                source = torch.randn(4, 8, 32)  # seeded by (rank, step): the same again after a restart
+                source = torch.randn(4, 8, 32)  # seeded by (rank, step): equal after a restart
                 loss = (net(source, source) - source.flip(1)).square().mean()
                 loss.backward()
                 if first_life and step.number == 6 and rank == given.lose:

@@ -21,7 +21,7 @@ import holdfast  # + Holdfast
 
 
 def images(folder: Path) -> TensorDataset:
-    """CIFAR-10: records of one label and 3 x 32 x 32 bytes; else digits."""
+    """Load CIFAR-10 (records of one label and 3 x 32 x 32 bytes); digits if it is not there."""
     files = sorted(folder.glob("data_batch_*.bin"))
     if files:
         raw = torch.from_numpy(np.concatenate([np.fromfile(file, np.uint8) for file in files])).view(-1, 3073)

@@ -1,9 +1,9 @@
-"""TensorFlow, MultiWorkerMirroredStrategy, Keras `fit`: a worker is lost, all come back and go on at the next batch.
+"""TensorFlow, MultiWorkerMirroredStrategy, Keras `fit`: a worker dies; all restart and continue at the next batch.
 
     holdfast run --framework tensorflow --nproc-per-node 2 examples/tensorflow_resume.py --lose 1@20
 
 Holdfast adds: import holdfast.tensorflow; holdfast.tensorflow.fit(model, ...) in the place of model.fit(...).
-No BackupAndRestore, no TF_CONFIG by hand; a damaged newest checkpoint is passed over and named.
+No BackupAndRestore, no TF_CONFIG by hand; a damaged newest checkpoint is skipped and named.
 """
 
 import argparse
@@ -21,7 +21,7 @@ BATCH = 64
 
 
 def batches(epoch: int) -> tf.data.Dataset:
-    """Digits in a new order in each epoch."""
+    """Return the digits, in a new order in each epoch."""
     digits = load_digits()
     data = tf.data.Dataset.from_tensor_slices((digits.data.astype("float32") / 16, digits.target))
     options = tf.data.Options()
@@ -30,7 +30,7 @@ def batches(epoch: int) -> tf.data.Dataset:
 
 
 class Lose(tf.keras.callbacks.Callback):
-    """Kills this worker at a step, unless its life began there; says where the training is."""
+    """A callback that kills this worker at a step, unless this process started there, and prints each step."""
 
     def __init__(self, spec: str) -> None:
         super().__init__()
@@ -38,11 +38,11 @@ class Lose(tf.keras.callbacks.Callback):
         self.step = int(step) if spec and lost == os.environ.get("RANK") else -1
 
     def on_train_begin(self, logs: dict[str, float] | None = None) -> None:
-        """Note where this life begins."""
+        """Record the step at which this process starts."""
         self.began = int(self.model.optimizer.iterations.numpy())
 
     def on_train_batch_end(self, batch: int, logs: dict[str, float]) -> None:
-        """One line, or the fault."""
+        """Print one line, and kill this process if this is the step."""
         step = int(self.model.optimizer.iterations.numpy())
         print(f"step {step} loss {logs['loss']:.4f}", flush=True)
         if step == self.step > self.began + 1:

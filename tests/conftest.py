@@ -1,4 +1,4 @@
-"""Order of the whole suite, a logger that no test has changed, and the smallest of all disks."""
+"""Order of the whole suite, a logger that each test finds unchanged, and a tiny disk."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import pytest
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with many jobs of processes first: the last minutes are not spent on one of them by one worker alone."""
+    """Sort files with many jobs of processes first, so that one pytest worker does not run them alone at the end."""
     jobs = Counter(item.path for item in items if item.get_closest_marker("processes") is not None)
     items.sort(key=lambda item: (not jobs[item.path], item.path.parent.name != "drill", -jobs[item.path]))
 
 
 @pytest.fixture(autouse=True)
 def logger_of_before() -> Iterator[None]:
-    """A session gives the logger a handler or a filter: what the next test reads must not depend on that."""
+    """Restore the logger after each test: a session adds handlers or filters, which the next test must not see."""
     log = logging.getLogger("holdfast")
     filters, handlers, level, propagate = list(log.filters), list(log.handlers), log.level, log.propagate
     yield
@@ -29,7 +29,7 @@ def logger_of_before() -> Iterator[None]:
 
 @pytest.fixture
 def tiny_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
+    """Mount a file system of 1 MiB."""
     place = tmp_path / "disk"
     place.mkdir()
     mounted = subprocess.run(

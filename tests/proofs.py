@@ -1,4 +1,4 @@
-"""Which command runs a test, read from its marks: what CI leaves out on two cores is no proof that CI looks at."""
+"""The command that runs a test, read from its marks. A test that CI skips on two cores is not counted as run by CI."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Marks = list[ast.expr]
 
 @cache
 def tree_of(path: str) -> ast.Module:
-    """Syntax tree of a file of the repository."""
+    """Return the syntax tree of a file of the repository."""
     return ast.parse((ROOT / path).read_text())
 
 
 @cache
 def functions_in(path: str) -> dict[str, ast.FunctionDef]:
-    """The test functions of a file."""
+    """Return the test functions of a file by name."""
     found = (node for node in ast.walk(tree_of(path)) if isinstance(node, ast.FunctionDef))
     return {node.name: node for node in found if node.name.startswith("test_")}
 
 
 def run_by(path: str, test: str) -> str:
-    """``ci``, ``ci as root``, ``ci smoke``, or the make target that runs the test where CI does not.
+    """Return ``ci``, ``ci as root``, ``ci smoke``, or the make target that runs a test which CI does not run.
 
     Raises:
         ValueError: a condition that is not known here.
@@ -43,7 +43,7 @@ def run_by(path: str, test: str) -> str:
 
 
 def _ways(path: str, mark: ast.expr) -> Iterator[str]:
-    """What a mark says of where the test runs; nothing for one that does not matter."""
+    """Yield what a mark says about the command that runs the test. Irrelevant marks yield nothing."""
     if isinstance(mark, ast.Name):
         for each in _expanded(path, _lookup(path, mark.id)):
             yield from _ways(path, each)
@@ -60,7 +60,7 @@ def _ways(path: str, mark: ast.expr) -> Iterator[str]:
 
 
 def _condition(path: str, mark: ast.Call) -> str:
-    """Of a ``skipif``."""
+    """Return the command that a ``skipif`` stands for."""
     reasons = [ast.literal_eval(k.value) for k in mark.keywords if isinstance(k.value, ast.Constant)]
     switches = [reason for reason in reasons if reason.startswith("make ")]
     if switches:
@@ -73,7 +73,10 @@ def _condition(path: str, mark: ast.Call) -> str:
 
 
 def _of_cases(path: str, cases: ast.expr) -> Iterator[str]:
-    """Of parameters: the case that is left out least speaks for all, and a short one for CI of a framework counts."""
+    """Yield what parameters say about the command.
+
+    The case with the fewest conditions decides for all cases. ``ci smoke`` of any case is yielded in addition.
+    """
     if not isinstance(cases, ast.List | ast.Tuple):
         if "marks=" in ast.unparse(cases):
             raise ValueError(f"{path}: which cases of {ast.unparse(cases)[:80]} have marks?")
@@ -93,7 +96,7 @@ def _of_case(path: str, case: ast.expr) -> Iterator[str]:
 
 
 def _expanded(path: str, marks: ast.expr | None) -> Marks:
-    """One mark or several."""
+    """Return one mark or several as a list."""
     if marks is None:
         return []
     return list(marks.elts) if isinstance(marks, ast.List | ast.Tuple) else [marks]
@@ -101,7 +104,7 @@ def _expanded(path: str, marks: ast.expr | None) -> Marks:
 
 @cache
 def _assigned(path: str) -> dict[str, ast.expr]:
-    """What the names of a module stand for."""
+    """Return the values of a module's names."""
     found: dict[str, ast.expr] = {}
     for node in tree_of(path).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -110,10 +113,10 @@ def _assigned(path: str) -> dict[str, ast.expr]:
 
 
 def _lookup(path: str, name: str) -> ast.expr:
-    """What a name stands for, here or in the module of the tests that it comes from.
+    """Return the value of a name in this module, or in the test module that it is imported from.
 
     Raises:
-        ValueError: nothing is known of it.
+        ValueError: the name is not found.
     """
     if name in _assigned(path):
         return _assigned(path)[name]

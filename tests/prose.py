@@ -1,7 +1,7 @@
-"""The words that ``docs/writing.md`` bans, and where they still are.
+"""The words that ``docs/writing.md`` bans, and their number in each file.
 
-``tests/prose_allowance.json`` holds how often each file still uses them. ``python -m tests.prose`` writes it again,
-after a repair or a move of files. It refuses when the sum would rise: mend the new sentences instead.
+``tests/prose_allowance.json`` holds how often each file still uses them. ``python -m tests.prose`` writes this file
+again, after a repair or a move of files. It refuses if the sum would rise: repair the new sentences instead.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ EXEMPT = {"docs/writing.md", "tests/prose.py"}
 
 
 def prose_of(path: Path) -> Iterator[tuple[int, str]]:
-    """Lines of a file that a person reads, by number: Markdown without code, docstrings, comments, messages.
+    """Yield the lines of a file that a person reads, by number: Markdown without code, docstrings, comments, messages.
 
     Example:
         >>> any("prose" in text for _, text in prose_of(Path(__file__)))
@@ -68,7 +68,7 @@ def _of_python(text: str) -> Iterator[tuple[int, str]]:
 
 
 def breaches(path: Path) -> list[tuple[int, str]]:
-    """Line and rule of each banned word in a file."""
+    """Return line and rule of each banned word in a file."""
     return [
         (number, rule)
         for number, line in prose_of(path)
@@ -78,7 +78,7 @@ def breaches(path: Path) -> list[tuple[int, str]]:
 
 
 def files() -> list[Path]:
-    """Documents and sources that the rules are for: all Markdown, and the Python of the project."""
+    """Return the documents and sources that the rules apply to: all Markdown, and the Python of the project."""
     documents = [
         *ROOT.glob("*.md"),
         *(p for f in ("docs", "bench", ".github") for p in (ROOT / f).rglob("*.md")),
@@ -88,13 +88,13 @@ def files() -> list[Path]:
 
 
 def counted() -> dict[str, int]:
-    """Banned words per file, without the files that have none."""
+    """Return the number of banned words per file, without files that have none."""
     found = {str(path.relative_to(ROOT)): len(breaches(path)) for path in files()}
     return {name: count for name, count in found.items() if count}
 
 
 def write() -> int:
-    """Write the allowance of now, unless its sum has risen. The exit code."""
+    """Write the present allowance, unless its sum has risen. Return the exit code."""
     allowed = sum(json.loads(ALLOWANCE.read_text()).values()) if ALLOWANCE.exists() else None
     found = counted()
     total = sum(found.values())

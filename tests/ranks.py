@@ -1,7 +1,7 @@
-"""Ranks of a torch script, without a launcher of ours: forks of one process that has imported torch.
+"""Ranks of a torch script without a launcher of Holdfast: forks of one process that has imported torch.
 
-``python -m tests.ranks WORLD (SCRIPT | -m MODULE) ARGUMENT...`` does what torchrun does, and torch is imported once
-instead of in every rank. The process groups are torch's own: nothing installs ours.
+``python -m tests.ranks WORLD (SCRIPT | -m MODULE) ARGUMENT...`` does what torchrun does, but imports torch once and not
+in every rank. The process groups are torch's own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BOUND_S = 100.0
 
 
 def statuses(world: int, *command: str, env: Mapping[str, str] | None = None) -> list[int]:
-    """Exit status of each rank, in order: a code, or minus a signal. One torch thread per rank."""
+    """Return the exit status of each rank in order: a code, or minus a signal. Each rank has one torch thread."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.ranks", str(world), *command], cwd=ROOT, timeout=BOUND_S,
         env={**(os.environ if env is None else env), "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
@@ -30,12 +30,12 @@ def statuses(world: int, *command: str, env: Mapping[str, str] | None = None) ->
     assert done.returncode == 0, done.stderr
     found: list[int] = json.loads(done.stdout.splitlines()[-1])
     if any(found):
-        sys.stderr.write(done.stderr)  # shown by pytest when the test fails
+        sys.stderr.write(done.stderr)  # pytest shows this when the test fails
     return found
 
 
 def be(rank: int, world: int, port: int, command: list[str]) -> None:
-    """In the fork: run the script as one rank."""
+    """Run the script as one rank, in the forked process."""
     told = {
         "RANK": rank,
         "LOCAL_RANK": rank,
@@ -60,7 +60,7 @@ def be(rank: int, world: int, port: int, command: list[str]) -> None:
 
 
 def main(world: int, command: list[str]) -> None:
-    """Fork the ranks; print how each ended when all have."""
+    """Fork the ranks, and print how each ended when all have ended."""
     preloaded = preload("torch", ())
     assert preloaded.threads == 1 and not preloaded.missing, preloaded
     port = free_port()

@@ -1,4 +1,4 @@
-"""The public surface: its names, and what it costs to reach it."""
+"""The public API: its names, and the cost of its import."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ PUBLIC = [
 
 
 def python(code: str) -> str:
-    """Output of a fresh interpreter that runs ``code``."""
+    """Run ``code`` in a new interpreter. Return its output."""
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
     )
@@ -66,7 +66,7 @@ def python(code: str) -> str:
 
 
 def best_s(code: str) -> float:
-    """Best of several runs of ``code``, which prints seconds of CPU time: what other processes do is not counted."""
+    """Return the best of several runs of ``code``, which prints CPU seconds: other processes do not count in those."""
     return min(float(python(code)) for _ in range(RUNS))
 
 
@@ -122,7 +122,7 @@ def test_help_loads_only_what_it_needs() -> None:
 
 
 def test_help_is_fast() -> None:
-    """The whole command, interpreter included."""
+    """The time is that of the whole command, including the interpreter."""
     command = [str(Path(sys.executable).parent / "holdfast"), "--help"]
     code = (
         "import resource, subprocess; "

@@ -1,4 +1,4 @@
-"""The diagrams of the documents are those that their text sources give."""
+"""The diagrams of the documents equal those that their text sources give."""
 
 from __future__ import annotations
 

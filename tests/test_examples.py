@@ -1,4 +1,4 @@
-"""The examples stay what they promise: short, and a few lines away from a script that knows nothing of Holdfast."""
+"""The examples keep their promises: they are short, and differ in a few lines from a script without Holdfast."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def test_example_is_short_and_adds_little(path: Path) -> None:
 
 
 def is_prose(line: str) -> bool:
-    """A line of the docstring: how to start the example, or what Holdfast adds."""
+    """Return whether a line of the docstring is a command or a list of what Holdfast adds."""
     return line.startswith(("    holdfast ", "    pip ", "Holdfast adds: "))
 
 
 def start(where: Path, *arguments: str) -> str:
-    """Output of a ``holdfast`` command that succeeds."""
+    """Run a ``holdfast`` command that succeeds. Return its output."""
     command = [str(Path(sys.executable).parent / "holdfast"), *arguments]
     done = subprocess.run(
         command, cwd=where, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE,
@@ -52,7 +52,7 @@ def start(where: Path, *arguments: str) -> str:
 
 
 def run(where: Path, name: str, *arguments: str, ranks: int = 4) -> str:
-    """Output of an example."""
+    """Run an example. Return its output."""
     where.mkdir(exist_ok=True)
     return start(where, "run", "--nproc-per-node", str(ranks), str(ROOT / "examples" / name), *arguments)
 

@@ -1,4 +1,4 @@
-"""The history of the benches: well-formed records, and the picture that they give."""
+"""The history of the benches: well-formed records, and the diagram made from them."""
 
 from __future__ import annotations
 

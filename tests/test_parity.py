@@ -1,4 +1,4 @@
-"""docs/parity.md cannot drift: each of the 238 rows is there once, its proofs exist, and what runs them is said.
+"""docs/parity.md stays correct: each of the 238 rows exists once, with existing proofs and the command that runs them.
 
 ``python -m tests.test_parity`` writes the column "run by" and the totals from the rows.
 """
@@ -24,23 +24,23 @@ NOTHING = "-"
 
 
 def cells_of(line: str) -> list[str]:
-    """Cells of one row: id, capability, state, run by, text."""
+    """Return the cells of one row: id, capability, state, run by, text."""
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def rows() -> list[list[str]]:
-    """Cells of every row."""
+    """Return the cells of every row."""
     return [cells_of(line) for line in PAGE.read_text().splitlines() if ROW.match(line)]
 
 
 def said_of(text: str) -> str:
-    """What the column has to say of the proofs in a text."""
+    """Return the text of the column "run by" for the proofs in a text."""
     ways = [run_by(path, test) for path, test in PROOF.findall(text)]
     return ", ".join(dict.fromkeys(ways)) or NOTHING
 
 
 def counted() -> list[int]:
-    """Rows by state."""
+    """Return the number of rows by state."""
     return [sum(row[2] == state for row in rows()) for state in STATES]
 
 
@@ -62,7 +62,7 @@ def test_every_row_is_backed() -> None:
 
 
 def test_what_runs_a_proof_is_said() -> None:
-    """A proof that CI skips on two cores (a switch, ``more``, another framework) shows in the column."""
+    """The column also names the command of proofs that CI skips on two cores (switches, ``more``, frameworks)."""
     faults = [f"{row[0]}: {row[3]}, not {said}" for row in rows() if row[3] != (said := said_of(row[4]))]
     assert not faults, "python -m tests.test_parity writes the column"
 
@@ -95,7 +95,7 @@ def test_the_totals_are_right() -> None:
 
 
 def write() -> None:
-    """Set the column and the totals."""
+    """Write the column and the totals."""
     lines = PAGE.read_text().splitlines()
     for number, line in enumerate(lines):
         if ROW.match(line):

@@ -1,4 +1,4 @@
-"""The habits of the house, checked instead of reviewed. Every message names the file, the line and the rule."""
+"""The rules of the code base, checked automatically. Every message names the file, the line and the rule."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ WIDE = {
 }  # fmt: skip
 FUNCTION_LINES_MAX = 70
 
-# core/ is pure: whatever is not in this list is an effect, a clock, a framework or chance.
+# core/ is pure: a module that is not in this list is an effect, a clock, a framework or chance.
 CORE_MAY_IMPORT = {
     "__future__", "abc", "bisect", "collections", "copy", "dataclasses", "enum", "fractions", "functools",
     "hashlib", "heapq", "itertools", "json", "math", "operator", "re", "statistics", "string", "struct",
@@ -53,24 +53,24 @@ PUBLIC_DOCS = ("core", "store", "session")
 
 @cache
 def python_files(*folders: str) -> tuple[Path, ...]:
-    """All Python files below the given folders of the repository, sorted."""
+    """Return all Python files below the given folders of the repository, sorted."""
     return tuple(sorted(p for f in folders for p in (ROOT / f).rglob("*.py") if "__pycache__" not in p.parts))
 
 
 @cache
 def tree_of(path: Path) -> ast.Module:
-    """Syntax tree of a file."""
+    """Return the syntax tree of a file."""
     return ast.parse(path.read_text(), str(path))
 
 
 def where(path: Path, node: ast.AST | int = 1) -> str:
-    """``file:line`` as an editor opens it."""
+    """Return ``file:line`` in the form that an editor opens."""
     line = node if isinstance(node, int) else getattr(node, "lineno", 1)
     return f"{path.relative_to(ROOT)}:{line}"
 
 
 def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Every function and method, nested ones too."""
+    """Yield every function and method, including nested ones."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             yield node
@@ -83,7 +83,7 @@ def refuse(found: list[str], rule: str) -> None:
 
 
 def width_of(node: ast.ClassDef) -> tuple[int, int]:
-    """Attributes that the methods of a class assign, and parameters of its constructor."""
+    """Return how many attributes the methods of a class assign, and how many parameters its constructor has."""
     attributes = {
         inner.attr
         for inner in ast.walk(node)
@@ -98,7 +98,7 @@ def width_of(node: ast.ClassDef) -> tuple[int, int]:
 
 
 def test_classes_are_narrow() -> None:
-    """A wide class has several jobs. The allowances are those of the day the rule was made; they only shrink."""
+    """A wide class has several jobs. The allowances were set when the rule was made, and only shrink."""
     found, met = [], set()
     for path in python_files("src"):
         for node in ast.walk(tree_of(path)):
@@ -119,7 +119,7 @@ def test_classes_are_narrow() -> None:
 
 
 def test_a_class_name_is_defined_once() -> None:
-    """Two classes of one name are two ideas with one word, and one import away from a mistake."""
+    """Two classes with one name are two ideas with one word, and one import away from a mistake."""
     places: dict[str, list[str]] = {}
     for path in python_files("src"):
         for node in tree_of(path).body:
@@ -173,7 +173,7 @@ def test_public_names_of_the_inner_rings_are_documented() -> None:
 
 
 def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
-    """Module-level functions, classes and their methods whose names do not start with an underscore."""
+    """Yield module-level functions, classes and their methods whose names do not start with an underscore."""
     for node in tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name[0] != "_":
             yield node
@@ -184,7 +184,7 @@ def public_definitions(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.Async
 
 
 def carries_unit(annotation: ast.expr | None) -> bool:
-    """A type that holds its own unit (``timedelta``), or a word or a record rather than a number ("tiny")."""
+    """Return whether a type holds its unit (``timedelta``), or is a word or a record and not a number ("tiny")."""
     if annotation is None:
         return False
     kind = ast.unparse(annotation)
@@ -275,7 +275,7 @@ def test_exceptions_are_not_swallowed() -> None:
     refuse(found, "an exception is handled, raised or reported")
 
 
-# StateError is not here: most of them say what is wrong with what a rank holds, not what was typed.
+# StateError is not here: most of its messages are about the state that a rank holds, not about input.
 FIXED_BY_THE_USER = {
     "UserError", "UsageError", "ScriptError", "StepError", "DataError", "EmptyLoaderError", "UnsupportedError",
 }  # fmt: skip
@@ -296,7 +296,7 @@ def test_what_the_user_can_mend_comes_with_a_hint() -> None:
 
 @cache
 def markdown_files() -> tuple[Path, ...]:
-    """Every tracked or new Markdown file of the repository."""
+    """Return every tracked or new Markdown file of the repository."""
     listing = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "*.md"],
         cwd=ROOT, capture_output=True, text=True, check=False,
@@ -342,13 +342,13 @@ def test_the_map_of_the_code_names_directories_that_exist() -> None:
     refuse(found, "a directory that ARCHITECTURE.md names exists")
     inits = bases[1].glob("*/*/__init__.py")
     rooms = (f"{init.parent.relative_to(bases[1])}/" for init in inits)
-    described = ("cli/", "integrations/")  # by their rows in the table of rings
+    described = ("cli/", "integrations/")  # described by their rows in the table of rings
     found = sorted(room for room in rooms if room not in text and not room.startswith(described))
     refuse(found, "each room is on the map")
 
 
 def test_no_module_is_unused() -> None:
-    """Each module is imported by another one, named by a dotted string, an entry point, or a documented tool."""
+    """Each module is imported by another one, or named by a dotted string, an entry point or a documented tool."""
     project = (ROOT / "pyproject.toml").read_text()
     tools = (ROOT / "Makefile").read_text() + (ROOT / "CONTRIBUTING.md").read_text()
     users: dict[str, set[Path]] = {}
@@ -366,7 +366,7 @@ def test_no_module_is_unused() -> None:
 
 
 def _modules_named(path: Path) -> set[str]:
-    """What a file imports, and each dotted name in its text."""
+    """Return the imports of a file, and each dotted name in its text."""
     found = set(re.findall(r"\bholdfast(?:\.\w+)+", path.read_text()))
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.ImportFrom) and node.module:
@@ -375,7 +375,7 @@ def _modules_named(path: Path) -> set[str]:
 
 
 def test_rings_are_checked_for_every_package() -> None:
-    """The layers contract is exhaustive, so a new package cannot escape it; here: the contract really runs."""
+    """The layers contract covers every package. This test shows that the contract really runs."""
     result = subprocess.run(
         [str(Path(sys.executable).parent / "lint-imports"), "--no-logo", "--no-cache"],
         cwd=ROOT, capture_output=True, text=True, timeout=100, check=False,
@@ -387,7 +387,10 @@ def test_rings_are_checked_for_every_package() -> None:
 
 
 def test_banned_words_become_fewer() -> None:
-    """The rules of ``docs/writing.md``; sentences from before them are counted per file and only leave."""
+    """The rules are in ``docs/writing.md``.
+
+    Sentences from before those rules are counted per file and only decrease.
+    """
     allowed: dict[str, int] = json.loads(ALLOWANCE.read_text())
     found = counted()
     new = [

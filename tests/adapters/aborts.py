@@ -1,4 +1,4 @@
-"""What the ranks of ``test_heal.py`` do: training in which one step is aborted, healed and run again."""
+"""Work of the ranks of ``test_wrapper_reset.py``: trainings in which a step is aborted, healed and run again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FSDP_OPTIONS = {"fsdp2": True, "fsdp2_no_reshard": False}
 
 
 class Boom(Exception):
-    """What user code raises."""
+    """The exception that the user code of these scenarios raises."""
 
 
 class Block(nn.Module):
@@ -48,7 +48,7 @@ class Block(nn.Module):
 
 
 class Bomb(nn.Module):
-    """Does ``action`` in forward or backward when armed."""
+    """A module that runs ``action`` in forward or backward when armed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ def abort_and_retry(
 
 
 def scaler_retry(line: Line, aborted: bool, healed: bool) -> str:
-    """GradScaler on one rank: an abort between ``unscale_`` and ``step``, then the same step again."""
+    """Abort a step of one rank with GradScaler between ``unscale_`` and ``step``, then run the same step again."""
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -165,7 +165,7 @@ def scaler_retry(line: Line, aborted: bool, healed: bool) -> str:
 
 
 class Wide(nn.Module):
-    """Several megabytes in layers of different sizes: the layout of its buckets changes the sums."""
+    """A model of several megabytes in layers of different sizes: the layout of DDP's buckets changes the sums."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def _wide_step(model: nn.Module, step: int, rank: int) -> None:
 
 
 def rehearse(line: Line, fresh_at: int, rehearsals: bool, static: bool) -> dict[str, Any]:
-    """Train 8 steps; at step ``fresh_at`` go on with a fresh DDP (as a new process would), rehearsed or not."""
+    """Train 8 steps. At step ``fresh_at`` continue with a new DDP, as a new process would, rehearsed or not."""
     dist.init_process_group("gloo")
     state = fabric()
     model, optimizer = _wide(static)
@@ -218,9 +218,11 @@ def rehearse(line: Line, fresh_at: int, rehearsals: bool, static: bool) -> dict[
 
 
 def pipeline_retry(line: Line, several: bool, where: str, healed: bool = True) -> str:
-    """Train a pipeline of two ranks; the last one aborts step 3 in its second micro-batch, the other one hears of it.
+    """Train a pipeline of two ranks.
 
-    Shapes are asked of the neighbours, again after the abort. ``several``: two stages per rank, interleaved.
+    The last rank aborts step 3 in its second micro-batch and the other one is poisoned.
+
+    The stages ask their neighbours for shapes, again after the abort. ``several``: two stages per rank, interleaved.
     """
     dist.init_process_group("gloo")
     state = fabric()

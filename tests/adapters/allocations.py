@@ -1,4 +1,4 @@
-"""What operations of torch allocate, counted tensor by tensor: torch has no such count on the CPU."""
+"""A count of the memory that operations of torch allocate, tensor by tensor: torch has no such count on the CPU."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is on: bytes of new memory in all (``total``), and the most that lived at one time (``peak``)."""
+    """A mode that counts allocated bytes: all of them (``total``), and the most that existed at one time (``peak``)."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.total = self.peak = self._now = 0
-        self._users: Counter[int] = Counter()  # of memory that was made meanwhile, by its address
+        # number of users of memory that was allocated under this mode, by its address
+        self._users: Counter[int] = Counter()
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -33,7 +34,7 @@ class Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note(self, tensor: torch.Tensor, given: set[int]) -> None:
         address, size = self._address(tensor), tensor.untyped_storage().nbytes()
         if address not in self._users and address in given:
-            return  # a view of what was there before
+            return  # a view of memory that existed before
         if address not in self._users:
             self.total += size
             self._now += size

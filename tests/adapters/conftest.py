@@ -1,4 +1,4 @@
-"""One fork server for all scenarios of a session."""
+"""One fork server for all scenarios of a pytest session."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FEATURES = "tests.adapters.features"  # imported before the forks, not in each o
 
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Worlds]:
-    """Ranks with our process groups installed before the fork."""
+    """Yield a server of ranks that have Holdfast's process groups installed before the fork."""
     server = Worlds(FEATURES, "tests.adapters.aborts", "tests.adapters.faults")
     yield server
     server.close()
@@ -21,7 +21,7 @@ def worlds() -> Iterator[Worlds]:
 
 @pytest.fixture(scope="session")
 def plain_worlds() -> Iterator[Worlds]:
-    """Ranks with torch's own process groups, to compare with."""
+    """Yield a server of ranks with torch's own process groups, for comparison."""
     server = Worlds(FEATURES, plain=True)
     yield server
     server.close()

@@ -1,4 +1,4 @@
-"""What the ranks of ``test_groups_faults.py`` do while one of them dies or stops."""
+"""Work of the ranks of ``test_groups_faults.py`` while one of them dies or stops."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ OPERATIONS: dict[str, Callable[[int, int, int, int], tuple[Tensor, Tensor]]] = {
 
 
 def _push(line: Line) -> list[float]:
-    """Poison when the control plane says so; returns where the moment will be noted."""
+    """Poison the groups when the server orders a fence. Return the list to which the moment is appended."""
     told: list[float] = []
 
     def fence(order: Order) -> None:
@@ -125,8 +125,8 @@ def lose_a_peer(
 ) -> dict[str, Any]:
     """Repeat an operation until the victim is killed (``how`` = kill) or stopped at a random moment inside it.
 
-    Returns: ``turns`` done soundly, ``end`` (how this rank came out), ``out_ms`` after it was told; and, the process
-    being poisoned, how it answers another call.
+    Returns: ``turns`` that were done correctly, ``end`` (how this rank left), ``out_ms`` (milliseconds after the
+        order), and how the poisoned process answers another call.
     """
     told = _push(line)
     dist.init_process_group("gloo", timeout=LIMIT)
@@ -136,7 +136,7 @@ def lose_a_peer(
     run = OPERATIONS[operation]
     turns, end = 0, "poisoned"
     try:
-        run(line.rank, line.world_size, 0, numel)  # the victim may be through with it before the others are
+        run(line.rank, line.world_size, 0, numel)  # the victim may finish the operation before the others do
         if line.rank == victim:
             delay_s = random.Random(seed).uniform(0.0, 0.03)
             threading.Timer(delay_s, lambda: line.say(Say("kill-me" if how == "kill" else "stop-me"))).start()
@@ -161,13 +161,13 @@ def lose_a_peer(
 
 
 def _all_built(line: Line, what: str = "built") -> None:
-    """One rank may have its group before another one's is complete: a fault would meet that one while it builds."""
+    """Wait until every rank has built its groups. Without this, a fault could hit a rank that is still building."""
     line.kv("set", (f"{what}/{line.rank}",), b"yes")
     assert line.kv("wait", tuple(f"{what}/{rank}" for rank in range(line.world_size))).ok
 
 
 def answers_when_poisoned(line: Line) -> dict[str, str]:
-    """Every way in which a poisoned or sealed process answers, and what loopback and bugs do not do."""
+    """Return all answers of a poisoned or sealed process, and those of loopback and of programming errors."""
     dist.init_process_group("gloo")
     state = fabric()
     seen: list[str] = []
@@ -221,7 +221,7 @@ def answers_when_poisoned(line: Line) -> dict[str, str]:
 
 
 def second_fault(line: Line) -> dict[str, str]:
-    """Rank 0 rebuilds while rank 1 does not come; another fault ends that; the generation after it works."""
+    """Rebuild rank 0 while rank 1 does not come. Another fault ends the attempt, and the next generation works."""
     dist.init_process_group("gloo")
     dist.new_group([0, 1])
     _all_built(line)
@@ -243,7 +243,7 @@ def second_fault(line: Line) -> dict[str, str]:
 
 
 def lost_while_connecting(line: Line, victim: int, how: str) -> str:
-    """The victim has told its address and is gone before it connects; a second later the others hear of it.
+    """Lose a victim that has published its address and has not connected. The others get the order a second later.
 
     Returns: how the rebuilding of the others ended.
     """
@@ -269,16 +269,16 @@ def lost_while_connecting(line: Line, victim: int, how: str) -> str:
 
 
 def rebuilt_often(line: Line, generations: int) -> list[list[int]]:
-    """Two groups and the vote's are broken and rebuilt again and again.
+    """Break and rebuild two groups and the group of the vote again and again.
 
-    Returns: descriptors and threads of this process in each generation; what ends beside this thread gets a while.
+    Returns: descriptors and threads of this process in each generation, after a while in which other threads may end.
     """
-    gc.disable()  # it may be long in coming
+    gc.disable()  # the collector of cycles may run late
     dist.init_process_group("gloo", timeout=LIMIT)
     dist.new_group()
     state = fabric()
     state.shield(True)
-    _ring(line.rank, line.world_size, 0, SIZE)  # from then on a thread waits for messages
+    _ring(line.rank, line.world_size, 0, SIZE)  # from then on, a thread of gloo waits for messages
     found: list[list[int]] = []
     for number in range(1, generations + 1):
         state.reduce_vote([1])
@@ -294,7 +294,7 @@ def rebuilt_often(line: Line, generations: int) -> list[list[int]]:
 
 
 def _break_off(line: Line, moment: str) -> None:
-    """The fault comes while all but rank 0 wait for it."""
+    """Inject the fault while all ranks but rank 0 wait for it in a collective."""
     works = []
     if line.rank > 0:
         works = [dist.all_reduce(torch.ones(SIZE), async_op=True), dist.irecv(torch.ones(SIZE), 0)]
@@ -310,9 +310,9 @@ def _held() -> list[int]:
 
 
 def buried_in_a_wait(line: Line) -> list[bool]:
-    """A thread of gloo waits for a peer, and nothing has ended that, when its group is buried.
+    """Bury a group while a thread of gloo still waits in it for a peer.
 
-    Returns: whether nothing was left of the group, then and after the wait had ended.
+    Returns: whether nothing was left of the group, first at its burial and then after the wait had ended.
     """
     dist.init_process_group("gloo", timeout=LIMIT)
     _all_built(line)
@@ -331,7 +331,7 @@ def buried_in_a_wait(line: Line) -> list[bool]:
 
 
 def no_control_plane(line: Line, path: str) -> str:
-    """Reconfigure in a process that has no client."""
+    """Reconfigure in a process that has no client of the control plane, and return the error."""
     WorkerClient._current = None
     dist.init_process_group("gloo", store=FileStore(path, 1), rank=0, world_size=1)
     fabric().poison("test")
@@ -343,7 +343,7 @@ def no_control_plane(line: Line, path: str) -> str:
 
 
 def builtin_hook(line: Line) -> str:
-    """DDP's C++ hooks are refused by name."""
+    """Return the error with which DDP's C++ hooks are refused by name."""
     dist.init_process_group("gloo")
     model = DDP(nn.Linear(2, 2))
     try:
@@ -355,7 +355,7 @@ def builtin_hook(line: Line) -> str:
 
 
 def buffers_of_the_group(line: Line) -> str:
-    """FSDP2 would take its buffers from the communicator."""
+    """Return the error of FSDP2 when it is to take its buffers from the communicator."""
     dist.init_process_group("gloo")
     model = fully_shard(nn.Linear(2, 2))
     model.set_allocate_memory_from_process_group_for_comm(False)
@@ -367,7 +367,7 @@ def buffers_of_the_group(line: Line) -> str:
 
 
 def foreign_socket(line: Line) -> dict[str, int]:
-    """A connection that something else opens while gloo connects is not gloo's."""
+    """Check that a connection which other code opens while gloo connects is not counted as gloo's."""
     store = ControlStore(line, "foreign/")
     with socket.create_server(("127.0.0.1", 0)) as server, Recorder() as recorder:
         backend = dist.ProcessGroupGloo(store, line.rank, line.world_size, LIMIT)
@@ -394,7 +394,7 @@ class Small(nn.Module):
 
 
 def replaced(line: Line, victim: int, kill_at: int, steps: int) -> dict[str, Any]:
-    """DDP training with a vote; the victim is killed before its vote of ``kill_at`` and replaced by a new process."""
+    """Train with DDP and a vote. The victim is killed before its vote of ``kill_at`` and replaced by a new process."""
     told = threading.Event()
 
     def fence(order: Order) -> None:
@@ -405,7 +405,7 @@ def replaced(line: Line, victim: int, kill_at: int, steps: int) -> dict[str, Any
     state = fabric()
     newcomer = line.generation != Generation(1, 1)
     if newcomer:
-        state.loopback()  # groups, DDP and its rehearsal need no peers
+        state.loopback()  # groups, DDP and the rehearsal need no peers
     dist.init_process_group("gloo", timeout=LIMIT)
     torch.manual_seed(0)
     model = DDP(Small(), bucket_cap_mb=0.003)
@@ -416,7 +416,7 @@ def replaced(line: Line, victim: int, kill_at: int, steps: int) -> dict[str, Any
         (model(x) ** 2).mean().backward()
 
     def share() -> int:
-        """All take step, weights and momenta from a survivor."""
+        """Broadcast step, weights and momenta from a survivor to all. Return the step."""
         source = (victim + 1) % line.world_size
         step_now = torch.tensor([step])
         dist.broadcast(step_now, source)

@@ -1,4 +1,7 @@
-"""What the ranks of ``test_groups_features.py`` do. Each returns numbers that must equal those of plain gloo."""
+"""Work of the ranks of ``test_groups_features.py``.
+
+Each function returns numbers that must equal those of plain gloo.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,7 @@ class MLP(nn.Module):
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """Of the bits of local tensors."""
+    """Return a digest of the bits of local tensors."""
     found = hashlib.blake2b(digest_size=8)
     for tensor in tensors:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -266,7 +269,7 @@ def plain_collectives(rank: int, size: int) -> Numbers:
 
 
 def reduce_scatter_bits(rank: int, size: int) -> Numbers:
-    """Sums whose order matters: ours goes another way than gloo's own and must give the same bits."""
+    """Return sums whose order matters. Holdfast's algorithm differs from gloo's and must give the same bits."""
     torch.manual_seed(rank)
     out, single = torch.empty(100_003), torch.empty(100_003)
     source = torch.randn(100_003 * size) * 1e3
@@ -283,7 +286,7 @@ def coalescing(rank: int, size: int) -> Numbers:
     out = torch.empty(2 * size)
     with coalescing_manager():
         dist.all_gather_into_tensor(out, x)
-    refused = ""  # and torch's own bookkeeping is left broken: nothing may follow in this world
+    refused = ""  # torch's own bookkeeping is broken after this: nothing may follow in this world
     try:
         with coalescing_manager(device=torch.device("cpu")):
             dist.all_reduce(x)
@@ -370,7 +373,8 @@ def ddp_join(rank: int, size: int) -> Numbers:
 def zero_one(rank: int, size: int) -> Numbers:
     torch.manual_seed(0)
     model = DDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns, an error under pytest
+    # The import warns, which is an error under pytest.
+    from torch.distributed.optim import ZeroRedundancyOptimizer
 
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
     model(torch.randn(3, 4)).sum().backward()

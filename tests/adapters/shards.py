@@ -1,4 +1,4 @@
-"""What the ranks of ``test_boxes.py`` do: cut tensors in every way and compare each box with the whole."""
+"""Work of the ranks of ``test_boxes.py``: cut tensors in every way and compare each box with the whole tensor."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLACEMENTS: dict[str, list[Any]] = {
 
 
 def boxes_of(tensor: DTensor, whole: Tensor) -> list[str]:
-    """The boxes of this rank; each must hold exactly its region of ``whole``."""
+    """Return the boxes of this rank. Each must hold exactly its region of ``whole``."""
     found = []
     for part in parts_of(tensor, "x"):
         region = whole[tuple(slice(o, o + s) for o, s in zip(part.box.offsets, part.box.sizes, strict=True))]
@@ -42,7 +42,7 @@ def boxes_of(tensor: DTensor, whole: Tensor) -> list[str]:
 
 
 def cut(line: Line) -> dict[str, list[str]]:
-    """Boxes by kind of placement."""
+    """Return the boxes of this rank by kind of placement."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     whole = torch.arange(30.0).reshape(10, 3)
     found = {name: boxes_of(distribute_tensor(whole, mesh, p), whole) for name, p in PLACEMENTS.items()}
@@ -54,7 +54,7 @@ def cut(line: Line) -> dict[str, list[str]]:
         fully_shard(layer, mesh=mesh["data"])
         assert isinstance(layer.weight, DTensor)
         found[name] = boxes_of(layer.weight, weight)
-    # Of the shape and dimension of the strided rows: some versions of torch call these placements equal.
+    # These rows have the shape and dimension of the strided ones. Some versions of torch call both placements equal.
     rows = torch.arange(60.0).reshape(10, 6)
     found["plain rows"] = boxes_of(distribute_tensor(rows, mesh, [Shard(0), Shard(0)]), rows)
     try:
@@ -65,12 +65,12 @@ def cut(line: Line) -> dict[str, list[str]]:
 
 
 def cut_once(line: Line) -> dict[str, Any]:
-    """How often torch was asked to cut, for the layouts of two collections of one model."""
+    """Return how often torch was asked to cut, for the layouts of two collections of one model."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     net = nn.Sequential(*(nn.Linear(6, 6) for _ in range(5)))
     fully_shard(net, mesh=mesh)
     state = TorchState(net, {})
-    boxes._cut.cache_clear()  # the check of the state has asked already
+    boxes._cut.cache_clear()  # the check of the state has asked torch before
     with patch.object(Shard, "_split_tensor", autospec=True, side_effect=Shard._split_tensor) as asked:
         first = state.collect().layout(dist.get_rank(), 4)
         cuts = asked.call_count
@@ -80,7 +80,7 @@ def cut_once(line: Line) -> dict[str, Any]:
 
 
 def late_layouts(line: Line, declared: list[int]) -> str:
-    """HSDP after its first update, of which only the ranks in ``declared`` have told: the completed catalogue."""
+    """Return the completed catalogue of HSDP after its first update, published by the ranks in ``declared`` only."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))

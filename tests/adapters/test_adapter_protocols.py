@@ -1,4 +1,4 @@
-"""The parts of the adapter protocol stay small, and the whole is nothing but its parts."""
+"""The parts of the adapter protocol stay small, and the whole protocol consists only of its parts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PARTS = (StateAdapter, StepAdapter, GroupAdapter)
 
 
 def methods(protocol: type) -> set[str]:
-    """The methods that a protocol itself asks for."""
+    """Return the methods that a protocol itself defines."""
     return {name for name, member in vars(protocol).items() if inspect.isfunction(member) and name[0] != "_"}
 
 

@@ -24,7 +24,7 @@ class Item:
 
 
 class Encoding(UserDict[str, Any]):
-    """As tokenizers return."""
+    """A batch in the form that tokenizers return."""
 
     def __init__(self, data: dict[str, Any], extra: str) -> None:
         super().__init__(data)
@@ -65,7 +65,7 @@ def test_a_copy_has_types_and_contents_of_the_original_and_none_of_its_arrays(ma
     half = len(seen) // 2
     assert (
         half and len({id(leaf) for leaf in seen}) == half + 1
-    )  # the original holds one array, in several places
+    )  # the original holds one array in several places
 
 
 def test_what_is_taken_out_of_a_copy_stays_in_the_original() -> None:

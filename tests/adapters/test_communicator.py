@@ -1,4 +1,4 @@
-"""Connections are replaced or stay; what NCCL needs of us, with backends that only do the bookkeeping."""
+"""Connections are replaced or kept; requirements of NCCL, tested with backends that only record their calls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LIMIT = timedelta(seconds=30)
 
 
 class Nccl:
-    """A backend that notes what is done to it."""
+    """A backend that records its calls."""
 
     def __init__(self, log: list[str] | None = None, name: str = "a") -> None:
         self.log = [] if log is None else log
@@ -72,7 +72,7 @@ def _built(*backends: Nccl) -> BuiltGroup:
 
 
 def test_a_refused_attempt_leaves_the_old_group_alive() -> None:
-    """Here the store is gone, as when another fault stops the attempt."""
+    """An attempt to replace connections fails here because the store is gone, as after another fault."""
     stores: list[Callable[[], Store]] = [HashStore]
     communicator = FreshGroups(CommState(), _spec(), lambda uuid, timeout: stores[-1]())
     communicator.reconfigure("1.1", communicator.all_handles(), LIMIT)
@@ -155,7 +155,7 @@ def test_an_abort_that_raises_has_ended() -> None:
 
 
 def test_aborts_have_a_bound_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process whose abort never returns must be replaced; one whose abort takes a second goes on."""
+    """A process whose abort never returns must be replaced. A process whose abort takes a second continues."""
     monkeypatch.setattr(fabrics, "QUIESCE_S", 0.0)
     backend, fabric = Nccl(), CommState()
     backend.may_end.clear()
@@ -218,7 +218,7 @@ def _group(*backends: tuple[str, str]) -> ReconfigurableGroup:
 def test_a_barrier_is_waited_for_as_the_backend_that_runs_it(
     backends: tuple[tuple[str, str], ...], way: Wait
 ) -> None:
-    """A wait of 50 ms on NCCL aborts its communicator."""
+    """A wait of 50 ms on NCCL aborts its communicator, so the way to wait depends on the backend of the barrier."""
     assert _group(*backends)._default_way is way
 
 
@@ -239,7 +239,7 @@ def test_coalescing_ends_in_the_group_where_it_began() -> None:
 
 
 def test_a_call_inside_coalescing_may_have_no_work() -> None:
-    """NCCL answers for all of them where coalescing ends."""
+    """NCCL returns one work for all calls, at the end of the coalescing."""
     group = _group()
     inner = SimpleNamespace(allreduce=lambda tensors: None)
     group.communicator.built = SimpleNamespace(group=inner)  # type: ignore[assignment]

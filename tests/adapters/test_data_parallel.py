@@ -1,4 +1,4 @@
-"""Which ranks train on the same data, in every layout; and whose buffers they follow."""
+"""Which ranks train on the same data, and which rank's buffers they follow, in every layout."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
 
 def net() -> nn.Sequential:
-    """Two layers and a buffer."""
+    """Return two layers with a buffer."""
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
 
 def split(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-    """The first layer in halves."""
+    """Cut the first layer in halves."""
     return parallelize_module(model, mesh, {"0": ColwiseParallel()})
 
 
 def every_layout(line: Line) -> dict[str, int]:
-    """This rank's copy, by layout."""
+    """Return the number of this rank's copy, by layout."""
     dist.init_process_group("gloo")
     two = init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
     models: dict[str, Any] = {
@@ -71,7 +71,7 @@ def test_copies_of_every_layout(worlds: Worlds) -> None:
 
 
 def buffers_of_stages(line: Line) -> dict[str, float]:
-    """A buffer of two stages with two copies each, after it was shared."""
+    """Return a buffer of two stages with two copies each, after its broadcast."""
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "copies"))
     models: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Data position: the same batches from any place, without reading what was skipped."""
+"""Data position: the same batches from any place, without a read of the skipped samples."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LENGTH = 14
 
 
 class Items(Dataset[list[float]]):
-    """Index and three random numbers from the default generators; counts what is read here."""
+    """A dataset of the index and three random numbers from the default generators, which counts its reads."""
 
     def __init__(self) -> None:
         self.read: list[int] = []
@@ -50,7 +50,7 @@ class Items(Dataset[list[float]]):
 
 
 class Stream(IterableDataset[float]):
-    """Ten numbers with noise."""
+    """A stream of ten numbers with noise."""
 
     def __iter__(self) -> Iterator[float]:
         for number in range(10):
@@ -58,7 +58,7 @@ class Stream(IterableDataset[float]):
 
 
 def loaders(workers: int) -> dict[str, Any]:
-    """One loader of each kind."""
+    """Return one loader of each kind."""
     data = Items()
     common: dict[str, Any] = {"num_workers": workers}
     shuffled: Any = RandomSampler(data, generator=torch.Generator().manual_seed(5))
@@ -75,10 +75,10 @@ def loaders(workers: int) -> dict[str, Any]:
 
 
 def draw(feed: TorchFeed, count: int) -> list[Any]:
-    """Batches as nested lists."""
+    """Return batches as nested lists."""
     out: list[Any] = []
     for _ in range(count):
-        torch.rand(len(out) + 1)  # what a training draws in between must not matter
+        torch.rand(len(out) + 1)  # random numbers that a training draws between batches must not matter
         out.append(
             torch.as_tensor([[float(v) for v in torch.as_tensor(c).flatten()] for c in feed.draw()]).tolist()
         )
@@ -176,7 +176,7 @@ def test_stateful_loader(workers: int) -> None:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
     def feed() -> TorchFeed:
-        torch.manual_seed(0)  # its sampler draws a seed when it is made
+        torch.manual_seed(0)  # the sampler draws a seed when it is constructed
         loader = StatefulDataLoader(list(range(12)), batch_size=3, shuffle=True, num_workers=workers)
         source = make_source(loader, 1, 0)
         assert isinstance(source, StatefulSource)

@@ -1,4 +1,4 @@
-"""What is known of a dataset without running its code."""
+"""Identity of a dataset, found without running its code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.torch
 
 
 class Code(Dataset[int]):
-    """A dataset of the user's; its samples are not for us to read."""
+    """A dataset of the user, whose samples Holdfast must not read."""
 
     def __init__(self, fingerprint: str = "") -> None:
         if fingerprint:
@@ -41,14 +41,14 @@ class Code(Dataset[int]):
 
 
 def content(dataset: Any) -> str:
-    """Its digest."""
+    """Return the digest of a dataset."""
     found = identity(dataset, shared=False)
     assert found is not None
     return found.content
 
 
 def pairs(change: int = -1) -> list[Any]:
-    """The same data in every form, number ``change`` altered."""
+    """Return the same data in every form, with number ``change`` altered."""
     x = torch.arange(40.0).reshape(20, 2)
     if change >= 0:
         x[change] += 1
@@ -99,7 +99,7 @@ def test_what_is_dealt_to_ranks_is_shared() -> None:
     assert dealt is not None and dealt.shared and alone is not None and not alone.shared
 
     class Stream(IterableDataset[int]):
-        """Without a length."""
+        """A dataset without a length."""
 
         def __iter__(self) -> Iterator[int]:
             return iter(range(3))

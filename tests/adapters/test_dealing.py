@@ -1,4 +1,4 @@
-"""Another number of ranks, or another batch size, goes on at the same sample: none is lost, none comes twice."""
+"""A job with another number of ranks, or another batch size, continues at the same sample: none is lost or repeated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.torch
 
 
 class Numbers(Dataset[int]):
-    """0, 1, 2, ..."""
+    """The dataset 0, 1, 2, ..."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -31,7 +31,7 @@ class Numbers(Dataset[int]):
 
 
 def job(length: int, ranks: int, batch: int, drop_last: bool = False) -> list[TorchFeed]:
-    """One feed per rank, shuffled as torch does it."""
+    """Return one feed per rank, shuffled as torch does it."""
     data = Numbers(length)
     feeds = []
     for rank in range(ranks):
@@ -42,7 +42,10 @@ def job(length: int, ranks: int, batch: int, drop_last: bool = False) -> list[To
 
 
 def draw(feeds: list[TorchFeed], batches: int | None = None) -> list[int]:
-    """What all ranks get from so many batches each, or up to the end of the first epoch; all end it together."""
+    """Return the samples of all ranks in ``batches`` batches each, or up to the end of the first epoch.
+
+    All ranks must end the epoch together.
+    """
     out: list[int] = []
     while batches is None or batches > 0:
         before = out.copy()
@@ -50,7 +53,7 @@ def draw(feeds: list[TorchFeed], batches: int | None = None) -> list[int]:
             out += torch.as_tensor(feed.draw()).tolist()
         if len({(feed.epoch, feed.last_in_epoch) for feed in feeds}) != 1:
             raise AssertionError("one rank has a batch more than another")
-        if feeds[0].epoch > 0:  # the epoch before was over already
+        if feeds[0].epoch > 0:  # the epoch had ended before
             return before
         if batches is not None:
             batches -= 1
@@ -82,7 +85,7 @@ def test_every_sample_comes_once(length: int, lives: list[tuple[int, int]], batc
     assert set(counts) == set(range(length))
     assert (
         counts.total() - length < lives[-1][0]
-    )  # repeated to give all ranks the same number, as the sampler does
+    )  # repeated so that all ranks get the same number, as the sampler does
 
 
 @given(length=st.integers(20, 60), sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)))
@@ -135,7 +138,7 @@ def test_a_sampler_that_is_not_dealt_gives_every_rank_the_same_place() -> None:
 
 def test_what_deals_in_another_way_keeps_its_batch_number() -> None:
     class Buckets(BatchSampler):
-        """Something of the user's own."""
+        """A sampler of the user's own."""
 
     data = Numbers(20)
     feed = TorchFeed(make_source(DataLoader(data, batch_sampler=Buckets(range(20), 4, False)), 7, 0))

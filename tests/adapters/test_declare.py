@@ -1,4 +1,4 @@
-"""Plain tensors that are declared to be regions of larger ones."""
+"""Plain tensors that are declared as regions of larger ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.torch
 
 
 class Cut(torch.nn.Module):
-    """Rows of a 6 x 4 weight, declared so."""
+    """A module with some rows of a 6 x 4 weight, declared as such."""
 
     def __init__(self, first: int, rows: int) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def test_declared_region_is_saved_and_loaded_as_such(tmp_path: Path) -> None:
     save_id = SaveId("run", NO_GENERATION, 1, 0, "final")
     for rank, source in enumerate(sources):
         write_share(tmp_path, save_id, catalogue, made, rank, source, source.values, {})
-    whole = Cut(0, 6)  # as one rank, without any state yet
+    whole = Cut(0, 6)  # as one rank, without any optimizer state yet
     fresh = TorchState(whole, {"default": torch.optim.AdamW(whole.parameters())})
     restore = fresh.restore(catalogue, sources[0].values)
     targets = [LoadTarget(m.fqn, m.box, m.dtype, data, m.shape) for m, data in restore.buffers()]
@@ -69,7 +69,7 @@ def test_declared_region_is_saved_and_loaded_as_such(tmp_path: Path) -> None:
 
 
 class Shards(torch.nn.Module):
-    """Rows of a 6 x 4 weight in a padded tensor, with the attributes of ``CheckpointableTensor`` and nothing else."""
+    """A module with rows of a 6 x 4 weight in a padded tensor, with no attributes but ``CheckpointableTensor``'s."""
 
     def __init__(self, rows: list[tuple[int, int]], padding: int = 1) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Shards(torch.nn.Module):
 
 
 def offer(tensor: torch.Tensor, rows: list[tuple[int, int]]) -> None:
-    """Each pair: the first row in the global tensor, and how many."""
+    """Set the attributes of DCP's protocol. Each pair is the first row in the global tensor and the number of rows."""
     starts = [sum(count for _, count in rows[:number]) for number in range(len(rows))]
     tensor.global_shape = (6, 4)  # type: ignore[attr-defined]
     tensor.global_offsets = tuple((first, 0) for first, _ in rows)  # type: ignore[attr-defined]
@@ -91,7 +91,7 @@ def offer(tensor: torch.Tensor, rows: list[tuple[int, int]]) -> None:
 
 
 def test_a_checkpointable_tensor_is_saved_and_loaded_as_its_shards(tmp_path: Path) -> None:
-    """DCP's protocol of torch 2.15: several shards in one tensor, and padding, which no checkpoint holds."""
+    """DCP's protocol of torch 2.15 allows several shards in one tensor, and padding that no checkpoint holds."""
     rows = [[(0, 2), (4, 1)], [(5, 1), (2, 2)]]
     states = []
     for held in rows:
@@ -130,7 +130,7 @@ def test_a_checkpointable_tensor_is_saved_and_loaded_as_its_shards(tmp_path: Pat
 
 
 def test_copies_of_a_block_keep_their_shards() -> None:
-    """The state at the start of a block is that of the same layout, buffers and the user's own tensors included."""
+    """The copies made at the start of a block have the layout of the live state, buffers and user tensors included."""
     model, average = Shards([(0, 2)]), torch.zeros(3, 4)
     offer(average, [(0, 2)])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -183,7 +183,7 @@ def test_regions_that_cannot_be() -> None:
 
 
 class Cutting(torch.optim.Optimizer):
-    """Keeps the state of its rows only, and says so."""
+    """An optimizer that keeps the state of its rows only, and declares it."""
 
     def __init__(self, parameters: Any, rank: int) -> None:
         super().__init__(parameters, {"lr": 0.1})

@@ -1,4 +1,4 @@
-"""What is copied from a device, what is waited for there, and what its errors become; devices are stood in for."""
+"""Copies from a device, waits for it, and errors of a device; fakes stand for the devices."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ GPUS = [torch.device("cuda:0"), torch.device("cuda:1")]
 
 
 class FakeModule:
-    """Stands for ``torch.cuda``: records what is waited for."""
+    """A fake ``torch.cuda`` that records waits."""
 
     def __init__(self) -> None:
         self.waits: list[str] = []
-        self.stream = "default"  # the current one of this thread
+        self.stream = "default"  # the current stream of this thread
 
     def current_stream(self, device: torch.device) -> str:
-        """Compares equal for the same stream, as torch's do."""
+        """Return a value that is equal for the same stream, as torch's streams are."""
         return f"{self.stream} of {device}"
 
     def synchronize(self, device: torch.device) -> None:
-        """All of a device."""
+        """Record a wait for all streams of a device."""
         self.waits.append(str(device))
 
 
 @pytest.fixture
 def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
-    """Every parameter seems to lie on two devices."""
+    """Make every parameter appear to be on two devices."""
     fake = FakeModule()
 
     def found(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
@@ -58,7 +58,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeModule:
 
 
 def make_adapter() -> TorchAdapter:
-    """Of one process, with a weight whose memory is not its bytes."""
+    """Return the adapter of one process, with a weight whose memory is not in C order."""
     model = nn.Linear(4, 4)
     model.weight = nn.Parameter(torch.randn(4, 4).t())
     return TorchAdapter(model, torch.optim.SGD(model.parameters(), lr=0.1), None, None, {}, 0)
@@ -79,7 +79,7 @@ def test_a_stretch_is_a_part_of_the_bytes_in_c_order(shape: list[int], draw: st.
 
 
 def test_what_pieces_of_a_box_cost_does_not_grow_with_the_box() -> None:
-    """Each piece that a newcomer asks for used to copy the whole box from the device."""
+    """Regression: each piece that a newcomer asked for copied the whole box from the device."""
     state = TorchCollected()
     state.add(torch.rand(300, 500).t(), "w")
     box, piece = Box.whole((500, 300)), 10_000
@@ -92,7 +92,7 @@ def test_what_pieces_of_a_box_cost_does_not_grow_with_the_box() -> None:
 
 
 def test_all_streams_of_all_devices_are_awaited_where_state_is_read_or_put_back(cuda: FakeModule) -> None:
-    """The current stream is a property of a thread: the one that trains may have chosen another."""
+    """The current stream is a property of a thread. The training thread may have chosen another one."""
     adapter = make_adapter()
     adapter._devices.note_streams()
     every = [str(device) for device in GPUS]
@@ -107,7 +107,7 @@ def test_all_streams_of_all_devices_are_awaited_where_state_is_read_or_put_back(
 
 
 def test_copies_are_ordered_with_training_on_a_stream_of_the_script(cuda: FakeModule) -> None:
-    """A scale or an average was copied at the start of a block while the update before still wrote it."""
+    """Regression: a scale or an average was copied at the start of a block while the last update still wrote to it."""
     adapter = make_adapter()
     nothing = Hooks(lambda: None, lambda name: None, lambda name: None)
     adapter.attach(nothing, lambda reason: None, lambda count, what: None)
@@ -223,7 +223,7 @@ def test_a_device_that_has_failed_ends_the_collection_and_not_the_process(
     with pytest.raises(StateError, match="device-side assert"):
         adapter.collect()
     with pytest.raises(torch.AcceleratorError):
-        adapter.prepare_vote()  # in the block the script's own error stays what it is
+        adapter.prepare_vote()  # inside the block, the script's own error is not converted
     with pytest.raises(torch.AcceleratorError):
         await_devices(GPUS)
 

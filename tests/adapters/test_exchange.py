@@ -1,4 +1,4 @@
-"""Export to and import from torch.save files, torch DCP directories and Hugging Face files; nothing hostile is run."""
+"""Export to and import from torch.save files, torch DCP directories and Hugging Face files; no hostile code runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ SESSION = {"step": 3, "seed": 0, "world": 1, "place": {"loop": -1}}
 
 
 class Job:
-    """A small training: two parameter groups, tied weights, a transient buffer, a scheduler, odd plain state."""
+    """A small training: two parameter groups, tied weights, a transient buffer, a scheduler, unusual plain state."""
 
     def __init__(self, seed: int, updates: int) -> None:
         torch.manual_seed(seed)
@@ -63,11 +63,11 @@ class Job:
             self.scheduler.step()
 
     def state(self) -> TorchState:
-        """What a session saves."""
+        """Return the state that a session saves."""
         return TorchState(self.net, {"default": self.optimizer}, self.scheduler, None, self.extras)
 
     def save(self, root: Path) -> Path:
-        """One checkpoint of one rank."""
+        """Save one checkpoint of one rank."""
         collected = self.state().collect()
         catalogue = Catalogue.from_layouts({0: collected.layout(0, 1)})
         identity = SaveId("run", Generation(1, 1), 3, 0, "periodic")
@@ -76,7 +76,7 @@ class Job:
         return root / identity.directory()
 
     def load(self, path: Place) -> None:
-        """As a session resumes."""
+        """Load a checkpoint as a session resumes."""
         from holdfast.store.read.load import LoadTarget, load_into
 
         restore = self.state().restore(load_catalogue(path), load_values(path))
@@ -85,14 +85,14 @@ class Job:
         restore.finish()
 
     def check_same(self, other: Job) -> None:
-        """Bit-identical weights, optimizer state and hyperparameters."""
+        """Check that weights, optimizer state and hyperparameters are equal bit for bit."""
         same(self.net.state_dict(), other.net.state_dict())
         same(self.optimizer.state_dict(), other.optimizer.state_dict())
         same(self.scheduler.state_dict(), other.scheduler.state_dict())
 
 
 def same(a: Any, b: Any) -> None:
-    """Two trees are equal, tensors bit for bit."""
+    """Check that two trees are equal, tensors bit for bit."""
     if isinstance(a, dict):
         assert a.keys() == b.keys()
         for key in a:
@@ -109,7 +109,7 @@ def same(a: Any, b: Any) -> None:
 
 
 def read_dcp_by_torch(folder: Path) -> dict[str, Any]:
-    """The model as torch reads it."""
+    """Return the model as torch reads it."""
     state = {"model": {k: torch.zeros_like(v) for k, v in Net().state_dict().items()}}
     state_dict_loader.load(state, storage_reader=FileSystemReader(folder), no_dist=True)
     return state["model"]
@@ -180,7 +180,7 @@ def test_export_then_import_gives_the_same_training(tmp_path: Path, to: Form) ->
 
 
 def test_import_of_what_people_save(tmp_path: Path) -> None:
-    """Plain optimizers by number, named parameters, a bare state dict, and DCP's own form."""
+    """The forms are optimizers with numbered parameters, named parameters, a bare state dict, and DCP's own form."""
     net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     plain = torch.optim.Adam(net.parameters())
     net(torch.randn(5, 3)).sum().backward()
@@ -211,7 +211,8 @@ def test_import_of_what_people_save(tmp_path: Path) -> None:
 
 def test_optimizer_state_that_cannot_be_mapped_is_refused(tmp_path: Path) -> None:
     net = Net()
-    net.register_buffer("table", torch.ones(4))  # as good as a parameter, by its name: positions say nothing
+    # found by its name, as a parameter is: positions say nothing about it
+    net.register_buffer("table", torch.ones(4))
     optimizer = torch.optim.Adam(net.parameters())
     step(net, optimizer)
     torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}, tmp_path / "a.pt")
@@ -225,7 +226,7 @@ def test_optimizer_state_that_cannot_be_mapped_is_refused(tmp_path: Path) -> Non
 
 
 def test_sharded_dcp_is_read_whole(tmp_path: Path) -> None:
-    """Chunks of a metadata of several ranks, as DCP writes them for a sharded tensor."""
+    """The metadata has chunks of several ranks, as DCP writes them for a sharded tensor."""
     world = torch.arange(60.0).reshape(6, 10)
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
@@ -255,7 +256,7 @@ def test_sharded_dcp_is_read_whole(tmp_path: Path) -> None:
 
 
 class Bomb:
-    """Would create a file when unpickled."""
+    """An object that would create a file when unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -296,9 +297,10 @@ def test_hostile_metadata_is_refused(tmp_path: Path) -> None:
     refuse(b"\x80\x04\x96" + b"\xff" * 8 + b".")  # a bytearray of 2^64 bytes
     name = b"ctorch.distributed.checkpoint.metadata\nMetadata\n"
     refuse(name + b"}b.")  # the state of a class
-    refuse(b"\x80\x02}" + b"(" * 200_000 + b"t" * 200_000 + b"Ns.")  # a key that is nested 200,000 deep
+    # a key that is nested 200,000 levels deep
+    refuse(b"\x80\x02}" + b"(" * 200_000 + b"t" * 200_000 + b"Ns.")
     refuse(name + b").")  # two values
-    refuse(name + name + b"R.")  # arguments that are no tuple
+    refuse(name + name + b"R.")  # arguments that are not a tuple
     metadata = pickle.loads(good)
     index, place = next(iter(metadata.storage_data.items()))
     for stored_in, start, length in (("../d/__0_0.distcp", 0, 9), ("/etc/passwd", 0, 9), ("__0_0.distcp", 0, 2**40),
@@ -313,7 +315,7 @@ def test_hostile_metadata_is_refused(tmp_path: Path) -> None:
 
 
 def test_every_flipped_bit_of_data_is_noticed(tmp_path: Path) -> None:
-    """torch reads all of these without a word."""
+    """torch reads all of these damaged files without an error."""
     torch.save({"w": torch.zeros(1000)}, tmp_path / "a.pt")
     state_dict_saver.save(
         {"w": torch.zeros(1000)}, storage_writer=FileSystemWriter(tmp_path / "d"), no_dist=True
@@ -356,7 +358,7 @@ def test_bad_input_gives_one_typed_error(tmp_path: Path) -> None:
         export_checkpoint(path, tmp_path / "text", "torch")
     shard = next(path.glob("shard-*"))
     data = bytearray(shard.read_bytes())
-    data[4096] ^= 1  # of norm.num_batches_tracked, which all three forms hold
+    data[4096] ^= 1  # part of norm.num_batches_tracked, which all three forms hold
     shard.write_bytes(data)
     before = sorted(p.name for p in tmp_path.iterdir())
     for to in ("torch", "dcp", "hf"):
@@ -397,7 +399,7 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_records_are_inert() -> None:
-    """What a class would do, a record does not: it remembers."""
+    """A record stores what the class would have been called with, and calls nothing."""
     data = pickle.dumps([Bomb(Path("x")), {"a": (1, 2.5, None, True, b"b")}])
     bomb, plain = pickle_records.read_records(data, {"_io.open", "io.open"}, "x")
     assert (

@@ -1,4 +1,4 @@
-"""Torch's flight recorder as JSON: where the devices are, in the form in which torch writes it."""
+"""Torch's flight recorder as JSON, in the form that torch writes: the position of each device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.torch
 
 
 def entry(number: int, state: str, **more: Any) -> dict[str, Any]:
-    """As torch 2.15 writes one, with fields that are not read."""
+    """Return an entry as torch 2.15 writes it, with fields that Holdfast does not read."""
     return {
         "collective_seq_id": number,
         "input_dtypes": ["Float"],

@@ -1,4 +1,4 @@
-"""Peers that die, stop or come late: survivors get out in the right way, and no wrong result counts as sound."""
+"""Peers that die, stop or come late: survivors leave their collectives correctly, and no wrong result is accepted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _survivors(results: list[dict[str, Any]], victim: int) -> list[Any]:
 @pytest.mark.parametrize("how", ["kill", "stop"])
 @pytest.mark.parametrize("operation", list(faults.OPERATIONS))
 def test_survivors_come_out(worlds: Worlds, operation: str, how: str) -> None:
-    """The group's own timeout is 300 s; a world that is not out after 40 s fails as hung."""
+    """The group's own timeout is 300 s. A world that has not left after 40 s fails as hung."""
     for trial, (shield, numel) in enumerate([(True, 1), (False, 1), (True, 50_000)]):
         victim = trial + 1
         results = worlds.run(
@@ -42,13 +42,13 @@ def test_survivors_come_out(worlds: Worlds, operation: str, how: str) -> None:
         )
         survivors = _survivors(results, victim)
         assert len(survivors) == 3
-        # A call that ended well just before the flag was seen also ends the loop; the next one tells.
+        # A call that completed just before the flag was set also ends the loop. The next call shows the fault.
         assert {s["end"] for s in survivors} <= ({"poisoned"} if shield else {"poisoned", "PeerLost"})
         assert {s["again"] for s in survivors} == {"completed" if shield else "PeerLost"}
 
 
 def test_the_first_error_frees_all_without_a_control_plane(worlds: Worlds) -> None:
-    """Who sees the death shuts its own connections, so the news travels through the groups themselves."""
+    """The rank that sees the death closes its own connections, so the fault spreads through the groups themselves."""
     results = worlds.run(
         faults.lose_a_peer, 4, operation="ring", victim=0, how="kill", numel=64, shield=False, seed=1
     )
@@ -101,16 +101,16 @@ def test_a_second_fault_ends_a_rebuild_and_the_next_generation_works(worlds: Wor
 @pytest.mark.parametrize("how", ["kill", "stop"])
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_a_peer_that_is_lost_while_groups_connect_holds_nobody(worlds: Worlds, victim: int, how: str) -> None:
-    """Inside gloo's connecting, which nothing breaks; a world that is not out after 40 s fails as hung."""
+    """The loss comes inside gloo's connecting, which cannot be interrupted. A world that hangs fails after 40 s."""
     results = worlds.run(faults.lost_while_connecting, 3, victim=victim, how=how)
     survivors = _survivors(results, victim)
     assert len(survivors) == 2
-    if how == "stop":  # of a killed one the sockets are closed, which gloo may notice by itself
+    if how == "stop":  # a kill closes the sockets, which gloo may notice on its own
         assert all(f"rank {victim} is gone" in text for text in survivors)
 
 
 def test_broken_groups_leave_nothing_behind(worlds: Worlds) -> None:
-    """No descriptor and no thread, of ours or of gloo."""
+    """Neither a descriptor nor a thread remains, of Holdfast or of gloo."""
     for found in worlds.values(faults.rebuilt_often, 3, generations=5):
         assert found == [found[0]] * 5
 
@@ -137,7 +137,7 @@ def test_a_script_that_ends_waits_a_while_for_what_is_being_buried(monkeypatch: 
 
 
 def test_quiescing_looks_at_least_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that was stopped for longer than the limit, before it looked, still says what is there."""
+    """A process that was stopped beyond the limit before its first look still reports the remaining groups."""
     clock = itertools.count(0.0, 30.0)
     monkeypatch.setattr(
         "holdfast.frameworks.torch.comm.comm_state.time", SimpleNamespace(monotonic=lambda: next(clock))

@@ -1,4 +1,4 @@
-"""What runs on gloo runs on ours, to the same bits."""
+"""Every feature that runs on gloo runs on Holdfast's groups, with the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Installing behind torch's names, and the parts that need no second process."""
+"""Installation under torch's names, and the parts of the groups that need no second process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.torch
 
 
 class LocalClient:
-    """A control client whose store is in this process."""
+    """A control client with its store in this process."""
 
     generation = Generation(1, 1)
     rank = 0
@@ -100,7 +100,7 @@ print(type(dist.group.WORLD).__name__, dist.get_backend())
 
 
 def test_a_worker_that_starts_from_scratch_installs_them() -> None:
-    """``import holdfast`` arms the import of torch, and the groups are what imports it first."""
+    """``import holdfast`` prepares the import of torch; the groups are the first code that imports it."""
     code = """
 import holdfast
 from holdfast.runtime.node.framework_registry import install_framework
@@ -140,7 +140,7 @@ def test_the_groups_of_another_torch_are_left_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def helper(size: int, backend: str) -> None:
-        """A torch that makes groups in another way."""
+        """Simulate a version of torch that creates groups with other arguments."""
 
     monkeypatch.setattr(c10d, "_new_process_group_helper", helper)
     monkeypatch.setattr(backend, "_untouched", [])
@@ -152,7 +152,7 @@ def test_the_groups_of_another_torch_are_left_alone(
 
 
 def test_this_torch_is_the_one_known() -> None:
-    """Every private name that is used, and every method that a C++ group offers for communication."""
+    """The check covers every private name in use, and every communication method of a C++ group."""
     assert private_api.failures(Feature.GROUPS) == []
     own = {**vars(OuterGroup), **vars(ReconfigurableGroup)}
     base = {name for name in vars(dist.ProcessGroup) if not name.startswith("__")}
@@ -168,7 +168,10 @@ def test_this_torch_is_the_one_known() -> None:
 
 
 def test_a_newcomer_that_rehearses_has_a_backend_that_can_nothing() -> None:
-    """Inductor asks every group for it when it finds compiled code, FSDP2 and others what it can do."""
+    """During a rehearsal, the group's fake backend must exist and offer no feature.
+
+    Inductor asks every group for its backend when it finds compiled code. FSDP2 and others ask for its features.
+    """
     code = """
 from datetime import timedelta
 import torch, torch.distributed as dist
@@ -187,7 +190,7 @@ print(backend.rank(), backend.size(), able, backend.supports_tensor_alloc(torch.
     assert done.returncode == 0, done.stderr
     rank, size, able = done.stdout.split(maxsplit=2)
     assert (rank, size) == ("1", "3")
-    assert able.replace("'supports_splitting'", "") == "[] False\n"  # said by torch's own fake from 2.14 on
+    assert able.replace("'supports_splitting'", "") == "[] False\n"  # torch's fake supports it from 2.14 on
 
 
 def test_store_passes_torchs_own_test(client: LocalClient) -> None:
@@ -253,7 +256,7 @@ def test_local_outputs_are_sane_whatever_their_layout() -> None:
 
 
 def test_no_thread_of_gloo_outlives_the_script() -> None:
-    """One that frees a tensor while the interpreter ends aborts the process: "terminate called without ..."."""
+    """A thread that frees a tensor while the interpreter ends aborts the process: "terminate called without ..."."""
     code = """
 import pathlib
 import torch, torch.distributed as dist

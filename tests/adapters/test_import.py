@@ -1,4 +1,4 @@
-"""What other programs save becomes a checkpoint that a session can go on from, or is refused with a next step."""
+"""Files of other programs become a checkpoint from which a session can resume, or are refused with a next step."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ pytestmark = pytest.mark.torch
 
 
 def small() -> nn.Sequential:
-    """Two layers."""
+    """Return two layers."""
     return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
 
 
 def trained(net: nn.Module, **kinds: Any) -> torch.optim.Adam:
-    """An optimizer after one update of ``net``; ``named=True``: it knows the names."""
+    """Return an optimizer after one update of ``net``. With ``named=True`` it knows the parameter names."""
     parameters: Any = net.named_parameters() if kinds.get("named") else net.parameters()
     optimizer = torch.optim.Adam(parameters)
     net(torch.randn(5, 3)).sum().backward()
@@ -48,18 +48,18 @@ def trained(net: nn.Module, **kinds: Any) -> torch.optim.Adam:
 
 
 def values_of(path: Place) -> dict[str, Any]:
-    """What is beside the tensors."""
+    """Return the plain values of a checkpoint."""
     return dict(read_values(path))
 
 
 def imported(tmp_path: Path, tree: Any, **given: Any) -> Place:
-    """The checkpoint that a torch.save file of ``tree`` becomes."""
+    """Return the checkpoint that a torch.save file of ``tree`` is imported to."""
     torch.save(tree, tmp_path / "t.pt")
     return import_checkpoint(tmp_path / "t.pt", tmp_path / "root", **given)
 
 
 def test_an_import_that_failed_is_in_nobodys_way(tmp_path: Path) -> None:
-    """A full disk, or a kill: the same command again, when there is room, makes it."""
+    """After a full disk or a kill, the same command makes the import when there is room."""
     torch.save({"w": torch.zeros(1000, 1000)}, tmp_path / "t.pt")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, before[1]))
@@ -112,7 +112,7 @@ def test_a_step_that_is_no_number_is_refused_unless_one_is_given(tmp_path: Path,
 
 
 def wrapped(prefix: str, names: dict[str, Any]) -> dict[str, Any]:
-    """Names as a wrapper spells them."""
+    """Return names with the prefix of a wrapper."""
     return {prefix + name: value for name, value in names.items()}
 
 

@@ -1,4 +1,4 @@
-"""A plain torch training moves over: its optimizer by number, its weights in several files, and it goes on the same."""
+"""Import of a plain torch training, which continues exactly: numbered optimizer state, weights in several files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = [
 
 
 class Run:
-    """A small training as people write it: batch norm, weight decay for matrices alone, a schedule."""
+    """A small typical training: batch norm, weight decay for matrices only, a schedule."""
 
     def __init__(self, *, by_ndim: bool = True) -> None:
         torch.manual_seed(0)
@@ -50,7 +50,7 @@ class Run:
         self.loader = DataLoader(TensorDataset(x, y), batch_size=4)
 
     def update(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """One step."""
+        """Run one step."""
         loss: Any = nn.functional.cross_entropy(self.net(x), y)
         loss.backward()
         self.optimizer.step()
@@ -58,20 +58,20 @@ class Run:
         self.optimizer.zero_grad()
 
     def train(self, count: int) -> Run:
-        """The first batches of the loader."""
+        """Train on the first batches of the loader."""
         for x, y in islice(self.loader, count):
             self.update(x, y)
         return self
 
     def save(self, path: Path, step: int) -> Path:
-        """As nearly every script does."""
+        """Save in the way of nearly every script."""
         torch.save({"model": self.net.state_dict(), "optimizer": self.optimizer.state_dict(),
                     "scheduler": self.scheduler.state_dict(), "step": step}, path)  # fmt: skip
         return path
 
 
 def same(mine: Any, theirs: Any) -> bool:
-    """Bit for bit, in nested dicts and lists."""
+    """Return whether two nested values are equal, bit for bit."""
     if isinstance(mine, torch.Tensor):
         return torch.equal(mine, theirs)
     if isinstance(mine, dict):
@@ -111,7 +111,7 @@ def test_an_optimizer_by_number_gets_the_names_that_torch_gives(tmp_path: Path) 
 
 
 def test_groups_that_leave_doubt_are_refused(tmp_path: Path) -> None:
-    """The scale of the norm and the bias before it have one shape: either may be the next of its group."""
+    """The scale of the norm and the bias before it have one shape. Either may be the next parameter of its group."""
     path = Run(by_ndim=False).train(3).save(tmp_path / "a.pt", 3)
     with pytest.raises(UsageError, match="cannot be told"):
         import_checkpoint(path, tmp_path / "root")

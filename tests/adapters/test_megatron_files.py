@@ -1,4 +1,4 @@
-"""Megatron's classic checkpoints: parts put together, nothing in them run, one error for what is wrong with them."""
+"""Megatron's classic checkpoints: the parts are joined, no code in them runs, and damage gives one clear error."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ EMBEDDING = "embedding.word_embeddings.weight"
 
 
 class Backend(enum.Enum):
-    """Megatron's arguments hold enums of its own."""
+    """An enum, because Megatron's arguments hold its own enums."""
 
     LOCAL = 1
 
 
 class Trap:
-    """What a pickle may do when it is loaded."""
+    """An object that would run code when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return (os.system, ("touch trapped",))
 
 
 def whole(layers: int) -> dict[str, Any]:
-    """A small GPT as one process has it."""
+    """Return a small GPT as one process holds it."""
     torch.manual_seed(5)
     made = {EMBEDDING: torch.randn(8, 4), "decoder.final_layernorm.weight": torch.randn(4)}
     for number in range(layers):
@@ -55,7 +55,7 @@ def whole(layers: int) -> dict[str, Any]:
 
 
 def cut(name: str, tensor: Any, rank: int, ranks: int) -> Any:
-    """The part that Megatron gives a tensor-parallel rank; the first projection of the MLP is gated."""
+    """Return the part that Megatron gives a tensor-parallel rank. The first projection of the MLP is gated."""
     if "linear_fc1" in name:
         return torch.cat([half.chunk(ranks)[rank] for half in tensor.chunk(2)])
     if "linear_proj" in name or "linear_fc2" in name:
@@ -64,7 +64,7 @@ def cut(name: str, tensor: Any, rank: int, ranks: int) -> Any:
 
 
 def write(folder: Path, model: dict[str, Any], tensors: int = 1, stages: int = 1, **more: Any) -> Path:
-    """As Megatron's ``save_checkpoint`` lays it out; returns the directory of the iteration."""
+    """Write files in the layout of Megatron's ``save_checkpoint``. Return the directory of the iteration."""
     arguments = argparse.Namespace(
         tensor_model_parallel_size=tensors, pipeline_model_parallel_size=stages, swiglu=True,
         params_dtype=torch.bfloat16, attention_backend=Backend.LOCAL,
@@ -96,7 +96,7 @@ def write(folder: Path, model: dict[str, Any], tensors: int = 1, stages: int = 1
 
 
 def taken(source: Path, root: Path) -> tuple[dict[str, Any], list[str]]:
-    """Weights by name in what the import has made, and what it told."""
+    """Import and export a checkpoint. Return its weights by name, and the notes of the import."""
     from holdfast.frameworks.torch.files.exports import export_checkpoint
     from holdfast.frameworks.torch.files.imports import import_checkpoint
 
@@ -140,7 +140,7 @@ def test_an_optimizer_of_32_bit_copies_is_left_out_and_told(tmp_path: Path) -> N
 
 
 def refused(source: Path, root: Path, kind: type[HoldfastError], message: str) -> None:
-    """One error, and nothing is left."""
+    """Check that an import fails with one error and leaves nothing."""
     from holdfast.frameworks.torch.files.imports import import_checkpoint
 
     with pytest.raises(kind, match=message):
@@ -199,7 +199,7 @@ def test_nothing_in_the_file_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def write_distributed(folder: Path, model: dict[str, Any], **arguments: Any) -> Path:
-    """As Megatron's ``--ckpt-format torch_dist`` lays it out; returns the directory of the iteration."""
+    """Write files as Megatron's ``--ckpt-format torch_dist`` does. Return the directory of the iteration."""
     from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 

@@ -1,4 +1,4 @@
-"""The private names of torch: each is looked up by name, and no other module touches one."""
+"""Private names of torch: each is found through one table, and no other module uses one."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ OF_PYTHON = {
     "_value_",
 }
 OF_OTHERS = {
-    "_StorageInfo",  # a name in the metadata of DCP, never looked up in torch
-    "_set_sync_gradients",  # of accelerate
-    "_dataloader",  # of Lightning Fabric
+    "_StorageInfo",  # a name in DCP's metadata, never looked up in torch
+    "_set_sync_gradients",  # a name of accelerate
+    "_dataloader",  # a name of Lightning Fabric
 }
 
 
@@ -82,7 +82,7 @@ def test_failures_are_told_by_feature(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _private_uses() -> Iterator[str]:
-    """Attributes, imports and looked-up texts with an underscore that no module of the package defines."""
+    """Yield attributes, imports and looked-up names with an underscore that no module of the package defines."""
     trees = {path: ast.parse(path.read_text()) for path in PACKAGE.rglob("*.py")}
     ours = {name for tree in trees.values() for name in _defined(tree)}
     for path, tree in trees.items():

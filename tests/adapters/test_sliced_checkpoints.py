@@ -1,4 +1,4 @@
-"""Sliced checkpoints of MindSpore's: merged for any grid, or refused by name with nothing written."""
+"""MindSpore's sliced checkpoints: merged for any grid, or refused by name with nothing written."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GRID = {"w": Told([2, 2], [-1, 0]), "moments.w": Told([2, 2], [-1, 0])}
 
 
 def numbers(*shape: int, start: int = 1) -> Array:
-    """Distinct numbers."""
+    """Return an array of distinct numbers."""
     return np.arange(start, start + prod(shape), dtype=np.float32).reshape(shape)
 
 
@@ -43,13 +43,13 @@ WHOLES = {"w": numbers(3, 4), "moments.w": numbers(3, 4, start=50), **STEP}
 
 
 def merged(source: Path, strategy: Path) -> dict[str, Array]:
-    """The whole tensors."""
+    """Return the merged tensors."""
     found = read_slices(source, strategy, lambda line: None)
     return {name: tensor.bits() for name, tensor in found.tensors.items()}
 
 
 def same(found: dict[str, Array], wholes: dict[str, Array]) -> bool:
-    """Bit for bit."""
+    """Return whether tensors are equal, bit for bit."""
     return found.keys() == wholes.keys() and all(
         np.array_equal(found[n], a.view(found[n].dtype)) for n, a in wholes.items()
     )
@@ -57,7 +57,7 @@ def same(found: dict[str, Array], wholes: dict[str, Array]) -> bool:
 
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
-    """Slices of four ranks in two files each, and their strategy."""
+    """Write slices of four ranks in two files each, and their strategy file."""
     write_slices(tmp_path / "out", WHOLES, GRID, name="net-1_12.ckpt")
     write_slices(tmp_path / "out", {**WHOLES, "w": numbers(3, 4, start=900)}, GRID, name="net-1_9.ckpt")
     (tmp_path / "s.ckpt").write_bytes(strategy_bytes(GRID))
@@ -66,7 +66,7 @@ def source(tmp_path: Path) -> Path:
 
 @st.composite
 def grids(draw: st.DrawFn) -> tuple[dict[str, Told], dict[str, Array]]:
-    """Parameters of any cut over one grid."""
+    """Draw parameters with any cut over one grid."""
     devices = draw(st.lists(st.sampled_from([1, 2, 2, 3, 4]), min_size=1, max_size=3))
     told: dict[str, Told] = {}
     wholes: dict[str, Array] = {}
@@ -74,7 +74,8 @@ def grids(draw: st.DrawFn) -> tuple[dict[str, Told], dict[str, Array]]:
         free = draw(st.permutations(range(len(devices))))
         dimensions = draw(st.integers(1, 3))
         axes: list[list[int]] = [[] for _ in range(dimensions)]
-        # In protobuf, several axes of the one dimension of a vector look like one axis each of several dimensions.
+        # In protobuf, several axes of the one dimension of a vector have the same form as one axis of each of several
+        # dimensions.
         for axis in free[: draw(st.integers(0, len(free) if dimensions > 1 else 1))]:
             axes[draw(st.integers(0, dimensions - 1))].append(axis)
         map_ = [[len(devices) - 1 - a for a in own] or [-1] for own in axes]
@@ -115,7 +116,10 @@ def test_any_grid_is_merged(
 def test_the_command_writes_a_verified_checkpoint(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What ``moments.w`` and ``global_step`` are, their names tell; any layout can be loaded."""
+    """The names ``moments.w`` and ``global_step`` identify optimizer state and step.
+
+    Any layout can load the checkpoint.
+    """
     root = tmp_path / "ckpts"
     arguments = ["ckpt", "import", "--strategy", str(tmp_path / "s.ckpt"), str(source), str(root)]
     assert answer(arguments) == 0
@@ -125,7 +129,7 @@ def test_the_command_writes_a_verified_checkpoint(
     assert newest.step == 12 and str(newest.path) == made
     names = {t.fqn for t in load_catalogue(newest.path).tensors}
     assert names == {"w", "optimizer.moments.w", "optimizer.global_step"}
-    for rank in range(3):  # three ranks, cut by rows
+    for rank in range(3):  # three ranks, with rows cut
         row = Shard("w", (3, 4), Box((rank, 0), (1, 4)), np.zeros((1, 4), np.float32))
         state = NumpyState([row])
         load_into(newest.path, state.targets(), known=names - {"w"})
@@ -155,7 +159,7 @@ def test_a_module_of_torch_takes_the_weights(source: Path, tmp_path: Path) -> No
 
 
 def test_pipeline_stages(tmp_path: Path) -> None:
-    """Stage 1 holds the embedding, too; the file of a rank may hold stale values of another stage."""
+    """Stage 1 also holds the embedding. The file of a rank may hold stale values of another stage."""
     first = {"embedding": Told([2], [0, -1]), "w": Told([2], [-1, 0])}
     second = {"embedding": Told([2], [0, -1]), "v": Told([2], [-1], step=1, size=-1)}
     wholes = {"embedding": numbers(4, 2), "w": numbers(2, 2), "v": numbers(6), **STEP}
@@ -196,7 +200,7 @@ def test_a_copy_stands_in_for_a_rank_without_a_file(source: Path, tmp_path: Path
 
 
 def rewrite(source: Path, rank: int, **changed: Array) -> None:
-    """The file of a rank, with other tensors."""
+    """Write the file of a rank with other tensors."""
     halves = {n: WHOLES[n][:, 2 * (rank % 2) : 2 * (rank % 2) + 2] for n in ("w", "moments.w")}
     tensors = {n: np.ascontiguousarray(a) for n, a in {**halves, **STEP, **changed}.items()}
     (source / f"rank_{rank}" / "net-1_12.ckpt").write_bytes(ckpt_bytes(tensors))
@@ -226,7 +230,7 @@ def whole_files(source: Path) -> None:
 
 
 def told(**others: Told) -> Callable[[Path], None]:
-    """Another strategy."""
+    """Return a function that writes another strategy."""
 
     def write(source: Path) -> None:
         (source.parent / "s.ckpt").write_bytes(strategy_bytes(GRID | others))
@@ -235,7 +239,7 @@ def told(**others: Told) -> Callable[[Path], None]:
 
 
 def only(name: str) -> Callable[[Path], None]:
-    """A strategy that names one parameter."""
+    """Return a function that writes a strategy with only one parameter."""
 
     def write(source: Path) -> None:
         (source.parent / "s.ckpt").write_bytes(strategy_bytes({name: GRID[name]}))
@@ -298,7 +302,7 @@ def test_files_without_a_step_need_one(tmp_path: Path) -> None:
 
 
 def test_what_is_passed_over_is_said(source: Path, tmp_path: Path) -> None:
-    """Ranks without a file, tensors beside the strategy, optimizer state that was not saved."""
+    """The import names ranks without a file, tensors that the strategy lacks, and unsaved optimizer state."""
     (tmp_path / "s.ckpt").write_bytes(strategy_bytes({**GRID, "moments.v": Told([2, 2], [0])}))
     for rank in range(3):
         rewrite(source, rank, v=numbers(4), epoch_num=np.array(3, np.int64))
@@ -349,7 +353,7 @@ def test_a_checksum_is_verified(tmp_path: Path) -> None:
 
 
 def test_limits(tmp_path: Path) -> None:
-    """Lengths and counts that no training has are refused before memory is taken for them."""
+    """Lengths and counts beyond any training are refused before memory is allocated for them."""
     for cut, rule in {
         Told([RANKS_MAX, 2], []).layout(): "at most",
         Told([1] * 40, []).layout(): "40 axes",

@@ -1,4 +1,4 @@
-"""A spare is held before its first use of a GPU, whose memory is that of the rank that trains there."""
+"""A spare is held before its first use of a GPU, because the GPU's memory belongs to the rank that trains there."""
 
 from __future__ import annotations
 

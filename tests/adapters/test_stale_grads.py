@@ -1,4 +1,4 @@
-"""Which gradients that are left in one step are refused in the next."""
+"""Gradients that remain from one step and are refused in the next."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.torch
 
 
 def train(block: Any, steps: int = 3, **given: Any) -> None:
-    """A generator and a discriminator, each with its own optimizer."""
+    """Train a generator and a discriminator, each with its own optimizer."""
     torch.manual_seed(0)
     g, d = nn.Linear(2, 2), nn.Linear(2, 1)
     of_g, of_d = torch.optim.SGD(g.parameters(), 0.1), torch.optim.SGD(d.parameters(), 0.1)
@@ -29,7 +29,7 @@ def train(block: Any, steps: int = 3, **given: Any) -> None:
 
 @pytest.mark.parametrize("to_none", [True, False])
 def test_each_may_be_cleared_before_its_own_backward(to_none: bool) -> None:
-    """As GANs are trained: the discriminator first, while the generator's gradients of the step before are there."""
+    """GANs train the discriminator first, while the gradients of the generator from the step before still exist."""
 
     def block(g: nn.Module, d: nn.Module, of_g: Any, of_d: Any) -> None:
         fake = g(torch.ones(4, 2))
@@ -78,7 +78,7 @@ def test_gradients_of_one_optimizer_that_nobody_clears_are_refused_before_the_se
 
     with pytest.raises(StepError, match="step 0 leaves the gradients of its update") as refused:
         train(block)
-    assert "zero_grad()" in refused.value.hint and weights  # the second block did not come to its update
+    assert "zero_grad()" in refused.value.hint and weights  # the second block did not reach its update
 
 
 def test_frozen_modules_may_keep_theirs() -> None:

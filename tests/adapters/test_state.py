@@ -26,7 +26,7 @@ pytestmark = pytest.mark.torch
 
 
 class Net(nn.Module):
-    """Tied weights, a non-persistent buffer, batch norm."""
+    """A model with tied weights, a non-persistent buffer and batch norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 def step(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """One update."""
+    """Run one update."""
     net(torch.randn(6, 4)).square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -62,7 +62,7 @@ def copy_over(source: TorchState, target: TorchState) -> None:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal trees, tensors bit for bit."""
+    """Return whether two trees are equal, tensors bit for bit."""
     if isinstance(a, torch.Tensor):
         return bool(torch.equal(a, b)) and a.dtype == b.dtype
     if isinstance(a, dict):
@@ -212,7 +212,10 @@ MOMENTUM = partial(PLAIN, momentum=0.9)
 
 
 def changed(then: Any, now: Any, *, older: bool = False) -> str:
-    """Why a checkpoint of optimizer ``then`` is refused by ``now``, or empty; ``older``: its class was not noted."""
+    """Return why ``now`` refuses a checkpoint of optimizer ``then``, or an empty text.
+
+    With ``older``, the checkpoint does not record the class of the optimizer.
+    """
     first, second = Net(), Net()
     optimizer = then(first.parameters(), lr=0.1)
     step(first, optimizer)
@@ -241,7 +244,7 @@ def test_state_of_another_optimizer_is_refused(sgd: Any, older: bool) -> None:
 
 def test_an_optimizer_of_another_name_or_version_goes_on(caplog: pytest.LogCaptureFixture) -> None:
     class Renamed(torch.optim.AdamW):
-        """The same under another name."""
+        """The same optimizer under another name."""
 
     for then, now in (
         (ADAMW, Renamed),
@@ -287,7 +290,7 @@ def test_undo_takes_updates_back() -> None:
     optimizer = torch.optim.AdamW(net.parameters())
     state = TorchState(net, {"default": optimizer})
     snapshot = Snapshot(state)
-    for _ in range(2):  # without, then with, state to go back to
+    for _ in range(2):  # first without, then with a state to go back to
         snapshot.take()
         before = {k: v.clone() for k, v in net.state_dict().items()}
         held = {k: v["exp_avg"].clone() for k, v in optimizer.state_dict()["state"].items()}
@@ -315,7 +318,7 @@ def test_values_that_the_store_does_not_know() -> None:
 
 
 def test_few_lists_that_hold_more_than_any_memory_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each further level of shared lists took ten times as long: a file of some hundred bytes never ended."""
+    """Regression: each level of shared lists took ten times as long, so a file of some hundred bytes never ended."""
     monkeypatch.setattr(state_tree, "NODES_MAX", 2_000)
     value: object = 0
     for _ in range(64):

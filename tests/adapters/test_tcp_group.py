@@ -1,4 +1,4 @@
-"""The TCP group: sums in rank order, faults seen by all, never a wrong sum."""
+"""The TCP group: sums in rank order, faults that all ranks see, never a wrong sum."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BOUND_S = 30.0
 
 
 class Line:
-    """What a mesh needs of a client: the agent's key-value store, without the agent."""
+    """A client for a mesh: the agent's key-value store without the agent."""
 
     def __init__(self, server: KvServer, lock: threading.Lock, member: int) -> None:
         self.fenced = False
@@ -47,7 +47,7 @@ class Line:
     def kv(
         self, op: Any, keys: tuple[str, ...] = (), value: bytes = b"", *, timeout_s: float = 1.0, **_: Any
     ) -> KvReply:
-        """As ``WorkerClient.kv``."""
+        """Answer a request as ``WorkerClient.kv`` does."""
         deadline_s = time.monotonic() + timeout_s
         while True:
             with self._lock:
@@ -64,7 +64,7 @@ class Line:
 
 
 class World:
-    """Meshes of several ranks in threads."""
+    """Meshes of several ranks, each in a thread."""
 
     def __init__(self, folder: Path, size: int, at: Address = LOOPBACK, encrypts: bool = False) -> None:
         self.server = KvServer.open(folder / "kv")
@@ -75,7 +75,7 @@ class World:
         self.meshes = [TcpGroup(cast(WorkerClient, self.lines[r]), r, size, own[r], encrypts) for r in ranks]
 
     def each(self, act: Callable[[TcpGroup], Any], but: int = -1) -> list[Any]:
-        """Run ``act`` on every rank at the same time; what it returned or raised."""
+        """Run ``act`` on every rank at the same time. Return the result or the exception of each."""
         results: list[Any] = [None] * len(self.meshes)
 
         def run(mesh: TcpGroup) -> None:
@@ -93,13 +93,13 @@ class World:
         return results
 
     def close(self) -> None:
-        """Close all."""
+        """Close all meshes."""
         for mesh in self.meshes:
             mesh.close()
 
 
 def vector(rank: int, numel: int, dtype: str) -> Vector:
-    """Values whose float sum depends on the order."""
+    """Return values whose float sum depends on the order."""
     rng = np.random.default_rng(rank)
     return (rng.standard_normal(numel) * 10.0 ** rng.integers(-6, 6, numel)).astype(dtype)
 
@@ -126,12 +126,13 @@ def test_a_lost_rank_ends_every_wait_and_the_next_generation_works(tmp_path: Pat
     faults: list[int] = []
     for mesh in world.meshes:
         mesh.on_fault = lambda reason, rank=mesh.rank: faults.append(rank)  # type: ignore[misc]
-    world.meshes[2].close()  # what the kernel does for a killed process
+    world.meshes[2].close()  # as the kernel does for a killed process
     results = world.each(lambda mesh: mesh.sum(vector(mesh.rank, 100_000, "float32")), but=2)
     assert all(isinstance(results[rank], PeerLost) for rank in (0, 1, 3))
     assert sorted(faults) == [0, 1, 3]
     results = world.each(lambda mesh: mesh.sum(vector(mesh.rank, 3, "int64")), but=2)
-    assert all(isinstance(results[rank], PeerLost) for rank in (0, 1, 3))  # nothing before a new generation
+    # no sum passes before a new generation
+    assert all(isinstance(results[rank], PeerLost) for rank in (0, 1, 3))
     for result in world.each(lambda mesh: mesh.reconfigure(FIRST.next())):
         assert result is None
     results = world.each(lambda mesh: mesh.sum(np.ones(3, np.int64)))
@@ -194,7 +195,7 @@ def test_a_fence_ends_the_meeting(tmp_path: Path) -> None:
 
 
 def test_strangers_are_refused(tmp_path: Path) -> None:
-    """A connection without the secret is closed and counted; the members still find each other."""
+    """A connection without the secret is closed and counted. The members still find each other."""
     world = World(tmp_path, 2)
     opened: list[bytes] = []
     knocked = threading.Event()
@@ -249,7 +250,7 @@ def test_the_start_up_deadline_of_the_user(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.fixture
 def hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The ranks are on hosts of their own: loopback stands for the network between them."""
+    """Place each rank on its own host: loopback stands for the network between them."""
     monkeypatch.setattr(mesh_module, "is_local", lambda sock: False)
 
 
@@ -273,7 +274,7 @@ def test_sums_between_hosts_are_the_same(tmp_path: Path, numel: int, encrypts: b
 def test_a_vector_that_was_changed_between_hosts_is_not_summed(
     tmp_path: Path, numel: int, at: int, encrypts: bool
 ) -> None:
-    """The bytes of a gradient, of the head in front of it or of its tag."""
+    """The change is in the bytes of a gradient, of its header or of its tag."""
     world = World(tmp_path, 2, encrypts=encrypts)
     world.each(lambda mesh: mesh.connect(FIRST))
     line = world.meshes[0]._peers[1]
@@ -311,7 +312,7 @@ class Recording:
         self.sent = b""
 
     def sendmsg(self, parts: list[memoryview]) -> int:
-        """As of a socket."""
+        """Send data, and keep a copy of the sent bytes."""
         count = self._sock.sendmsg(parts)
         self.sent += b"".join(parts)[:count]
         return count
@@ -321,14 +322,14 @@ class Recording:
 
 
 class Changing:
-    """A socket on whose way out one bit is changed."""
+    """A socket that changes one bit of the data that it sends."""
 
     def __init__(self, sock: socket.socket, at: int) -> None:
         self._sock = sock
         self._at = at
 
     def sendmsg(self, parts: list[memoryview]) -> int:
-        """As of a socket."""
+        """Send data with one bit changed."""
         data = bytearray(b"".join(parts)[: 1 << 16])
         if 0 <= self._at < len(data):
             data[self._at] ^= 1

@@ -1,4 +1,4 @@
-"""Digests of the state: any changed bit changes them, on the host and by the sums that a device would take."""
+"""Digests of the state: every changed bit changes them, on the host and with the sums that a device computes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BOX = Box.whole((6, 10))
 
 
 def collected(direct: bool) -> TorchCollected:
-    """One tensor, readable in place or not."""
+    """Return a state of one tensor, readable in place or not."""
     tensor = torch.arange(60, dtype=torch.float32).reshape(6, 10)
     state = TorchCollected()
     state.add(tensor if direct else tensor.t().contiguous().t(), "w")

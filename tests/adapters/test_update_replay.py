@@ -1,4 +1,4 @@
-"""Updates that are made again, against torch's own: bit for bit, or refused by name."""
+"""Updates that are computed again, compared with torch's own: equal bit for bit, or refused by name."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 
 def in_two(parameters: Any) -> Any:
-    """Groups with settings of their own."""
+    """Return two groups with different settings."""
     return [{"params": parameters[:1], "lr": 0.02}, {"params": parameters[1:]}]
 
 
@@ -39,7 +39,7 @@ OPTIMIZERS: dict[str, Make] = {
 
 
 class Job:
-    """Two layers and a frozen one, trained with clipping and a schedule; its updates are taken down."""
+    """A training of two layers and a frozen one, with clipping and a schedule, whose updates are recorded."""
 
     def __init__(self, make: Make, kind: torch.dtype = torch.float32) -> None:
         torch.manual_seed(3)
@@ -52,7 +52,7 @@ class Job:
         self.kind = kind
 
     def step(self, number: int, *, foretell: bool = False) -> Update:
-        """One step of the script; what its update was made from, with bytes of its own."""
+        """Run one step of the script. Return the inputs of its update, copied."""
         x = torch.linspace(-1, 1, 24).reshape(4, 6).to(self.kind) * (number + 1)
         self.updates.begin()
         self.optimizer.zero_grad()
@@ -71,7 +71,7 @@ class Job:
         return kept
 
     def bits(self) -> list[bytes]:
-        """Of all that the optimizer changes."""
+        """Return the bits of everything that the optimizer changes."""
         found: list[Any] = [*self.net.parameters()]
         for p in self.net.parameters():
             found += [v for v in self.optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
@@ -114,7 +114,7 @@ def test_a_block_without_an_update_is_made_again_as_none() -> None:
 
 
 class Noisy(torch.optim.SGD):
-    """Adds random numbers, as stochastic rounding does."""
+    """An optimizer that adds random numbers, as stochastic rounding does."""
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
@@ -124,7 +124,7 @@ class Noisy(torch.optim.SGD):
 
 
 class Counting(torch.optim.SGD):
-    """Keeps state where no checkpoint sees it."""
+    """An optimizer that keeps state where no checkpoint finds it."""
 
     calls = 0
 
@@ -183,7 +183,7 @@ def test_what_no_log_holds_is_refused_by_name(spoil: Callable[[Job], Any], what:
 
 
 def test_a_step_that_was_replaced_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(OPTIMIZERS["sgd"])  # with a schedule, which replaces it, too
+    job = Job(OPTIMIZERS["sgd"])  # with a schedule, which also replaces it
     assert not job.updates.why_not()
     monkeypatch.setattr(job.optimizer, "step", lambda: None)
     assert "was replaced" in job.updates.why_not()

@@ -1,4 +1,4 @@
-"""A sample of the weights sees others in their place, however they came there."""
+"""A sample of the weights shows whether other weights are in their place, however those were written."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ Put = Callable[[nn.Module, nn.Module], None]
 
 
 def past_the_count(net: nn.Module, other: nn.Module) -> None:
-    """As most libraries of averages do."""
+    """Copy weights through ``.data``, past torch's version counter, as most libraries of weight averages do."""
     for mine, theirs in zip(net.parameters(), other.parameters(), strict=True):
         mine.data.copy_(theirs)
 
 
 def by_pointer(net: nn.Module, other: nn.Module) -> None:
-    """Without a copy."""
+    """Exchange the memory of the weights without a copy."""
     for mine, theirs in zip(net.parameters(), other.parameters(), strict=True):
         mine.data = theirs.data
 
 
 def by_state(net: nn.Module, other: nn.Module) -> None:
-    """As torch does."""
+    """Copy weights with ``load_state_dict``."""
     net.load_state_dict(other.state_dict())
 
 

@@ -29,7 +29,10 @@ def test_there_is_nothing_to_heal_before_the_first_forward(worlds: Worlds, kind:
 
 
 def test_without_healing_fsdp2_goes_on_with_other_weights(worlds: Worlds) -> None:
-    """Why heal exists; should torch cure this, the recipe can go."""
+    """This difference is the reason for healing.
+
+    If a version of torch shows none, Holdfast's healing can be removed.
+    """
     undisturbed = worlds.values(aborts.abort_and_retry, kind="fsdp2", where="", how="raise")
     retried = worlds.values(aborts.abort_and_retry, kind="fsdp2", where="backward", how="raise", healed=False)
     assert retried != undisturbed

@@ -1,4 +1,4 @@
-"""torch's ``ZeroRedundancyOptimizer``: one rank holds the state of a parameter, and every number of ranks finds it."""
+"""torch's ``ZeroRedundancyOptimizer``: one rank holds a parameter's state, and jobs of any size find it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ torch = pytest.importorskip("torch")
 dist = torch.distributed
 pytestmark = [
     pytest.mark.torch,
-    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),  # torch's own import
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),  # warning of torch's own import
 ]
 
 
 @contextmanager
 def one_of(world_size: int, rank: int) -> Iterator[None]:
-    """This process is a rank, whose collectives do nothing."""
+    """Make this process a rank whose collectives do nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
@@ -33,7 +33,7 @@ def one_of(world_size: int, rank: int) -> Iterator[None]:
 
 
 def build(rank: int, world_size: int, kind: Any = torch.optim.AdamW, steps: int = 2) -> tuple[Any, Any, Any]:
-    """Model, optimizer and state of one rank, trained as that rank would be."""
+    """Return model, optimizer and state of one rank, trained as that rank would be."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     from holdfast.frameworks.torch.state.state import TorchState
@@ -51,7 +51,7 @@ def build(rank: int, world_size: int, kind: Any = torch.optim.AdamW, steps: int 
 
 
 def of_ranks(world_size: int) -> dict[int, Any]:
-    """What each rank holds."""
+    """Return the state that each rank holds."""
     return {rank: build(rank, world_size)[2].collect() for rank in range(world_size)}
 
 
@@ -92,7 +92,7 @@ def test_an_update_is_undone_in_the_local_optimizer() -> None:
     undo = Undo()
     undo.record(state.optimizers["default"].optimizer)
     model(torch.ones(2, 8)).sum().backward()
-    optimizer.optim.step()  # and nothing was sent
+    optimizer.optim.step()  # and no rank has sent its part
     changed = state.collect().tensors
     assert not torch.equal(changed["0.weight"], before["0.weight"])
     undo.restore()

@@ -38,7 +38,7 @@ _HEADER_BYTES = 4
 
 
 class Order(msgspec.Struct, tag=True, frozen=True):
-    """Server -> rank: the control plane speaks. ``kind`` is ``fence`` (poison now) or a word of the scenario."""
+    """Server -> rank: a message of the control plane. ``kind`` is ``fence`` (poison now) or a word of the scenario."""
 
     kind: str
     generation: Generation
@@ -46,14 +46,14 @@ class Order(msgspec.Struct, tag=True, frozen=True):
 
 
 class Say(msgspec.Struct, tag=True, frozen=True):
-    """Rank -> server: something for every other rank (``to_all``) or for the server."""
+    """Rank -> server: a message for every other rank (``to_all``) or for the server."""
 
     kind: str
     number: int = 0
 
 
 class Result(msgspec.Struct, tag=True, frozen=True):
-    """Rank -> server: what the scenario returned, as JSON, or how it failed."""
+    """Rank -> server: the result of the scenario as JSON, or its error."""
 
     value: str = "null"
     error: str = ""
@@ -65,13 +65,13 @@ _DECODER = msgspec.msgpack.Decoder(Frame)
 
 
 def send(sock: socket.socket, frame: Frame) -> None:
-    """One length-prefixed frame."""
+    """Send one length-prefixed frame."""
     data = _ENCODER.encode(frame)
     sock.sendall(len(data).to_bytes(_HEADER_BYTES, "big") + data)
 
 
 def receive(sock: socket.socket) -> Frame | None:
-    """The next frame, None at the end."""
+    """Return the next frame, or None at the end."""
     header = sock.recv(_HEADER_BYTES, socket.MSG_WAITALL)
     if len(header) < _HEADER_BYTES:
         return None
@@ -80,14 +80,14 @@ def receive(sock: socket.socket) -> Frame | None:
 
 
 class Line:
-    """A rank's line to the server: the key-value part of ``WorkerClient``, and orders."""
+    """A rank's connection to the server: the key-value part of ``WorkerClient``, and orders."""
 
     def __init__(self, sock: socket.socket, rank: int, world_size: int, generation: Generation) -> None:
         self.rank = rank
         self.world_size = world_size
         self.generation = generation
         self.joining = False
-        self.shared: Path | None = None  # set by a scenario: then votes go over a board
+        self.shared: Path | None = None  # if a scenario sets this, votes use a board in shared memory
         self.flight: Flight | None = None
         self.orders: dict[str, Callable[[Order], None]] = {}
         self._sock = sock
@@ -97,7 +97,7 @@ class Line:
         self._arrived = threading.Condition()
 
     def start(self) -> None:
-        """Begin to listen, and become the client of this process."""
+        """Start the receiving thread, and become the client of this process."""
         threading.Thread(target=self._listen, daemon=True).start()
         WorkerClient._current = cast(WorkerClient, self)
 
@@ -111,7 +111,7 @@ class Line:
                 self.orders[frame.kind](frame)
 
     def say(self, frame: Frame) -> None:
-        """Send from any thread."""
+        """Send a frame from any thread."""
         with self._lock:
             send(self._sock, frame)
 
@@ -124,7 +124,7 @@ class Line:
         amount: int = 0,
         timeout_s: float = 300.0,
     ) -> KvReply:
-        """As :meth:`holdfast.runtime.worker.worker_client.WorkerClient.kv`."""
+        """Send a request as :meth:`holdfast.runtime.worker.worker_client.WorkerClient.kv` does."""
         with self._arrived:
             self._next += 1
             number = self._next
@@ -136,7 +136,7 @@ class Line:
 
 @dataclass
 class _World:
-    """The server's view of one running scenario."""
+    """One running scenario, as the server sees it."""
 
     request: dict[str, Any]
     kv: KvServer
@@ -160,24 +160,24 @@ class _World:
         self.pids[rank] = pid
 
     def deliver(self, replies: Replies) -> None:
-        """Send replies to ranks that still live; a process's id is its member id."""
+        """Send replies to ranks that still live. The id of a process serves as its member id."""
         for member, reply in replies:
             for rank, pid in self.pids.items():
                 if pid == member:
                     self.tell(rank, reply)
 
     def tell(self, rank: int, frame: Frame) -> None:
-        """Send to a rank, if it lives."""
+        """Send a frame to a rank, if it lives."""
         sock = self.socks.get(rank)
         if sock is None:
             return
         try:
             send(sock, frame)
-        except OSError:  # it died: its end of file is on the way
+        except OSError:  # the rank has died; the end of its connection will be read later
             return
 
     def gone(self, rank: int) -> None:
-        """A rank ended: reap it; a killed one is announced and, when asked for, replaced."""
+        """Reap a rank that ended. Announce a killed rank to the others and, if requested, replace it."""
         self.socks.pop(rank).close()
         pid = self.pids.pop(rank)
         self.kv.forget(MemberId(pid))
@@ -193,7 +193,7 @@ class _World:
             self.start(rank)
 
     def handle(self, rank: int, frame: Frame) -> None:
-        """One frame of a rank."""
+        """Handle one frame of a rank."""
         if isinstance(frame, KvRequest):
             self.deliver(self.kv.request(time.monotonic(), MemberId(self.pids[rank]), frame))
         elif isinstance(frame, Result):
@@ -214,7 +214,7 @@ class _World:
                 self.tell(other, Order(frame.kind, self.generation, frame.number))
 
     def run(self) -> list[dict[str, Any]]:
-        """Fork, serve until every rank ended or the bound is over, then kill what is left."""
+        """Fork the ranks, serve until all have ended or the time is over, then kill the others."""
         for rank in range(self.request["world"]):
             self.start(rank)
         deadline = time.monotonic() + self.request["bound_s"]
@@ -240,7 +240,7 @@ class _World:
 
 
 def _be_rank(sock: socket.socket, rank: int, request: dict[str, Any], generation: Generation) -> None:
-    """Run the scenario; never returns."""
+    """Run the scenario as one rank. Never return."""
     try:
         line = Line(sock, rank, request["world"], generation)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(request["world"]), LOCAL_RANK=str(rank))
@@ -268,7 +268,7 @@ def main() -> None:
     for name in sys.argv[1:]:
         import_module(name)
     out = os.dup(1)
-    os.dup2(2, 1)  # what ranks print must not mix with the answers
+    os.dup2(2, 1)  # output of the ranks must not mix with the answers
     for line in sys.stdin:
         with tempfile.TemporaryDirectory() as folder:
             answer = _World(json.loads(line), KvServer.open(Path(folder) / "kv.log")).run()
@@ -276,7 +276,7 @@ def main() -> None:
 
 
 class Worlds:
-    """The fork server, from the side of a test."""
+    """The fork server, as a test uses it."""
 
     def __init__(self, *modules: str, plain: bool = False) -> None:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'src'}"}
@@ -304,7 +304,7 @@ class Worlds:
         """Run ``scenario(line, **args)`` on every rank.
 
         Args:
-            push: tell survivors of a killed rank at once (order ``fence``).
+            push: send the survivors of a killed rank the order ``fence`` at once.
             replace: start a killed rank again, in the next generation.
 
         Returns: one entry per ended process: rank with ``value`` (and ``error``), ``signal`` or ``hung``.
@@ -325,7 +325,7 @@ class Worlds:
         return answer
 
     def values(self, scenario: Callable[..., Any], world: int = 2, **more: Any) -> list[Any]:
-        """The values of all ranks; fails the test when a rank failed."""
+        """Return the values of all ranks. Fail the test when a rank failed."""
         results = self.run(scenario, world, **more)
         failed = [r for r in results if "error" in r or "hung" in r]
         assert not failed, "\n".join(str(r.get("error", r)) for r in failed)

@@ -15,7 +15,7 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment of this process without what another launcher left in it."""
+    """Return the environment of this process without the variables of another launcher."""
     kept = {
         k: v
         for k, v in os.environ.items()
@@ -25,7 +25,7 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 def on_terminal(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> tuple[int, str]:
-    """``holdfast`` with all three streams at a terminal: its code, and what the terminal got."""
+    """Run ``holdfast`` with all three streams at a terminal. Return its exit code and the terminal's output."""
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [HOLDFAST, *args], cwd=cwd, env=clean_environment({"TERM": "xterm", **(env or {})}),
@@ -36,7 +36,7 @@ def on_terminal(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> 
     try:
         while data := os.read(ours, 65536):
             shown += data
-    except OSError as error:  # nobody holds the other end any more
+    except OSError as error:  # no process holds the other end any more
         if error.errno != errno.EIO:
             raise
     finally:
@@ -45,12 +45,12 @@ def on_terminal(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> 
 
 
 def working_in(root: Path) -> dict[int, str]:
-    """Command line by pid of each living process that works in ``root``, but this one."""
+    """Return the command line, by pid, of each living process that works in ``root``, except this one."""
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if os.readlink(entry / "cwd") == str(root) and int(entry.name) != os.getpid():
                 found[int(entry.name)] = (entry / "cmdline").read_text().replace("\0", " ")
         except OSError:
-            continue  # gone meanwhile, or not ours
+            continue  # the process has ended, or belongs to another user
     return found

@@ -1,4 +1,4 @@
-"""Running the real command."""
+"""A fixture that runs the real command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.cli.command import HOLDFAST, Run, clean_environment
 
 @pytest.fixture
 def holdfast(tmp_path: Path) -> Run:
-    """``holdfast("status", ..., env={})`` in an empty directory, to its end."""
+    """Return a function that runs ``holdfast("status", ..., env={})`` in an empty directory to its end."""
 
     def run(
         *args: str, env: Mapping[str, str] | None = None, timeout_s: float = 60

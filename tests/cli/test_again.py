@@ -1,4 +1,4 @@
-"""The same ``--run-id`` again: what a scheduler does that requeues, and a user who follows the last line of a run."""
+"""A second run with the same ``--run-id``, as after a requeue by a scheduler or after the hint in a run's last line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user can get wrong on the command line: one clear error each, a code, a next step, and nothing started."""
+"""Mistakes of a user on the command line: one clear error each, an exit code, a next step, and nothing started."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def script(tmp_path: Path) -> None:
 
 def refused(holdfast: Run, tmp_path: Path, code: Exit, *args: str, says: str, then: str,
             env: dict[str, str] | None = None) -> None:  # fmt: skip
-    """The command fails with ``code`` before anything starts, and prints an error and a next step."""
+    """Check that the command fails with ``code`` before anything starts, and prints an error and a next step."""
     result = holdfast(*args, env=env)
     error = result.stderr.splitlines()
     assert result.returncode == code, result.stderr
@@ -174,7 +174,7 @@ def test_run_directory_that_cannot_be_made(holdfast: Run, tmp_path: Path) -> Non
 
 
 def test_run_directory_where_nobody_may_write(holdfast: Run, tmp_path: Path) -> None:
-    args = ("run", "--run-dir", "/proc/holdfast", "train.py")  # not even root may
+    args = ("run", "--run-dir", "/proc/holdfast", "train.py")  # not even root may do this
     refused(holdfast, tmp_path, Exit.USAGE, *args, says="cannot make the run directory", then="--run-dir")
 
 

@@ -1,4 +1,4 @@
-"""An output that cannot be written: one line, a code of its own, and never a defect of ours."""
+"""An output that cannot be written: one line, its own exit code, and no report of a defect in Holdfast."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def checkpoints(tmp_path: Path) -> None:
 
 
 def ended(tmp_path: Path, line: str, unbuffered: str) -> subprocess.CompletedProcess[str]:
-    """A shell line, to its end; ``$H`` is the command."""
+    """Run a shell line to its end. ``$H`` is the command."""
     environment = clean_environment({"H": HOLDFAST, "PYTHONUNBUFFERED": unbuffered})
     return subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True, text=True,
                           timeout=60, check=False)  # fmt: skip

@@ -1,4 +1,4 @@
-"""``holdfast ckpt`` where a user names a root, a place with an odd name, or something that is damaged."""
+"""``holdfast ckpt`` on a root, on a place with an unusual name, or on damaged files."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ WORLD = pipeline(edge=8)
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    """One ``holdfast ckpt`` command: exit code, output, errors."""
+    """Run one ``holdfast ckpt`` command. Return exit code, output and errors."""
     code = answer(["ckpt", *args])
     printed = capsys.readouterr()
     return code, printed.out, printed.err
 
 
 def shard(root: Path, step: int) -> Path:
-    """A file with tensors of this step."""
+    """Return the path of a shard file of this step."""
     return root / save_id(step).directory() / "shard-r00000-000.safetensors"
 
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Steps 10, 20, 30, of which 30 has a damaged header (rebuilt from its manifest) and 20 is cut (lost)."""
+    """Make steps 10, 20 and 30. Step 30 has a damaged header (rebuilt from its manifest), step 20 is cut off (lost)."""
     for step in (10, 20, 30):
         save(tmp_path / "root", WORLD, save_id(step))
     flip(shard(tmp_path / "root", 30), 9)
@@ -62,7 +62,7 @@ def test_names_are_shown_as_they_are_and_in_columns(
 
 
 def test_thousands_of_rows_are_laid_out_plainly_on_a_terminal_too(tmp_path: Path) -> None:
-    """What folds cells to the width of a terminal takes a third of a millisecond for a row."""
+    """rich takes a third of a millisecond per row to fold cells, so the cells of very many rows are not folded."""
     save(tmp_path, replicated(1, {f"w{n}[red]" * 20: np.zeros(1) for n in range(1001)}), save_id(1))
     code, said = on_terminal("ckpt", "show", str(tmp_path), cwd=tmp_path, env={"COLUMNS": "80"})
     assert code == 0 and f"\n{'w7[red]' * 20} " in said
@@ -72,7 +72,7 @@ def test_thousands_of_rows_are_laid_out_plainly_on_a_terminal_too(tmp_path: Path
 def test_an_attempt_is_looked_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]
 ) -> None:
-    """At 20,000 tensors each look takes half a second."""
+    """One inspection of a save with 20,000 tensors takes half a second."""
     looks: list[str] = []
 
     def counted(directory: Attempt) -> Index:

@@ -1,4 +1,4 @@
-"""What ``docs/commands.md`` promises to scripts and shells."""
+"""Promises of ``docs/commands.md`` to scripts and shells."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``holdfast doctor``: what it finds on this machine, what it says of a bad place, what a loss costs."""
+"""``holdfast doctor``: its findings on this machine, its report on a bad place, and the estimated cost of a loss."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ def test_a_place_that_cannot_be_written(holdfast: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     env = without_torch(tmp_path)
     assert holdfast("doctor", "--checkpoint", str(tmp_path / "ck"), env=env).returncode == 0
-    for place in (tmp_path / "file" / "ck", tmp_path / "file", Path("/proc/ck")):  # not even root may there
+    # not even root may write there
+    for place in (tmp_path / "file" / "ck", tmp_path / "file", Path("/proc/ck")):
         result = holdfast("doctor", "--checkpoint", str(place), env=env)
         assert result.returncode == Exit.BAD_INPUT, result.stdout
         assert "NO  checkpoints" in result.stdout and "next: session(checkpoint=" in result.stdout
@@ -73,7 +74,7 @@ def test_what_a_lost_rank_costs(tmp_path: Path, replicas: int, grade: str, says:
 
 
 def test_temporary_files_of_long_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes of a data loader meet at a socket below it."""
+    """Data loader processes connect through sockets in this directory, and a socket's path has a maximal length."""
     place = tmp_path / ("x" * 100)
     place.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place))

@@ -1,4 +1,4 @@
-"""``holdfast drill`` as a command: what it refuses before it trains, how it ends when it is told to, what it shows."""
+"""The command ``holdfast drill``: what it refuses before it trains, how it ends on a signal, what it prints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WAITS = "import os, pathlib, time; pathlib.Path('up-' + os.environ['RANK']).touc
 
 
 def as_from_a_terminal() -> None:
-    """These tests may run below nohup, or in the background: what is ignored there is ignored by children, too."""
+    """Reset the signals. These tests may run under nohup or in the background, and children inherit ignored signals."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
 

@@ -1,4 +1,4 @@
-"""What others have written cannot drive the terminal of the reader."""
+"""Text from files and scripts cannot control the reader's terminal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("swept")
 
 EVIL = "\x1b]0;owned\x07\x1b[2J\x9b5n\u202eEVIL"
 ESCAPED = r"\x1b]0;owned\x07\x1b[2J\x9b5n\u202eEVIL"
-IN_TABLES = ESCAPED.replace(r"\x07", "")  # rich leaves BEL out
+IN_TABLES = ESCAPED.replace(r"\x07", "")  # rich removes BEL
 CLI = Path(escaping.__file__).parents[1]
 COMMANDS = [
     ["status", "it"],
@@ -41,7 +41,7 @@ COMMANDS = [
 
 @pytest.fixture
 def made(tmp_path: Path) -> Made:
-    """A run whose log of events, settings and output hold control characters wherever there is text."""
+    """Make a run whose events, settings and output have control characters wherever text is allowed."""
     made = Made(tmp_path, "it")
     made.start(0, 1)
     fault: dict[str, Field] = {**FAULT, "kind": "exception", "what": EVIL, "node": EVIL}
@@ -118,7 +118,7 @@ def test_the_console_of_tables_escapes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_command_prints_through_this_module_alone() -> None:
-    """``click.echo``, ``print`` and a console of rich's write what they get."""
+    """``click.echo``, ``print`` and a console of rich write text without escaping it."""
     wrong = {"click.echo", "click.secho", "print", "Console", "traceback.print_exception", "sys.stdout.write"}
     found = [
         f"{path.name}:{node.lineno} {ast.unparse(node.func)}"

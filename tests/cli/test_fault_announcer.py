@@ -1,4 +1,4 @@
-"""What a terminal is told of faults: each of them, and what they have in common once."""
+"""Faults as a terminal shows them: each fault once, and their common facts once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NAN = "ValueError: loss is nan at sample {}"
 
 
 class Terminal(NamedTuple):
-    """A run of four ranks, as it is shown to somebody who sees rank 0."""
+    """A run of four ranks, as a terminal shows it to a user who sees rank 0."""
 
     made: Made
     telling: FaultAnnouncer
@@ -33,7 +33,7 @@ class Terminal(NamedTuple):
     capsys: pytest.CaptureFixture[str]
 
     def fault(self, rank: int, what: str, kind: str = "exception", attempt: int = 0) -> dict[str, Field]:
-        """One more in the event log."""
+        """Append one more fault to the event log. Return its fields."""
         fields: dict[str, Field] = {
             **FAULT,
             "kind": kind,
@@ -45,7 +45,7 @@ class Terminal(NamedTuple):
         return fields
 
     def look(self) -> tuple[list[str], list[str]]:
-        """New lines of ranks, and of ours."""
+        """Return the new lines of ranks, and the new lines of Holdfast."""
         self.watch.read()
         self.telling.faults(self.screen)
         self.telling.recoveries(self.screen, lambda: None)
@@ -96,7 +96,7 @@ def test_different_faults_are_told_apart_with_their_logs(terminal: Terminal) -> 
 
 
 def test_whoever_is_killed_shows_its_last_lines_each_time(terminal: Terminal) -> None:
-    """They say what it was about to do, and the kill says nothing."""
+    """The last lines show what the rank was about to do. The kill itself leaves no message."""
     for rank in (1, 2):
         terminal.fault(rank, "was killed by signal 9", "signal")
     logs, said = terminal.look()

@@ -1,4 +1,4 @@
-"""Flags of ``holdfast run`` from files, and what each one is beaten by."""
+"""Flags of ``holdfast run`` from files, and the sources that override them."""
 
 from __future__ import annotations
 

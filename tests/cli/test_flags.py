@@ -1,4 +1,4 @@
-"""The flags of ``holdfast run`` against torchrun's own parser and against the document."""
+"""The flags of ``holdfast run``, compared with torchrun's own parser and with the document."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NEWER = {"log_line_prefix_template", "print_completion"}
 
 
 def torch_actions() -> list[argparse.Action]:
-    """The flags of the installed torchrun."""
+    """Return the flags of the installed torchrun."""
     run = pytest.importorskip("torch.distributed.run")
     parser: argparse.ArgumentParser = run.get_args_parser()
     return [a for a in parser._actions if a.option_strings and "--help" not in a.option_strings]
@@ -95,7 +95,7 @@ def test_another_shell_is_answered_with_the_known_ones(holdfast: Run) -> None:
 
 
 def as_arguments(flag: RunFlag, spelling: str) -> list[str]:
-    """The flag as typed, with a value where it takes one."""
+    """Return the flag as typed, with a value if it takes one."""
     values = {"text": "1", "whole": "1", "number": "1", "switch": ""}
     return [spelling] if flag.kind == "switch" else [spelling, values[flag.kind]]
 

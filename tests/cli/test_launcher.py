@@ -1,4 +1,4 @@
-"""The last lines of a run: one error line, the rank that it is about, and one next step."""
+"""The last lines of a run: one error line, the rank that caused it, and one next step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RAISED: dict[str, Field] = {**FAULT, "kind": "exception"}
 def last_lines(
     made: Made, capsys: pytest.CaptureFixture[str], what: str, reason: str, code: int = 1
 ) -> list[str]:
-    """What the launcher prints when a run ends because rank 1 raised ``what``; rank 0 failed after it."""
+    """Return what the launcher prints when a run ends because rank 1 raised ``what``. Rank 0 fails after it."""
     made.start(0, 1)
     made.journal.append("detected", {**RAISED, "what": what})
     made.journal.append("detected", {**RAISED, "what": "left for a restart", "rank": 0, "member_id": 1})
@@ -50,7 +50,7 @@ def test_an_exception_of_many_lines_is_one_line(tmp_path: Path, capsys: pytest.C
 def test_a_save_in_the_runs_own_directory_is_named_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], holdfast: Run
 ) -> None:
-    """A new run would look into its own directory, find nothing, and begin at step 0."""
+    """Without the name of this directory, a new run would find nothing in its own one and begin at step 0."""
     made = Made(tmp_path, "it")
     made.directory.checkpoints.mkdir()
     made.start(0, 1)
@@ -67,7 +67,7 @@ def test_a_save_in_the_runs_own_directory_is_named_once(
 def test_a_save_elsewhere_is_gone_on_from_without_a_word(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With several nodes the run's own directory is always there."""
+    """The run's own checkpoint directory exists in every run of several nodes, so its existence must not matter."""
     made = Made(tmp_path, "it")
     made.directory.checkpoints.mkdir()
     made.start(0, 1)

@@ -1,4 +1,4 @@
-"""Following logs: nothing twice, nothing missing, over attempts and half-written lines."""
+"""Log following: no line is repeated or missing, over attempts and half-written lines."""
 
 from __future__ import annotations
 

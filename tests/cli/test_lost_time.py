@@ -1,4 +1,4 @@
-"""Where the time of a run went that was no training."""
+"""The time of a run that was not training, by cause."""
 
 from __future__ import annotations
 

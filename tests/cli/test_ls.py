@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("swept")
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Iterator[dict[str, Made]]:
-    """Oldest first: an ended one, one that was started again, its newest start, and one that lives."""
+    """Make four runs, oldest first: an ended one, one that was started again, its newest start, and a living one."""
     names = ("old", "again.1", "again", "living")
     made = {name: Made(tmp_path, name) for name in names}
     for number, (name, run) in enumerate(made.items()):

@@ -1,4 +1,7 @@
-"""A start that cannot succeed is refused before the first worker, with 2. It was tried 17 times, and ended with 74."""
+"""A start that cannot succeed is refused with 2 before the first worker.
+
+Earlier it was tried 17 times and ended with 74.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several nodes: the ranks of the job in files and commands, those of a node in torchrun's flags for the console."""
+"""Several nodes: files and commands use the ranks of the job; torchrun's console flags use the ranks of a node."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if (rank, attempt) == ("3", "0"):
 
 
 class Pair:
-    """Two nodes of two workers, both on loopback. Rank 3 dies once; ``-t 1:3`` shows the second worker of each."""
+    """Two nodes of two workers, both on loopback. Rank 3 dies once; ``-t 1:3`` shows the second worker of each node."""
 
     def __init__(self, base: Path) -> None:
         self.base = base
@@ -56,11 +56,11 @@ class Pair:
         ]  # fmt: skip
 
     def console(self, node: int) -> str:
-        """What the command of a node printed, once it is over."""
+        """Return what the command of a node printed, after its end."""
         return self.launchers[node].communicate(timeout=BOUND_S)[0]
 
     def close(self) -> None:
-        """Nothing stays."""
+        """Kill the launchers and remove all that they left."""
         for launcher in self.launchers:
             launcher.kill()
             launcher.wait()
@@ -106,7 +106,7 @@ def test_each_node_shows_and_finds_the_ranks_that_it_has(pair: Pair, holdfast: R
 
 
 def seen_from(made: Made, node: str) -> Watch:
-    """The run as it is seen on one of its nodes, which all have the same events."""
+    """Return the run as seen on one of its nodes. All nodes have the same events."""
     settings = msgspec.structs.replace(made.settings, node=node, nnodes=2, nnodes_max=3)
     watch = Watch(made.directory, settings)
     watch.poll()

@@ -1,4 +1,4 @@
-"""``holdfast ranktable`` and ``holdfast run --rank-table``: one host, and two agents on this one."""
+"""``holdfast ranktable`` and ``holdfast run --rank-table``: one host, and two agents on this host."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ open(f"told-{{os.environ['RANK']}}", "w").write(" ".join(os.environ[name] for na
 
 
 def write_table(path: Path, hosts: list[str], nproc: int, **changes: Any) -> Path:
-    """A table, with top-level values changed."""
+    """Write a rank table with some top-level values changed."""
     path.write_text(json.dumps({**json.loads(make(hosts, [nproc])), **changes}))
     return path
 
 
 def placed(path: Path, **given: Any) -> dict[str, Any]:
-    """The flags that a table stands for, as one host sees it."""
+    """Return the flags that a rank table stands for on one host."""
     values = {flag.key: flag.default for flag in FLAGS} | given | {"rank_table": str(path)}
     return dict(place(values, frozenset(given)).values)
 
@@ -180,7 +180,7 @@ def test_workers_of_one_host_read_the_old_variables(tmp_path: Path, holdfast: Ru
 
 @pytest.mark.processes
 def test_one_command_per_host_needs_only_the_table(tmp_path: Path) -> None:
-    """Two agents on one machine, at two loopback addresses; the hosts' numbers come from the addresses."""
+    """Two agents run on one machine, at two loopback addresses. The hosts' numbers come from the addresses."""
     table = write_table(tmp_path / "table.json", ["127.0.0.1", "127.0.0.2"], 1)
     (tmp_path / "train.py").write_text(SCRIPT)
     (tmp_path / "token").touch(0o600)

@@ -1,4 +1,4 @@
-"""Fault reports and stacks: one screen that can be checked against the log, for every kind of fault."""
+"""Fault reports and stacks: one screen per fault of every kind, which can be checked against the log."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def faulty(
     session: bool = True,
     phase: str = "forward",
 ) -> list[FaultReport]:
-    """A run with one fault, and its reports."""
+    """Make a run with one fault, and return its reports."""
     made = Made(base, "it")
     made.start(0, 1)
     if session:
@@ -60,7 +60,7 @@ def faulty(
         made.journal.append("stalled", {"idle_s": 1.6, "bound_s": 1.5, "step_s": 0.1})
         made.journal.append("hang", HANG)
     if kind == "corruption":
-        for step in (8, 20, 20):  # the same step again is one
+        for step in (8, 20, 20):  # a step that is done again counts once
             made.journal.append("corrupted", {**CORRUPTED, "step": step})
     member: dict[str, Field] = {"rank": 1, "member_id": 2}
     made.journal.append(
@@ -125,7 +125,7 @@ def test_one_screen_says_who_why_and_what_next(
 
 
 def test_the_end_of_another_rank_is_not_evidence(tmp_path: Path) -> None:
-    """Those that are no use after a fault leave for a restart, within the same recovery."""
+    """Ranks whose processes the recovery cannot use exit for a restart. Their exits belong to the same recovery."""
     (report,) = faulty(tmp_path, "signal", "was killed by signal 9")
     assert "its process ended with signal 9" in report.evidence[0]
     assert not [line for line in report.evidence if "78" in line] and "dmesg" in report.next_steps[0]
@@ -235,7 +235,7 @@ def test_stacks_of_a_living_run(tmp_path: Path, holdfast: Run) -> None:
 
 @pytest.mark.parametrize("words", ["last words\n", ""])
 def test_the_output_of_a_fault_is_not_that_of_its_successor(tmp_path: Path, words: str) -> None:
-    """A newcomer writes into the same log, and reports are made again and again."""
+    """A newcomer writes into the log of the lost rank, and reports are made again after that."""
     made = Made(tmp_path, "it")
     made.start(0, 1)
     made.journal.append("member_exited", {"member_id": 2, "rank": 1, "code": None, "signal": 6, "state": "compute",

@@ -1,4 +1,4 @@
-"""``holdfast run`` from the shell's side: what is printed where, which code it ends with, and that nothing is left."""
+"""``holdfast run`` as a shell sees it: its outputs, its exit codes, and no remains after its end."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ if "wait" in sys.argv:
 
 @pytest.fixture(autouse=True)
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A script that needs no torch, where there is none."""
+    """Write a script that needs no torch, in an environment without torch."""
     for name, value in without_torch(tmp_path).items():
         monkeypatch.setenv(name, value)
     (tmp_path / "train.py").write_text(SCRIPT)
 
 
 def start(root: Path, *args: str) -> subprocess.Popen[str]:
-    """``holdfast run`` in the background, once both workers are up."""
+    """Start ``holdfast run`` in the background, and return when both workers run."""
     process = subprocess.Popen(
         [HOLDFAST, "run", "--nproc-per-node", "2", "--run-id", "mine", *args, "train.py", "wait"],
         cwd=root,
@@ -69,7 +69,7 @@ def start(root: Path, *args: str) -> subprocess.Popen[str]:
 
 
 def test_lines_of_ranks_begin_as_the_template_says(holdfast: Run) -> None:
-    """The command line beats the variable of torchrun; what is no word of its stays as it is."""
+    """The command line overrides the variable of torchrun. An unknown word of the template stays as it is."""
     template = "${hostname}:${role_name}${local_rank}:${rank} $5 ${more}: "
     env = {"TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE": "<${rank}> "}
     flags = ("--nproc-per-node", "2", "--tee", "3", "--role", "trainer")
@@ -99,7 +99,10 @@ def test_a_run_to_its_end(holdfast: Run, tmp_path: Path) -> None:
 
 
 def test_a_host_that_stood_still_keeps_its_agent(tmp_path: Path) -> None:
-    """The launcher thaws first, and finds the agent stopped: for long by its clock, but it has not looked meanwhile."""
+    """After the host resumes, the launcher's clock shows a long stop of the agent.
+
+    The launcher must look again first.
+    """
     process = start(tmp_path)
     endpoint = RunDir(tmp_path / "runs" / "mine").read_endpoint("agent")
     assert endpoint is not None
@@ -116,7 +119,7 @@ def test_a_host_that_stood_still_keeps_its_agent(tmp_path: Path) -> None:
 
 
 def test_a_stopped_agent_does_not_hold_up_an_exit(tmp_path: Path) -> None:
-    """The launcher, which waits for its answer, finds all the same that it is stopped: a successor is asked."""
+    """The launcher waits for the agent's answer, notices that the agent is stopped, and asks a successor."""
     process = start(tmp_path)
     endpoint = RunDir(tmp_path / "runs" / "mine").read_endpoint("agent")
     assert endpoint is not None
@@ -168,7 +171,7 @@ def test_a_script_that_fails(holdfast: Run, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_leaves_with_the_documented_code(tmp_path: Path) -> None:
-    """No session, so there is nothing to save: 76."""
+    """The exit code is 76, because without a session there is nothing to save."""
     process = start(tmp_path)
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=BOUND_S)
@@ -212,7 +215,7 @@ raise ValueError(f"bad sample {step % 3}")
 def test_an_exception_that_comes_again_and_again_is_told_with_its_steps(
     tmp_path: Path, holdfast: Run
 ) -> None:
-    """Never twice at the same step: the budget ends the run."""
+    """The exception never comes twice at the same step, so the budget ends the run."""
     (tmp_path / "raises.py").write_text(RAISES)
     done = holdfast("run", "--run-id", "mine", "--max-restarts", "2", "raises.py")
     assert done.returncode == Exit.BUDGET, done.stderr

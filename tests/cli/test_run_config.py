@@ -1,4 +1,4 @@
-"""From flags to settings: what a script gets is what torchrun would have given it."""
+"""From flags to settings: a script gets the values that torchrun would have given it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(*args: str, script: str = "train.py", **values: Any) -> Request:
-    """The defaults with ``values`` set by the user."""
+    """Return the request of a command with the defaults and the user's ``values``."""
     filled = {flag.key: flag.default for flag in FLAGS} | values
     return resolve(filled, frozenset(values), script, args)
 
@@ -98,7 +98,10 @@ def test_a_name_that_means_loopback_is_this_host_and_needs_an_address(tmp_path: 
 
 
 def test_ipv6_addresses_of_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In brackets before a port, with or without where no port can follow; a name that has both means IPv4."""
+    """An address has brackets before a port, and may have them elsewhere.
+
+    A name with both kinds of address means IPv4.
+    """
     token = tmp_path / "token"
     token.touch(0o600)
     token.write_text(secrets.token_hex(32))
@@ -212,7 +215,7 @@ def test_nodes_of_two_sizes(tmp_path: Path) -> None:
 
 
 def test_worker_counts_without_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An interpreter that has no torch: auto counts CPUs, gpu is refused."""
+    """Without torch in the interpreter, auto counts CPUs and gpu is refused."""
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec {sys.executable} -I -S "$@"\n')
     bare.chmod(0o700)
@@ -248,7 +251,7 @@ def test_modules_to_preload() -> None:
 
 
 def test_each_start_saves_under_a_name_of_its_own() -> None:
-    """A damaged save of an earlier start under the same run id must never be taken for the new one."""
+    """A damaged save of an earlier start under the same run id must never count as the new one."""
     first, second = (asked(run_id="mine").settings.saves_as for _ in range(2))
     assert first != second and without_launch(first) == without_launch(second) == "mine"
     unnamed = asked().settings

@@ -1,4 +1,4 @@
-"""``holdfast status --watch`` on a screen that is shorter than what there is to see."""
+"""``holdfast status --watch`` on a screen that is shorter than its output."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ BOUND_S = 60.0
 
 
 def of_a_terminal() -> dict[str, str]:
-    """An environment that leaves the size to the terminal."""
+    """Return an environment that does not fix the size of the terminal."""
     found = clean_environment({"TERM": "xterm"})
     return {name: value for name, value in found.items() if name not in ("LINES", "COLUMNS")}
 
 
 class Watched:
-    """The command at a terminal of its own, and what the terminal has got."""
+    """The command at its own terminal, and the text that the terminal received."""
 
     def __init__(self, where: Path) -> None:
         self.ours, theirs = pty.openpty()
@@ -49,7 +49,7 @@ class Watched:
         self.text = ""
 
     def shows(self, words: str) -> None:
-        """Wait for ``words``, and forget what came up to them."""
+        """Wait for ``words``, and drop the text up to them."""
         end_s = time.monotonic() + BOUND_S
         while words not in self.text:
             assert time.monotonic() < end_s, (words, self.text)
@@ -58,11 +58,11 @@ class Watched:
         self.text = self.text.split(words, 1)[1]
 
     def press(self, keys: bytes) -> None:
-        """As a user does."""
+        """Send keys, as a user does."""
         os.write(self.ours, keys)
 
     def end(self) -> None:
-        """Kill it, if it is there."""
+        """Kill the command if it still runs."""
         self.process.kill()
         self.process.wait()
         os.close(self.ours)
@@ -91,7 +91,7 @@ def test_keys_move_what_is_longer_than_the_screen(watched: Watched) -> None:
     watched.press(HOME)
     watched.shows("lines 1 to 15 of ")
     watched.press(b"q")
-    watched.shows("next: holdfast logs -f alpha-1")  # all of it stays on the screen
+    watched.shows("next: holdfast logs -f alpha-1")  # all lines stay on the screen
     assert watched.process.wait(BOUND_S) == 0
     assert termios.tcgetattr(watched.theirs) == watched.before
 

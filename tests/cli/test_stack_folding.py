@@ -1,4 +1,4 @@
-"""Stacks: what is the user's comes first, what is Holdfast's is folded."""
+"""Stacks: the user's frames come first, and Holdfast's frames are folded."""
 
 from __future__ import annotations
 

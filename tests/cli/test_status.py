@@ -1,4 +1,4 @@
-"""Readers of a run: they need nothing but its files, whoever is alive."""
+"""Readers of a run: they need only its files, whichever of its processes still live."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Made:
         self.directory.remove_pages()
 
     def serve(self) -> None:
-        """A process that was started as the agent is: with these words."""
+        """Start a process with the command line of an agent."""
         words = ["sh", "-c", "read line", "holdfast.runtime.agent.agentd", str(self.directory.path)]
         self.agent = subprocess.Popen(words, stdin=subprocess.PIPE)
         shown = Path(f"/proc/{self.agent.pid}/cmdline")
@@ -111,7 +111,7 @@ class Made:
         self._listens(self.agent.pid)
 
     def reuse(self) -> None:
-        """The agent was killed, and its number is that of this process now."""
+        """Simulate that the agent was killed and that its pid now belongs to this process."""
         self._listens(os.getpid())
 
     def _listens(self, pid: int) -> None:
@@ -129,7 +129,7 @@ class Made:
 
 @pytest.fixture
 def swept(tmp_path: Path) -> Iterator[None]:
-    """The status pages of every run below ``tmp_path`` are removed at the end."""
+    """Remove the status pages of every run below ``tmp_path`` at the end."""
     yield
     for settings in tmp_path.rglob("run.json"):
         RunDir(settings.parent).remove_pages()
@@ -183,7 +183,7 @@ def test_a_script_without_a_session_is_running_and_has_an_age(holdfast: Run, mad
     made.serve()
     assert made.agent is not None
     for page in made.pages:
-        page[Word.PID] = made.agent.pid  # the process of the tests may be older than any start takes
+        page[Word.PID] = made.agent.pid  # the test process may be older than the longest allowed start
         page.place(0, Phase.STARTING)
     assert "running (no session)" not in holdfast("status").stdout, "it may be on its way to one"
     for page in made.pages:
@@ -258,13 +258,15 @@ def test_after_the_end(holdfast: Run, made: Made) -> None:
 
 
 def test_how_far_a_run_came_that_was_stopped_at_once(holdfast: Run, made: Made) -> None:
-    """The controller hears of no step between its decisions: the agent says at the end what the pages show."""
+    """The controller learns no steps between decisions, so the agent reports those of the status pages at the end."""
     made.start(0, 1)
     made.journal.append("session_opened", {"step": 0, "root": "", "generation": "1.1"})
     for page, step in zip(made.pages, (11, 10), strict=True):
         page[Word.COMMITTED] = step
     made.start(1, 3, n=2)
-    made.pages[2][Word.COMMITTED] = 10  # of an older process in this seat more was seen, and was taken back
+    made.pages[2][Word.COMMITTED] = (
+        10  # an older process of this rank had done more steps, which were taken back
+    )
     step = committed_step(made.directory)
     assert step == 10
     made.journal.append("run_ended", {"code": 130, "cause": "", "reason": "second signal: Ctrl-C", "step": 0})
@@ -276,7 +278,7 @@ def test_how_far_a_run_came_that_was_stopped_at_once(holdfast: Run, made: Made) 
 
 
 def view_of(made: Made, code: int = 130) -> RunView:
-    """Stopped at step 40."""
+    """Return the view of a run that was stopped at step 40."""
     made.end(code)
     return Watch(made.directory, made.settings).poll()
 
@@ -293,7 +295,7 @@ def view_of(made: Made, code: int = 130) -> RunView:
     ],
 )
 def test_a_bad_end_says_what_is_kept(made: Made, code: int, sealed: int, says: str) -> None:
-    """No step was lost in a recovery; those after the newest checkpoint are gone all the same."""
+    """No step was lost in a recovery, but the end of the run loses the steps after the newest checkpoint."""
     made.start(0, 1)
     made.fault()
     made.recover()
@@ -354,7 +356,7 @@ def test_pages_that_go_while_they_are_read(made: Made, monkeypatch: pytest.Monke
     watch = Watch(made.directory, made.settings)
     assert watch.poll().ranks
     made.directory.remove_pages()
-    monkeypatch.setattr(Path, "is_dir", lambda self: True)  # it was there a moment ago
+    monkeypatch.setattr(Path, "is_dir", lambda self: True)  # it existed a moment ago
     assert watch.poll().ranks == []
 
 
@@ -471,17 +473,17 @@ def test_a_signal_has_its_name() -> None:
 
 
 def rendered(view: RunView) -> str:
-    """What is shown of the job."""
+    """Return the facts of the job as they are shown."""
     return "\n".join([*facts(view), *host_lines(view), again(view)])
 
 
 def later(made: Made, kind: str, data: dict[str, Any], after_s: float) -> None:
-    """An event at ``after_s`` seconds of a story of its own time."""
+    """Append an event at ``after_s`` seconds of a simulated time."""
     made.journal.append(kind, data, said=Said(1000.0 + after_s, after_s))
 
 
 def test_the_times_of_faults_that_follow_one_another_are_kept_apart(made: Made) -> None:
-    """The second one is found 40 s later, before the job went on: the first one had been found in milliseconds."""
+    """The second fault is found 40 s later, before the job continued. The first had been found in milliseconds."""
     made.start(0, 1)
     first, second = {**FAULT, "detected_s": 0.01}, {**FAULT, "rank": 0, "member_id": 1, "detected_s": 0.5}
     for begins_s, fault in ((1.0, first), (41.0, second)):
@@ -511,7 +513,7 @@ def test_the_mark_of_a_slow_rank_goes_with_its_process(made: Made) -> None:
 
 
 def test_a_host_of_several_says_what_it_knows_of_the_job_and_what_not(made: Made) -> None:
-    """It said "begins again at step 0, 341 steps lost" while the others trained."""
+    """Regression: the host showed "begins again at step 0, 341 steps lost" while the other hosts trained."""
     settings = msgspec.structs.replace(made.settings, nnodes=2, nnodes_max=3, node="node1", created_at=1000.0)
     for node in ("node0", "node1", "node2"):
         made.journal.append("agent_joined", {"node": node, "pid": 1, "slots": 2})
@@ -535,7 +537,7 @@ def test_a_host_of_several_says_what_it_knows_of_the_job_and_what_not(made: Made
 
 
 def test_a_lost_run_says_what_is_not_kept(made: Made) -> None:
-    """Not "0 steps lost": nobody is left that holds them."""
+    """The end must not say "0 steps lost": no process is left that holds the steps."""
     made.journal.append("session_opened", {"step": 0, "root": "", "generation": "1.1"})
     made.journal.append("detected", FAULT)
     made.journal.append("planned", {"generation": "1.1", "step": 425})
@@ -545,7 +547,7 @@ def test_a_lost_run_says_what_is_not_kept(made: Made) -> None:
 
 
 def test_faults_that_are_all_alike_are_said_to_be(made: Made) -> None:
-    """17 of them ended a run with the advice to allow more."""
+    """Regression: 17 equal faults ended a run with the advice to allow more faults."""
     made.start(0, 1)
     for number in range(17):
         again_and_again = {

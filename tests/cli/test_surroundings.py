@@ -1,4 +1,4 @@
-"""What a command finds around it: closed streams, odd names, a terminal that goes, a machine that refuses."""
+"""The environment of a command: closed streams, unusual names, a terminal that disappears, a machine that refuses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("swept")
 
 
 def shell(tmp_path: Path, line: str) -> subprocess.CompletedProcess[bytes]:
-    """A line of bash; ``$H`` is the command."""
+    """Run a line of bash. ``$H`` is the command."""
     environment = clean_environment({"H": HOLDFAST})
     return subprocess.run(["bash", "-c", line], cwd=tmp_path, env=environment, capture_output=True,
                           timeout=BOUND_S, check=False)  # fmt: skip
@@ -47,7 +47,7 @@ def test_what_the_terminal_has_no_character_for(tmp_path: Path) -> None:
 
 
 def test_nohup_outlives_the_terminal(tmp_path: Path) -> None:
-    """Python starts with what it inherits: SIGHUP ignored."""
+    """Python inherits the ignored SIGHUP at its start."""
     process = subprocess.Popen(
         ["nohup", HOLDFAST, "run", "--run-id", "mine", "train.py", "wait"],
         cwd=tmp_path, env=clean_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -90,9 +90,9 @@ def test_the_next_step_works_where_it_is_shown(
 
 
 def test_shared_memory_that_is_full_is_named_and_nothing_stays(tmp_path: Path) -> None:
-    """No file may grow: as where nothing fits any more."""
+    """The test stands for full shared memory: a limit on file sizes lets no file grow."""
     run = RunDir(tmp_path / "run")
-    memory = tmp_path / "shm"  # to itself: others start runs meanwhile
+    memory = tmp_path / "shm"  # a directory of this test only: other tests start runs at the same time
     memory.mkdir()
     code = (
         "import resource, signal, sys; from holdfast.runtime.node.rundir import RunDir, write_private\n"
@@ -125,7 +125,7 @@ def test_what_the_machine_refuses_is_no_defect() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a process namespace of its own")
 def test_the_first_process_of_a_container_leaves_no_zombies(tmp_path: Path) -> None:
-    """The process that the script starts is an orphan when the script's shell has ended."""
+    """The process that the script starts becomes an orphan when the script's shell ends."""
     (tmp_path / "orphans.py").write_text(
         "import os, pathlib, subprocess, time\n"
         "subprocess.run(['bash', '-c', 'setsid bash -c \"echo \\$\\$ > made; mv made orphan\" & true'])\n"
@@ -140,7 +140,7 @@ def test_the_first_process_of_a_container_leaves_no_zombies(tmp_path: Path) -> N
 
 
 def test_a_run_on_a_terminal(tmp_path: Path) -> None:
-    """Its last lines are written in colours, where there is something to colour."""
+    """The last lines have colours on a terminal."""
     code, shown = on_terminal("run", "train.py", cwd=tmp_path)
     assert code == 0 and "rank 0 says" in shown and "the job ran to its end" in shown
     code, shown = on_terminal("run", "train.py", "raise", cwd=tmp_path)

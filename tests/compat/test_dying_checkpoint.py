@@ -1,4 +1,4 @@
-"""The controller behind ``mindio_ttp``: good ranks, plan, publish, exit; whatever dies, and in whatever order."""
+"""The controller of ``mindio_ttp``: good ranks, plan, publish, exit; with deaths of any rank in any order."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from holdfast.compat.dying_checkpoint import (
 
 
 class Plant:
-    """Ranks that answer as told; ``steps`` is where each stands when it is stopped."""
+    """Simulated ranks that answer the controller's orders. ``steps`` is the step at which each rank is stopped."""
 
     def __init__(
         self, steps: dict[int, int], groups: tuple[ShardGroup, ...], unsound: set[int] | None = None
@@ -69,7 +69,7 @@ class Plant:
         return out
 
     def run(self, event: Event, draw: random.Random | None = None, deaths: int = 0) -> None:
-        """Feed ``event`` and everything that follows, in a random order; some ranks die on the way."""
+        """Feed ``event`` and all following events in a random order. Some ranks die on the way."""
         self.queue = [event]
         while True:
             if not self.queue and (self.exits or not self.living):
@@ -105,7 +105,8 @@ class Plant:
             )
         elif isinstance(order, SaveParts):
             assert rank not in self.unsound
-            moved = order.step != self.steps[rank]  # it was told to come up, and then the plan changed
+            # the rank got the order to reach the step, and then the plan changed
+            moved = order.step != self.steps[rank]
             why = "it stands elsewhere" if moved else "disk full" if rank in self.fails else ""
             self.saves += [] if moved else [rank]
             self.queue.append(Saved(rank=rank, step=order.step, why=why))

@@ -1,4 +1,4 @@
-"""The packages as files: written, importable, removed; a package of somebody else is left alone."""
+"""The packages as files: written, importable, removed; a package of another origin is not touched."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_the_chapter_s_import_needs_no_megatron() -> None:
 
 
 def stand_in(monkeypatch: pytest.MonkeyPatch, base: type | None) -> None:
-    """A ``megatron.core`` with this class, or a Megatron without one."""
+    """Install a fake ``megatron.core`` with this class, or a fake Megatron without it."""
     replicated_optimizer._over_megatron.cache_clear()
     for name in ("megatron", "megatron.core", "megatron.core.optimizer"):
         module = ModuleType(name)
@@ -38,7 +38,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, base: type | None) -> None:
 
 
 class DistributedOptimizer:
-    """What is read of Megatron's."""
+    """The attributes of Megatron's class that are read."""
 
     def __init__(self, copies: int) -> None:
         self.ddp_config = SimpleNamespace(num_distributed_optimizer_instances=copies)

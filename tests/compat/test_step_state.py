@@ -1,4 +1,4 @@
-"""Which step a rank's state is of: in any order of the calls, never with the arguments of another step."""
+"""The step that a rank's state belongs to: for any order of the calls, never with the arguments of another step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_state_is_whole_when_both_calls_were_made() -> None:
 
 
 def test_an_iteration_without_an_update_has_a_number_of_its_own() -> None:
-    """The scale of the loss was too large 15 times: 16 iterations, one update."""
+    """The loss scale was too large 15 times: 16 iterations make one update."""
     standing = StepState(bound=True)
     for iteration in range(1, 16):
         standing.give((iteration, "model"))
@@ -90,11 +90,11 @@ CALLS = st.lists(st.sampled_from(["begin", "end", "give", "skip"]), max_size=40)
 @settings(max_examples=300, deadline=None)
 @given(CALLS)
 def test_no_order_of_calls_pairs_a_state_with_other_arguments(calls: list[str]) -> None:
-    """``weights`` is the iteration of the last update that began; ``given`` that of the last arguments."""
+    """``weights`` is the iteration of the last update that began, ``given`` that of the last arguments."""
     standing = StepState(bound=True)
     iteration = updates = 0
     begun = False
-    since = True  # arguments since the last update began
+    since = True  # arguments were given since the last update began
     for call in calls:
         if call == "begin" and not begun:
             standing.begin()

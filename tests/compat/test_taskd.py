@@ -1,4 +1,4 @@
-"""msrun's hook: all workers start again after a bad end, within a limit; a good end ends it."""
+"""msrun's hook: a failed end restarts all workers, up to a limit; a successful end is final."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.errors import UsageError
 
 
 class Msrun:
-    """Workers whose ends are written down before: one list of statuses per life."""
+    """Workers with predefined ends: one list of exit statuses per life."""
 
     def __init__(self, lives: list[list[int | None]]) -> None:
         self.lives = lives
@@ -68,7 +68,7 @@ def test_too_many_restarts_end_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Writing(Msrun):
-    """Its living workers write for the first looks, then leave."""
+    """Workers that still write during the first polls, then exit."""
 
     looks_at_kill = 0
 

@@ -1,4 +1,4 @@
-"""``mindio_ttp`` under a script of the Megatron chapter: any rank dies, one checkpoint is published, all leave."""
+"""``mindio_ttp`` under a script of the Megatron chapter: any rank dies, one checkpoint is published, all ranks exit."""
 
 from __future__ import annotations
 
@@ -39,12 +39,15 @@ STEPS = 30
 
 @pytest.fixture(autouse=True)
 def _log_in_the_test_s_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By default it lies in the working directory."""
+    """Move the log, which is in the working directory by default, to the folder of the test."""
     monkeypatch.setenv(LOG_VARIABLE, str(tmp_path / "ttp.jsonl"))
 
 
 def run(folder: Path, fault: str = "", world: int = WORLD) -> tuple[list[int], list[event_log.Event]]:
-    """Exit statuses of the ranks, and the controller's log; the controller has ended by then."""
+    """Run the script until the ranks and the controller end.
+
+    Return the ranks' exit statuses and the controller's log.
+    """
     log = folder / f"ttp-{len(list(folder.glob('ttp-*')))}.jsonl"
     command = [str(HERE / "train.py"), str(STEPS), str(free_port()), str(folder), *([fault] if fault else [])]
     own = {LOG_VARIABLE: str(log), ROOT_VARIABLE: str(folder / "ckpts")}
@@ -59,7 +62,7 @@ def run(folder: Path, fault: str = "", world: int = WORLD) -> tuple[list[int], l
 
 
 def final(folder: Path) -> set[bytes]:
-    """The final weights of all ranks."""
+    """Return the final weights of all ranks."""
     return {np.load(path).tobytes() for path in folder.glob("final-*.npy")}
 
 
@@ -87,7 +90,7 @@ def test_rank_0_dies_and_the_next_start_ends_the_same(tmp_path: Path, undisturbe
 def test_the_chapter_s_own_handlers_save_once_for_all_parts(
     tmp_path: Path, undisturbed: set[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It tells half the number of ranks as that of parts, also where each rank holds everything."""
+    """The handlers pass half of the number of ranks as the number of parts, even if each rank holds everything."""
     monkeypatch.setenv("CHAPTER", "1")
     codes, events = run(tmp_path, "0@17:kill")
     assert codes == [-9, 1, 1, 1]
@@ -114,7 +117,7 @@ def test_a_death_between_the_two_calls_seals_the_step_under_its_own_number(
     chapter: bool,
     wait_s: str,
 ) -> None:
-    """The weights are those of step 18 already, the schedule and the arguments still those of 17."""
+    """The weights are already those of step 18. The schedule and the arguments are still those of step 17."""
     monkeypatch.setenv("BETWEEN_S", wait_s)
     if chapter:
         monkeypatch.setenv("CHAPTER", "1")
@@ -129,7 +132,10 @@ def test_a_death_between_the_two_calls_seals_the_step_under_its_own_number(
 def test_ranks_that_never_come_to_the_second_call_are_no_source(
     tmp_path: Path, undisturbed: set[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They wait for the dead rank between the calls: their weights are of step 18, their schedule of 17."""
+    """These ranks wait for the dead rank between the calls.
+
+    Their weights are of step 18, their schedule is of step 17.
+    """
     monkeypatch.setenv("BETWEEN_S", "ever")
     monkeypatch.setenv("CHAPTER", "1")
     codes, events = run(tmp_path, "0@17:given")
@@ -194,7 +200,7 @@ def test_a_rank_that_is_asked_to_leave_leaves_a_checkpoint(tmp_path: Path, undis
 def test_a_rank_whose_training_ends_while_it_writes_writes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed in the last step, when the others had all they needed for it."""
+    """A rank is killed in the last step, when the others no longer need its part of that step."""
     monkeypatch.setenv("SAVE_TAKES_S", "1")
     codes, _ = run(tmp_path, f"0@{STEPS - 1}:late")
     assert codes == [-9, 1, 1, 1]

@@ -1,14 +1,20 @@
 """A script as the Megatron chapter writes it: data parallel over gloo, its own save and rename handlers.
 
-The calls have the chapter's order: the update and its two reports lie inside the optimizer's ``step()``, the schedule,
-the count of iterations and ``ttp_set_ckpt_args`` come after it, in the loop.
+The calls are in the chapter's order. The update and its two reports are inside the optimizer's ``step()``. The
+schedule, the count of iterations and ``ttp_set_ckpt_args`` come after it, in the loop.
 
-train.py STEPS PORT FOLDER [RANK@STEP:HOW]      HOW: kill, raise, torn, term; late: killed once its part of the step is
-given, and the others go on when the dying checkpoint has begun; given: the same, and the others do not wait;
-between: killed after ttp_end_updating_os, before ttp_set_ckpt_args
-With CHAPTER=1: the chapter's own handlers. SAVE_TAKES_S: seconds. ASKED_IN_SAVE=1: SIGTERM to each writer as it writes.
-BETWEEN_S: seconds from ttp_end_updating_os to ttp_set_ckpt_args, where the victim has died ("ever": no end).
-ARGS_FIRST=1: the arguments are given inside the update, before ttp_end_updating_os.
+train.py STEPS PORT FOLDER [RANK@STEP:HOW]
+HOW is one of these:
+
+- kill, raise, torn, term;
+- late: the rank is killed when it has given its part of the step, and the others continue when the dying checkpoint has
+   begun;
+- given: as late, but the others do not wait;
+- between: the rank is killed after ttp_end_updating_os, before ttp_set_ckpt_args.
+
+CHAPTER=1: use the chapter's own handlers. SAVE_TAKES_S: seconds that a save takes. ASKED_IN_SAVE=1: send SIGTERM to
+each writer while it writes. BETWEEN_S: seconds from ttp_end_updating_os to ttp_set_ckpt_args at the step of the
+victim's death ("ever": no end). ARGS_FIRST=1: give the arguments inside the update, before ttp_end_updating_os.
 """
 
 import os
@@ -36,7 +42,7 @@ torch.set_num_threads(1)
 def save(
     step: int, plan: list[dict[str, object]], args: tuple[int, torch.nn.Module, torch.optim.Optimizer, Any]
 ) -> None:
-    """Only the ranks of the plan come here."""
+    """Save the state. Only the ranks of the plan call this."""
     iteration, model, optimizer, schedule = args
     arrays = {name: p.detach().numpy() for name, p in model.named_parameters()}
     moments = {
@@ -73,7 +79,7 @@ def resume(model: torch.nn.Module, optimizer: torch.optim.Optimizer, schedule: A
 
 
 class Reporting:
-    """Megatron's optimizer, around torch's own: the chapter puts its reports into ``step()``."""
+    """An optimizer like Megatron's around torch's own: the chapter puts its reports into ``step()``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -101,7 +107,7 @@ def await_plan() -> None:
 
 
 def between(iteration: int) -> None:
-    """From the one call to the other, at the step at which the victim has died."""
+    """Wait between the two calls, at the step of the victim's death."""
     if iteration != when or how not in ("between", "given"):
         return
     if how == "between" and dist_rank == int(victim):

@@ -1,4 +1,4 @@
-"""What an agent tells of processes in a recovery."""
+"""Reports of an agent on the activity of processes in a recovery."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ONE, TWO = MemberId(1), MemberId(2)
 
 
 def seen(*works: int, recovers: bool = True, stopped: tuple[int, ...] = ()) -> list[WorkerSeen]:
-    """One look: the amount of work of members 1, 2, ..."""
+    """Return one observation: the amount of work of members 1, 2, ..."""
     return [
         WorkerSeen(MemberId(number), (work,), recovers, number in stopped)
         for number, work in enumerate(works, start=1)

@@ -1,4 +1,4 @@
-"""The agent machine: starts once, remembers, repeats, and leaves nobody behind."""
+"""The agent machine: it starts members once, remembers, repeats answers, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ M = TypeVar("M", bound=Message)
 
 
 def order(generation: Generation, *members: int) -> StartMembers:
-    """Start these members as ranks 0, 1, ..."""
+    """Return the order to start these members as ranks 0, 1, ..."""
     seats = tuple(Assignment(MemberId(m), rank, rank) for rank, m in enumerate(members))
     return StartMembers(
         node_id=NODE, generation=generation, world_size=len(members), attempt=0, members=seats
@@ -59,7 +59,7 @@ def order(generation: Generation, *members: int) -> StartMembers:
 
 
 class Desk:
-    """An agent and what it asked for last."""
+    """An agent machine and its last commands."""
 
     def __init__(self, **config: Any) -> None:
         self.agent = Agent(AgentConfig(node_id=NODE, slots=2, **config))
@@ -76,7 +76,7 @@ class Desk:
         ]
 
     def running(self) -> Desk:
-        """Connected, two workers up."""
+        """Connect the agent and start two workers."""
         self.post(ControllerHere())
         self.post(order(G1, 1, 2))
         for rank, member in enumerate((1, 2)):
@@ -96,7 +96,7 @@ def exited(member: int) -> MemberExited:
 
 
 def test_workers_tell_the_next_agent_what_all_ranks_hold() -> None:
-    """Once: they were all told the same. To its own workers it says what a controller says."""
+    """The agent forwards one catalogue of the layouts, since all workers got the same one."""
     desk = Desk().running()
     old, new = (Catalogued(MemberId(1), G1, LayoutVersion(G1, vote), Layouts((), {})) for vote in (0, 3))
     assert desk.post(old) == [Send(to="controller", message=old)]
@@ -262,7 +262,7 @@ def test_a_controller_that_is_back_has_the_deadline_from_then_on() -> None:
 
 
 def test_every_controller_hears_what_was_asked_last_and_how_much_of_its_time_is_left() -> None:
-    """One that dies may not have read it: what was sent to it is no proof."""
+    """A controller that died may not have read the request. A sent request is no proof of receipt."""
     desk = Desk().running()
     desk.post(ExitRun(grace_s=9.0, source="SIGTERM"), now=1.0)
     assert len(desk.sent("controller", ExitRun)) == 1
@@ -299,7 +299,7 @@ def test_a_request_that_is_taken_back_in_time_ends_nothing() -> None:
 
 
 def test_a_controller_that_dies_again_and_again_ends_the_run() -> None:
-    """Also when each of them connects first, and breaks over what it is told."""
+    """A controller that connects first and then fails on its input also counts as dead."""
     desk = Desk(restarts_max=3)
     for _ in range(3):
         desk.post(ControllerGone())

@@ -1,4 +1,4 @@
-"""The same death at the same place again and again is one cause, and no matter for the budget."""
+"""A death that repeats at the same place has one cause, and ends the run independently of the fault budget."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.core.test_controller import NODE, Job
 
 
 def dies(job: Job, times: int, **how: Any) -> None:
-    """Rank 1 does, in the block of step 5 of each life; the others follow."""
+    """Let rank 1 die in the block of step 5, ``times`` times. The other ranks exit for a restart."""
     for _ in range(times):
         job.exit(1, **how)
         for rank in (0, 2):

@@ -1,4 +1,4 @@
-"""Have all of them done it: the answer of ``all``, for a price that the order of the answers does not change."""
+"""``all``: whether all members have answered, at a cost that does not depend on the order of the answers."""
 
 from __future__ import annotations
 

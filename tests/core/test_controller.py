@@ -1,4 +1,4 @@
-"""The controller, driven by hand: what it says to whom, in which order, for each way a run can go."""
+"""The controller, driven by hand: its messages, their receivers and their order, for each way a run can go."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ M = TypeVar("M", bound=Message)
 
 
 def covered(layouts: Layouts, sources: tuple[int, ...]) -> str:
-    """A planner that is always content: pure data parallelism."""
+    """Stand for the planner and accept every layout, as in pure data parallelism."""
     return ""
 
 
 class Job:
-    """A controller and the log of what it did."""
+    """A controller and the log of its commands."""
 
     def __init__(self, world_size: int = 3, past: ReplayedState | None = None, **config: Any) -> None:
         self.config = Config(run_id="run", world_size=world_size, **config)
@@ -78,14 +78,14 @@ class Job:
     def post(self, event: Message, after_s: float = 0.01) -> list[Command]:
         self.now += after_s
         if isinstance(event, Tick):
-            self.log.append(CancelTimer(name=event.name))  # it has fired
+            self.log.append(CancelTimer(name=event.name))  # the timer has fired
         self._take(self.controller.handle(self.now, event))
         if not self.config.verify:
             self._vouch()
         return self.last
 
     def _vouch(self) -> None:
-        """Sources tell what they hold when they are asked; where copies are compared the test says what they tell."""
+        """Answer requests for digests with equal ones. If copies are compared, the test answers instead."""
         asked = [settle for settle in self.sent(Settle) if settle.vouch]
         said = [c for c in self.last if not (isinstance(c, Send) and c.message in asked)]
         for settle in asked:
@@ -95,11 +95,11 @@ class Job:
         self.last = said
 
     def sent(self, kind: type[M]) -> list[M]:
-        """Messages of ``kind`` among the last commands."""
+        """Return the messages of ``kind`` among the last commands."""
         return [c.message for c in self.last if isinstance(c, Send) and isinstance(c.message, kind)]
 
     def record(self, kind: str) -> dict[str, Any]:
-        """Data of the newest record of ``kind``."""
+        """Return the data of the newest record of ``kind``."""
         return next(dict(r.data) for r in reversed(self.records) if r.kind == kind)
 
     @property
@@ -111,7 +111,7 @@ class Job:
         return [m.member_id for m in self.controller.job.roster.members]
 
     def up(self, step: int = 0) -> Job:
-        """Everything is started and every session is open at ``step``; all have committed one step."""
+        """Start everything, open every session at ``step``, and let all ranks commit one step."""
         self.post(AgentHello(node_id=NODE, slots=self.config.world_size, pid=1))
         self.hello()
         self.open(step)
@@ -187,7 +187,7 @@ class Job:
             )
 
     def save_fails(self, order: Settle) -> None:
-        """Rank 0 could not write its share."""
+        """Report that rank 0 could not write its share."""
         assert order.save is not None
         self.post(
             SaveReported(
@@ -344,8 +344,10 @@ def test_a_failed_save_is_tried_without_the_rank_that_failed() -> None:
 
 @pytest.mark.parametrize("on_fault", ["restart", "crash:restart"])
 def test_another_attempt_to_save_answers_no_other_fault(on_fault: str) -> None:
-    """The last fault that the budget allowed ended the run when its save failed once; a rung that was named for its
-    cause was forgotten."""
+    """Regression: the last fault within the budget ended the run when its save failed once.
+
+    A rung that the user had named for this kind of fault (``crash:restart``) was forgotten.
+    """
     job = Job(max_restarts=1, on_fault=on_fault).up()
     for member in job.controller.job.roster.members:
         member.live = True
@@ -495,7 +497,7 @@ def test_all_layouts_make_a_catalogue_once() -> None:
 
 
 def successor(job: Job, **changes: Any) -> Job:
-    """A controller of the next term, with the log of the one before."""
+    """Return a controller of the next term, with the log of the one before it."""
     return Job(past=ReplayedState.read(job.records), term=2, **changes)
 
 
@@ -549,7 +551,10 @@ def test_an_agent_that_returns_in_time_is_no_fault_and_one_that_does_not_is() ->
 
 
 def test_who_was_to_be_killed_is_killed_by_the_next_agent() -> None:
-    """It was given up after 30 s, and lived on beside the one that was started in its place."""
+    """Regression: the agent that had the order to kill died.
+
+    The process was given up and lived beside its replacement.
+    """
     job = Job().up()
     job.exit(1)
     job.settle(0, "aborted", 5)

@@ -1,4 +1,4 @@
-"""Who holds the wrong copy, as far as anybody can tell."""
+"""The rank that holds the wrong copy, if the digests can show it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.core.watch.corruption import suspects
 
 
 def told(groups: dict[tuple[int, ...], dict[int, int]]) -> dict[int, tuple[CopyDigest, ...]]:
-    """By group of holders: rank -> digest of the one place ``w``."""
+    """Return digests of the one place ``w`` per rank. The argument has, by group of holders: rank -> digest."""
     found: dict[int, tuple[CopyDigest, ...]] = {}
     for holders, digests in groups.items():
         for rank, digest in digests.items():
@@ -29,7 +29,7 @@ def told(groups: dict[tuple[int, ...], dict[int, int]]) -> dict[int, tuple[CopyD
         ({(0, 2): {0: 5, 2: 6}, (1, 3): {1: 7, 3: 7}}, (0, 2), False),  # HSDP: two holders of each shard
         ({(0, 1, 2, 3): {0: 1, 1: 1, 2: 1, 3: 9}, (1, 3): {1: 5, 3: 6}}, (3,), True),
         ({(0, 1, 2, 3, 4): {0: 5, 1: 5, 2: 5, 3: 6, 4: 7}}, (3, 4), True),
-        ({(0, 1, 2, 3): {0: 5, 1: 6}}, (0, 1), False),  # the others have not told: no majority of four
+        ({(0, 1, 2, 3): {0: 5, 1: 6}}, (0, 1), False),  # two ranks have not reported: no majority of four
         ({(0, 1): {0: 5, 1: 5}}, (), False),
     ],
 )

@@ -1,4 +1,4 @@
-"""Where the job stands, given where its ranks stand."""
+"""The step of the job, decided from the steps of its ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.core.protocol.messages import RankState
 
 
 def reports(text: str) -> list[RankReport]:
-    """``"ready 5, dead updating 4"`` -> reports of ranks 0, 1."""
+    """Return the reports of ranks 0, 1, ... from a text such as ``"ready 5, dead updating 4"``."""
     found = []
     for rank, item in enumerate(text.split(",")):
         words = item.split()
@@ -60,7 +60,7 @@ def test_evidence_names_who_proves_it() -> None:
 
 
 def legal_worlds() -> st.SearchStrategy[list[RankReport]]:
-    """Situations that the protocol allows around step 5: nobody updates unless all have voted."""
+    """Draw situations that the protocol allows around step 5: no rank updates unless all have voted."""
     everyone_voted = st.tuples(st.sampled_from(["in_doubt 5", "ready 6", "torn 5"]), st.booleans())
     dead_only = st.sampled_from(["updating 5", "voting 5"])
     some_did_not = st.tuples(st.sampled_from(["aborted 5", "ready 5", "in_doubt 5"]), st.booleans())

@@ -1,4 +1,4 @@
-"""A node that is asked to leave while others stay, and a job of several nodes that is asked as a whole."""
+"""One node gets a request to leave while others stay, or a job of several nodes gets it as a whole."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ from tests.core.test_nodes import A, B, C, rolled, started
 
 
 def ask(job: Job, *nodes: NodeId, source: str = "SIGTERM") -> None:
-    """The launchers of these nodes get a signal."""
+    """Send a signal to the launchers of these nodes."""
     for node in nodes:
         job.post(ExitRun(grace_s=30.0, source=source, node_id=node))
 
 
 def trains(job: Job, step: int) -> None:
-    """All ranks have committed this step."""
+    """Let all ranks commit this step."""
     for member in job.members:
         job.post(StepReached(member_id=member, generation=job.generation, step=step))
 
 
 def kinds(job: Job) -> set[str]:
-    """Of all records."""
+    """Return the kinds of all records."""
     return {record.kind for record in job.records}
 
 
 def ends(job: Job) -> dict[str, EndRun]:
-    """Which agents were told that it is over."""
+    """Return the agents that were ordered to end, with their orders."""
     found = [c for c in job.log if isinstance(c, Send) and isinstance(c.message, EndRun)]
     return {c.to: c.message for c in found if isinstance(c.message, EndRun)}
 
@@ -79,7 +79,7 @@ def test_the_ranks_of_one_node_that_is_asked_move_to_the_spare(node: NodeId, ran
     }
     assert "exit_requested" not in kinds(job)
     assert rolled(job)[-1] == tuple(n for n in (A, B, C) if n != node)
-    job.post(AgentHello(node_id=node, slots=1, pid=9, host="h", port=7))  # started again
+    job.post(AgentHello(node_id=node, slots=1, pid=9, host="h", port=7))  # this agent was started again
     assert not job.controller.job.leaving and rolled(job)[-1] == (A, B, C)
 
 
@@ -91,7 +91,7 @@ def test_a_spare_that_is_asked_leaves_and_disturbs_no_rank() -> None:
 
 
 def test_a_job_whose_launchers_are_all_asked_leaves_as_a_whole_at_once() -> None:
-    """The second request leaves too few nodes: nothing is waited for."""
+    """After the second request too few nodes would remain, so the job does not wait for the third one."""
     job = started()
     ask(job, A, B, C)
     assert job.record("exit_requested")["source"] == "SIGTERM"
@@ -109,7 +109,7 @@ def test_without_a_spare_the_job_leaves_as_a_whole_at_once() -> None:
 
 
 def test_fewer_nodes_are_enough_where_they_may_be_but_not_without_a_majority() -> None:
-    """With ``--shrink-to``: of three nodes one departs, of two none does."""
+    """With ``--shrink-to``, one of three nodes departs. Of two nodes none departs, since one node is no majority."""
     for nodes, left in (((A, B, C), True), ((A, B), False)):
         job = Job(world_size=len(nodes), nnodes=len(nodes), nodes_min=1, voters=nodes)
         for node in nodes:
@@ -137,7 +137,7 @@ def test_whom_a_person_asks_is_the_whole_job() -> None:
 
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_a_node_that_alone_holds_shards_does_not_leave_alone(in_memory: bool) -> None:
-    """The steps since the newest checkpoint were lost: its ranks went back to it, though there was time to save."""
+    """Regression: the ranks of the node returned to the newest checkpoint, though there was time to save."""
     job = started()
     job.hello()
     job.open(20)
@@ -151,7 +151,7 @@ def test_a_node_that_alone_holds_shards_does_not_leave_alone(in_memory: bool) ->
 
 
 def training() -> Job:
-    """Two ranks on A and B train with live sessions, C waits."""
+    """Return a job with two training ranks on A and B, with live sessions; C waits."""
     job = started()
     job.hello()
     job.open(20, live=True)
@@ -160,27 +160,27 @@ def training() -> Job:
 
 
 def notice(job: Job, node: NodeId, left_s: float = -1.0, source: str = "holdfast drain", **how: bool) -> None:
-    """A source says that the node will leave."""
+    """Report that the node will leave."""
     job.post(Notice(node_id=node, source=source, left_s=left_s, **how))
 
 
 def prepared(job: Job, node: NodeId = C, *ranks: int, failed: str = "") -> None:
-    """An agent has built what was asked of it."""
+    """Report that an agent has built the requested processes."""
     job.post(SeatsPrepared(node_id=node, ranks=ranks or (1,), failed=failed))
 
 
 def reach_hold(job: Job, step: int = 25) -> None:
-    """All ranks have stopped."""
+    """Report that all ranks have stopped at a step."""
     job.post(HoldReached(member_id=job.members[0], generation=job.generation, step=step))
 
 
 def orders(job: Job, kind: type[PrepareSeats] | type[HoldOrder] | type[NoticeOver]) -> list[Any]:
-    """All that were sent so far."""
+    """Return all orders of a kind that were sent so far."""
     return [c.message for c in job.log if isinstance(c, Send) and isinstance(c.message, kind)]
 
 
 def move(job: Job) -> None:
-    """The recovery that puts a newcomer on C into the seat of rank 1."""
+    """Run the recovery that puts a newcomer on C into the seat of rank 1."""
     old = job.members[1]
     assert [k.member_id for k in job.sent(KillMember)] == [old]
     generation = job.generation
@@ -262,7 +262,7 @@ def test_a_process_that_cannot_be_built_does_not_keep_the_node() -> None:
 
 
 def test_ranks_that_do_not_stop_are_not_waited_for_beyond_the_deadline() -> None:
-    """A step that takes for ever: the swap comes in the middle of it, and it is run again."""
+    """A step takes for ever. The move to the new node comes in the middle of the step, which is run again."""
     job = training()
     notice(job, B, left_s=8.0)
     prepared(job)
@@ -301,7 +301,7 @@ def test_a_spare_that_comes_in_time_takes_the_ranks() -> None:
 
 
 def test_the_end_of_the_whole_job_is_met_with_a_save() -> None:
-    """The end time that a scheduler has set: whatever spares there are."""
+    """A scheduler has set the end time, and spare nodes cannot avoid it."""
     job = training()
     notice(job, NodeId(""), left_s=3600.0, source="slurm")
     job.post(Tick(name="depart"), 3500.0)
@@ -327,7 +327,7 @@ def test_a_save_that_has_taken_long_is_begun_earlier() -> None:
 
 
 def test_ranks_are_placed_as_usual_while_a_notice_only_waits() -> None:
-    """Without room elsewhere a rank that is lost comes back on its own node, notice or not."""
+    """If there is no room elsewhere, a lost rank comes back on its own node, despite the notice."""
     job = Job(world_size=2, nnodes=2, voters=(A, B))
     for node in (A, B):
         job.post(AgentHello(node_id=node, slots=1, pid=1, host="h", port=7))
@@ -339,7 +339,7 @@ def test_ranks_are_placed_as_usual_while_a_notice_only_waits() -> None:
 
 
 def test_a_node_that_has_left_and_come_back_is_asked_again() -> None:
-    """Its vote is that of its second life: nothing waits for the end of it."""
+    """After its return the node is a member like any other: its first departure does not delay the second one."""
     job = started()
     ask(job, C)
     job.post(Tick(name="depart"), 5.0)
@@ -350,7 +350,7 @@ def test_a_node_that_has_left_and_come_back_is_asked_again() -> None:
 
 @pytest.mark.parametrize("left_s", [-1.0, 20.0])
 def test_fewer_nodes_go_on_where_they_may_before_the_deadline(left_s: float) -> None:
-    """Three nodes, none waits, with ``--shrink-to``."""
+    """The three nodes run with ``--shrink-to``, and none of them is a spare."""
     nodes = (A, B, C)
     job = Job(world_size=3, nnodes=3, nodes_min=1, voters=nodes)
     for node in nodes:

@@ -1,4 +1,4 @@
-"""The documents say what the code says."""
+"""The documents agree with the code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def test_the_vote_has_the_words_that_the_documents_name() -> None:
 
 
 def recorded() -> set[str]:
-    """Kinds of ``events.jsonl``: ``record("kind", ...)`` of the machines, ``append("kind", data)`` of the shells."""
+    """Return the kinds of ``events.jsonl``.
+
+    The machines write them with ``record("kind", ...)``, the shells with ``append("kind", data)``.
+    """
     calls = [
         node
         for ring in ("core", "runtime")

@@ -1,4 +1,4 @@
-"""A process that ended with code 0 while others compute is the fault, and not the rank that misses it."""
+"""A process that ended with code 0 while others compute is the fault; the rank that misses its peer is not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.core.test_controller import NODE, Job
 
 
 def misses(job: Job, rank: int, kind: str = "PeerLost") -> None:
-    """A rank without a session raises, and ends."""
+    """Let a rank without a session raise and end because it misses a peer."""
     job.post(
         WorkerFailed(
             member_id=job.members[rank],
@@ -35,7 +35,7 @@ def faults(job: Job) -> list[tuple[int, str]]:
 
 
 def test_the_rank_that_has_left_is_named_first_and_ends_the_run_the_second_time() -> None:
-    """Sixteen restarts for a lost peer before, and the rank that had left was never named."""
+    """Regression: a lost peer led to sixteen restarts, and the rank that had left was never named."""
     job = started()
     for again in (False, True):
         job.exit(1, "finished", 0, code=0, detail="left")

@@ -93,7 +93,10 @@ def test_a_trial_binds_nobody_and_a_vote_is_given_once() -> None:
 
 
 def test_who_has_voted_waits_as_long_as_the_controller_of_that_one_starts() -> None:
-    """On a crowded host it starts in seconds; three agents deposed each other for a minute, and gave up."""
+    """A controller may need seconds to start.
+
+    Regression: three agents did not wait and deposed each other for a minute.
+    """
     machine, electorate = agent(A, nodes(A, B, C)), VoterSet(0, 1, (A, B, C))
     vote, trial = (
         RequestVote(candidate=B, term=1, electorate=electorate, trial=False),
@@ -166,7 +169,7 @@ def test_of_two_with_a_witness_one_goes_on() -> None:
     won = post(first, WitnessReply(number=2, voters=(A,)))
     lost = post(second, WitnessReply(number=2, voters=(A,)))
     assert any(isinstance(c, StartController) for c in won) and any(isinstance(c, GiveUp) for c in lost)
-    # The one that was left out is refused even by a term that nobody has seen.
+    # The node that was left out is refused, even with a term that no node has seen.
     ask = RequestVote(candidate=B, term=99, electorate=VoterSet(0, 1, (A, B), True), trial=False)
     assert [m for _, m in said(post(first, ask), VoteReply) if isinstance(m, VoteReply) and m.granted] == []
 
@@ -216,7 +219,10 @@ def test_a_voter_keeps_what_the_leader_issues_and_refuses_who_knows_less() -> No
 
 @pytest.mark.parametrize("leads", [True, False])
 def test_a_change_of_a_later_leader_ends_what_an_older_one_is_at(leads: bool) -> None:
-    """It came before the word who leads: two leaders could have issued different voters under one number."""
+    """The change arrives before the news of its leader.
+
+    Regression: two leaders could have issued different voters under one number.
+    """
     machine = agent(A, nodes(A, B, C))
     if leads:
         lead(machine, B)
@@ -232,7 +238,7 @@ def test_a_change_of_a_later_leader_ends_what_an_older_one_is_at(leads: bool) ->
 
 
 def test_a_voter_that_has_lost_its_files_hears_who_votes_and_replaces_the_leader() -> None:
-    """A host that is started again in an empty run directory while the leader still counts it as a voter."""
+    """The leader still counts the host as a voter when the host is started again with an empty run directory."""
     leader = agent(A, nodes(A, B, C))
     lead(leader, B)
     told = post(leader, PeerHere(node_id=B))

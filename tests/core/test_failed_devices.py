@@ -1,4 +1,4 @@
-"""Errors of devices, told from those of scripts, and counted."""
+"""Errors of devices: distinguished from errors of scripts, and counted."""
 
 from __future__ import annotations
 

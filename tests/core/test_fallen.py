@@ -1,4 +1,4 @@
-"""Ranks that user code has left: what they hold is kept until others hold it, and they never go on in place."""
+"""Ranks that user code has left: they keep their state until other ranks hold it, and never continue in place."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.core.test_controller import NODE, Job
 
 
 def live(world_size: int = 3) -> Job:
-    """A job whose lost ranks can be replaced."""
+    """Return a job whose lost ranks can be replaced."""
     job = Job(world_size).up()
     for member in job.controller.job.roster.members:
         member.live = True
@@ -37,7 +37,7 @@ def live(world_size: int = 3) -> Job:
 
 
 def raises(job: Job, rank: int, step: int = 5, *, user_error: bool = False) -> None:
-    """User code of a rank raises; its session keeps the process."""
+    """Let user code of a rank raise. Its session keeps the process."""
     job.post(
         WorkerFailed(
             member_id=job.members[rank],
@@ -54,7 +54,7 @@ def raises(job: Job, rank: int, step: int = 5, *, user_error: bool = False) -> N
 
 
 def says(job: Job, rank: int, state: RankState, step: int = 5, **more: object) -> None:
-    """An answer to the fence."""
+    """Answer the fence for a rank."""
     settled = Settled(member_id=job.members[rank], generation=job.generation, state=state, step=step, **more)  # type: ignore[arg-type]
     job.post(settled)
 
@@ -87,7 +87,7 @@ def test_one_that_raises_is_let_go_as_soon_as_the_others_have_answered() -> None
 
 
 def fall(job: Job, *, user_error: bool = False) -> None:
-    """User code raises in all ranks at once."""
+    """Let user code raise in all ranks at once."""
     for rank in range(len(job.members)):
         raises(job, rank, user_error=user_error)
     for rank in range(len(job.members)):
@@ -132,7 +132,7 @@ def test_connections_that_broke_between_two_steps_are_no_reason_to_go_on_in_plac
 
 
 def _replaced(job: Job, lost: int = 1) -> None:
-    """A rank is lost and its newcomer has joined: all are told to go on."""
+    """Lose a rank and let its newcomer join, so that all ranks get the order to continue."""
     job.exit(lost, "compute")
     for rank in {0, 1, 2} - {lost}:
         says(job, rank, "ready")
@@ -148,7 +148,7 @@ def test_a_rank_that_falls_after_it_has_answered_says_so_and_all_start_again() -
     job = live()
     _replaced(job)
     assert len(job.sent(ResumeInPlace)) == 3
-    says(job, 0, "ready", away=True)  # its metric met the fault only now
+    says(job, 0, "ready", away=True)  # the rank's metric met the fault only now
     assert "left its loop" in str(job.record("fenced")["reason"])
     for rank in range(3):
         says(job, rank, "ready", away=rank == 0)
@@ -180,7 +180,7 @@ def test_a_death_after_the_last_save_of_an_exit_ends_the_run() -> None:
 
 
 def gone_back() -> Job:
-    """Rank 1 was lost at step 105; all are told to go on at 100, which is in the memory of each."""
+    """Lose rank 1 at step 105. All ranks get the order to continue at step 100, which each has in memory."""
     job = live()
 
     def whole(layouts: Layouts, sources: tuple[int, ...]) -> str:
@@ -213,8 +213,11 @@ def test_after_all_went_back_the_page_of_the_lost_rank_proves_no_later_step() ->
 
 
 def test_what_is_sealed_late_for_what_was_given_up_carries_nobody_forward() -> None:
-    """All have gone back, and the save of before is finished now: those in doubt took it for a proof that the vote of
-    this step had passed, and would have applied gradients that one rank had no part in."""
+    """Regression: a save of the abandoned future was sealed after all ranks had gone back.
+
+    Ranks in doubt took it as proof that the vote of this step had passed. They would have applied gradients without a
+    part of one rank.
+    """
     job = gone_back()
     late = SaveId(run="run", generation=Generation(1, 1), step=101, attempt=0, kind="periodic")
     job.post(
@@ -231,7 +234,10 @@ def test_what_is_sealed_late_for_what_was_given_up_carries_nobody_forward() -> N
 
 
 def test_who_leaves_for_the_fence_is_no_reason_to_try_what_cannot_work_once_more() -> None:
-    """All ranks find the same mistake in their input; the fence for the first one overtakes what the others say."""
+    """All ranks find the same mistake in their input.
+
+    The fence for the first error overtakes the reports of the others.
+    """
     job = Job()
     job.post(AgentHello(node_id=NODE, slots=3, pid=1))
     job.hello()

@@ -28,7 +28,7 @@ NAMES = {
 
 
 def fields(name: str) -> set[str]:
-    """The fields of a class."""
+    """Return the fields of a class."""
     job = Job(Config(run_id="run", world_size=2), ReplayedState(), lambda layouts, ranks: "")
     if name == "Member":
         return {field.name for field in msgspec.structs.fields(Member)}
@@ -36,8 +36,10 @@ def fields(name: str) -> set[str]:
 
 
 def written(tree: ast.AST, owner: str = "") -> Iterator[tuple[str, str, int]]:
-    """(receiver, field, line) of each assignment to an attribute after the constructor; the receiver of ``self`` is its
-    class."""
+    """Return (receiver, field, line) of each assignment to an attribute after the constructor.
+
+    The receiver of ``self`` is its class.
+    """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef) and node.name == "__init__":
             continue

@@ -1,4 +1,4 @@
-"""Who is to blame, as a table: evidence in, name and confidence out."""
+"""Attribution of a hang as a table: from evidence to the blamed rank and the confidence."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def seen(rank: int, place: str = "backward:20:3", **more: Any) -> RankEvidence:
 
 
 def four(odd: int, place: str = "backward:20:3", **more: Any) -> list[RankEvidence]:
-    """Three ranks in backward, and one that differs."""
+    """Return evidence of three ranks in backward, and one that differs."""
     return [seen(rank, place, **more) if rank == odd else seen(rank) for rank in range(4)]
 
 
@@ -70,12 +70,12 @@ def test_who_waits_for_the_control_plane_is_left_out() -> None:
 
 def test_collectives_are_compared_only_where_all_ranks_have_the_same_number() -> None:
     stages = [seen(r, f"forward:20:{1 + r // 2}", usual_sequence=3 + r // 2) for r in range(4)]
-    assert blame(stages).answer == "retry"  # pipeline stages: their numbers differ every step
+    assert blame(stages).answer == "retry"  # the numbers of pipeline stages differ at every step
     assert blame([*stages[:3], seen(3, "forward:20:2", usual_sequence=4, cpu=0.9)]).ranks == (3,)
 
 
 def test_of_several_at_one_place_only_those_that_compute_are_killed() -> None:
-    """A shard group waits for one of its own: nothing but a fence tells which."""
+    """Two ranks of a shard group are at one place, and one waits for the other. Only a fence can tell which."""
     group = [seen(0), seen(1), seen(2, "forward:20:1"), seen(3, "forward:20:1")]
     found = blame(group)
     assert (found.answer, found.ranks) == ("retry", ()) and "one of ranks 2, 3" in found.reason
@@ -117,7 +117,7 @@ def test_the_same_collectives_blame_nobody() -> None:
 
 
 def test_an_older_difference_that_nobody_waits_in_is_none() -> None:
-    """Sizes may lawfully differ, and what has ended holds nobody up."""
+    """Sizes may lawfully differ between ranks, and a collective that has ended blocks no rank."""
     ranks = [
         seen(r, collectives=(CollectiveSeen("world.0", 5, f"gather {r}", False), *collective("barrier")))
         for r in range(4)
@@ -159,7 +159,7 @@ def test_of_hosts_that_all_wait_for_their_devices_the_device_that_is_behind_is_n
 
 
 def test_a_device_that_waits_in_another_collective_is_not_the_cause() -> None:
-    """Rank 0 holds up rank 1 in their pair, and so rank 1 is late where rank 3 waits."""
+    """Rank 0 holds up rank 1 in their pair. Rank 1 is therefore late where rank 3 waits."""
     waits, late = device(4, 4, 3, "row.0"), device(4, 3, 3, "row.0")
     ranks = [
         seen(0, devices=(*late, *device(9, 8, 8, "column.0"))),

@@ -1,4 +1,4 @@
-"""The controller and a job that stands still: evidence from every node first, then one fault."""
+"""The controller and a job without progress: it collects evidence from every node, then declares one fault."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def stalled(job: Job, idle_s: float = 2.0) -> Stalled:
 
 
 def evidence(job: Job, number: int, **odd: str | float) -> Evidence:
-    """Every rank in backward; rank 1 differs by ``odd``."""
+    """Return evidence of every rank in backward. Rank 1 differs by ``odd``."""
     ranks = []
     for rank, member in enumerate(job.members):
         facts = {"phase": "backward", "process": "S", "cpu": 0.0, **(odd if rank == 1 else {})}
@@ -107,7 +107,10 @@ def test_nobody_to_blame_is_a_fence_and_a_retry_in_place() -> None:
 
 
 def test_a_hang_of_all_at_the_same_step_twice_ends_the_run() -> None:
-    """Collectives that do not fit together: 16 rounds before, each as long as a hang takes to be seen."""
+    """The ranks call collectives that do not match.
+
+    Regression: 16 rounds of this, each with the delay of a detection.
+    """
     job = Job().up()
     for number in range(2):
         job.post(stalled(job))
@@ -156,7 +159,7 @@ def test_during_a_recovery_nothing_is_judged() -> None:
 
 
 def newcomer() -> Job:
-    """Rank 1 was lost, and another one starts in its seat."""
+    """Return a job that has lost rank 1, with a newcomer starting in its seat."""
     job = Job()
     job.post(AgentHello(node_id=NODE, slots=3, pid=1))
     job.hello()
@@ -331,8 +334,11 @@ def test_the_same_hang_at_the_same_step_twice_is_a_bug_of_the_script() -> None:
 
 
 def test_what_an_agent_said_before_its_successor_came_is_no_stall_any_more() -> None:
-    """The successor never says that it is over: the other node alone then made the job stand still, and the rank that
-    it waited for could be named, however long that one may take."""
+    """Regression: a stall that a dead agent had reported was never taken back by its successor.
+
+    With the report of one other node, the job then seemed to make no progress. A rank within its own bound could be
+    blamed.
+    """
     job = Job(world_size=2, nnodes=2)
     nodes = [NodeId("a"), NodeId("b")]
     for node in nodes:

@@ -1,4 +1,4 @@
-"""The ladder as a table: which rung, in which order, and why not the ones before."""
+"""The ladder as a table: the rung that is chosen, the order of rungs, and the reasons against the rungs before it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ UNCOVERED: dict[str, Any] = {**FIXED, "uncovered": "no holder of box 1"}
 
 
 def decide(on_fault: str = "auto", **changes: Any) -> LadderVerdict:
-    """An ordinary death, changed."""
+    """Return the verdict on an ordinary death with some facts changed."""
     config = Config(run_id="r", world_size=4, on_fault=on_fault)
     return judge(0.0, msgspec.structs.replace(DEATH, **changes), [], config)
 

@@ -1,4 +1,4 @@
-"""One table: what each launcher sets, and the place that follows from it, or the error that names the variables."""
+"""A table of launchers: the variables that each sets, and the resulting seat, or an error that names the variables."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Env = Mapping[str, str]
 
 
 def mpi(rank: int, size: int, local_rank: int | None = None, local_size: int | None = None) -> dict[str, str]:
-    """The variables of Open MPI's mpirun."""
+    """Return the variables of Open MPI's mpirun."""
     return {
         "OMPI_COMM_WORLD_RANK": str(rank),
         "OMPI_COMM_WORLD_SIZE": str(size),
@@ -31,7 +31,7 @@ def mpi(rank: int, size: int, local_rank: int | None = None, local_size: int | N
 
 
 def step(rank: int, tasks: int, local: int, node: int, per_node: str) -> dict[str, str]:
-    """The variables of srun in a task of a step."""
+    """Return the variables that srun sets for a task of a step."""
     return {
         "SLURM_JOB_ID": "71", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_NTASKS": str(tasks),
         "SLURM_STEP_NUM_TASKS": str(tasks), "SLURM_LOCALID": str(local), "SLURM_NODEID": str(node),
@@ -40,7 +40,7 @@ def step(rank: int, tasks: int, local: int, node: int, per_node: str) -> dict[st
 
 
 def torchrun(rank: int, size: int, local_rank: int, local_size: int, group: int = 0) -> dict[str, str]:
-    """The variables of torchrun."""
+    """Return the variables of torchrun."""
     return {
         "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank), "LOCAL_WORLD_SIZE": str(local_size),
         "GROUP_RANK": str(group), "GROUP_WORLD_SIZE": str(size // local_size), "TORCHELASTIC_RUN_ID": "none",
@@ -49,7 +49,7 @@ def torchrun(rank: int, size: int, local_rank: int, local_size: int, group: int 
 
 
 def cluster(kind: str, index: int, **places: list[str]) -> dict[str, str]:
-    """TensorFlow's variable."""
+    """Return the variable of TensorFlow."""
     return {"TF_CONFIG": json.dumps({"cluster": places, "task": {"type": kind, "index": index}})}
 
 
@@ -176,7 +176,7 @@ def test_what_cannot_be_is_refused_with_the_variables_and_their_values(name: str
 
 @pytest.mark.parametrize("launcher", LAUNCHERS, ids=lambda each: each.name)
 def test_no_launcher_leaves_one_of_eight_alone(launcher: LauncherVariables) -> None:
-    """The pair of variables of each row: one of eight, and an error where another pair says that it is alone."""
+    """One pair of variables says "one of eight". If a second pair says "alone", the start is refused."""
     assert seat_of({launcher.rank: "5", launcher.size: "8"})[:2] == (5, 8)
     other = LAUNCHERS[0] if launcher is not LAUNCHERS[0] else LAUNCHERS[1]
     with pytest.raises(UsageError, match=f"{launcher.size}=8"):

@@ -1,4 +1,4 @@
-"""Layouts are agreed in votes: one rank's side, and what the vote makes of several."""
+"""Agreement on layouts in votes: the side of one rank, and the result of a vote of several."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SMALL, LARGE = Layout(b"small", b""), Layout(b"large", b"")
 def vote(
     *ranks: LayoutAgreement, have: LayoutVersion, generation: Generation = G1, between: bool = False
 ) -> Tally:
-    """One vote of all ranks, all of which read it."""
+    """Cast one vote of all ranks, and let all of them read the tally."""
     tally = cast(*ranks, have=have, generation=generation, between=between)
     for told in ranks:
         told.read(tally)
@@ -24,13 +24,13 @@ def vote(
 def cast(
     *ranks: LayoutAgreement, have: LayoutVersion, generation: Generation = G1, between: bool = False
 ) -> Tally:
-    """One vote of all ranks."""
+    """Cast one vote of all ranks."""
     said = [told.ballot(Ballot(step=3, between=between), generation, have).encode() for told in ranks]
     return Tally.read([sum(column) for column in zip(*said, strict=True)], len(ranks))
 
 
 def started(count: int = 2) -> tuple[LayoutAgreement, ...]:
-    """Ranks that have told their first layouts."""
+    """Return ranks that have published their first layouts."""
     ranks = tuple(LayoutAgreement() for _ in range(count))
     for told in ranks:
         assert told.note(SMALL, G1) == LayoutAnnouncement(LayoutVersion(G1, 0), SMALL)
@@ -64,13 +64,13 @@ def test_what_one_rank_holds_makes_all_tell() -> None:
 def test_who_did_not_read_the_tally_is_told_again_in_the_next_generation() -> None:
     one, other = started()
     other.note(LARGE, G1)
-    one.read(cast(one, other, have=LayoutVersion(G1, 0)))  # the other one is in doubt
+    one.read(cast(one, other, have=LayoutVersion(G1, 0)))  # the other rank is in doubt
     assert [one.version, other.version] == [LayoutVersion(G1, 1), LayoutVersion(G1, 0)]
     assert vote(one, other, have=LayoutVersion(G1, 0), generation=G1.next()).moved
     assert [one.version, other.version] == [LayoutVersion(G1.next(), 1)] * 2
     one, other = started()
     other.note(LARGE, G1)
-    other.read(cast(one, other, have=LayoutVersion(G1, 0)))  # now nobody holds anything new
+    other.read(cast(one, other, have=LayoutVersion(G1, 0)))  # now no rank holds anything new
     assert vote(one, other, have=LayoutVersion(G1, 0), generation=G1.next()).moved
 
 

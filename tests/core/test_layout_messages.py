@@ -1,4 +1,4 @@
-"""Layouts of all ranks in one message: what goes in comes out, and a common table is there once."""
+"""Layouts of all ranks in one message: decoding gives the encoded layouts, and a common table is stored once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_what_names_no_table_or_no_rank_is_refused(ranks: dict[str, tuple[bytes,
 
 
 def test_the_layouts_of_a_large_job_fit_into_a_frame() -> None:
-    """4096 ranks, each with its own part of 2000 tensors."""
+    """The job has 4096 ranks, each with its own part of 2000 tensors."""
     world, tensors = 4096, 2000
     roster, generation = Roster(), Generation(1, 1)
     table = (
@@ -71,7 +71,7 @@ def test_the_layouts_of_a_large_job_fit_into_a_frame() -> None:
 
 
 def test_sources_of_a_save_plan_with_what_all_of_them_hold_now() -> None:
-    """State may have come since the last step: it is told before the order to write is."""
+    """State may have come since the last step. It is published before the order to write."""
     job = Job(verify=True).up()
     job.exit(1)
     job.settle(0, "aborted", 5)

@@ -1,4 +1,4 @@
-"""What is done about a node that will leave: the table of docs/design/0036-leaving.md, and its invariants."""
+"""Rules for a node that will leave: the table of docs/design/0036-leaving.md, and its invariants."""
 
 from __future__ import annotations
 

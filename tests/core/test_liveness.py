@@ -1,4 +1,4 @@
-"""Heartbeats in, rare events out; seats and layouts."""
+"""Liveness turns heartbeats of agents into rare events (suspected, lost); the roster keeps seats and layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a script has made once: the first value of a rank stays, for every process and every controller after it."""
+"""``holdfast.once``: a rank's first value stays, for every later process of the rank and every later controller."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.core.test_controller import Job
 
 
 def ask(job: Job, rank: int, name: str, value: str = "") -> OnceTold:
-    """What the rank is told."""
+    """Ask for a value, and return the answer to the rank."""
     job.post(OnceAsked(member_id=job.members[rank], name=name, value=value))
     (told,) = job.sent(OnceTold)
     assert (told.member_id, told.name) == (job.members[rank], name)
@@ -20,7 +20,8 @@ def test_the_first_value_of_a_rank_stays() -> None:
     job = Job().up()
     assert ask(job, 1, "id").value == ""
     assert ask(job, 1, "id", '"a"').value == '"a"'
-    assert [type(c) for c in job.last] == [LogRecord, Send]  # in the log before the process hears of it
+    # the record is in the log before the process gets the answer
+    assert [type(c) for c in job.last] == [LogRecord, Send]
     assert ask(job, 1, "id", '"b"').value == '"a"'
     assert ask(job, 1, "id").value == '"a"'
     assert ask(job, 0, "id").value == "" and ask(job, 1, "other").value == ""

@@ -1,4 +1,4 @@
-"""Who is where: what is kept for each question is what a look at all members would say."""
+"""The roster: every stored answer equals the answer of a scan over all members."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ NODES = ("node0", "node1", "node2")
 
 
 def member_of(rank: int, member_id: int, node: str) -> Member:
-    """A member that is not in the roster yet."""
+    """Return a member that is not in the roster yet."""
     return Member(member_id=MemberId(member_id), rank=rank, local_rank=0, node_id=NodeId(node))
 
 
 def gone(member: Member) -> MemberExited:
-    """Its end."""
+    """Return the end of a member."""
     return MemberExited(
         member_id=member.member_id, node_id=member.node_id, generation=Generation(1, 1),
         code=None, signal=9, state="compute", step=1,
@@ -55,7 +55,7 @@ SEEN: dict[str, Callable[[list[Member]], object]] = {
 def test_every_answer_is_that_of_a_look_at_all(
     homes: list[str], events: list[tuple[int, str, set[str]]]
 ) -> None:
-    """Members die and are replaced, on the same node or elsewhere; not every question is asked each time."""
+    """Members die and are replaced on the same node or elsewhere. Some questions are not asked each time."""
     roster = Roster()
     roster.seat(Generation(1, 1), (member_of(rank, rank + 1, home) for rank, home in enumerate(homes)))
     for number, (rank, node, asked) in enumerate(events):

@@ -1,4 +1,4 @@
-"""Which step the memory tier can give back."""
+"""The step that the memory tier can give back after a fault."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ GENERATION = Generation(1, 2)
 
 
 def seat(rank: int, kept: tuple[int, ...] | None, replays: tuple[int, ...] = ()) -> Member:
-    """A member; with ``kept`` it is dead and has left these states, and a log that leads to ``replays``."""
+    """Return a member.
+
+    With ``kept`` it is dead and has left states of these steps, and a log up to each of ``replays``.
+    """
     member = Member(member_id=MemberId(rank + 1), rank=rank, local_rank=rank, node_id=NodeId("node0"))
     if kept is not None:
         member.alive = False
@@ -28,7 +31,7 @@ def seat(rank: int, kept: tuple[int, ...] | None, replays: tuple[int, ...] = ())
 
 
 def answers(*kept: tuple[int, ...], rewind: int = 0) -> dict[int, Settled]:
-    """The living: ranks from 0."""
+    """Return the answers of the living ranks, from rank 0 on."""
     return {
         rank: Settled(
             member_id=MemberId(rank + 1),
@@ -43,24 +46,24 @@ def answers(*kept: tuple[int, ...], rewind: int = 0) -> dict[int, Settled]:
 
 
 def stands(step: int | None) -> Decision:
-    """The job stands there."""
+    """Return a decision that the job is at this step."""
     return Decision(step=step, direction="none", in_doubt=0, sources=(0, 1), sound=True, evidence=())
 
 
 @pytest.mark.parametrize(
     ("dead", "living", "changes", "step"),
     [
-        ((5, 6), ((5, 6), (5, 6)), {}, 6),  # it left the very state: nobody goes back
-        ((6,), ((3,), (4,)), {}, 6),  # what the living keep does not matter then
-        ((4, 5), ((5, 6), (5, 6)), {}, 5),  # it died in its update: back to what all have
+        ((5, 6), ((5, 6), (5, 6)), {}, 6),  # the dead rank left exactly this state: no rank goes back
+        ((6,), ((3,), (4,)), {}, 6),  # then the states that the living ranks keep do not matter
+        ((4, 5), ((5, 6), (5, 6)), {}, 5),  # the rank died in its update: back to the step that all have
         ((4,), ((4, 6), (4,)), {}, 4),
-        ((4,), ((5, 6), (4, 6)), {}, -1),  # no step is complete: never a mixture
+        ((4,), ((5, 6), (4, 6)), {}, -1),  # no step is complete: never mix steps
         ((), ((5, 6), (5, 6)), {}, -1),
-        ((4, 5), ((5, 6), (5, 6)), {"rewind": -1}, -1),  # the living are out of their loop
-        ((4, 5), ((5, 6), (5, 6)), {"rewind": 6}, -1),  # or began it later
-        ((4, 5), ((5, 6), (5, 6)), {"sealed": 6}, -1),  # the disk has a newer one
+        ((4, 5), ((5, 6), (5, 6)), {"rewind": -1}, -1),  # the living ranks have left their loop
+        ((4, 5), ((5, 6), (5, 6)), {"rewind": 6}, -1),  # or have begun the loop later
+        ((4, 5), ((5, 6), (5, 6)), {"sealed": 6}, -1),  # the disk has a newer state
         ((4, 5), ((5, 6), (5, 6)), {"decided": None}, -1),
-        ((), ((5, 6), (5, 6)), {"held": {2: frozenset({5})}}, 5),  # its node is lost, another one has it
+        ((), ((5, 6), (5, 6)), {"held": {2: frozenset({5})}}, 5),  # the rank's node is lost, another has the state
         ((7,), ((7,), (7,)), {}, -1),  # states of a step that does not count
     ],
 )  # fmt: skip
@@ -85,11 +88,12 @@ def test_a_member_that_says_nothing_keeps_nothing() -> None:
     ("dead", "step", "sources", "found"),
     [
         ([((4,), (5, 6))], 6, (0, 1), True),
-        ([((4,), (5,))], 6, (0, 1), False),  # it died before it had logged what all others have applied
-        ([((4,), (5, 6)), ((6,), ())], 6, (0, 1), True),  # one has left the very state
+        # the rank died before it logged the update that the others have applied
+        ([((4,), (5,))], 6, (0, 1), False),
+        ([((4,), (5, 6)), ((6,), ())], 6, (0, 1), True),  # one rank has left exactly this state
         ([((4,), (5, 6)), ((5,), ())], 6, (0, 1), False),
-        ([((6,), ()), ((6,), ())], 6, (0, 1), False),  # nothing has to be made again
-        ([((4,), (5, 6))], 6, (), False),  # nobody has what is not in a log
+        ([((6,), ()), ((6,), ())], 6, (0, 1), False),  # no update has to be made again
+        ([((4,), (5, 6))], 6, (), False),  # no rank has the tensors that are not in a log
         ([((4,), (5, 6))], None, (0, 1), False),
         ([], 6, (0, 1), False),
     ],

@@ -1,4 +1,4 @@
-"""Newcomers in the seats of the lost: who is replaced, by whom, and what happens when a newcomer dies, too."""
+"""Newcomers in the seats of lost ranks: the replaced rank, its new process, and the death of a newcomer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.core.test_controller import NODE, Job, seen, successor
 
 
 def at_work(ranks: int) -> Job:
-    """A job whose sessions can be recovered in place, at step 0."""
+    """Return a job at step 0 whose sessions can be recovered in place."""
     job = Job(ranks)
     job.post(AgentHello(node_id=NODE, slots=ranks, pid=1))
     job.hello()
@@ -38,7 +38,7 @@ def at_work(ranks: int) -> Job:
 
 
 def with_a_newcomer() -> Job:
-    """Of three ranks, rank 1 was lost in step 5, and is replaced."""
+    """Return a job of three ranks that lost rank 1 in step 5 and replaces it."""
     job = at_work(3)
     job.exit(1)
     job.settle(0, "aborted", 5)
@@ -64,7 +64,7 @@ def test_a_torn_rank_gives_its_seat_to_a_newcomer() -> None:
 
 
 def test_a_torn_rank_that_has_left_its_loop_is_replaced_too() -> None:
-    """An exception of the script has broken the update and goes up: what the removed process said binds nobody."""
+    """An exception of the script has broken the rank's update. Reports of the removed process no longer count."""
     job = at_work(4)
     job.exit(1, "updating", 5)
     job.settle(0, "torn", 5, away=True)
@@ -89,7 +89,10 @@ def test_a_newcomer_that_dies_is_followed_by_another_and_nobody_is_fenced_again(
 
 
 def test_a_survivor_that_does_not_give_its_state_is_killed_not_the_newcomer() -> None:
-    """It was stopped after it had settled: newcomers waited for it, one after the other, for 120 s each."""
+    """Regression: a survivor was stopped after it had settled.
+
+    Newcomers waited for it one after the other, 120 s each.
+    """
     job = with_a_newcomer()
     offer = StateOffered(member_id=job.members[0], generation=job.generation, step=5, host="h", port=1)
     job.post(offer)
@@ -102,7 +105,7 @@ def test_a_survivor_that_does_not_give_its_state_is_killed_not_the_newcomer() ->
 
 
 def has_state(job: Job, rank: int, step: int) -> None:
-    """A newcomer has taken its state, and opened its session; it has not joined."""
+    """Let a newcomer take its state and open its session, without a join."""
     member, generation = job.members[rank], job.generation
     job.post(MemberStarted(member_id=member, node_id=NODE, pid=200))
     job.post(WorkerHello(member_id=member, generation=generation, rank=rank, pid=200))
@@ -110,7 +113,10 @@ def has_state(job: Job, rank: int, step: int) -> None:
 
 
 def test_a_newcomer_that_has_its_state_is_fenced_and_not_killed() -> None:
-    """It rehearsed when the only other holder was lost: it was killed, and all steps were lost."""
+    """Regression: the only other holder was lost during a newcomer's rehearsal.
+
+    The newcomer was killed, with all steps.
+    """
     job = at_work(2)
     job.exit(1)
     job.settle(0, "aborted", 5)
@@ -130,7 +136,7 @@ def test_a_newcomer_without_its_state_is_killed_at_the_next_fence() -> None:
 
 @pytest.mark.parametrize("lost", [0, 1])
 def test_a_successor_knows_the_newcomers_and_what_those_before_them_left(lost: int) -> None:
-    """It killed the newcomer as a process of an older generation, and decided while it lived."""
+    """Regression: a new controller killed the newcomer as one of an older generation, and decided before its end."""
     job = at_work(2)
     first = job.members[1]
     job.exit(1, "updating", 4)
@@ -165,7 +171,7 @@ def test_when_all_are_torn_nobody_is_killed() -> None:
 
 
 def test_a_decision_asks_the_planner_once() -> None:
-    """It looks at the layouts of all ranks: in a large job that is the longest part of a decision."""
+    """The planner looks at the layouts of all ranks: in a large job, this is the longest part of a decision."""
     job = at_work(3)
     asked: list[tuple[int, ...]] = []
 
@@ -182,7 +188,10 @@ def test_a_decision_asks_the_planner_once() -> None:
 
 @pytest.mark.parametrize("known", [True, False])
 def test_a_rank_whose_layout_is_lost_is_not_replaced_from_memory(known: bool) -> None:
-    """Agent and controller died with it before its rank had said it again: nobody can tell a newcomer what to hold."""
+    """Agent and controller died with the rank, before the rank had published its layout again.
+
+    No newcomer can learn it.
+    """
     job = Job(2)
     job.controller.job.uncovered = lambda layouts, sources: (
         "" if len(sources) == 2 else "rank 1 alone held a box"
@@ -210,7 +219,7 @@ def test_a_rank_whose_layout_is_lost_is_not_replaced_from_memory(known: bool) ->
 
 
 def test_a_newcomer_that_cannot_go_on_from_its_place_is_no_reason_to_run_the_step_again() -> None:
-    """It held the state and was kept, and all were told to run the step that it never came to."""
+    """Regression: the newcomer was kept with its state, and all ranks had to run a step that it never reached."""
     job = with_a_newcomer()
     has_state(job, 1, 5)
     newcomer, generation = job.members[1], job.generation

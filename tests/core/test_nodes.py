@@ -36,7 +36,7 @@ A, B, C = (NodeId(f"node{i}") for i in range(3))
 
 
 def started() -> Job:
-    """Two ranks on A and B, C waits as a spare."""
+    """Return a job with two ranks on A and B; C waits as a spare."""
     job = Job(world_size=2, nnodes=2, voters=(A, B, C))
     for number, node in enumerate((C, A, B)):
         job.post(AgentHello(node_id=node, slots=1, pid=number, host=f"h{node}", port=7))
@@ -44,7 +44,7 @@ def started() -> Job:
 
 
 def lose(job: Job, *nodes: NodeId) -> None:
-    """These nodes close their lines and never come back; the others go on beating."""
+    """Close the connections of these nodes for good. The other nodes still send heartbeats."""
     for node in nodes:
         job.post(AgentGone(node_id=node))
     for _ in range(30):
@@ -98,7 +98,7 @@ def test_without_a_majority_nothing_is_decided() -> None:
 
 
 def rolled(job: Job) -> list[tuple[NodeId, ...]]:
-    """The lists of nodes that the agents were told, in turn."""
+    """Return the lists of nodes that the agents were sent, in order, without repetitions."""
     lists = [c.message.up for c in job.log if isinstance(c, Send) and isinstance(c.message, Rolled)]
     return [each for each, before in zip(lists, [(), *lists], strict=False) if each != before]
 
@@ -144,7 +144,7 @@ def past_of(job: Job) -> ReplayedState:
 
 
 def take_over(alone: int) -> Job:
-    """A controller of B's node, where rank 1 lives; A and its rank are gone."""
+    """Return a controller on B's node, where rank 1 lives. A and its rank are gone."""
     before = started()
     job = Job(
         world_size=2, nnodes=2, voters=(A, B, C), term=1 if alone else 2, alone=alone, past=past_of(before)
@@ -207,7 +207,7 @@ def test_a_spare_takes_the_seats_of_a_lost_node() -> None:
 
 
 def smaller(nodes_min: int, nodes: int = 4, per_node: int = 2) -> Job:
-    """A job of ``nodes`` nodes at step 6, all of whose boxes every rank holds."""
+    """Return a job of ``nodes`` nodes at step 6, in which every rank holds all boxes."""
     names = [NodeId(f"node{i}") for i in range(nodes)]
     job = Job(world_size=nodes * per_node, nnodes=nodes, voters=tuple(names), nodes_min=nodes_min)
     for node in names:
@@ -220,7 +220,7 @@ def smaller(nodes_min: int, nodes: int = 4, per_node: int = 2) -> Job:
 
 
 def drop(job: Job, *lost: NodeId) -> None:
-    """Nodes are lost for good; the ranks that live settle, save and leave, as they are told."""
+    """Lose nodes for good. The living ranks settle, save and exit, as ordered."""
     names = set(job.controller.job.slots)
     for node in lost:
         job.post(AgentGone(node_id=node))
@@ -236,7 +236,7 @@ def beat(job: Job, nodes: set[NodeId]) -> None:
 
 
 def come_to_rest(job: Job, step: int = 6) -> None:
-    """From the fence to the order to leave, and out."""
+    """Take the ranks from the fence to the order to exit, and let them exit."""
     roster = job.controller.job.roster
     for member in list(roster.living):
         job.post(
@@ -270,7 +270,8 @@ def come_to_rest(job: Job, step: int = 6) -> None:
 def test_half_of_the_nodes_go_on_and_the_rest_is_taken_back() -> None:
     job = smaller(nodes_min=2)
     drop(job, NodeId("node1"))
-    assert job.record("resized") == {"ranks_before": 8, "ranks": 4}  # 3 nodes do not divide 4: 2 are used
+    # 3 nodes do not divide 4 ranks: 2 nodes are used
+    assert job.record("resized") == {"ranks_before": 8, "ranks": 4}
     orders = job.sent(StartMembers)
     assert [(o.node_id, o.world_size, [a.rank for a in o.members]) for o in orders] == [
         (NodeId("node0"), 4, [0, 1]),
@@ -288,7 +289,7 @@ def test_half_of_the_nodes_go_on_and_the_rest_is_taken_back() -> None:
     assert "there is room for 8 ranks, 4 now" in job.record("verdict")["reason"]
     assert job.record("resized") == {"ranks_before": 4, "ranks": 8}
     assert [o.world_size for o in job.sent(StartMembers)] == [8] * 4
-    # A controller of the next term knows how many ranks run now.
+    # A controller of the next term knows the present number of ranks.
     past = past_of(job)
     assert Job(world_size=8, nnodes=4, nodes_min=2, past=past, term=2).controller.job.world_size == 8
 
@@ -301,7 +302,10 @@ def test_too_few_nodes_wait() -> None:
 
 
 def test_a_node_that_was_silent_for_a_while_is_not_waited_for_when_it_is_back() -> None:
-    """Its line was never closed, so it says no second hello: the job stood still beside it, and ended after 120 s."""
+    """Regression: the node's connection stayed open, so it sent no second hello.
+
+    The job waited 120 s for one, and ended.
+    """
     job = Job(world_size=2).up(3)
     job.exit(0)
     job.settle(1, "aborted", 5)
@@ -317,7 +321,7 @@ def test_a_node_that_was_silent_for_a_while_is_not_waited_for_when_it_is_back() 
 
 
 def test_who_waits_for_nodes_waits_for_enough_of_them_and_not_for_ever() -> None:
-    """One that comes and goes gave the others another 120 s each time."""
+    """Regression: each return of an unstable node made the others wait another 120 s."""
     job = smaller(nodes_min=4)
     drop(job, NodeId("node1"))
     said = len(job.log)

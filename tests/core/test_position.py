@@ -1,4 +1,4 @@
-"""The position of the script: its tables, every legal and every illegal event, and what they mean for a survivor."""
+"""The position of the script: its tables, all legal and illegal events, and their meaning for a survivor."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WAYS: dict[ScriptPosition, tuple[ScriptEvent, ...]] = {
 
 
 def machine_at(position: ScriptPosition, attendance: Attendance = A.EXPECTED) -> ScriptMachine:
-    """A machine in this position and attendance, in a loop that can go back to step 3."""
+    """Return a machine in this position and attendance, in a loop that can go back to step 3."""
     machine = ScriptMachine()
     around = attendance is A.STEPS_IN_SECTION
     for event in (*((E.SECTION_BEGUN,) if around else ()), *WAYS[position]):
@@ -63,7 +63,7 @@ def machine_at(position: ScriptPosition, attendance: Attendance = A.EXPECTED) ->
 
 
 def rows(title: str) -> list[list[str]]:
-    """Cells of the table of the document whose first title is ``title``."""
+    """Return the cells of the table in the document whose first column title is ``title``."""
     text = PROTOCOL.read_text()
     table = text[text.index(f"\n| {title} |") :].lstrip("\n").split("\n\n")[0]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
@@ -181,12 +181,12 @@ def test_the_story_is_short() -> None:
     [
         (P.AFTER_BLOCK, A.EXPECTED, True, True),
         (P.AFTER_BLOCK, A.EXPECTED, False, True),
-        (P.AFTER_BLOCK, A.IN_SECTION, True, True),  # a section after a block belongs to the step
+        (P.AFTER_BLOCK, A.IN_SECTION, True, True),  # a section after a block belongs to the step of the block
         (P.AFTER_BLOCK, A.STRAYED, True, False),
         (P.AFTER_LOOP, A.EXPECTED, True, True),
-        (P.AFTER_LOOP, A.IN_SECTION, True, False),  # all do it again
+        (P.AFTER_LOOP, A.IN_SECTION, True, False),  # all ranks run it again
         (P.BEFORE_BLOCK, A.EXPECTED, True, True),
-        (P.BEFORE_BLOCK, A.EXPECTED, False, False),  # all start again before the block
+        (P.BEFORE_BLOCK, A.EXPECTED, False, False),  # all ranks start again before the block
         (P.BEFORE_BLOCK, A.IN_SECTION, True, False),
         (P.AT_BLOCK, A.EXPECTED, True, False),
         (P.IN_BLOCK, A.EXPECTED, True, False),
@@ -253,7 +253,7 @@ def test_a_replacement_joins_once_and_restores_in_between() -> None:
 
 
 def answers(machine: ScriptMachine) -> tuple[object, ...]:
-    """All that a decision may ask."""
+    """Return all answers that a decision may ask for."""
     return (
         *(machine.awaits(replaces=each) for each in (False, True)),
         *(machine.gives(aborted=each) for each in (False, True)),
@@ -267,7 +267,7 @@ def answers(machine: ScriptMachine) -> tuple[object, ...]:
 
 
 def walk(events: list[ScriptEvent]) -> ScriptMachine:
-    """A machine after those of the events that are legal, in an unfinished loop that can go back to step 3."""
+    """Return a machine after the legal ones of the events, in an unfinished loop that can go back to step 3."""
     machine = ScriptMachine()
     for event in events:
         if event is E.LOOP_OPENED and (machine.position, event) in TABLE:

@@ -1,4 +1,4 @@
-"""Which rank computes something else: pure, all cases of one that does."""
+"""The rank that computes different results: all cases of one such rank, without processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.core.watch.recomputation import (
     read,
 )
 
-GOOD = 1 << 63  # does not fit into a signed word
+GOOD = 1 << 63  # larger than a signed word
 
 
 def meet(size: int, ran: Mapping[int, Mapping[int, Ran | None]]) -> RecomputationVerdict:
@@ -29,7 +29,7 @@ def meet(size: int, ran: Mapping[int, Mapping[int, Ran | None]]) -> Recomputatio
 def results(
     size: int, offsets: int, wrong: Mapping[tuple[int, int], int]
 ) -> dict[int, dict[int, Ran | None]]:
-    """Of each copy by offset; ``wrong``: what is added to the gradients of (copy, offset)."""
+    """Return the results of each copy by offset. ``wrong`` has what is added to the gradients of (copy, offset)."""
     return {
         copy: {
             offset: Ran(
@@ -51,7 +51,7 @@ def test_copies_that_compute_the_same_agree(size: int) -> None:
 @pytest.mark.parametrize("size", [3, 4, 5, 8])
 @pytest.mark.parametrize("liar", [0, 2])
 def test_one_copy_that_is_wrong_is_named_and_no_other(size: int, liar: int) -> None:
-    """Whichever of its three runs are wrong; in the first two, a third result is asked for."""
+    """The wrong copy may be in any of the three runs. A third result is requested if one of the first two is wrong."""
     for runs in product((0, 5), repeat=OFFSETS):
         wrong = {(liar, offset): runs[offset] + offset * (runs[offset] > 0) for offset in range(OFFSETS)}
         first = meet(size, results(size, AT_FIRST, wrong))
@@ -63,7 +63,10 @@ def test_one_copy_that_is_wrong_is_named_and_no_other(size: int, liar: int) -> N
 
 
 def test_of_two_copies_one_that_is_wrong_now_and_then_is_named() -> None:
-    """Its own batch, run again, comes out right: two ranks agree then. One that is always wrong cannot be told."""
+    """If the wrong rank computes its batch correctly in a second run, two ranks agree.
+
+    An always wrong rank is not found.
+    """
     assert meet(2, results(2, OFFSETS, {(1, 0): 3})) == RecomputationVerdict("wrong", (1,))
     assert meet(2, results(2, OFFSETS, {(1, 0): 3, (1, 1): 3, (1, 2): 3})).outcome == "unclear"
 
@@ -84,7 +87,7 @@ def test_kernels_that_add_in_any_order_name_nothing() -> None:
 
 
 def test_what_is_not_there_is_not_waited_for() -> None:
-    """A newcomer that could not run the blocks; a third result that no rank can give."""
+    """A newcomer may be unable to run the blocks. A third result may be one that no rank can give."""
     ran = results(3, AT_FIRST, {(1, 0): 3})
     assert meet(3, ran).outcome == "ask"
     for copy in ran:

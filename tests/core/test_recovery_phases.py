@@ -1,4 +1,4 @@
-"""The table of a recovery: compared with the document, complete, and without a contradiction."""
+"""The table of a recovery: equal to the document, complete, and without contradictions."""
 
 from __future__ import annotations
 

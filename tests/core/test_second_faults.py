@@ -1,4 +1,7 @@
-"""Faults that come while another one is answered, or the run ends: each stood still, or lost something."""
+"""Faults during the answer to another fault, or at the end of the run.
+
+Each of them once stopped the job or lost data.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ from tests.core.test_stop_policy import situation
 
 
 def finish(job: Job, rank: int, step: int = 5) -> None:
-    """The session of a rank is done."""
+    """Finish the session of a rank."""
     job.post(
         Finished(
             member_id=job.members[rank], generation=job.generation, step=step, reason="done", sealed=True
@@ -39,7 +42,7 @@ def finish(job: Job, rank: int, step: int = 5) -> None:
 
 
 def bare() -> Job:
-    """Two ranks of a script without a session."""
+    """Return a job of two ranks of a script without a session."""
     job = Job(world_size=2)
     job.post(AgentHello(node_id=NODE, slots=2, pid=1))
     job.hello()
@@ -47,7 +50,7 @@ def bare() -> Job:
 
 
 def rejoin(second: Job, living: tuple[int, ...]) -> None:
-    """The agent comes to a successor, with the workers of these ranks."""
+    """Connect the agent to a new controller, with the workers of these ranks."""
     seen = tuple(
         MemberSeen(
             member_id=second.members[rank], generation=second.controller.job.roster.generation, rank=rank,
@@ -59,7 +62,7 @@ def rejoin(second: Job, living: tuple[int, ...]) -> None:
 
 
 def differ(job: Job, step: int = 5) -> None:
-    """All ranks tell digests: those of rank 1 differ."""
+    """Report digests from all ranks. Those of rank 1 differ."""
     for rank, member in enumerate(job.members):
         copies = (CopyDigest("0,1", "w", rank),)
         generation = job.controller.job.roster.generation
@@ -153,7 +156,7 @@ def test_digests_of_workers_that_are_gone_accuse_nobody() -> None:
 
 
 def test_ranks_that_had_all_finished_are_released_after_a_retry() -> None:
-    """The last one finishes when the fence is under way."""
+    """The last rank finishes while the fence is on its way."""
     job = live(2)
     finish(job, 0)
     job.post(FaultSeen(member_id=job.members[1], generation=job.generation, step=5, what="a vote broke"))
@@ -185,7 +188,7 @@ def test_a_node_that_comes_costs_nothing_of_the_budget_and_ends_nothing() -> Non
 
 
 def test_an_exception_that_was_answered_is_no_second_one_to_a_successor() -> None:
-    """The agent repeats it, the processes stay until they are told to leave."""
+    """The agent repeats the exception. The processes stay until they are ordered to exit."""
     job = live(2)
     fall(job)
     assert job.record("verdict")["action"] == "restart_last_gasp"
@@ -201,7 +204,7 @@ def test_an_exception_that_was_answered_is_no_second_one_to_a_successor() -> Non
 
 
 def test_who_was_to_die_before_it_was_started_is_not_started_by_the_next_agent() -> None:
-    """A rank is found dead before the list of the new agent is closed: it has none of the others."""
+    """A rank is found dead before the new agent has listed all its processes."""
     job = Job(3)
     job.post(AgentHello(node_id=NODE, slots=3, pid=1))
     first = MemberSeen(

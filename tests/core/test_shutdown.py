@@ -1,4 +1,4 @@
-"""How a run ends: asked to leave, taken back, told to stop; also when the controller that was asked has died."""
+"""The end of a run: a request to exit, its withdrawal, an order to stop; also after the death of the controller."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_graceful_exit_is_told_agreed_and_coded() -> None:
 
 
 def test_a_worker_that_asks_as_well_puts_no_deadline_off() -> None:
-    """A scheduler's signal reaches the workers, too."""
+    """A scheduler's signal reaches the workers as well as the launcher."""
     job = Job().up()
     job.post(ExitAsked(member_id=job.members[0], generation=job.generation, source="SIGTERM"))
     assert SetTimer(name="exit", delay_s=300.0) in job.last
@@ -140,7 +140,7 @@ def test_a_worker_of_another_launcher_that_comes_after_a_stop_is_sent_away() -> 
 
 
 def trained(sealed: bool = True) -> Job:
-    """All ranks have finished; what the script does afterwards is under way."""
+    """Return a job whose ranks have all finished, while their scripts still do their later work."""
     job = Job().up()
     for member in job.members:
         job.post(Finished(member_id=member, generation=job.generation, step=9, reason="done", sealed=sealed))
@@ -162,7 +162,10 @@ def test_a_death_after_the_training_lets_all_ranks_repeat_what_follows() -> None
 
 
 def test_a_death_after_the_training_ends_the_run_where_nothing_can_be_repeated() -> None:
-    """No checkpoint of the end, or the script had come to its end: the rank that died first is named."""
+    """Either there is no final checkpoint, or the script itself had ended.
+
+    The report names the rank that died first.
+    """
     job = trained(sealed=False)
     failed = WorkerFailed(
         member_id=job.members[0], generation=job.generation, step=9, kind="PeerLost", what="all_reduce",

@@ -1,4 +1,4 @@
-"""Spares in the agent machine: built beside a training job only, called once, and nobody until then."""
+"""Spares in the agent machine: built only beside a training job, called once, and without a rank until then."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Node:
         return [c for c in self.said if isinstance(c, LogRecord) and c.kind == kind]
 
     def built(self) -> list[MemberId]:
-        """Ids of all spares that were ordered."""
+        """Return the ids of all spares that were ordered."""
         return [order.member_id for order in self.to_shell(BuildSpare)]
 
     def waits(self, spare: int, ready: bool = True) -> None:

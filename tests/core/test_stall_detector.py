@@ -1,4 +1,4 @@
-"""When a worker has been still for too long: learned, never below a floor, and nobody's fault while nobody looked."""
+"""Detection of workers without progress: a learned bound, never below a floor; time without a look does not count."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEP_S = 0.2
 
 
 class World:
-    """Workers that take steps of ``STEP_S``, looked at every 0.1 s."""
+    """Workers that take steps of ``STEP_S``, with a look every 0.1 s."""
 
     def __init__(self, ranks: int = 4, limits: Limits = LIMITS) -> None:
         self.progress = Progress(limits)
@@ -62,7 +62,7 @@ class World:
             self.step += 1
 
     def until(self, changed: bool, looks: int = 5000) -> float:
-        """Seconds until the stall begins or ends."""
+        """Return the seconds until the stall begins or ends."""
         since = self.now
         for _ in range(looks):
             if self.look() is changed:
@@ -102,12 +102,12 @@ def test_the_bound_of_the_one_that_is_waited_for_counts() -> None:
     world = World()
     world.train(20)
     world.stop()
-    world.phase[2] = Phase.READY  # rank 2 does something unannounced between two steps
+    world.phase[2] = Phase.READY  # rank 2 does unannounced work between two steps
     assert world.until(True) >= LIMITS.idle_s
 
 
 def test_who_waits_for_all_between_two_steps_does_nothing_that_takes_long() -> None:
-    """It has left the loop, the others have not."""
+    """The rank waits outside its loop, which the others have not left."""
     world = World()
     world.train(20)
     world.stop()
@@ -162,7 +162,7 @@ def test_who_waits_for_the_control_plane_holds_nobody_up() -> None:
 
 
 def test_one_that_was_told_to_go_on_and_does_not_come_holds_all_up() -> None:
-    """All waited in the rebuilding of their connections for one of them, and nothing ended that."""
+    """Regression: all ranks waited for one rank while their connections were rebuilt, and no bound ended this."""
     world = World()
     world.train(10)
     world.still = set(world.phase)
@@ -209,7 +209,7 @@ NEWCOMER = MemberId(9)
 
 
 def starts(world: World, **more: Any) -> PageReading:
-    """A look at a process that stands still in its start, beside workers that wait for it."""
+    """Return a reading of a process that makes no progress in its start, beside workers that wait for it."""
     start: dict[str, Any] = {"phase": Phase.STARTING, "mark": (-1,), "collectives": 0, "done": 0}
     newcomer = world.reading(0)._replace(member_id=NEWCOMER, **(start | more))
     world.now += LIMITS.look_s
@@ -232,7 +232,10 @@ def starts(world: World, **more: Any) -> PageReading:
 def test_a_newcomer_is_late_after_many_times_what_others_took(
     start_s: float, more: dict[str, Any], late_s: float | None
 ) -> None:
-    """Eight times as slow is slow; so is one that imports what others found done, or has far to go in its data."""
+    """A process that is eight times as slow is only slow.
+
+    It may import modules that others had ready, or skip much data.
+    """
     script = Script()
     script.still = {0, 1, 2}
     script.marks = dict.fromkeys(script.marks, 0)
@@ -254,7 +257,7 @@ def test_a_newcomer_is_late_after_many_times_what_others_took(
 def test_a_start_that_nobody_saw_took_no_longer_than_its_process_is_old(
     age_s: float, late_s: float | None
 ) -> None:
-    """The agent was starved while they started: a newcomer that loops is found all the same."""
+    """The agent got no CPU while the workers started. A newcomer in an endless loop is found despite this."""
     world = World()
     first = [world.reading(rank)._replace(age_s=age_s, mark=(-1,)) for rank in world.phase]
     world.progress.look(world.now, first)
@@ -292,7 +295,7 @@ def test_a_slowness_survived_once_is_expected_again_and_forgotten_later() -> Non
     world.train(20)
     world.still = {0, 1, 2, 3}
     for _ in range(18):
-        assert not world.look()  # nine medians
+        assert not world.look()  # nine median steps
     world.still = set()
     world.train(1)
     usual = 10 * STEP_S
@@ -309,7 +312,7 @@ def test_sections_are_learned_by_name() -> None:
     world.section = "eval"
     world.look()
     world.stop()
-    assert all(world.look() is None for _ in range(100))  # ten seconds, the first of its name
+    assert all(world.look() is None for _ in range(100))  # ten seconds, in the first section of its name
     world.still = set()
     world.look()
     assert world.progress.bound_s(world.reading(0)) == LIMITS.section_s, "it is not over: more may follow"
@@ -340,7 +343,7 @@ def test_a_section_is_learned_that_was_over_before_anybody_looked() -> None:
 
 
 def test_a_stillness_of_no_time_is_known_and_small() -> None:
-    """A process that hung in its first step had ten minutes where the first steps before had taken no time at all."""
+    """Regression: a process that hung in its first step got ten minutes where earlier first steps had taken no time."""
     progress = Progress(LIMITS, Learned(steps=(STEP_S,) * 5))
     newcomer = World().reading(0)
     for mark in range(3):
@@ -387,7 +390,7 @@ def test_paces_leave_out_what_is_not_known() -> None:
 
 
 class Script(World):
-    """Ranks without a session: nothing but the number of their collectives is seen."""
+    """Ranks without a session: only the number of their collectives is visible."""
 
     def __init__(self, ranks: int = 3) -> None:
         super().__init__(ranks)
@@ -441,7 +444,7 @@ def test_a_script_that_has_made_few_collectives_is_not_judged_by_them() -> None:
 @pytest.mark.parametrize("phase", [Phase.READY, Phase.FINISHED])
 @pytest.mark.parametrize("steps", [0, 20])
 def test_a_rank_that_has_left_its_loop_gives_the_others_no_time(phase: Phase, steps: int) -> None:
-    """A first step has ten minutes, and a rank that waits for a word of all ranks 15 s: neither will ever come."""
+    """The others may be in a first step, with a bound of ten minutes, or wait for all with a bound of 15 s."""
     world = World()
     world.train(steps)
     world.phase[1], world.left, world.meets = phase, {1}, {1}

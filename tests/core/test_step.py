@@ -1,4 +1,4 @@
-"""The step protocol: its table, its misuse, its story."""
+"""The step protocol: its table, its misuse, and a typical sequence."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROTOCOL = Path(__file__).resolve().parents[2] / "docs" / "protocol.md"
 
 
 def machine_at(state: RankState, step: int = 7) -> StepMachine:
-    """A free machine in ``state`` (in_doubt and voting included)."""
+    """Return a free machine in ``state``, including in_doubt and voting."""
     machine = StepMachine(G1)
     if state == "starting":
         return machine

@@ -1,4 +1,4 @@
-"""Which rung, and why."""
+"""The rung of the ladder that is chosen, and the reason."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ IMPORT_FAILURE = msgspec.structs.replace(FAILURE, kind="ImportError")
 
 
 def situation(**changes: Any) -> Situation:
-    """An ordinary death at step 20, changed."""
+    """Return an ordinary death at step 20 with some facts changed."""
     return msgspec.structs.replace(SOUND, **changes)
 
 
@@ -80,7 +80,10 @@ def test_losing_steps_names_the_reason() -> None:
 def test_the_same_exception_in_three_recoveries_in_a_row_is_a_bug(
     steps: tuple[int, ...], stops: bool
 ) -> None:
-    """A check between two steps is not run again by a restart: what it finds wrong is found at the next step."""
+    """A restart does not repeat a check between two steps.
+
+    A defect that the check finds is found again at the next step.
+    """
     history = tuple(
         Answered(at_s=1.0 + n, action="restart_last_gasp", step=step, failures=(("d1", step, n),))
         for n, step in enumerate(steps)
@@ -94,7 +97,7 @@ def test_the_same_exception_in_three_recoveries_in_a_row_is_a_bug(
 
 
 def test_an_exception_that_every_successor_hears_of_again_came_once() -> None:
-    """Two controllers died over one exception: that is no third recovery with it."""
+    """Two controllers died while one exception was handled. The reports to their successors are no new exceptions."""
     once = Answered(at_s=1.0, action="replace", step=20, failures=(FAILURE.mark,))
     assert not judge(5.0, situation(failures=(FAILURE,)), (once, once), CONFIG).stops
     before = Answered(at_s=0.0, action="replace", step=18, failures=(("d1", 18, 0),))
@@ -109,7 +112,7 @@ def test_an_exception_that_every_successor_hears_of_again_came_once() -> None:
     [
         (20, {}, True),
         (20, {"between": False}, False),
-        (19, {}, False),  # a step went well since the last recovery
+        (19, {}, False),  # a step was committed since the last recovery
         (20, {"digest": "d2"}, False),
         (20, {"occurrence": 0}, False),
     ],
@@ -118,7 +121,8 @@ def test_an_exception_between_two_steps_that_is_back_at_the_first_chance_is_a_bu
     stood: int, changes: dict[str, Any], stops: bool
 ) -> None:
     first = Answered(at_s=0.0, action="replace", step=stood, failures=(("d0", 20, 0), ("d1", 20, 0)))
-    fallen = Answered(at_s=0.0, action="restart_last_gasp", step=stood)  # who fell after it had answered
+    # answered, then failed
+    fallen = Answered(at_s=0.0, action="restart_last_gasp", step=stood)
     failure = msgspec.structs.replace(FAILURE, step=21, **{"between": True, **changes})
     for history in ((first,), (first, fallen)):
         verdict = judge(1.0, situation(step=21, failures=(failure,)), history, CONFIG)

@@ -1,4 +1,4 @@
-"""Slow ranks: who is one, when it is told, and that thousands of them are judged by the same rule as three."""
+"""Slow ranks: the rule, the time of the report, and the same judgement for thousands of ranks as for three."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_order_that_is_kept_says_what_a_look_at_all_pairs_says() -> None:
             if rng.random() < 0.15:
                 told.forget(node)
                 continue
-            ranks = rng.sample(range(12), rng.randint(0, 5))  # a rank may move from node to node
+            ranks = rng.sample(range(12), rng.randint(0, 5))  # a rank may move from one node to another
             paces = [StepTime(rank, 30, rng.choice((0.0, 0.1, 0.1, 0.104, 0.13, 0.2, 0.3))) for rank in ranks]
             told.tell(node, paces)
             newest |= {p.rank: (node, p.busy_s) for p in paces}
@@ -88,7 +88,10 @@ def test_what_a_node_without_workers_said_does_not_count() -> None:
 
 
 def test_many_slow_ranks_are_judged_again_when_as_many_were_told_of() -> None:
-    """Of a job on two kinds of machines half may be slow: it is not looked through for each message of eight ranks."""
+    """In a job on two kinds of machines, half of the ranks may be slow.
+
+    A scan of all ranks per message would be too much.
+    """
     job = Job(world_size=64).up()
 
     def tell(ranks: range, busy_s: float) -> None:

@@ -1,4 +1,4 @@
-"""A controller that takes over in the middle of something: what was decided holds, and nobody is left out."""
+"""A controller that takes over in the middle of a recovery: earlier decisions stay valid, and no rank is left out."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NODES = (A, B, C)
 
 
 def test_an_end_that_was_decided_is_carried_out_by_the_next_controller() -> None:
-    """Those that had not raised have left as they were told; what they left with looked like a crash of theirs."""
+    """Regression: ranks that had not raised exited as ordered; the next controller took the exit codes for crashes."""
     job = live()
     raises(job, 0, user_error=True)
     for rank in range(3):
@@ -73,7 +73,7 @@ def test_an_end_that_was_decided_saves_under_the_next_controller() -> None:
 
 
 def test_all_that_died_without_a_controller_are_one_fault() -> None:
-    """The first of them started everybody again, the next ones ended that start."""
+    """Regression: the new controller restarted all ranks for the first death, and ended that start for the next."""
     job = Job().up(3)
     second = successor(job)
     second.post(AgentHello(node_id=NODE, slots=3, pid=1))
@@ -99,12 +99,12 @@ def test_a_step_that_all_go_back_to_is_told_by_the_next_controller() -> None:
 
 
 def taken_over() -> Job:
-    """The next controller of three nodes with one rank each, at step 6; nobody has come to it so far."""
+    """Return the next controller of three nodes with one rank each, at step 6. No node has connected so far."""
     return Job(world_size=3, nnodes=3, voters=NODES, term=2, past=past_of(smaller(0, nodes=3, per_node=1)))
 
 
 def come(job: Job, node: NodeId, *, died: bool = False) -> None:
-    """The agent of a node says hello, and what it knows of its rank; its list stays open."""
+    """Connect the agent of a node, with its report on its rank. The agent's list of members stays incomplete."""
     rank = NODES.index(node)
     here = MemberSeen(MemberId(rank + 1), Generation(1, 1), rank, 102, "ready", 6)
     job.post(AgentHello(node_id=node, slots=1, pid=1, members=() if died else (here,), host=node, port=7))
@@ -117,7 +117,7 @@ def come(job: Job, node: NodeId, *, died: bool = False) -> None:
 
 
 def test_a_node_that_is_lost_before_its_list_is_closed_is_not_waited_for() -> None:
-    """The others were neither judged nor reminded any more, and the run ended with an internal error after 120 s."""
+    """Regression: the other nodes were neither judged nor reminded; the run ended as an internal error after 120 s."""
     job = taken_over()
     for node in NODES:
         come(job, node)
@@ -132,7 +132,7 @@ def test_a_node_that_is_lost_before_its_list_is_closed_is_not_waited_for() -> No
 
 
 def test_who_comes_after_the_fence_hears_of_it() -> None:
-    """Another rank was found dead when the last list was closed: who came last was killed for his silence."""
+    """Regression: a node that connected after the fence did not get it, and its silent rank was killed."""
     job = taken_over()
     come(job, A)
     job.post(FaultSeen(member_id=MemberId(1), generation=Generation(1, 1), step=6, what="reset"))
@@ -146,7 +146,7 @@ def test_who_comes_after_the_fence_hears_of_it() -> None:
 
 
 def joins(job: Job, rank: int, step: int) -> None:
-    """A replacement takes its state, joins, and all commit the step after it."""
+    """Let a replacement take its state and join, and let all ranks commit the next step."""
     member, generation = job.members[rank], job.generation
     for source in range(len(job.members)):
         if source != rank:
@@ -198,7 +198,7 @@ def test_ranks_replaced_in_a_start_keep_their_step_under_the_next_controller() -
 
 
 def restart(job: Job) -> None:
-    """All save, leave and start again: rank 1 was lost, and so were the replacements of it."""
+    """Let all ranks save, exit and start again, after rank 1 and its replacements were lost."""
     for rank in (0, 2):
         job.settle(rank, "aborted", 5)
     for _ in range(2):

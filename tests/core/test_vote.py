@@ -1,4 +1,4 @@
-"""The vote vector: what passes, and why the rest does not."""
+"""The vote vector: which votes pass, and the reasons of the others."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from holdfast.errors import InternalError
 
 
 def tally(*ballots: Ballot, world_size: int | None = None) -> Tally:
-    """What everyone reads."""
+    """Return the tally that all ranks read."""
     total = [sum(column) for column in zip(*(b.encode() for b in ballots), strict=True)]
     return Tally.read(total, world_size or len(ballots))
 
@@ -72,7 +72,7 @@ def test_equal_copies_cancel_out_and_one_that_differs_does_not(digest: int, odd:
         Ballot(step=5, plan=9, digest=f * (other if r == odd else digest)) for r, f in enumerate(FACTORS)
     ]
     found = tally(*differs)
-    # Three times a difference may be a multiple of 2**64 for no difference below 2**64: 3 is odd.
+    # Three times a difference below 2**64 is never a multiple of 2**64, because 3 is odd.
     assert found.differ and not found.passed and "copies of the state differ" in found.reason
 
 

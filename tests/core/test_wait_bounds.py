@@ -1,4 +1,4 @@
-"""Every phase of a recovery ends in a decision, and only one that makes no progress is killed for time."""
+"""Every phase of a recovery ends in a decision. Only a rank without progress is killed because of time."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def in_grace() -> Job:
 
 
 def retrying() -> Job:
-    """Rank 2 is to apply its update, and never comes to the end of it."""
+    """Return a job in which rank 2 must apply its update and never completes it."""
     job = in_grace()
     job.post(Tick(name="grace"), after_s=0.3)
     job.settle(0, "ready", 6)
@@ -64,7 +64,7 @@ def saving() -> Job:
 
 
 def compared(job: Job) -> Job:
-    """The same job, whose sources say only what the test says."""
+    """Return the job with comparison of copies: its sources report only the digests that the test sends."""
     job.config = job.config.__class__(run_id="run", world_size=job.config.world_size, verify=True)
     job.controller.job.config = job.config
     return job
@@ -79,7 +79,7 @@ def comparing() -> Job:
 
 
 def preparing() -> Job:
-    """As ``comparing``, and rank 1 is to be replaced."""
+    """Return a job that compares copies and is to replace rank 1."""
     job = compared(at_work(3))
     job.exit(1)
     job.settle(0, "aborted", 5)
@@ -88,7 +88,7 @@ def preparing() -> Job:
 
 
 def ending() -> Job:
-    """A typed error of the script ends the run, after a save."""
+    """Return a job that a typed error of the script ends, after a save."""
     job = Job().up()
     fail(job, 1, user_error=True)
     job.exit(1, code=66)
@@ -99,14 +99,14 @@ def ending() -> Job:
 
 
 def resuming_in_place() -> Job:
-    """All are at the step, and no rank does it again."""
+    """Return a job whose ranks have all reached the step, so that no rank runs it again."""
     job = retrying()
     job.settle(2, "ready", 6)
     return job
 
 
 def stopped() -> Job:
-    """A stop of the run, in a fence: no process ends, and none is started."""
+    """Return a job that is stopped during a fence: no process ends, and none is started."""
     job = fenced()
     job.post(StopRun(reason="test"))
     return job
@@ -132,7 +132,7 @@ def resuming() -> Job:
 
 
 def waiting() -> Job:
-    """All have left, and the node has room for none of them any more."""
+    """Return a job whose ranks have all exited, on a node without room for any of them."""
     job = leaving()
     job.controller.job.slots[NODE] = 0
     for rank in (0, 2):
@@ -160,7 +160,7 @@ IN_PHASE: dict[Phase, Callable[[], Job]] = {
 
 
 def timers(job: Job) -> dict[str, SetTimer]:
-    """Those that run, by name."""
+    """Return the running timers by name."""
     found: dict[str, SetTimer] = {}
     for command in job.log:
         if isinstance(command, SetTimer):
@@ -171,7 +171,7 @@ def timers(job: Job) -> dict[str, SetTimer]:
 
 
 def stands_still(job: Job) -> None:
-    """The agent sees it, and finds all ranks at one place."""
+    """Report that the job makes no progress, with all ranks at one place."""
     generation = job.controller.job.roster.generation
     job.post(
         Stalled(node_id=NODE, generation=generation, idle_s=130.0, bound_s=120.0, step_s=0.1, waiting=True)
@@ -188,7 +188,7 @@ def stands_still(job: Job) -> None:
 
 @pytest.mark.parametrize("phase", get_args(Phase))
 def test_every_phase_ends_though_no_worker_ever_answers(phase: Phase) -> None:
-    """A job was told to run a step again, one rank never came, and nothing ended that."""
+    """Regression: a job was ordered to run a step again, one rank never came, and no bound ended this."""
     job = IN_PHASE[phase]()
     assert job.controller.recovery.phase == phase
     decisions = len(decided(job))
@@ -210,7 +210,7 @@ def test_every_phase_ends_though_no_worker_ever_answers(phase: Phase) -> None:
 
 
 def decided(job: Job) -> list[str]:
-    """What was decided so far."""
+    """Return the decisions so far."""
     return [r.kind for r in job.records if r.kind in ("verdict", "run_ended", "generation_started")]
 
 
@@ -220,7 +220,7 @@ def test_every_phase_that_waits_is_in_the_table() -> None:
 
 
 def active(job: Job, *ranks: int, stopped: tuple[int, ...] = ()) -> None:
-    """The agent sees these ranks move, and these stopped."""
+    """Report that these ranks make progress and that some are stopped."""
     moving = tuple(job.members[rank] for rank in ranks)
     job.post(Active(NODE, moving, tuple(job.members[rank] for rank in stopped)))
 
@@ -286,7 +286,7 @@ def test_the_first_bound_follows_from_the_size_of_the_state() -> None:
 
 
 def test_a_newcomer_has_the_time_that_the_first_ones_took_for_their_start() -> None:
-    """Models that are compiled for minutes: nothing of that shows."""
+    """Models are compiled for minutes, which no status page shows."""
     job = at_work(2)
     for member in job.members:
         job.post(StepReached(member_id=member, generation=job.generation, step=1), after_s=100.0)
@@ -297,7 +297,7 @@ def test_a_newcomer_has_the_time_that_the_first_ones_took_for_their_start() -> N
 
 
 def test_a_stopped_process_is_not_waited_for() -> None:
-    """A rank that served its state was stopped: newcomers waited for it for 48 s."""
+    """Regression: a rank that served its state was stopped, and newcomers waited 48 s for it."""
     job = with_a_newcomer()
     for rank in (0, 2):
         job.post(
@@ -330,7 +330,7 @@ def test_a_job_that_is_suspended_as_a_whole_is_not_killed_for_that() -> None:
 
 
 def unkillable() -> Job:
-    """Rank 2 did not answer the fence, and does not die."""
+    """Return a job in which rank 2 has not answered the fence and does not die."""
     job = fenced()
     job.settle(0, "aborted", 5)
     job.post(Tick(name="quiesce"), after_s=5.0)
@@ -339,7 +339,7 @@ def unkillable() -> Job:
 
 
 def test_one_that_does_not_die_is_given_up_with_what_its_page_says() -> None:
-    """A process in an uninterruptible wait was given up as one that nothing is known of."""
+    """Regression: a process in an uninterruptible wait was given up without the contents of its status page."""
     job = unkillable()
     (order,) = job.sent(KillMember)
     assert order.given_up and order.member_id == job.members[2]

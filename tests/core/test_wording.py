@@ -1,4 +1,4 @@
-"""One of a kind is one, and not ones."""
+"""Singular and plural: a message with the count 1 uses the singular."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ INNER = re.compile(r"\b(rungs?|tiers?|sealed|seals|generations?|box|boxes|holder
 MEANT = {
     "valid and sealed (whole, and marked so)",
     "holdfast ckpt holders --help",
-}  # said with its meaning; a command
+}  # a phrase that is explained where it is used; a command
 
 
 def said_by(module: Path) -> Iterator[str]:
-    """Texts of more than one word that are no documentation."""
+    """Yield texts of more than one word that are not documentation."""
     tree = ast.parse(module.read_text())
     documentation = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):

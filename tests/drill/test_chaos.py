@@ -1,4 +1,4 @@
-"""A short slice of ``make chaos``: everything may be killed, the bits stay the same."""
+"""A short run of ``make chaos``: any process may be killed, and the final bits stay the same."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def test_a_slice_of_chaos(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_stops_while_an_agent_takes_over_is_found(tmp_path: Path) -> None:
-    """The new agent has not seen a step; what the one before had learned tells it how long one takes."""
+    """The new agent has not seen a step. It uses the step time that the last agent had learned."""
     tally = Tally()
     one = Chaos(tmp_path, small("ddp", 300, SAVE_EVERY, 2), random.Random(4), tally)
     try:
-        assert one.settle(150)  # some seconds: the agent has learned, and written it down
+        assert one.settle(150)  # some seconds: the agent has learned the step time, and stored it
         assert one.hit(["agent"]) and one.hit(["stopped worker"])
     finally:
         one.work(0)
@@ -44,7 +44,7 @@ def test_a_newcomer_that_is_stopped_in_its_start_is_replaced(tmp_path: Path) -> 
 
 
 def test_an_agent_that_is_stopped_is_replaced_by_the_launcher(tmp_path: Path) -> None:
-    """Nobody else can: it does not end, and its node would be given up with all that it runs."""
+    """Without the launcher, the stopped agent would neither end nor be replaced, and its node would be given up."""
     tally = Tally()
     one = Chaos(tmp_path, small("ddp", 300, SAVE_EVERY, 2), random.Random(4), tally)
     try:

@@ -1,4 +1,4 @@
-"""Real runs on the tiny model: faults in a pairwise covering, and the plain-torch twin, bit for bit."""
+"""Real runs on the tiny model: faults that cover all pairs, compared with plain torch bit for bit."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SEED = 3
 
 
 def bare_digest(directory: Path, layout: str, steps: int, compared: Sequence[str] = COMPARED) -> str:
-    """What the bare twin ends with (four ranks)."""
+    """Return the final digest of the drill without Holdfast, with four ranks."""
     twin = ("-m", "holdfast.drill.bare", "--size", "tiny", "--layout", layout, "--steps", str(steps))
     assert statuses(NPROC, *twin, "--result", str(directory)) == [0] * NPROC
     return digest_of_results(directory, NPROC, compared)
@@ -36,7 +36,7 @@ def bare_digest(directory: Path, layout: str, steps: int, compared: Sequence[str
 
 def prove(base: Path, layout: str, faults: list[InjectedFault]) -> DrillVerdict:
     """Inject ``faults`` and check everything that the drill promises."""
-    steps = SPACING * (len(faults) + 2)  # the last fault may still come a spacing late
+    steps = SPACING * (len(faults) + 2)  # the last fault may come one spacing late
     drill = drill_for(base, layout, steps, SEED)
     verdict = drill.disturbed("disturbed", faults)
     show(verdict)
@@ -57,7 +57,7 @@ def prove(base: Path, layout: str, faults: list[InjectedFault]) -> DrillVerdict:
 
 
 def test_ddp_loses_nothing(tmp_path: Path) -> None:
-    """Neither to one fault of each pair, nor to two ranks at once, nor at a random moment."""
+    """The faults are one of each pair, a loss of two ranks at once, and one at a random moment."""
     pairs = pairwise("ddp")
     more = SPACING * (len(pairs) + 1)
     at_once, moment = (
@@ -86,7 +86,7 @@ def test_hsdp_loses_nothing(tmp_path: Path) -> None:
     ("layout", "faults", "rungs"),
     [
         pytest.param("tp", [InjectedFault("kill", (1,), 6, "backward")], ["replace"], marks=pytest.mark.more),
-        # Stage 1 loses one of its copies, later both stages lose all: everything comes from disk.
+        # Stage 1 loses one of its copies. Later both stages lose all copies, and all state comes from disk.
         (
             "pp",
             [InjectedFault("kill", (2,), 6, "vote"), InjectedFault("kill", (0, 1, 2, 3), 14, "forward")],
@@ -97,7 +97,7 @@ def test_hsdp_loses_nothing(tmp_path: Path) -> None:
 def test_a_model_in_parts_is_the_same_after_a_loss(
     tmp_path: Path, layout: str, faults: list[InjectedFault], rungs: list[str]
 ) -> None:
-    """Tensor parallel and pipeline, two copies each: the copy gives what the lost part was."""
+    """Tensor parallel and pipeline, with two copies each: the second copy gives the state of the lost part."""
     steps = 24
     exercise = Exercise.builtin(nproc=NPROC, size="tiny", layout=layout, steps=steps, save_every=4)
     runner = Runner(tmp_path, NPROC, exercise.command, lambda _name, _step, _done: None)
@@ -105,7 +105,7 @@ def test_a_model_in_parts_is_the_same_after_a_loss(
     outcome = runner.run("disturbed", ("--result", str(results)), faults, SEED)
     assert outcome.code == 0 and len(outcome.injected) == len(faults), outcome.log.read_text()
     actions = [event.data["action"] for event in outcome.events if event.kind == "verdict"]
-    # Of ranks killed together one may be known to be dead a decision earlier than the next one.
+    # When several ranks are killed together, the death of one may be known one decision earlier.
     assert [action for action, _ in groupby(actions)] == rungs
     assert digest_of_results(results, NPROC, STATE) == bare_digest(tmp_path / "bare", layout, steps, STATE)
 
@@ -142,7 +142,7 @@ def test_a_rank_that_dies_in_the_last_save_is_replaced_and_all_save_again(tmp_pa
 
 
 def test_a_shard_whose_update_raised_comes_from_the_log(tmp_path: Path) -> None:
-    """The exception leaves the script's loop in that process alone: the others need not leave theirs."""
+    """The exception leaves the script's loop in that process only. The other ranks need not leave their loops."""
     flags = ("--memory-every", "3")
     exercise = Exercise.builtin(nproc=2, size="tiny", layout="fsdp", steps=14, save_every=50, flags=flags)
     runner = Runner(tmp_path, 2, exercise.command, lambda _name, _step, _done: None)
@@ -155,7 +155,7 @@ def test_a_shard_whose_update_raised_comes_from_the_log(tmp_path: Path) -> None:
 
 @pytest.mark.more
 def test_a_rank_that_came_after_the_last_step_has_the_same_state(tmp_path: Path) -> None:
-    """It computed no loss: that of the rank it replaces is not what is compared."""
+    """The newcomer computed no loss. The comparison must not use the loss of the rank that it replaces."""
     exercise = Exercise.builtin(nproc=2, size="tiny", layout="ddp", steps=8)
     drill = Drill(tmp_path, exercise, SEED, lambda *_: None)
     verdict = drill.disturbed("disturbed", [InjectedFault("kill", (0,), 3, "save")])
@@ -163,7 +163,7 @@ def test_a_rank_that_came_after_the_last_step_has_the_same_state(tmp_path: Path)
 
 
 def test_a_shard_that_was_made_again_is_no_wrong_copy(tmp_path: Path) -> None:
-    """The optimizer has other tensors afterwards: what is compared is theirs."""
+    """The new optimizer has other tensors than the lost one. The comparison must use the new ones."""
     flags = ("--memory-every", "3", "--verify-every", "2")
     exercise = Exercise.builtin(nproc=NPROC, size="tiny", layout="fsdp", steps=24, save_every=50, flags=flags)
     runner = Runner(tmp_path, NPROC, exercise.command, lambda _name, _step, _done: None)
@@ -183,7 +183,7 @@ def test_every_pair_of_values_is_covered() -> None:
 
 
 def test_a_script_of_the_user(tmp_path: Path) -> None:
-    """Any script with a session works; its own checkpoint directory stays untouched by the drill."""
+    """Any script with a session works. The drill does not touch the script's own checkpoint directory."""
     script = tmp_path / "mine.py"
     text = Path(train.__file__).read_text()
     assert "checkpoint=settings.checkpoint" in text

@@ -1,4 +1,4 @@
-"""What a failed drill says by itself: the end of the launcher's log and of the rank that failed first."""
+"""The report of a failed drill: the end of the launcher's log and of the log of the rank that failed first."""
 
 from __future__ import annotations
 

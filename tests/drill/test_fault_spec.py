@@ -1,4 +1,4 @@
-"""The fault grammar: what it accepts, what it refuses by name, and that a seed decides what is random."""
+"""The grammar of faults: what it accepts, what it refuses by name, and random choices that depend only on the seed."""
 
 from __future__ import annotations
 

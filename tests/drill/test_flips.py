@@ -1,4 +1,4 @@
-"""A bit flips in the memory of a live rank: it is found, named, undone, and the end is the same, bit for bit."""
+"""A bit flips in the memory of a live rank: it is found, named and undone, and the final bits are the same."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def test_a_flipped_bit_is_found_and_undone(
 def test_a_wrong_copy_is_not_given_away(
     tmp_path: Path, kind: Kind, flags: tuple[str, ...], action: str
 ) -> None:
-    """A rank dies before the flip's turn has come: the survivors compare before anything is taken from them."""
+    """A rank dies before the flipped part is compared in turn. The survivors compare before they give any state."""
     exercise = Exercise.builtin(
         nproc=4, size="tiny", layout="ddp", steps=120, save_every=40, flags=("--verify-every", "1000", *flags)
     )
     drill = Drill(tmp_path, exercise, 5, lambda _name, _step, _done: None)
-    # Between two saves, the first one over: one that had to wait would compare before the kill.
+    # Between two saves, after the first is done: a pending save would compare before the kill.
     faults = [InjectedFault("flip", (2,), 70, "forward"), InjectedFault(kind, (0,), 73, "forward")]
     verdict = drill.disturbed("disturbed", faults)
     show(verdict)

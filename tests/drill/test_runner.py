@@ -1,4 +1,4 @@
-"""Runs of a drill, from outside: whom their end may kill, and who may read what they leave."""
+"""Runs of a drill, seen from outside: which processes their end may kill, and which users may read their files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.processes
 
 @pytest.fixture
 def stranger() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that has nothing to do with any run."""
+    """Yield a process that belongs to no run."""
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         yield process
         process.kill()
@@ -37,7 +37,7 @@ def test_the_end_of_a_run_kills_its_processes_and_nobody_elses(
     with Run(tmp_path, args=("100000",), nproc=2) as run:
         run.start()
         run.wait_log("rank 0")
-        # Numbers that were of this run once.
+        # Process ids that once belonged to this run.
         page = Page.create(
             run.dir.page_path(MemberId(99)), generation=Generation(1, 9).pack(), member=99, rank=1
         )

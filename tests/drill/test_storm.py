@@ -1,4 +1,4 @@
-"""A short slice of ``make storm``: kills inside the recovery from a kill."""
+"""A short run of ``make storm``: kills inside the recovery from a kill."""
 
 from __future__ import annotations
 

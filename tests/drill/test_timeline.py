@@ -1,4 +1,4 @@
-"""From events to one report per fault."""
+"""Reports of a drill: the events of each fault become one report."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def event(seq: int, at_s: float, kind: str, **data: Any) -> Event:
 
 
 def recovery(start_s: float, step: int, *, decision: str = "none", in_doubt: int = 0) -> list[Event]:
-    """The six phases at 0.1, 0.2, ... seconds after ``start_s``."""
+    """Return the events of the six phases, at 0.1, 0.2, ... seconds after ``start_s``."""
     made = []
     for index, kind in enumerate(PHASES):
         data: dict[str, Any] = {}

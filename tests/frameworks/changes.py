@@ -1,6 +1,7 @@
-"""What jobs change outside of their blocks, and where they are struck: once.
+"""Changes that jobs make outside of their blocks, and one fault of the job.
 
-Where: ``mid`` of a block; ``term`` there (SIGTERM); ``behind`` it; ``changed``, when the change is made.
+The fault comes at ``mid`` of a block, ``term`` there (SIGTERM), ``behind`` (after) it, or ``changed``, which is when
+the change has been made.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ LONG_S = 1.5
 
 
 class Counted:
-    """An object of the user's with state."""
+    """An object of the user with its own state."""
 
     def __init__(self) -> None:
         self.count = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's objects have it."""
+        """Return the state, as torch's objects do."""
         return {"count": self.count}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse."""
+        """Take a state back."""
         self.count = state["count"]
 
 
 class Changes:
-    """``python JOB.py WAY [RANK:STEP:WHERE]``. WAY: where the change is made.
+    """The changes of ``python JOB.py WAY [RANK:STEP:WHERE]``. WAY is the place of the change.
 
-    ``behind`` a block, ``before`` it, in the ``block``, or ``between`` two loops.
+    WAY is ``behind`` (after a block), ``before`` a block, in the ``block``, or ``between`` two loops.
 
     Attributes:
         state: for the session.
-        fields: an array that the script holds, too.
+        fields: an array that the script also refers to.
     """
 
     def __init__(self, rank: int, holder: Any) -> None:
@@ -61,26 +62,26 @@ class Changes:
         )
 
     def made(self, step: int) -> None:
-        """The change of plain values."""
+        """Change the plain values."""
         self.history.append(float(step))
         self.fields += step
         self.counted.count += 1
 
     def struck(self, step: int, where: str) -> None:
-        """Once in the job."""
+        """Kill this rank at this place, once in the job."""
         rank, _, place = self._kill.partition(":")
         if place != f"{step}:{where}" or Path("struck").exists():
             return
         if rank != str(self.rank):
             time.sleep(LONG_S if self.way == "between" else 0)
             return
-        time.sleep(0.4)  # the others have made their change, too
+        time.sleep(0.4)  # the others have also made their change
         Path("struck").touch()
         os.kill(os.getpid(), signal.SIGTERM if where == "term" else signal.SIGKILL)
         time.sleep(0.1)
 
     def learn(self, step: Any, train: Callable[[Any], None], change: Callable[[int], None]) -> None:
-        """The block of a step, and what is behind it."""
+        """Run the block of a step and the code after it."""
         number, last = step.number, (step.number + 1) % EPOCH_STEPS == 0
         with step as batch:
             if self.way == "block" and last:
@@ -100,7 +101,10 @@ class Changes:
         learn: Callable[[Any], None],
         change: Callable[[int], None],
     ) -> None:
-        """The whole training, in one loop or in one per epoch; ``steps``: of the loop that ends at its argument."""
+        """Run the whole training, in one loop or in one loop per epoch.
+
+        ``steps`` returns the loop up to its argument.
+        """
         for epoch in session.epochs(EPOCHS if self.way == "between" else 1):
             until = (epoch + 1) * EPOCH_STEPS if self.way == "between" else EPOCHS * EPOCH_STEPS
             for step in steps(until):
@@ -115,6 +119,6 @@ class Changes:
             self.struck(session.step, "changed")
 
     def told(self, digest: str, holder: float, rate: float) -> None:
-        """The end of this rank."""
+        """Print the final values of this rank."""
         end = (self.history, self.fields.tolist(), self.counted.count, round(holder, 9), round(rate, 9))
         print("end", digest, end, flush=True)

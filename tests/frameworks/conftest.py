@@ -1,6 +1,6 @@
-"""Each folder here is a framework with an environment of its own: ``scripts/frameworks`` builds it and runs the tests.
+"""Each folder here is a framework with its own environment: ``scripts/frameworks`` builds it and runs the tests.
 
-Elsewhere (``make test``) the folders are left out, because what they need is not installed.
+``make test`` skips the folders whose packages are not installed.
 """
 
 from __future__ import annotations

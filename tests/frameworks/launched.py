@@ -21,7 +21,7 @@ BOUND_S = 100.0
 
 
 def until(what: str, condition: Callable[[], Any], bound_s: float = BOUND_S) -> Any:
-    """Poll until ``condition()`` is true; returns its value."""
+    """Poll until ``condition()`` is true. Returns its value."""
     deadline_s = time.monotonic() + bound_s
     while time.monotonic() < deadline_s:
         value = condition()
@@ -32,7 +32,7 @@ def until(what: str, condition: Callable[[], Any], bound_s: float = BOUND_S) -> 
 
 
 def quiet_port() -> int:
-    """A port that nobody listens on, and that no connection gets by chance until a slow start listens there."""
+    """Return a port without a listener, which no connection gets by chance before a slow start listens there."""
     while True:
         port = random.randrange(20000, 32000)
         with socket.socket() as probe:
@@ -50,7 +50,7 @@ class Launched:
         folder: working directory.
         arguments: after ``holdfast run --run-id NAME``.
         env: added to the environment.
-        name: of the run.
+        name: run id.
     """
 
     def __init__(
@@ -80,25 +80,25 @@ class Launched:
         self._out.close()
 
     def wait(self) -> int:
-        """Exit code."""
+        """Wait for the end of the run. Return its exit code."""
         return self.process.wait(BOUND_S)
 
     @property
     def output(self) -> str:
-        """What the launcher printed."""
+        """The output of the launcher."""
         return (self.folder / "out.log").read_text()
 
     def log(self, rank: int, attempt: int = 0) -> str:
-        """What one rank printed."""
+        """Return the output of one rank."""
         path = self.run / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.log"
         return path.read_text() if path.exists() else ""
 
     def logs(self) -> str:
-        """What all ranks printed."""
+        """Return the output of all ranks."""
         return "".join(path.read_text() for path in sorted(self.run.glob("attempt-*/rank-*.log")))
 
     def wait_log(self, text: str, rank: int = 0, attempt: int = 0) -> None:
-        """Until one rank has printed ``text``."""
+        """Wait until one rank has printed ``text``."""
 
         def said() -> bool:
             if self.process.poll() is not None and text not in self.log(rank, attempt):
@@ -108,19 +108,19 @@ class Launched:
         until(text, said)
 
     def events(self, kind: str) -> list[Event]:
-        """Events of one kind so far."""
+        """Return the events of one kind so far."""
         return [e for e in event_log.read(self.run / "events.jsonl").events if e.kind == kind]
 
     def pid(self, rank: int) -> int:
-        """The newest process of a rank."""
+        """Return the pid of the newest process of a rank."""
         return next(
             int(e.data["pid"]) for e in reversed(self.events("member_started")) if e.data["rank"] == rank
         )
 
     def kill(self, rank: int) -> None:
-        """SIGKILL."""
+        """Kill the newest process of a rank with SIGKILL."""
         os.kill(self.pid(rank), signal.SIGKILL)
 
     def said(self, pattern: str) -> list[str]:
-        """All matches in the logs of all ranks."""
+        """Return all matches in the logs of all ranks."""
         return re.findall(pattern, self.logs())

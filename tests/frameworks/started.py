@@ -1,4 +1,4 @@
-"""Start scripts that leave processes of their own: run one, find its workers by their environment, leave nothing."""
+"""Start scripts that leave processes behind: run one, find its workers by their environment, end them all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Started:
 
     Args:
         folder: working directory, and the value of ``JOB_FOLDER``.
-        command: what is run. What it prints goes to ``out-N`` in ``folder``.
+        command: the command to run. Its output goes to ``out-N`` in ``folder``.
         env: added to the environment.
     """
 
@@ -46,20 +46,20 @@ class Started:
 
     @property
     def output(self) -> str:
-        """What the command printed."""
+        """The output of the command."""
         return self._out.read_text()
 
     def wait(self) -> int:
-        """Exit code."""
+        """Wait for the end of the command. Return its exit code."""
         return self.process.wait(BOUND_S)
 
     def wait_workers(self) -> None:
-        """Until msrun and its workers have ended: with ``--join=False``, msrun ends first."""
+        """Wait until msrun and its workers have ended. With ``--join=False``, msrun ends first."""
         self.wait()
         until("the workers end", lambda: not processes(self.folder, MS_ROLE="MS_WORKER"), BOUND_S)
 
     def wait_said(self, text: str, log: Path) -> None:
-        """Until ``text`` stands in ``log``."""
+        """Wait until ``log`` contains ``text``."""
 
         def said() -> bool:
             if self.process.poll():
@@ -70,18 +70,18 @@ class Started:
 
 
 def log_of(run: Path, rank: int, attempt: int = 0) -> Path:
-    """What one rank of a ``holdfast run`` printed."""
+    """Return the file with the output of one rank of a ``holdfast run``."""
     return run / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.log"
 
 
 def kill_rank(run: Path, rank: int) -> None:
-    """SIGKILL to the newest process of a rank of a ``holdfast run``."""
+    """Kill the newest process of a rank of a ``holdfast run`` with SIGKILL."""
     started = [e.data for e in event_log.read(run / "events.jsonl").events if e.kind == "member_started"]
     os.kill(next(int(each["pid"]) for each in reversed(started) if each["rank"] == rank), signal.SIGKILL)
 
 
 def processes(folder: Path, **variables: str) -> list[int]:
-    """Process ids of what was started in ``folder`` with these variables in its environment."""
+    """Return the ids of processes that were started in ``folder`` with these variables in their environment."""
     wanted = {f"{name}={value}".encode() for name, value in {MARK: str(folder), **variables}.items()}
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
@@ -95,7 +95,7 @@ def processes(folder: Path, **variables: str) -> list[int]:
 
 
 def sweep(folder: Path) -> None:
-    """End what was started in ``folder`` and still runs."""
+    """Kill all processes that were started in ``folder`` and still run."""
     for pid in processes(folder):
         try:
             os.kill(pid, signal.SIGKILL)

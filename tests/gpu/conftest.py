@@ -1,4 +1,7 @@
-"""Tests that need a GPU, which several processes share: ``make gpu`` sets HOLDFAST_GPU=1; skipped otherwise."""
+"""Tests that need a GPU, which several processes share.
+
+``make gpu`` sets HOLDFAST_GPU=1; otherwise they are skipped.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ WANTED = "HOLDFAST_GPU"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Nothing here runs unless it is asked for."""
+    """Skip the tests of this folder unless the variable is set."""
     if os.environ.get(WANTED) != "1":
         for item in items:
             if item.path.parent == HERE:
@@ -24,7 +27,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def device() -> None:
-    """Asked for on a machine without a GPU, all of it fails: a suite that is skipped would pass for one that ran."""
+    """Fail all tests if there is no GPU, since a skipped suite would look like a passed one."""
     import torch
 
     assert torch.cuda.is_available(), f"{WANTED}=1, and torch {torch.__version__} sees no GPU (nvidia-smi)"
@@ -32,7 +35,7 @@ def device() -> None:
 
 @pytest.fixture(scope="session")
 def worlds(device: None) -> Iterator[Worlds]:
-    """Processes that are forked before CUDA is initialised."""
+    """Yield processes that are forked before CUDA is initialised."""
     server = Worlds("tests.gpu.scenarios")
     yield server
     server.close()

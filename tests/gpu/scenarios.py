@@ -1,4 +1,4 @@
-"""What one process does with a GPU; run by ``test_one_process.py``."""
+"""Work of one process with a GPU, for ``test_one_process.py``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BEHIND_CYCLES = 1_000_000_000
 
 
 def _device_bytes() -> int:
-    """In use on the device, with nothing cached here."""
+    """Return the bytes in use on the device, after this process has emptied its cache."""
     gc.collect()
     torch.cuda.synchronize(DEVICE)
     torch.cuda.empty_cache()
@@ -42,16 +42,16 @@ def _device_bytes() -> int:
 
 
 def _held() -> dict[str, int]:
-    """What this process holds of the device and of the system."""
+    """Return the device memory, descriptors and threads of this process."""
     descriptors, threads = (len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task"))
     return {"device_bytes": _device_bytes(), "descriptors": descriptors, "threads": threads}
 
 
 def rebuilt(line: Line, generations: int, first: int, older: bool) -> list[dict[str, int]]:
-    """NCCL with one rank: the group is aborted, with a collective under way in every other generation, and rebuilt.
+    """Abort and rebuild NCCL groups of one rank. In every second generation, a collective is running at the abort.
 
-    Returns: what is held in generation ``first``, and in the last one as soon as it is no more, or after 10 s. What was
-    aborted ends beside this thread: of the first one some may be counted, too.
+    Returns: what is held in generation ``first``, and in the last generation as soon as it holds no more than that, or
+        after 10 s. An aborted group ends in another thread, so some of the first measure may belong to earlier groups.
     """
     if older:
         os.environ["TORCH_DIST_USE_NCCL2"] = "0"
@@ -89,7 +89,7 @@ def rebuilt(line: Line, generations: int, first: int, older: bool) -> list[dict[
 
 
 def _adapter(numel: int, **extras: Any) -> tuple[TorchAdapter, nn.Module]:
-    """A model with a weight whose memory is not its bytes in C order."""
+    """Return the adapter and the model, with a weight whose memory is not in C order."""
     reseed(7, 0, 0)
     model = nn.Linear(numel // 512, 512).to(DEVICE)
     model.weight = nn.Parameter(model.weight.detach().t().contiguous().t())
@@ -98,7 +98,7 @@ def _adapter(numel: int, **extras: Any) -> tuple[TorchAdapter, nn.Module]:
 
 
 def pinned_copies(line: Line) -> dict[str, Any]:
-    """The state is copied into locked pages of shared memory, in pieces, as a save does."""
+    """Copy the state into locked pages of shared memory, in pieces, as a save does."""
     adapter, _ = _adapter(1 << 20)
     collected = adapter.collect()
     size = sum(tensor.numel() * tensor.element_size() for tensor in collected.tensors.values())
@@ -121,7 +121,7 @@ def pinned_copies(line: Line) -> dict[str, Any]:
 
 
 def compared(line: Line, numel: int) -> dict[str, Any]:
-    """Copies of the state are compared on the device, with less memory than the state takes."""
+    """Compare copies of the state on the device, with less memory than the state takes."""
     adapter, _ = _adapter(numel)
     collected = adapter.collect()
     twin = TorchCollected()
@@ -139,7 +139,7 @@ def compared(line: Line, numel: int) -> dict[str, Any]:
 
 @contextmanager
 def _late_stream() -> Iterator[None]:
-    """A stream that is far behind its host."""
+    """Make a stream current that is far behind its host."""
     stream = torch.cuda.Stream(DEVICE)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(DEVICE))
     with torch.cuda.stream(stream):
@@ -148,7 +148,7 @@ def _late_stream() -> Iterator[None]:
 
 
 def collected_late(line: Line) -> dict[str, Any]:
-    """Another thread reads the state while a stream of the script is still to change it."""
+    """Read the state in another thread while a stream of the script is still to change it."""
     adapter, model = _adapter(1 << 18)
     before = model.get_parameter("bias").detach().clone()
     with _late_stream(), torch.no_grad():
@@ -168,9 +168,9 @@ def collected_late(line: Line) -> dict[str, Any]:
 
 
 def put_back_late(line: Line) -> list[float]:
-    """A block on a stream of the script is aborted: what it is to find was written by the same stream before it.
+    """Abort a block on a stream of the script. The state to restore was written earlier by the same stream.
 
-    Returns: the average after the aborted block, which is the second one, and after the third one.
+    Returns: the average after the aborted block, which is the second one, and after the third block.
     """
     average = torch.zeros(1 << 18, device=DEVICE)
     adapter, _ = _adapter(1 << 18, average=average)

@@ -1,7 +1,7 @@
 """Ranks that share one GPU: data-parallel training over gloo with CUDA tensors.
 
-``python shared_job.py --result DIR [--die RANK@STEP] [--gate STEP] [--side]``: a digest per rank. A process that has
-used the device says so in a file. ``--side``: the block trains on a stream of its choice, which is behind its host.
+``python shared_job.py --result DIR [--die RANK@STEP] [--gate STEP] [--side]`` writes a digest per rank. A process that
+has used the device creates a file. With ``--side``, the block trains on its own stream, which is behind its host.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def main() -> None:
                 loss = (wrapped(x) - y).square().mean()
                 if step.number == int(at) and dist.get_rank() == int(
                     victim
-                ):  # a spare is held that asks for its rank
+                ):  # a spare that asks for its rank is held here
                     die_once(result / "died")
                 scaler.scale(loss).backward()
                 scaler.step(optimizer)
@@ -83,13 +83,13 @@ def main() -> None:
 
 
 def fall_behind(side: bool) -> None:
-    """The current stream is busy for a while."""
+    """Keep the current stream busy for a while."""
     if side:
         torch.cuda._sleep(BEHIND_CYCLES)  # type: ignore[no-untyped-call]
 
 
 def die_once(mark: Path) -> None:
-    """SIGKILL, with kernels under way; not the process that takes the place."""
+    """Kill this process with SIGKILL while kernels run. Its replacement stays alive."""
     if not mark.exists():
         mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)

@@ -10,14 +10,14 @@ from tests.gpu import scenarios
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
 GENERATIONS = 50
-WARM = 5  # from this generation on nothing grows
+WARM = 5  # nothing grows from this generation on
 SLACK_BYTES = 8 << 20  # other processes of the machine may use the device
 CHUNKS_BYTES = 64 << 20
 
 
 @pytest.mark.parametrize("older", [False, True])
 def test_groups_of_nccl_leave_no_memory_behind(worlds: Worlds, older: bool) -> None:
-    """``older``: the implementation before torch 2.14, where both are there."""
+    """``older`` selects the implementation before torch 2.14, in versions that have both."""
     ((first, last),) = worlds.values(
         scenarios.rebuilt, 1, generations=GENERATIONS, first=WARM, older=older, bound_s=100.0
     )

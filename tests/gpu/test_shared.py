@@ -1,4 +1,4 @@
-"""Jobs of four ranks on one GPU: the lost one is replaced bit for bit; spares and forks keep off the device."""
+"""Jobs of four ranks on one GPU: the lost rank is replaced bit for bit; spares and forks do not use the device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AT = 5
 
 
 class Done:
-    """A job that has ended well, or is under way in the background."""
+    """A job that has ended well, or runs in the background."""
 
     def __init__(self, where: Path, *arguments: str) -> None:
         self.where = where
@@ -34,7 +34,7 @@ class Done:
         self.output = ""
 
     def run(self, *options: str) -> Done:
-        """To its end."""
+        """Run the job to its end."""
         done: subprocess.CompletedProcess[str] = run_job(
             self.where, RANKS, *options, JOB, "--result", str(self.result), *self._arguments
         )
@@ -43,12 +43,12 @@ class Done:
         return self
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        """Data of all lines of a kind in the event log."""
+        """Return the data of all events of a kind."""
         logs = list(self.where.glob("runs/*/events.jsonl"))
         return [e.data for e in event_log.read(logs[0]).events if e.kind == kind] if logs else []
 
     def digests(self) -> list[str]:
-        """By rank."""
+        """Return the digests by rank."""
         return [(self.result / f"rank-{rank}").read_text() for rank in range(RANKS)]
 
 
@@ -58,7 +58,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 
 def test_workers_are_forked_and_equal(undisturbed: Done) -> None:
-    """The imports of the zygote leave CUDA alone, so its forks can use it."""
+    """The imports of the zygote do not initialise CUDA, so its forks can use it."""
     assert undisturbed.events("zygote_unusable") == []
     assert len(set(undisturbed.digests())) == 1
 

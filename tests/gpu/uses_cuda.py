@@ -1,4 +1,4 @@
-"""A module for ``--preload`` that uses the device when it is imported; a fork of its process cannot."""
+"""A module for ``--preload`` that uses the device when it is imported, so that a fork of its process cannot use it."""
 
 import torch
 

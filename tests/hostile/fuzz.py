@@ -1,8 +1,9 @@
-"""Fuzzing a checkpoint: whatever is done to a file of it, a load refuses it by a typed error or gives the original.
+"""Fuzzer of checkpoints: after any change to a file, a load gives a typed error or the original.
 
-``python -m tests.hostile.fuzz --examples N [--seed S]`` does so in this process, in bounded memory, and prints how
-often it was refused and how often the original came out. Two kinds of change: raw bytes, which the digests must
-notice; and changes of what the JSON files or a shard header say, with all digests made to match, as an attacker would.
+``python -m tests.hostile.fuzz --examples N [--seed S]`` runs in this process, in bounded memory. It prints how often
+the change was refused and how often the original was loaded. There are two kinds of change. Raw bytes change, which the
+digests must detect. Or the content of the JSON files or of a shard header changes, with all digests adjusted, as an
+attacker would do it.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ odd = st.one_of(
 
 
 def sharded() -> World:
-    """Four ranks: a flat range each, halves, and what all hold."""
+    """Return a job of four ranks with a flat range of one tensor each, halves of another, and tensors that all hold."""
     world = replicated(4, ARRAYS)
     weight, bias = ARRAYS["layer.weight"].shape, ARRAYS["layer.bias"].shape
     for rank, held in enumerate(world.held):
@@ -82,7 +83,7 @@ def sharded() -> World:
 
 
 class Checkpoint:
-    """A sealed checkpoint, put back in its place for each example."""
+    """A sealed checkpoint, restored for each example."""
 
     def __init__(self, root: Path, world: World, copies: int = 1) -> None:
         save(root, world, save_id(), copies=copies)
@@ -92,7 +93,7 @@ class Checkpoint:
         self.outcomes: Counter[str] = Counter()
 
     def restore(self) -> None:
-        """As it was."""
+        """Restore the original files."""
         for file in self.path.iterdir():
             if file.name not in self.pristine:
                 file.unlink()
@@ -101,7 +102,7 @@ class Checkpoint:
                 (self.path / name).write_bytes(data)
 
     def check(self, mend: bool) -> None:
-        """The property. ``mend``: also repair it first, as far as that goes."""
+        """Check the property. ``mend``: repair the checkpoint before, if possible."""
         if mend:
             try:
                 repair(self.path)
@@ -132,7 +133,7 @@ class Checkpoint:
 
 @st.composite
 def raw_changes(draw: st.DrawFn, size_bytes: int) -> Callable[[bytes], bytes]:
-    """A change of the bytes of a file of this size."""
+    """Draw a change of the bytes of a file of this size."""
     at, stop = sorted((draw(st.integers(0, size_bytes)), draw(st.integers(0, size_bytes))))
     kind = draw(st.sampled_from(["flip", "cut", "delete", "repeat", "insert", "zero", "word"]))
     bit, text = draw(st.integers(0, 7)), draw(st.binary(min_size=1, max_size=9))
@@ -152,14 +153,14 @@ def raw_changes(draw: st.DrawFn, size_bytes: int) -> Callable[[bytes], bytes]:
 
 
 def places(tree: Any, prefix: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """All paths of a JSON tree."""
+    """Return all paths of a JSON tree."""
     found = [prefix] if prefix else []
     pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     return found + [place for key, value in pairs for place in places(value, (*prefix, key))]
 
 
 def parent(tree: Any, place: tuple[str | int, ...]) -> Any:
-    """The container of a place."""
+    """Return the container of a path."""
     for key in place[:-1]:
         tree = tree[key]
     return tree
@@ -167,7 +168,7 @@ def parent(tree: Any, place: tuple[str | int, ...]) -> Any:
 
 @st.composite
 def said(draw: st.DrawFn, body: bytes) -> bytes:
-    """The JSON text ``body`` with one to three things said otherwise; sometimes a key twice."""
+    """Draw a variant of the JSON text ``body`` with one to three changes; sometimes a key appears twice."""
     tree = json.loads(body)
     for _ in range(draw(st.integers(1, 3))):
         found = places(tree)
@@ -196,7 +197,7 @@ def said(draw: st.DrawFn, body: bytes) -> bytes:
 
 
 def with_catalogue(checkpoint: Checkpoint, data: bytes) -> None:
-    """Put another catalogue there, and let all manifests name it."""
+    """Write another catalogue, and adjust the digest in all manifests."""
     digest = xxhash.xxh3_128_hexdigest(unwrap(data, "")[0])
     (checkpoint.path / "catalogue.json").write_bytes(data)
     for rank in checkpoint.writers:
@@ -208,7 +209,7 @@ def with_catalogue(checkpoint: Checkpoint, data: bytes) -> None:
 
 
 def with_header(checkpoint: Checkpoint, text: bytes, size_bytes: int) -> None:
-    """Put another header into a shard, and let its manifest know the digest."""
+    """Write another header into a shard, and adjust the digest in its manifest."""
     data = checkpoint.pristine[SHARD]
     start = 8 + struct.unpack("<Q", data[:8])[0]
     head = struct.pack("<Q", size_bytes) + text.ljust(start - 8)[: start - 8]
@@ -221,7 +222,7 @@ def with_header(checkpoint: Checkpoint, text: bytes, size_bytes: int) -> None:
 
 @st.composite
 def damaged(draw: st.DrawFn, checkpoints: list[Checkpoint]) -> tuple[Checkpoint, dict[str, bytes]]:
-    """One or two files of a checkpoint with other bytes."""
+    """Draw a checkpoint and other bytes for one or two of its files."""
     checkpoint = draw(st.sampled_from(checkpoints))
     changed: dict[str, bytes] = {}
     for name in draw(st.lists(st.sampled_from(sorted(checkpoint.pristine)), min_size=1, max_size=2)):
@@ -232,16 +233,16 @@ def damaged(draw: st.DrawFn, checkpoints: list[Checkpoint]) -> tuple[Checkpoint,
 
 @st.composite
 def retold(draw: st.DrawFn, checkpoints: list[Checkpoint], name: str) -> tuple[Checkpoint, bytes]:
-    """The body of a JSON file of a checkpoint, with other content."""
+    """Draw a checkpoint and other content for the body of one of its JSON files."""
     checkpoint = draw(st.sampled_from(checkpoints))
     return checkpoint, draw(said(unwrap(checkpoint.pristine[name], "")[0]))
 
 
 def fuzz(examples: int, number: int, root: Path) -> dict[str, Counter[str]]:
-    """Run every kind of change so often; what came of it, by kind.
+    """Run every kind of change ``examples`` times. Return the outcomes by kind.
 
     Raises:
-        AssertionError, or whatever else came out: the property does not hold; hypothesis shows the change.
+        AssertionError, or another exception of a load: the property does not hold; hypothesis prints the change.
     """
     single = Checkpoint(root / "single", replicated(2, ARRAYS))
     double = Checkpoint(root / "double", replicated(2, ARRAYS), copies=2)
@@ -300,13 +301,13 @@ def fuzz(examples: int, number: int, root: Path) -> dict[str, Counter[str]]:
 
 
 def limit_memory() -> None:
-    """From now on an allocation of much more than a checkpoint's size fails."""
+    """Limit the memory: allocations of much more than a checkpoint's size fail from now on."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_SIZE_BYTES, used + MEMORY_SIZE_BYTES))
 
 
 def main() -> None:
-    """See the module."""
+    """Fuzz, as the module's docstring says."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--examples", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""The fuzzer of ``fuzz.py``, short, in a child process of bounded memory; ``make fuzz-store`` runs it for long."""
+"""A short run of the fuzzer in ``fuzz.py``, in a child process of bounded memory; ``make fuzz-store`` runs longer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def test_any_change_of_a_file_is_refused_or_without_effect() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.hostile.fuzz", "--examples", str(EXAMPLES)],
         cwd=Path(__file__).parents[2],
-        # Threads reserve address space for arenas of their own, which says nothing about the memory in use.
+        # Threads reserve address space for their arenas, which says nothing about the memory in use.
         env={**os.environ, "MALLOC_ARENA_MAX": "1"},
         capture_output=True, text=True, timeout=60 + EXAMPLES, check=False,
     )  # fmt: skip

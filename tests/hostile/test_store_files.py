@@ -1,4 +1,4 @@
-"""Hostile checkpoint files: refused with the rule that they break, quickly, in bounded memory; nothing is executed."""
+"""Hostile checkpoint files: each is refused by the rule that it breaks, quickly, in bounded memory; no code runs."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ MANIFEST = "rank-r00000.json"
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A valid checkpoint of one rank."""
+    """Write a valid checkpoint of one rank."""
     save(tmp_path, replicated(1, ARRAYS), save_id())
     return tmp_path / save_id().directory()
 
 
 def refused(path: Path, rule: str) -> None:
-    """Both judging and loading refuse, for this reason, within a second and 32 MiB."""
+    """Check that inspection and load both refuse for this reason, within a second and 32 MiB."""
     tracemalloc.start()
     started_s = time.perf_counter()
     found = inspect(path)
@@ -60,7 +60,7 @@ def rewrite(path: Path, name: str, change: Callable[[Any], Any]) -> None:
 
 
 def field(*keys: str | int, value: object) -> Callable[[Any], Any]:
-    """A change of one place of a JSON tree."""
+    """Return a function that changes one place of a JSON tree."""
 
     def change(tree: Any) -> Any:
         place = tree
@@ -125,7 +125,7 @@ def test_manifest(path: Path, change: Callable[[Any], Any], rule: str) -> None:
 
 
 def listed(*boxes: list[list[int]]) -> object:
-    """A grid of boxes."""
+    """Return a grid that lists boxes."""
     return {"cells": [], "boxes": list(boxes)}
 
 
@@ -218,13 +218,13 @@ def test_every_truncation_of_a_manifest_is_refused(path: Path) -> None:
 
 
 def header(entries: object, data_size_bytes: int = 0) -> tuple[bytes, int]:
-    """Header bytes with this JSON, and the size of a file with so much data."""
+    """Return header bytes with this JSON, and the size of a file with this much data."""
     text = entries if isinstance(entries, bytes) else json.dumps(entries).encode()
     return struct.pack("<Q", len(text)) + text, 8 + len(text) + data_size_bytes
 
 
 def entry(start: int, stop: int, **other: object) -> dict[str, object]:
-    """A header entry of bytes."""
+    """Return a header entry of bytes."""
     return {"dtype": "U8", "shape": [stop - start], "data_offsets": [start, stop], **other}
 
 
@@ -288,7 +288,7 @@ JSON = st.recursive(
 
 
 def places(tree: Any, prefix: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """All paths of a JSON tree."""
+    """Return all paths of a JSON tree."""
     found = [prefix] if prefix else []
     pairs = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     return found + [place for key, value in pairs for place in places(value, (*prefix, key))]
@@ -320,7 +320,10 @@ def test_any_other_value_anywhere_in_a_manifest_gives_a_typed_error_or_a_manifes
 
 
 def test_thousands_of_scattered_boxes_do_not_take_the_square_of_time(tmp_path: Path) -> None:
-    """Every second element of a tensor is stored as a box of its own: refused in milliseconds, not in hours."""
+    """Every second element of a tensor is stored as its own box.
+
+    The checkpoint is refused in milliseconds, not in hours.
+    """
     edge = 100
     world = replicated(1, {"w": np.zeros((edge, edge), np.uint8)})
     save(tmp_path, world, save_id())

@@ -1,7 +1,7 @@
-"""What a script of this directory does beside its training: it ends where the test says, and tells its results.
+"""Helpers of the scripts of this directory: faults that the test orders, and the report of the results.
 
 ``KILL=RANK:STEP,...``: SIGKILL, once each. ``STOP=STEP``: SIGTERM to rank 0, once. Both at the start of a step.
-``KILL_INSIDE=RANK:STEP,...``: SIGKILL where the script says so by ``beat_inside``, in the middle of an update.
+``KILL_INSIDE=RANK:STEP,...``: SIGKILL where the script calls ``beat_inside``, in the middle of an update.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tests.session.once import first
 
 
 def long(count: int) -> int:
-    """``count`` epochs or iterations, ``TIMES`` as many where faults come at random."""
+    """Return ``count`` epochs or iterations, or ``TIMES`` as many where faults come at random."""
     return count * int(os.environ.get("TIMES", "1"))
 
 
 def beat(step: int) -> None:
-    """In step ``step``."""
+    """Inject the fault of ``step``, if there is one."""
     rank = dist.get_rank()
     here = f"{rank}:{step}"
     if here in os.environ.get("KILL", "").split(",") and first(Path(f"killed-{here}")):
@@ -37,14 +37,14 @@ def beat(step: int) -> None:
 
 
 def beat_inside(step: int) -> None:
-    """In the middle of the update of ``step``."""
+    """Inject the fault in the middle of the update of ``step``, if there is one."""
     here = f"{dist.get_rank()}:{step}"
     if here in os.environ.get("KILL_INSIDE", "").split(",") and first(Path(f"killed-inside-{here}")):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end(*modules: nn.Module, **more: Any) -> None:
-    """The script has trained ``modules``; ``more`` are other results."""
+    """Print a digest of the trained ``modules``; ``more`` are other results."""
     total = xxhash.xxh3_128(json.dumps(more).encode())
     for module in modules:
         for tensor in module.state_dict().values():

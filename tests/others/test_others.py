@@ -1,4 +1,4 @@
-"""Scripts in the styles of others: unmodified as under torchrun; adapted exact after faults, or refused by name."""
+"""Scripts in other authors' styles: unmodified as under torchrun; adapted exact after faults, or refused by name."""
 
 from __future__ import annotations
 
@@ -24,14 +24,17 @@ NAMES = sorted(path.stem for path in (HERE / "plain").glob("*.py"))
 
 
 def listed(names: list[str]) -> list[object]:
-    """As parameters; all but one are for many cores."""
+    """Return the names as test parameters. All but one are for machines with many cores."""
     return [name if name == "get_batch" else pytest.param(name, marks=pytest.mark.more) for name in names]
 
 
 def run(
     where: Path, kind: str, name: str, monkeypatch: pytest.MonkeyPatch, code: int = 0, **told: str
 ) -> tuple[str, Mapping[str, str]]:
-    """Two workers; output, and what each rank ended with. ``told``: see ``beat.py``."""
+    """Run a script on two workers.
+
+    Return the output, and the results of each rank. ``told``: variables of ``beat.py``.
+    """
     where.mkdir(exist_ok=True)
     for variable in ("KILL", "KILL_INSIDE", "STOP"):
         monkeypatch.delenv(variable, raising=False)
@@ -55,21 +58,21 @@ def test_unmodified_is_what_torchrun_does(tmp_path: Path, name: str, monkeypatch
 def test_adapted_ends_with_the_bits_of_the_undisturbed_run(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two kills, then a stop and the same command again with a kill."""
+    """The faults are two kills, then a stop, after which the same command runs with a kill."""
     _, calm = run(tmp_path / "calm", "adapted", name, monkeypatch)
     assert len(calm) == 2
     output, killed = run(tmp_path / "killed", "adapted", name, monkeypatch, KILL="1:2,0:4")
     assert re.search(f"2 faults, {AGAIN.get(name, '0 steps')} lost", output) and killed == calm, output
     output, _ = run(tmp_path / "stopped", "adapted", name, monkeypatch, code=Exit.REQUEUE, STOP="3")
     output, resumed = run(tmp_path / "stopped", "adapted", name, monkeypatch, KILL="0:5")
-    # The request reaches the vote of the step that it came in, or of the next one.
+    # The request is known at the vote of the step that it came in, or of the next step.
     assert re.search("resumed at step [45] ", output) and resumed == calm, output
 
 
 def test_a_death_in_the_middle_of_an_update_that_communicates_undoes_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank has updated its part and sends none of it; the other one, whichever it is, waits for it."""
+    """A rank has updated its part and sends none of it. The other rank waits for this part."""
     _, calm = run(tmp_path / "calm", "adapted", "zero_redundancy", monkeypatch)
     output, killed = run(
         tmp_path / "killed", "adapted", "zero_redundancy", monkeypatch, KILL_INSIDE="1:3,0:7"
@@ -82,13 +85,13 @@ def test_a_death_in_the_middle_of_an_update_that_communicates_undoes_it(
 def test_what_cannot_be_exact_is_refused_by_name(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Before a fault, and before the update that could not be repeated."""
+    """A script is refused before a fault, and before an update that could not be repeated."""
     output, ended = run(tmp_path, "adapted", name, monkeypatch, code=Exit.BAD_INPUT)
     assert re.search(REFUSED[name], output) and not ended, output
 
 
 def changed_lines(name: str) -> int:
-    """Lines of the adapted script that the plain one has not, whatever their indentation."""
+    """Return how many lines of the adapted script differ from the plain one, without regard to indentation."""
 
     def lines(kind: str) -> list[str]:
         text = (HERE / kind / f"{name}.py").read_text().partition('"""\n')[2]

@@ -55,7 +55,7 @@ be told to leave."""
 
 
 def without_torch(base: Path) -> dict[str, str]:
-    """The environment of a run for which torch is not installed: its zygote starts in a tenth of the time."""
+    """Return the environment of a run in which torch is not installed: its zygote starts in a tenth of the time."""
     stub = base / "stub" / "torch"
     stub.mkdir(parents=True)
     (stub / "__init__.py").write_text("raise ModuleNotFoundError('no torch in this test', name='torch')\n")
@@ -64,7 +64,7 @@ def without_torch(base: Path) -> dict[str, str]:
 
 
 def until(what: str, condition: Callable[[], Any], bound_s: float = BOUND_S) -> Any:
-    """Poll until ``condition()`` is true; returns its value."""
+    """Poll until ``condition()`` is true. Returns its value."""
     deadline = time.monotonic() + bound_s
     while time.monotonic() < deadline:
         value = condition()
@@ -76,7 +76,7 @@ def until(what: str, condition: Callable[[], Any], bound_s: float = BOUND_S) -> 
 
 @contextmanager
 def no_file_beyond(size_bytes: int) -> Iterator[None]:
-    """This process can write no file beyond that size: as on a full disk, what fits of it is written."""
+    """Limit the files of this process to that size. As on a full disk, the part of a write that fits is written."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, before[1]))
@@ -88,7 +88,7 @@ def no_file_beyond(size_bytes: int) -> Iterator[None]:
 
 
 def exists(pid: int) -> bool:
-    """True when ``pid`` is a process that is not a zombie."""
+    """Return True when ``pid`` is a process that is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -96,7 +96,7 @@ def exists(pid: int) -> bool:
 
 
 class Run:
-    """One run below ``tmp_path``; use it as a context manager: nothing of it is left behind."""
+    """One run below ``tmp_path``; a context manager that leaves nothing behind."""
 
     def __init__(self, tmp_path: Path, script: str = LOOP, **settings: Any) -> None:
         self.dir = RunDir(tmp_path / "run")
@@ -129,50 +129,50 @@ class Run:
         return self.agents[-1]
 
     def let_end(self) -> None:
-        """The loop has done enough steps."""
+        """Tell the loop of the script to end."""
         self.script.with_name("enough").touch()
 
     def wait(self) -> int:
-        """Exit code of the run."""
+        """Wait for the end of the run. Return its exit code."""
         return self.agents[-1].wait(BOUND_S)
 
     def events(self, kind: str = "") -> list[Event]:
-        """The event log so far."""
+        """Return the events so far, of one kind or of all kinds."""
         return [e for e in event_log.read(self.dir.journal).events if kind in ("", e.kind)]
 
     def wait_event(self, kind: str, count: int = 1) -> Event:
-        """The ``count``-th event of a kind."""
+        """Wait for the ``count``-th event of a kind, and return it."""
         event: Event = until(kind, lambda: next(iter(self.events(kind)[count - 1 :]), None))
         return event
 
     def pids(self, attempt: int = 0) -> dict[int, int]:
-        """Process ids by rank of one attempt, once all have started."""
+        """Return the process ids by rank of one attempt, once all have started."""
         nproc = self.settings.nproc
         self.wait_event("member_started", nproc * (attempt + 1))
         started = self.events("member_started")[nproc * attempt : nproc * (attempt + 1)]
         return {int(e.data["rank"]): int(e.data["pid"]) for e in started}
 
     def log(self, rank: int, attempt: int = 0) -> str:
-        """What one rank printed."""
+        """Return the output of one rank."""
         path = self.dir.path / f"attempt-{attempt:03d}" / f"rank-{rank:05d}.log"
         return path.read_text() if path.exists() else ""
 
     def wait_log(self, text: str, rank: int = 0, attempt: int = 0) -> None:
-        """Until one rank has printed ``text``."""
+        """Wait until one rank has printed ``text``."""
         until(f"{text!r} of rank {rank}", lambda: text in self.log(rank, attempt))
 
     def logs(self) -> str:
-        """What all ranks printed: whichever failed first has the last words, the others were killed."""
+        """Return the output of all ranks. The rank that failed first has the last words; the others were killed."""
         return "".join(path.read_text() for path in sorted(self.dir.path.glob("attempt-*/rank-*.log")))
 
     def error_files(self) -> list[Any]:
-        """All error files."""
+        """Return the contents of all error files."""
         return [
             msgspec.json.decode(path.read_bytes()) for path in self.dir.path.glob("attempt-*/*.error.json")
         ]
 
     def left(self) -> list[int]:
-        """Processes that carry this run in their environment or on their command line."""
+        """Return the processes that have this run in their environment or on their command line."""
         found = []
         for entry in os.listdir("/proc"):
             if not entry.isdigit() or not exists(int(entry)):
@@ -188,14 +188,14 @@ class Run:
         return found
 
     def stop(self) -> None:
-        """End at once."""
+        """Stop the run at once."""
         try:
             AgentLink(self.dir.path).request(StopRun(reason="test"), timeout_s=1.0)
         except FaultError:
             return
 
     def nothing_left(self) -> bool:
-        """No process, page or endpoint remains."""
+        """Return whether no process, page or endpoint of the run remains."""
         files = {path.name for path in self.dir.path.iterdir()}
         rest = [*self.left(), *files & {"agent.json", "controller.json", "zygote.json", "pages"}]
         if rest:

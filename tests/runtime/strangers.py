@@ -1,4 +1,4 @@
-"""Connections of strangers: silent, dripping and half closed."""
+"""Connections of processes that do not belong to the run: silent, slow (a byte at a time) and half closed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT = 256
 
 @contextlib.contextmanager
 def many_files() -> Iterator[None]:
-    """This process may open as many files as its hard limit allows."""
+    """Let this process open as many files as its hard limit allows."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     if before[1] != resource.RLIM_INFINITY and before[1] < 5 * COUNT:
         pytest.skip(f"at most {before[1]} open files here")
@@ -31,7 +31,7 @@ def many_files() -> Iterator[None]:
 
 
 class Crowd:
-    """``COUNT`` strangers at each of some addresses; use it as a context manager."""
+    """``COUNT`` foreign connections at each of some addresses; a context manager."""
 
     def __init__(self, *addresses: Address) -> None:
         self._addresses = addresses
@@ -49,7 +49,7 @@ class Crowd:
         return self
 
     def _act(self, number: int) -> None:
-        with contextlib.suppress(OSError):  # it was cut
+        with contextlib.suppress(OSError):  # the connection was cut
             if number % 3 == 1:
                 self._all[-1].send(b"\0")
             elif number % 3 == 2:
@@ -59,7 +59,7 @@ class Crowd:
         self._stack.close()
 
     def drip(self) -> None:
-        """One more byte of each that drips."""
+        """Send one more byte on each slow connection."""
         for sock in self._all[1::3]:
             with contextlib.suppress(OSError):
                 sock.send(b"\0")

@@ -1,4 +1,4 @@
-"""Addresses as text: what is read from a user, and what host and port become."""
+"""Addresses as text: parsing of a user's input, and the text for host and port."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_the_interface_of_an_ipv6_address(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.skipif(not can(), reason="no network namespaces here (root, unshare, ip)")
 def test_the_interface_of_a_second_ipv4_address_and_of_one_with_a_label() -> None:
-    """Only the first address of each interface was found; gloo then listened where the host's name led."""
+    """Regression: only an interface's first address was found, so gloo listened at the address of the host's name."""
     adds = "ip addr add 10.66.0.2/24 dev lo && ip addr add 10.67.0.2/24 dev lo label lo:x"
     code = (
         "from holdfast.runtime.node.interfaces import interface_of as of;"
@@ -111,7 +111,10 @@ def test_the_interfaces_of_collectives(
     set_by_us: dict[str, str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On one host loopback, with several the interface of the address in use; the user's setting is kept."""
+    """Collectives use loopback on one host, and the interface of the address in use on several.
+
+    A user's setting is kept.
+    """
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     for name, value in set_by_user.items():

@@ -1,4 +1,4 @@
-"""Strangers at the agent's door, and a worker's client with a real agent end of the wire."""
+"""Foreign connections at the agent's port, and a worker's client with a real agent at the other end."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ FIRST, SECOND = Generation(1, 1), Generation(1, 2)
 
 
 class Desk:
-    """An agent's end in a thread of this process: notes what it hears, answers requests for ``echo`` keys."""
+    """An agent's end in a thread of this process, which records messages and answers requests for ``echo`` keys."""
 
     def __init__(self, run: RunDir) -> None:
         self.run = run
@@ -98,7 +98,7 @@ class Desk:
             channel.send(Ack(ok=True, detail=message.source))
 
     def say(self, message: WireMessage) -> None:
-        """To every worker."""
+        """Send a message to every worker."""
         for channel in list(self.channels):
             self._loop.call_soon_threadsafe(channel.send, message)
 
@@ -219,7 +219,7 @@ def test_hello_messages_handlers_and_tasks(run: RunDir) -> None:
 
 
 def test_a_rank_that_has_resumed_is_not_due_when_a_new_controller_says_it_again(run: RunDir) -> None:
-    """It was judged by the bound of a recovery until the next fault: a long evaluation between two steps was a hang."""
+    """Regression: the rank kept the bound of a recovery until the next fault, so a long evaluation was a hang."""
     with Desk(run) as desk, client_of(run) as client:
         until("hello", lambda: desk.kinds() == ["WorkerHello"])
         desk.say(Fence(member_id=ME, generation=SECOND, reason="r"))
@@ -227,7 +227,8 @@ def test_a_rank_that_has_resumed_is_not_due_when_a_new_controller_says_it_again(
         until("due", lambda: client.page[Word.DUE] == 1)
         client.resumed(SECOND)
         desk.say(ResumeInPlace(member_id=ME, generation=SECOND, step=3))
-        assert client.kv("set", ("echo",), value=b"x").value == b"x"  # answered after it
+        # the agent answers this after the message before it
+        assert client.kv("set", ("echo",), value=b"x").value == b"x"
         assert client.page[Word.DUE] == 0
 
 
@@ -310,7 +311,7 @@ def _ask_from_client_thread(client: WorkerClient, run: RunDir) -> None:
 
     client.on(Fence, handler)
     with Desk(run) as desk:
-        # Not `client.connected`: the client's side of the handshake is done before this side's.
+        # Do not use `client.connected`: the client's side of the handshake is done before this side.
         until("hello", lambda: "WorkerHello" in desk.kinds())
         desk.say(Fence(member_id=ME, generation=SECOND, reason="r"))
         until("caught", lambda: caught)

@@ -1,4 +1,4 @@
-"""Strangers at every listener: they cost nothing, and members are served beside them."""
+"""Foreign connections at every listener: they cost nothing, and members are served beside them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tests.runtime.test_state_transfer import FIRST, SECRET, VALUES
 
 @pytest.fixture
 def descriptors(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The limit that a guard sees."""
+    """Replace the limit on descriptors that a guard reads."""
     limits = [LIMIT, LIMIT]
     monkeypatch.setattr(resource, "getrlimit", lambda which: tuple(limits))
     return limits
@@ -48,7 +48,7 @@ def test_the_oldest_of_too_many_is_cut(descriptors: list[int]) -> None:
     strangers.release(2)
     assert strangers.admit(5, 10) == [] and strangers.admit(6, 10) == [3]
     few: ConnectionLimits[int] = ConnectionLimits()
-    descriptors[0] = 48  # a share of them is six
+    descriptors[0] = 48  # its share is six
     assert [few.admit(number, 10) for number in range(8)] == [[], [], [], [], [], [], [0], [1]]
 
 
@@ -143,7 +143,7 @@ own_work()
 
 @contextmanager
 def child(code: str, argument: Path, at: Address) -> Iterator[tuple[Address, subprocess.Popen[str]]]:
-    """Where a process of few descriptors listens, as ``at`` asks."""
+    """Yield the address of a listener in a process of few descriptors, as ``at`` asks, and the process."""
     env = {**os.environ, "PYTHONPATH": f"{SOURCE}:{SOURCE.parent}"}
     pipe = subprocess.PIPE
     with subprocess.Popen(
@@ -158,13 +158,13 @@ def child(code: str, argument: Path, at: Address) -> Iterator[tuple[Address, sub
 
 
 def answer(process: subprocess.Popen[str]) -> str:
-    """The next line of the child."""
+    """Return the next line of the child."""
     assert process.stdout is not None
     return process.stdout.readline().strip()
 
 
 def ask(process: subprocess.Popen[str]) -> str:
-    """Let the child do its own work; how many descriptors it has in use."""
+    """Let the child do its own work. Return its number of descriptors, as text."""
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
@@ -175,7 +175,7 @@ def ask(process: subprocess.Popen[str]) -> str:
 @pytest.mark.parametrize("kind", ["path", "port"])
 @pytest.mark.parametrize("code", [HUB, ANSWERS, ZYGOTE], ids=["hub", "answers", "zygote"])
 def test_members_are_served_among_strangers(tmp_path: Path, code: str, kind: str) -> None:
-    """400 of them at 256 descriptors ended the process, or kept it from watching its workers."""
+    """Regression: 400 connections at 256 descriptors ended the process, or kept it from watching its workers."""
     run = RunDir(tmp_path / "run")
     run.create()
     try:
@@ -191,7 +191,7 @@ def test_members_are_served_among_strangers(tmp_path: Path, code: str, kind: str
 
 
 def befriend(code: str, at: Address) -> None:
-    """A member comes, and is answered."""
+    """Connect as a member, and check that it is answered."""
     if code == HUB:
         with closing(
             BlockingChannel.connect(MESSAGES, at, SECRET, "echo", "worker", timeout_s=BOUND_S)
@@ -211,7 +211,7 @@ def befriend(code: str, at: Address) -> None:
 
 @pytest.mark.processes
 def test_one_frame_of_a_stranger_does_not_end_the_zygote(tmp_path: Path) -> None:
-    """Lists in lists in a frame of the handshake, one kilobyte of them, were an error that nothing caught."""
+    """Regression: deeply nested lists in a handshake, one kilobyte of them, raised an exception that no code caught."""
     run = RunDir(tmp_path / "run")
     run.create()
     deep = frame(b"\x81\xa2zz" + b"\x91" * 1_010 + b"\xc0")
@@ -231,7 +231,7 @@ def test_one_frame_of_a_stranger_does_not_end_the_zygote(tmp_path: Path) -> None
 @pytest.mark.processes
 @pytest.mark.parametrize("kind", ["path", "port"])
 def test_ranks_of_a_mesh_meet_among_strangers(tmp_path: Path, kind: str) -> None:
-    """One silent connection kept them apart: callers were heard one after the other, 10 s each."""
+    """Regression: one silent connection kept the ranks apart, as callers were served one after the other, 10 s each."""
     tmp_path.chmod(0o700)
     wanted = Address(str(tmp_path / "group")) if kind == "path" else LOOPBACK
     with many_files(), child(MESH, tmp_path, wanted) as (at, process), Crowd(at):
@@ -241,7 +241,10 @@ def test_ranks_of_a_mesh_meet_among_strangers(tmp_path: Path, kind: str) -> None
 
 @pytest.mark.processes
 def test_a_run_among_strangers_loses_nothing(tmp_path: Path) -> None:
-    """At agent, controller and zygote, in training and during a recovery: the agent ended, and the run with it."""
+    """The connections are at agent, controller and zygote, in training and in a recovery.
+
+    Regression: the agent ended.
+    """
     names = ("agent", "controller", "zygote")
     with many_files(), Run(tmp_path, nproc=2, args=("100000",)) as run:
         run.start()
@@ -294,12 +297,12 @@ def test_a_run_of_two_nodes_among_strangers_loses_nothing(tmp_path: Path, encryp
 
 
 def controller_of_run(run: Run) -> Endpoint | None:
-    """The controller that a node runs, if it is this one."""
+    """Return the endpoint of the controller, if this node runs it."""
     return run.dir.read_endpoint("controller")
 
 
 def peers_of(run: Run) -> list[Peer]:
-    """The agents that a node knows."""
+    """Return the agents that a node knows."""
     try:
         return read_peers(run.dir)
     except FileNotFoundError:

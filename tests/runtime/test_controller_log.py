@@ -1,4 +1,4 @@
-"""What a controller reads of a log that may be months long, and on which clock."""
+"""The parts that a controller reads of a log that may be months long, and the clock of their times."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_log_is_read_from_its_newest_sound_snapshot_on(
 def test_a_successor_reads_from_the_newest_snapshot_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After four million lines no controller could be replaced any more."""
+    """Regression: after four million lines, no controller could be replaced any more."""
     monkeypatch.setattr(controllerd, "SNAPSHOT_LINES", 10)
     run = Run(tmp_path).dir
     shown: list[Mirror] = []
@@ -71,7 +71,7 @@ def test_a_successor_reads_from_the_newest_snapshot_on(
 
 
 def test_a_step_of_the_wall_clock_moves_no_fault() -> None:
-    """A step of NTP between two controllers moved all faults out of the budget's window, or into it for good."""
+    """Regression: an NTP step between two controllers moved all faults out of the budget's window, or into it."""
     event = Event(1, 1, *Said(1_000_000.0, 500.0), "controller", "verdict", {})
     for wall_s in (1_000_060.0, 900_000.0, 2_000_000.0):
         assert in_time_of(event, wall_s, 560.0) == 500.0

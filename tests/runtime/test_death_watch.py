@@ -1,4 +1,4 @@
-"""A death is told when it begins: the lock of a worker's page passes on before the kernel has freed its memory."""
+"""A death is reported when it begins: the lock of a worker's page passes on before the kernel has freed its memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def kept():
 
 @contextmanager
 def holder(page: Path, then: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that holds the lock of a page, reads one line, and goes on with ``then``; killed at the end."""
+    """Yield a process that holds the lock of a page, reads one line, and then runs ``then``. Kill it at the end."""
     process = subprocess.Popen(
         [sys.executable, "-c", HOLDER.replace("{then}", then), str(page)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -50,7 +50,7 @@ def holder(page: Path, then: str) -> Iterator[subprocess.Popen[str]]:
 
 
 class Heard:
-    """What a listener learned of a process at the moment when it was told."""
+    """The knowledge of a listener about a process at the moment of the report."""
 
     def __init__(self, page: Path, pid: int) -> None:
         self.event = threading.Event()
@@ -71,7 +71,7 @@ def page(tmp_path: Path) -> Path:
 
 
 def go(process: subprocess.Popen[str]) -> None:
-    """Let a holder go on."""
+    """Let a holder continue."""
     assert process.stdin is not None
     process.stdin.write("\n")
     process.stdin.flush()
@@ -86,9 +86,8 @@ def test_a_kill_is_told_with_its_signal_before_the_process_is_gone(page: Path) -
             assert heard.event.wait(30)
             early += heard.was_alive and heard.code == -signal.SIGKILL
         assert ending(process.pid) is None
-    assert (
-        early
-    )  # taking the memory apart takes milliseconds: not every time may somebody else have the processor
+    # The kernel takes milliseconds to free the memory. Another process may get the processor in some of the trials.
+    assert early
 
 
 def test_an_exit_is_told_with_its_code(page: Path) -> None:
@@ -99,7 +98,7 @@ def test_an_exit_is_told_with_its_code(page: Path) -> None:
             go(process)
             assert heard.event.wait(30) and process.wait() == 7
             codes.append(heard.code)
-    # As above: it may be gone when the listener gets the processor.
+    # As above: the process may be gone when the listener gets the processor.
     assert 7 in codes and set(codes) <= {7, None}
 
 

@@ -1,4 +1,4 @@
-"""The driver: order of journal and effects, timers, and that nothing fails quietly."""
+"""The driver: order of journal and effects, timers, and no silent failure."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Script:
 def run(
     path: Path, machine: Script, body: Callable[[Driver], None], execute: Callable[[Command], None]
 ) -> BaseException | None:
-    """Drive ``machine`` until ``Finish`` was executed or the driver failed; returns the failure."""
+    """Drive ``machine`` until ``Finish`` was executed or the driver failed. Returns the failure."""
 
     async def main() -> BaseException | None:
         over = asyncio.get_running_loop().create_future()
@@ -86,7 +86,7 @@ def test_records_are_in_the_log_before_any_effect(tmp_path: Path) -> None:
 
 
 def test_a_slow_disk_holds_effects_and_events_back_and_not_the_loop(tmp_path: Path) -> None:
-    """The beat of the controller waited for a flush of the disk, and it was deposed."""
+    """Regression: the controller's heartbeat waited for a flush of the disk, and the controller was deposed."""
     synced, path = threading.Event(), tmp_path / "events.jsonl"
     done: list[Command] = []
 
@@ -198,7 +198,7 @@ def test_a_broken_machine_executor_or_callback_is_a_failure(tmp_path: Path) -> N
 
 
 def test_a_connection_that_cannot_be_accepted_is_no_failure(tmp_path: Path) -> None:
-    """asyncio reports it where it reports defects: anything that connects often enough ended the daemon."""
+    """Regression: asyncio reports such connections like defects, so any process could end the daemon with them."""
     said: list[str] = []
 
     def full(driver: Driver) -> None:

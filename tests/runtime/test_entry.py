@@ -1,4 +1,4 @@
-"""What a script meets inside a worker, and how its failures are told."""
+"""The environment of a script inside a worker, and the reports of its failures."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_an_exception_with_an_odd_text_is_told(
 def test_what_is_printed_is_in_the_log_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, zygote: bool
 ) -> None:
-    """As with torchrun's ``python -u``: the last words of a killed worker are the ones that count."""
+    """Output is unbuffered as in torchrun's ``python -u``, because the last words of a killed worker matter."""
     monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     script = "import os\nprint('last', 'words')\nos.kill(os.getpid(), 9)\n"
     with Run(tmp_path, script, nproc=1, max_restarts=0, zygote=zygote) as run:

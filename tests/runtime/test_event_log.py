@@ -1,4 +1,4 @@
-"""The event log: order, torn tails, damage, several writers, a full disk."""
+"""The event log: order, torn ends, damage, several writers, a full disk."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def test_a_follower_sees_what_another_process_appends_once(tmp_path: Path) -> No
 
 
 def test_a_long_log_is_read_in_little_memory(tmp_path: Path) -> None:
-    """20 MB of events, and of something that never was one."""
+    """The log has 20 MB of events, and of bytes that never were events."""
     path = tmp_path / "events.jsonl"
     line = event_log.encode_line(event_log.Event(1, 7, 0.0, 0.0, "a", "tick", {"text": "x" * 20_000}))
     path.write_bytes(
@@ -176,7 +176,7 @@ def test_a_daemon_waits_for_room(tiny_disk: Path) -> None:
         while True:
             file.write(bytes(4096))
     with pytest.raises(OSError, match="No space"):
-        while True:  # what is left of its last page
+        while True:  # fill the rest of the last page
             log.append("before", {})
     log.room_wait_s = 60.0
     waiting = threading.Thread(target=log.append, args=("after", {"text": "x" * 5000}))
@@ -189,7 +189,7 @@ def test_a_daemon_waits_for_room(tiny_disk: Path) -> None:
 
 
 def test_a_full_disk_has_room_for_the_lines_of_a_daemon(tiny_disk: Path) -> None:
-    """A tenth of a MiB of them; when the run is over its disk has that back."""
+    """The daemon needs a tenth of a MiB for its lines. This room is released when the run is over."""
     log = EventLog.open(tiny_disk / "events.jsonl", "a", room_wait_s=1.0)
     with pytest.raises(OSError, match="No space"), (tiny_disk / "ballast").open("wb", buffering=0) as file:
         while True:

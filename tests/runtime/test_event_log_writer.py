@@ -1,4 +1,4 @@
-"""A slow or full disk under an event log stops nothing else."""
+"""A slow or full disk under an event log stops nothing but the log."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def log_at(path: Path) -> EventLog:
 def test_a_loop_goes_on_while_its_log_waits_for_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Five seconds of a full disk, and a healthy node counted as lost."""
+    """Regression: the disk was full for five seconds, and a healthy node counted as lost."""
     path, stuck, goes = tmp_path / "events.jsonl", threading.Event(), threading.Event()
     write = EventLog._write
 

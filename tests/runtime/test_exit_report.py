@@ -1,4 +1,4 @@
-"""The status page of a dead rank is evidence: it is read, also when that is not possible at once."""
+"""The status page of a dead rank is evidence: it is read, even if the first attempt fails."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ END = (MemberId(3), NodeId("node0"), None, 9, 1)
 
 
 def read(path: Path, wait_s: float) -> tuple[MemberExited, list[str]]:
-    """The event, and what was told."""
+    """Return the event, and the reported lines."""
 
     async def wait() -> tuple[MemberExited, list[str]]:
         loop, told = asyncio.get_running_loop(), list[str]()
@@ -42,7 +42,7 @@ def died_in_its_update(path: Path) -> None:
 def test_a_page_that_cannot_be_opened_for_a_moment_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a descriptor it counted as that of a rank that never began."""
+    """Regression: without a free descriptor, the page counted as that of a rank that never began."""
     path, opened = tmp_path / "page", Page.open
     died_in_its_update(path)
     failures = iter([errno.EMFILE, errno.ENFILE, errno.EIO])

@@ -169,7 +169,7 @@ def test_a_killed_zygote_is_replaced_when_it_is_needed(tmp_path: Path) -> None:
 
 
 def stop_zygote(run: Run) -> int:
-    """SIGSTOP to the zygote of a run; returns its process id."""
+    """Stop the zygote of a run with SIGSTOP. Returns its process id."""
     endpoint = run.dir.read_endpoint("zygote")
     assert endpoint is not None
     os.kill(endpoint.pid, signal.SIGSTOP)

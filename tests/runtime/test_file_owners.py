@@ -1,4 +1,4 @@
-"""What another user could have put there is neither used nor touched."""
+"""Files that another user could have created are neither used nor changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files aw
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDir:
-    """A run directory as one that came in an archive: this user's, and nothing of it is running."""
+    """Make a run directory as from an archive: it belongs to this user, and no process of it runs."""
     run = RunDir(tmp_path / "runs" / "job1")
     run.path.mkdir(parents=True, mode=0o700)
     RunSettings(run_id="job1").save(run.path)
@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> RunDir:
 
 
 def test_a_link_to_pages_that_leads_elsewhere_is_removed_alone(run: RunDir, tmp_path: Path) -> None:
-    """All files behind it were removed."""
+    """Regression: all files in the target of the link were removed."""
     victim = tmp_path / "ssh"
     victim.mkdir()
     (victim / "key").write_text("secret")
@@ -96,7 +96,7 @@ def test_a_link_is_doubted(tmp_path: Path) -> None:
 def test_an_agent_that_another_user_names_is_not_joined(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Library mode believed any pointer below the working directory: its agent sets variables of this process."""
+    """Library mode must not trust every pointer file: the agent that it names sets variables of this process."""
     monkeypatch.setattr(library_mode, "JOIN_TIMEOUT_S", 5.0)
     pointer = tmp_path / "pointer.json"
     here = Pointer(str(run.path), os.getpid(), start_ticks(os.getpid()))
@@ -134,7 +134,7 @@ def test_random_tokens_are_taken(tmp_path: Path) -> None:
 def test_what_lies_in_the_place_of_the_ttp_secret_is_refused(
     made: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A dangling link there was an exception without a name."""
+    """Regression: a dangling link in the place of the secret gave an untyped exception."""
     monkeypatch.setattr("holdfast.compat.endpoint.SHARED_MEMORY", tmp_path)
     home = tmp_path / f"holdfast-ttp-{os.getuid()}"
     if made == "file":

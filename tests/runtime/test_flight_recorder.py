@@ -1,4 +1,4 @@
-"""The ring of the last collectives, written by one process and read by another."""
+"""The ring of recent collectives, written by one process and read by another."""
 
 from __future__ import annotations
 

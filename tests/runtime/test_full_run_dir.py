@@ -1,4 +1,4 @@
-"""A disk under the run directory that stays full: what is decided, and the end, have room that was kept for them."""
+"""A disk under the run directory that stays full: reserved room holds the decisions and the end of the run."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DIES = FILLS + "    os.kill(os.getpid(), 9)\n"
 
 @pytest.mark.parametrize(("script", "faults"), [(FILLS, 0), (DIES, 1)], ids=["ends", "dies"])
 def test_a_run_on_a_full_disk_ends_with_its_code(tiny_disk: Path, script: str, faults: int) -> None:
-    """It waited two minutes for each line of its log, then ended as an error."""
+    """Regression: the run waited two minutes for each line of its log, then ended as an error."""
     with Run(tiny_disk, script, nproc=2) as run:
         run.start()
         assert run.wait() == Exit.OK

@@ -1,4 +1,4 @@
-"""A worker that was killed and does not go away: its agent tells what its page says."""
+"""A worker that was killed and does not end: its agent reports the contents of its status page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stacks of a worker that runs: to look at it must not end it."""
+"""Stacks of a running worker: reading them must not end it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ over.set()
 
 
 def test_a_look_at_a_worker_that_starts_threads_does_not_end_it(tmp_path: Path) -> None:
-    """Reading the stacks of all threads beside them was a segmentation fault, once in some hundred looks."""
+    """Regression: reading the stacks of all threads was a segmentation fault once in some hundred reads."""
     stacks = tmp_path / "stacks"
     with subprocess.Popen(
         [sys.executable, "-c", BUSY, str(tmp_path)], stdout=subprocess.PIPE, text=True
@@ -53,7 +53,7 @@ def test_a_look_at_a_worker_that_starts_threads_does_not_end_it(tmp_path: Path) 
                 break
             written = stacks.stat().st_size
             ask_for_stacks(worker.pid)
-            # One look at a time: such signals are queued, and so many handlers inside each other need too much stack.
+            # One look at a time: the signals are queued, and many nested handlers need too much stack.
             until_s = time.monotonic() + ANSWER_S_MAX
             while stacks.stat().st_size == written and worker.poll() is None and time.monotonic() < until_s:
                 time.sleep(0.0002)

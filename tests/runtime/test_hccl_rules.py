@@ -11,7 +11,7 @@ ALL = range(8)
 
 
 def table(*hosts: object) -> RankTable:
-    """A host for each collection of device ids."""
+    """Return a rank table with one host per collection of device ids."""
     servers, rank = [], 0
     for number, ids in enumerate(hosts):
         assert isinstance(ids, range | tuple)

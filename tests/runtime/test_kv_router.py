@@ -1,4 +1,4 @@
-"""Keys of several nodes: one agent owns them, the others forward; a line that swallows is asked over again."""
+"""Keys of several nodes: one agent owns them, the others forward requests and repeat them after a lost answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HERE, THERE = MemberId(1), MemberId(2)
 
 
 class Node:
-    """One agent's keys with one worker, and the wire to the other node."""
+    """The key-value store of one agent with one worker, and its connection to the other node."""
 
     def __init__(self, me: NodeId, worker: MemberId, base: Path) -> None:
         self.worker = worker
@@ -35,7 +35,7 @@ class Node:
         return member_id == self.worker
 
     def deliver(self, other: Node, me: NodeId) -> None:
-        """What this node has sent arrives."""
+        """Deliver everything that this node has sent."""
         sent, self.wire = self.wire, []
         for _, message in sent:
             other.keys.heard(me, message)
@@ -51,11 +51,11 @@ def test_one_node_owns_the_keys_and_a_lost_question_is_asked_again(tmp_path: Pat
     assert [reply.number for reply in home.heard] == [1] and not home.wire
     away.keys.request(THERE, add(1))
     assert not away.heard and [to for to, _ in away.wire] == [A]
-    away.wire.clear()  # the line broke
+    away.wire.clear()  # the connection broke
     away.keys.line_is_up(A)
     away.deliver(home, B)
     assert len(home.heard) == 1 and [to for to, _ in home.wire] == [B]
-    home.wire.clear()  # the answer is lost: the change was made, and is not made twice
+    home.wire.clear()  # the answer is lost: the change was made, and is not made again
     away.keys.line_is_up(A)
     away.deliver(home, B)
     home.deliver(away, A)
@@ -65,7 +65,7 @@ def test_one_node_owns_the_keys_and_a_lost_question_is_asked_again(tmp_path: Pat
 
 
 def test_a_new_start_of_all_begins_with_its_first_request(tmp_path: Path) -> None:
-    """Whichever node hears of it first; what is on its way since the start before counts no more."""
+    """The first request of the new start may reach any node. Messages from before that start no longer count."""
     home, away = Node(A, HERE, tmp_path), Node(B, THERE, tmp_path)
     for node in (home, away):
         node.keys.begin(0)

@@ -1,4 +1,4 @@
-"""The key-value store: meaning of each operation, waits, and life beyond its agent."""
+"""The key-value store: meaning of each operation, waits, and survival of its agent's death."""
 
 from __future__ import annotations
 
@@ -108,7 +108,10 @@ def test_limits_and_a_log_that_is_shortened(tmp_path: Path, monkeypatch: Any) ->
 
 
 def test_where_nothing_can_be_written_the_workers_are_served(tmp_path: Path) -> None:
-    """What the log lacks then is in it as soon as there is room; a successor before that knows what was before."""
+    """Records that the log lacks are written when there is room.
+
+    A successor before that time knows the earlier state.
+    """
     log = tmp_path / "kv"
     anne = Caller(KvServer.open(log), ANNE)
     assert anne.one("set", "before", value=b"1").ok
@@ -186,7 +189,7 @@ for number in range(1, 1000):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("steps", [1, 2, 3])  # before the new file, before its rename, after it
+@pytest.mark.parametrize("steps", [1, 2, 3])  # before the new file exists, before its rename, after it
 def test_an_agent_that_is_killed_while_it_shortens_its_log_loses_nothing(tmp_path: Path, steps: int) -> None:
     command = [sys.executable, "-c", DIES, str(tmp_path / "kv"), str(steps)]
     child = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)

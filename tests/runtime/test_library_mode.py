@@ -1,4 +1,4 @@
-"""Library mode: ranks started by someone else find or start one agent, which watches them and leaves with them."""
+"""Library mode: ranks of another launcher find or start one agent, which watches them and ends with them."""
 
 from __future__ import annotations
 
@@ -37,13 +37,16 @@ client.close()
 
 
 def variables() -> dict[str, str]:
-    """Of torchrun, the same for all ranks, and of this test process alone: other checkouts may be tested beside it."""
+    """Return torchrun's variables for all ranks.
+
+    The job name is unique to this process, as other checkouts may be tested.
+    """
     job = f"test-{os.getpid()}"
     return {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "TORCHELASTIC_RUN_ID": job}
 
 
 def start_ranks(tmp_path: Path, mode: str) -> list[subprocess.Popen[str]]:
-    """Three ranks with the variables of torchrun."""
+    """Start three ranks with the variables of torchrun."""
     return [
         subprocess.Popen(
             [sys.executable, "-c", RANK, mode],
@@ -57,7 +60,7 @@ def start_ranks(tmp_path: Path, mode: str) -> list[subprocess.Popen[str]]:
 
 
 def run_dir_of(rank: subprocess.Popen[str]) -> Path:
-    """Where a rank says that its run is, once it has joined."""
+    """Return the run directory that a rank prints, once it has joined."""
     assert rank.stdout is not None
     path = Path(rank.stdout.readline().strip())
     assert rank.stdout.readline() == "joined\n"
@@ -78,7 +81,7 @@ def agent_pid(run_dir: Path) -> int:
 
 @pytest.mark.processes
 def test_all_ranks_share_one_agent_that_ends_after_them(tmp_path: Path) -> None:
-    for _ in range(2):  # the second time beside the pointer of the first
+    for _ in range(2):  # the second time, the pointer of the first run exists
         ranks = start_ranks(tmp_path, "go")
         dirs = {run_dir_of(rank) for rank in ranks}
         assert len(dirs) == 1
@@ -127,7 +130,7 @@ def test_several_nodes_are_refused_by_name(seat: ProcessPlace) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("twice", ["0", "1"])
 def test_two_processes_never_take_the_same_rank(tmp_path: Path, twice: str) -> None:
-    """Two starts with equal variables, as of two jobs in one terminal: the second one is refused, the first goes on."""
+    """Two starts have equal variables, as two jobs in one terminal do. The second is refused, the first continues."""
     ranks = start_ranks(tmp_path, "stay")
     try:
         for rank in ranks:

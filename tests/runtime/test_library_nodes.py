@@ -1,4 +1,4 @@
-"""Library mode over two nodes, both on this machine: an agent each, one key space, one answer to a death."""
+"""Library mode over two nodes, both on this machine: one agent each, one key space, one answer to a death."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ client.close()
 
 @contextmanager
 def ranks_of_two_nodes(where: Path, mode: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """Four ranks; none of them is left."""
+    """Yield four ranks, and kill them at the end."""
     (where / "sums").mkdir()
     job = {
         "MASTER_ADDR": "127.0.0.1",
@@ -69,7 +69,7 @@ def ranks_of_two_nodes(where: Path, mode: str) -> Iterator[list[subprocess.Popen
 
 
 def run_dirs(ranks: list[subprocess.Popen[str]]) -> list[Path]:
-    """Of each rank, once all of them have used one key space."""
+    """Return the run directory of each rank, once all of them have used one key space."""
     found = []
     for rank in ranks:
         assert rank.stdout is not None
@@ -79,7 +79,7 @@ def run_dirs(ranks: list[subprocess.Popen[str]]) -> list[Path]:
 
 
 def agents(dirs: list[Path]) -> list[int]:
-    """Process ids of the agents of these runs."""
+    """Return the process ids of the agents of these runs."""
     events = [e for each in sorted(set(dirs)) for e in event_log.read(each / "events.jsonl").events]
     return [int(e.data["pid"]) for e in events if e.kind == "agent_started"]
 

@@ -1,4 +1,4 @@
-"""Agents of one job meet: on one machine, each on a loopback address of its own."""
+"""Agents of one job connect: on one machine, each at its own loopback address."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ TOKEN, ANOTHER = (hashlib.sha256(text).hexdigest().encode() for text in (b"t", b
 
 
 def address(number: int) -> str:
-    """Where the agent of a node listens."""
+    """Return the address at which the agent of a node listens."""
     return f"127.0.7.{number + 1}"
 
 
 class Nodes:
-    """Where the agents of a job of several nodes look first, and their runs."""
+    """The contacts of a job of several nodes, and its runs."""
 
     def __init__(self, base: Path, count: int, spares: int = 0) -> None:
         self.base = base
@@ -43,7 +43,7 @@ class Nodes:
         }
 
     def node(self, number: int, *contacts: str, token: bytes = TOKEN, home: str = "", **settings: Any) -> Run:
-        """One node of it; start its agent when you want."""
+        """Return one node of the job. The caller starts its agent."""
         place = self.base / (home or f"host{number}")
         place.mkdir()
         run = Run(
@@ -67,29 +67,29 @@ def test_who_is_asked_to_leave_while_it_waits_for_the_others_leaves_at_once(tmp_
 
 @contextmanager
 def listener() -> Iterator[socket.socket]:
-    """A contact at which nobody is: each round of dialling comes by, and is sent away."""
+    """Yield a contact without an agent: each round of connection attempts reaches it and is refused."""
     with socket.create_server((address(9), 0)) as server:
         server.settimeout(BOUND_S)
         yield server
 
 
 def rounds(server: socket.socket, count: int) -> None:
-    """Until so many rounds of dialling have begun since."""
+    """Wait until ``count`` more rounds of connection attempts have begun."""
     for _ in range(count):
         server.accept()[0].close()
 
 
 def sockets_of(pid: int) -> int:
-    """Open sockets of a process."""
+    """Return the number of open sockets of a process."""
     count = 0
     for fd in Path(f"/proc/{pid}/fd").iterdir():
-        with suppress(FileNotFoundError):  # closed while we looked
+        with suppress(FileNotFoundError):  # the descriptor was closed in the meantime
             count += os.readlink(fd).startswith("socket:")
     return count
 
 
 def lines(*listeners: tuple[str, int]) -> int:
-    """Connections that agents have accepted here, and not closed."""
+    """Return the number of open connections that agents have accepted here."""
     local = {f"{socket.inet_aton(host)[::-1].hex()}:{port:04x}".upper() for host, port in listeners}
     rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return sum(row[1] in local and row[3] == "01" for row in rows)

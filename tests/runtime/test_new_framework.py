@@ -1,4 +1,4 @@
-"""The example of a framework of its own: two ranks, one is killed, and the weights are those of an undisturbed run."""
+"""The example of a new framework: two ranks, one is killed, and the final weights are those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(240)]
 
 
 def train(where: Path, *, kill: bool) -> Run:
-    """Train to the end, with the default step; ``kill``: rank 1 is lost on the way."""
+    """Train to the end, with the default step. With ``kill``, rank 1 is killed on the way."""
     where.mkdir()
     with Run(where, target=str(FOLDER / "train.py"), nproc=2, args=(STEP_S,)) as run:
         run.start()
@@ -35,7 +35,7 @@ def train(where: Path, *, kill: bool) -> Run:
 
 
 def weights(run: Run) -> set[str]:
-    """The digests of the weights that the ranks printed."""
+    """Return the digests of the weights that the ranks printed."""
     return set(re.findall(r"^weights (\w+)$", run.logs(), re.MULTILINE))
 
 

@@ -1,4 +1,4 @@
-"""A notice of the only node of a job: withdrawn it disturbs nothing, with a deadline all leave before that."""
+"""A notice for the only node of a job: a withdrawn one disturbs nothing; with a deadline, all ranks leave before it."""
 
 from __future__ import annotations
 

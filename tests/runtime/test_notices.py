@@ -1,4 +1,4 @@
-"""Sources of notices: what they answer, read; asked on loopback; what their watch tells; health."""
+"""Sources of notices: parsing of their answers, requests on loopback, reports of their watch; health."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_what_is_not_understood_is_no_notice_and_no_withdrawal(read: Callable[[]
 
 
 class Metadata(BaseHTTPRequestHandler):
-    """Answers as the metadata service of each cloud; ``pages`` is what is there."""
+    """A fake of the metadata service of each cloud. ``pages`` are its documents."""
 
     pages: ClassVar[dict[str, bytes]] = {}
     needs: ClassVar[dict[str, str]] = {}
@@ -153,7 +153,7 @@ class Metadata(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def metadata() -> Iterator[tuple[str, type[Metadata]]]:
-    """The address of a fake service on loopback, and its pages."""
+    """Yield the address of a fake service on loopback, and its pages."""
 
     class Service(Metadata):
         pages: ClassVar[dict[str, bytes]] = {}
@@ -169,7 +169,7 @@ def metadata() -> Iterator[tuple[str, type[Metadata]]]:
 
 
 def look(source: NoticeSource) -> list[Foreseen]:
-    """One look."""
+    """Query a source once."""
     return asyncio.run(source.look())
 
 
@@ -265,7 +265,7 @@ def test_sources_are_named_by_a_list() -> None:
 
 
 class Script:
-    """A source that says these things, one a look; an exception is raised."""
+    """A source with predefined answers, one per query. An exception is raised."""
 
     name, period_s = "script", 1.0
 
@@ -280,7 +280,7 @@ class Script:
 
 
 def watched(source: NoticeSource, looks: int) -> tuple[list[Notice], list[tuple[str, dict[str, Any]]]]:
-    """The notices and events of so many looks."""
+    """Return the notices and events of ``looks`` queries."""
     told: list[Notice] = []
     events: list[tuple[str, dict[str, Any]]] = []
 

@@ -1,4 +1,4 @@
-"""States that travel between agents: given, verified, asked back; torn, changed and refused ones."""
+"""States that travel between agents: given, verified, returned; torn, changed and refused ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECRET = Secret(b"t" * 32)
 
 
 class Agent:
-    """Another node: its directory and its server."""
+    """Another node, with its directory and its server."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -34,7 +34,7 @@ class Agent:
 
 @pytest.fixture
 def buddy(tmp_path: Path) -> Iterator[Agent]:
-    """An agent that takes states."""
+    """Yield an agent that accepts states."""
     agent = Agent(tmp_path / "buddy")
     yield agent
     agent.server.close()
@@ -54,13 +54,13 @@ def test_states_go_to_the_buddy_and_come_back_on_a_third_node(tmp_path: Path, bu
     proves(third, 8)
     assert not pull(third, 2, 4, {"n1": buddy.at}, SECRET), "nobody has it any more"
     assert not push(home, 2, 4, "n1", buddy.at, SECRET), "nor has this node"
-    keep(slots, 10)  # the job went back
+    keep(slots, 10)  # the job went back to an earlier step
     assert push(home, 2, 10, "n1", buddy.at, SECRET)
     assert kept_steps(buddy.directory, 2) == (8, 10), "12 did not happen"
 
 
 def test_a_node_that_was_lost_and_is_back_replaces_no_newer_state(tmp_path: Path, buddy: Agent) -> None:
-    """Its process pushed on, and dropped what the one in its seat had given."""
+    """Regression: its process sent an old state and removed the one that the process in its seat had given."""
     lost, home = tmp_path / "lost", tmp_path / "home"
     for directory, step in ((lost, 4), (home, 8)):
         directory.mkdir()
@@ -109,7 +109,7 @@ def test_an_agent_gives_a_state_when_it_is_whole_and_another_one_of_that_step(
     assert buddy.held == [2] and page[Word.ARRIVED] == newest.digest
     asyncio.run(give())
     assert buddy.held == [2], "once"
-    slots.keep(4, State(5), LAYOUT, b'{"step": 4}', b"{}")  # the job went back, and came by here again
+    slots.keep(4, State(5), LAYOUT, b'{"step": 4}', b"{}")  # the job went back, and passed this step again
     slots.finish()
     asyncio.run(give())
     assert buddy.held == [2, 2] and page[Word.ARRIVED] != newest.digest

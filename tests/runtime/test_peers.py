@@ -1,4 +1,4 @@
-"""Lines between agents: nothing that ends the dialling goes unseen."""
+"""Connections between agents: no error ends the attempts to connect without a report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.runtime.runs import BOUND_S
 
 
 def test_a_job_whose_name_would_lead_elsewhere_is_refused(tmp_path: Path) -> None:
-    """It was taken from any peer, and became a part of paths and of keys of buckets."""
+    """Regression: the name was accepted from any peer, and became a part of paths and of keys of buckets."""
     run = RunDir(tmp_path / "run")
     run.create()
     settings = RunSettings(run_id="t", target="x", nnodes=2, nnodes_max=2, bind="127.0.0.1")

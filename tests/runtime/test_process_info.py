@@ -1,4 +1,4 @@
-"""Processes by their number: one that ends between the look and the signal, and numbers that are no process."""
+"""Processes by their id: one that ends between the look and the signal, and ids without a process."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from holdfast.runtime.node.process_info import (
 )
 
 pytestmark = pytest.mark.processes
-NO_PROCESS = 2**22 + 1  # the kernel gives no such number
+NO_PROCESS = 2**22 + 1  # the kernel assigns no such id
 
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that does nothing."""
+    """Yield a process that does nothing."""
     with subprocess.Popen(["sleep", "600"]) as process:
-        while not command(process.pid)[0]:  # it runs the program, whose words the kernel has not written yet
+        # the program runs, but the kernel may not have stored its command line yet
+        while not command(process.pid)[0]:
             time.sleep(0.001)
         yield process
         process.kill()
@@ -47,7 +48,7 @@ def test_only_what_is_ours_is_killed(sleeper: subprocess.Popen[bytes]) -> None:
 def test_one_that_ends_after_the_look_gets_no_signal(sleeper: subprocess.Popen[bytes]) -> None:
     def ours(pid: int) -> bool:
         sleeper.kill()
-        return sleeper.wait() != 0  # reaped: its number is free, another process may have it by now
+        return sleeper.wait() != 0  # reaped: another process may have its id by now
 
     assert not kill_if(sleeper.pid, ours)
     assert command(sleeper.pid) == []

@@ -1,4 +1,4 @@
-"""What the agent's eyes look at."""
+"""The processes and files that the agent inspects for progress."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_where_nothing_can_be_kept_the_looks_go_on(tmp_path: Path) -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("what", ["not entered", "its child", "spare"])
 def test_a_stopped_process_is_late_wherever_it_is(tmp_path: Path, what: str) -> None:
-    """Before it has written a word, in what it waits for, and where nobody waits for it."""
+    """The stopped process may have no record yet, may block other ranks, or may be a spare that blocks none."""
     run = RunDir(tmp_path / "run")
     run.create()
     member_id = MemberId(-7 if what == "spare" else 3)
@@ -89,7 +89,7 @@ def test_a_stopped_process_is_late_wherever_it_is(tmp_path: Path, what: str) -> 
         [sys.executable, "-c", code], stdin=pipe, stdout=pipe, start_new_session=True
     ) as one:
         living = {each: WorkerProcess(each, one.pid, -1, None) for each in (member_id, DONE)}
-        # The factor: where it runs it is not late, however fast the other one started.
+        # The factor: a running process is not late, however fast the other process started.
         limits = Limits(factor=1e6, floor_s=1.0, start_s=100.0, look_s=0.1)
         watcher = Watcher(run, NodeId("node0"), limits, living, heard.append)
         try:
@@ -120,7 +120,7 @@ def test_a_stopped_process_is_late_wherever_it_is(tmp_path: Path, what: str) -> 
 
 @pytest.mark.processes
 def test_a_newcomer_that_loops_is_late_though_nobody_saw_the_others_start(tmp_path: Path) -> None:
-    """The agent did not get to look until they trained."""
+    """The agent could not look until the others trained."""
     run = RunDir(tmp_path / "run")
     run.create()
     heard: list[Message] = []

@@ -1,4 +1,4 @@
-"""The server of states among strangers, and without a descriptor left."""
+"""The server of states, with foreign connections and without a free descriptor."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ HALF_A_FRAME = b"\0\0\x03\0" + bytes(256)
 
 @pytest.fixture
 def at() -> Iterator[Address]:
-    """Where a server listens."""
+    """Yield the address of a server."""
     server = StateServer(view, VALUES, SECRET, state_of(0, FIRST))
     yield server.start(LOOPBACK)
     server.close()
 
 
 def was_cut(sock: socket.socket, wait_s: float) -> bool:
-    """The other side has closed; what it said before is read."""
+    """Return whether the other side has closed the connection, after reading all that it sent."""
     while select.select([sock], [], [], wait_s)[0]:
         try:
             if not sock.recv(4096):
@@ -47,7 +47,7 @@ def test_a_stranger_that_drips_is_cut_at_the_deadline_of_the_handshake(
     at: Address, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(request_server, "HANDSHAKE_TIMEOUT_S", 0.5)
-    began_s, sent = time.monotonic(), 0  # before the server may begin to count
+    began_s, sent = time.monotonic(), 0  # before the server may start its clock
     with socket.create_connection(at) as stranger:
         while not was_cut(stranger, DRIP_S):
             assert time.monotonic() - began_s < BOUND_S

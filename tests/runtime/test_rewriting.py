@@ -1,4 +1,4 @@
-"""The rank table of a generation in which a spare has the ranks of a lost host."""
+"""The rank table of a generation in which a spare host has the ranks of a lost one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CARDS = {host: {0: f"192.168.{k}.1", 1: f"192.168.{k}.2"} for k, host in enumera
 
 
 def rewritten(data: bytes, *blocks: tuple[int, str]) -> dict[str, Any]:
-    """The table for nodes of two ranks each, without a mistake."""
+    """Return the rewritten table for nodes of two ranks each, checked for mistakes."""
     made = rewrite(data, [NodeRanks(n, host, range(2 * k, 2 * k + 2)) for k, (n, host) in enumerate(blocks)])
     assert check(made).mistakes == ()
     found: dict[str, Any] = json.loads(made)
@@ -34,7 +34,7 @@ def rewritten(data: bytes, *blocks: tuple[int, str]) -> dict[str, Any]:
 
 
 def shown(table: dict[str, Any]) -> list[tuple[str, str, list[tuple[str, str, str]]]]:
-    """Name and address of each host, and (rank, device, card) of its places."""
+    """Return name and address of each host, and (rank, device, card) of its places."""
     return [
         (
             server["server_id"],
@@ -46,7 +46,7 @@ def shown(table: dict[str, Any]) -> list[tuple[str, str, list[tuple[str, str, st
 
 
 def first(host: int, rank: int) -> tuple[str, str, list[tuple[str, str, str]]]:
-    """A host of the user's table, with its cards."""
+    """Return a host of the user's table, with its cards."""
     places = [(str(rank + k), str(k), CARDS[HOSTS[host]][k]) for k in range(2)]
     return HOSTS[host], HOSTS[host], places
 
@@ -78,7 +78,7 @@ def test_no_table_with_a_mistake_is_made() -> None:
 
 
 def order(*places: tuple[str, str]) -> StartMembers:
-    """An order to start, for nodes at these addresses."""
+    """Return an order to start, for nodes at these addresses."""
     return StartMembers(
         node_id=NodeId("node0"), generation=Generation(1, 2), world_size=2, attempt=1, members=(),
         places=tuple((NodeId(node), host) for node, host in places),

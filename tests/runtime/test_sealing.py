@@ -1,4 +1,4 @@
-"""What the frames of a connection prove: a stranger in the middle of it, at any place, changes nothing unseen."""
+"""Authenticated frames of a connection: an attacker in the middle cannot change anything without detection."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ def test_keys_are_derived_as_in_rfc_5869(secret: bytes, salt: bytes, info: bytes
     assert derive(secret, salt, info, 42).hex() == expected
 
 
-# ---------------------------------------------------------------- a stranger who forwards the handshake
+# ---------------------------------------------------------------- an attacker that forwards the handshake
 
 
 async def one(reader: asyncio.StreamReader) -> bytes:
-    """The next frame, without its length."""
+    """Return the next frame, without its length."""
     return await reader.readexactly(int.from_bytes(await reader.readexactly(4), "big"))
 
 
 class Ends:
-    """A listener of a run, and what it has heard."""
+    """A listener of a run, and the messages that it received."""
 
     def __init__(self) -> None:
         self.heard: list[WireMessage] = []
@@ -74,7 +74,7 @@ class Ends:
 
 
 def test_a_relay_of_the_handshake_cannot_speak_for_the_client() -> None:
-    """What followed the greetings was believed: the server executed the stranger's StopRun."""
+    """Regression: frames after the greetings were trusted, so the server executed the attacker's StopRun."""
     ends, closed = Ends(), asyncio.Event()
 
     async def scenario() -> None:
@@ -84,7 +84,7 @@ def test_a_relay_of_the_handshake_cannot_speak_for_the_client() -> None:
             inner, outer = await asyncio.open_connection(*listens)
             writer.write(frame(await one(inner)))
             outer.write(frame(await one(reader)))
-            writer.write(frame(await one(inner)))  # both ends are content
+            writer.write(frame(await one(inner)))  # both ends accept the handshake
             evil = PACK(StopRun(reason="injected"))
             outer.write(frame(evil + bytes(16)))
             await inner.read()  # the server closes
@@ -107,7 +107,7 @@ def test_a_relay_of_the_handshake_cannot_speak_for_the_client() -> None:
 
 @pytest.mark.parametrize("renamed", [False, True], ids=["as it is", "renamed"])
 def test_a_connection_for_one_service_cannot_be_led_to_another(renamed: bool) -> None:
-    """An agent that dialled the port of its dead zygote was joined to the controller, as an agent: both believed it."""
+    """Regression: an agent that connected to the port of its dead zygote was accepted by the controller as an agent."""
     ends, told = Ends(), list[ZygoteMessage]()
 
     async def scenario() -> None:
@@ -154,7 +154,7 @@ def test_a_connection_for_one_service_cannot_be_led_to_another(renamed: bool) ->
 
 
 class Session:
-    """Both ends of one connection, always the same one for the same arguments, and what passes after the handshake."""
+    """Both ends of one connection after the handshake. Equal arguments give equal connections."""
 
     def __init__(self, secret: Secret, number: int = 0, service: str = AGENT) -> None:
         self.refused: Counter[str] = Counter()
@@ -172,12 +172,12 @@ class Session:
 
 
 def sent(way: str, count: int = 6) -> list[WireMessage]:
-    """What one end says, of several lengths, the same message twice among them."""
+    """Return the messages of one end: several lengths, and one message twice."""
     return [StopRun(reason=f"{way} {number // 2} " + "x" * (7 * number // 2)) for number in range(count)]
 
 
 def recorded(secret: Secret, way: str, number: int = 0, service: str = AGENT) -> list[bytes]:
-    """The frames of one direction of a session, ``up`` to the server or ``down`` to the client."""
+    """Return the frames of one direction of a session: ``up`` to the server or ``down`` to the client."""
     session = Session(secret, number, service)
     link = session.client if way == "up" else session.server
     frames = []
@@ -197,7 +197,7 @@ CHANGES: list[str] = ["flip", "drop", "twice", "swap", "cut", *FOREIGN]
 
 
 def changed(draw: st.DataObject, secret: Secret, way: str, frames: list[bytes]) -> list[bytes]:
-    """One change somewhere in a recorded direction."""
+    """Draw one change of a recorded direction."""
     kind = draw.draw(st.sampled_from(CHANGES))
     at = draw.draw(st.integers(0, len(frames) - 1))
     other = draw.draw(st.integers(0, len(frames) - 1))
@@ -245,7 +245,7 @@ def test_no_changed_stream_yields_a_message_that_was_not_sent_in_that_place(
         try:
             got += link.receive(stream[start : start + piece_bytes])
         except ProtocolError:
-            refused = True  # and again for all that follows
+            refused = True  # and every later frame is refused again
     assert got == sent(way)[: len(got)] and len(got) <= intact
     assert refused == (sum(session.refused.values()) == 1)
     assert refused or len(got) == intact, "what is whole is taken, the rest waits for more"

@@ -1,4 +1,4 @@
-"""Secrets in command lines are not written down."""
+"""Secrets in command lines are not written to files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ S = "s3cr3t"
         ([f"s3://user:{S}@host/x"], ["s3://***@host/x"]),
         ([f"https://h/x?a=1&X-Amz-Signature={S}&b=2"], ["https://h/x?a=1&X-Amz-Signature=***&b=2"]),
         ([f"hf_{'a' * 34}", f"x,sk-{'b' * 40}"], ["***", "x,***"]),
-        # names that say something else
+        # names of other things
         (["--token-file", "token", "--tokenizer", "gpt2"], ["--token-file", "token", "--tokenizer", "gpt2"]),
         (["--max-tokens", "9", "--monkey=1", "--author", "a"], ["--max-tokens", "9", "--monkey=1", "--author", "a"]),
         (["--key", "--flag", "x"], ["--key", "--flag", "x"]),

@@ -1,4 +1,4 @@
-"""The board: votes and notes of real processes over shared memory, and what ends a wait."""
+"""The board (an all-reduce in shared memory): votes and broadcasts of real processes, and the end of a wait."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 
 class Told(Exception):
-    """Raised by the check of a wait."""
+    """An exception that the check of a wait raises."""
 
 
 def never() -> None:
-    """Nothing ends the wait."""
+    """Let the wait continue."""
 
 
 def ballot(seed: int, rank: int, turn: int) -> list[int]:
-    """Words that nobody else posts in another round."""
+    """Return words that no other rank posts and no other round has."""
     numbers = random.Random(f"{seed}.{rank}.{turn}")
     return [numbers.randrange(-(2**40), 2**40) for _ in range(1 + turn % 9)]
 
 
 def many_rounds(path: Path, rank: int, seed: int, to_parent: Connection) -> None:
-    """Votes and notes at random paces; says ``right`` when every sum and note was."""
+    """Run votes and broadcasts at random paces. Report ``right`` when every result was correct."""
     board = SharedMemoryAllReduce(path, rank, WORLD_SIZE).start()
     pace = random.Random(seed * 31 + rank)
     for turn in range(ROUNDS):
@@ -54,7 +54,7 @@ def many_rounds(path: Path, rank: int, seed: int, to_parent: Connection) -> None
 
 
 def vote_once(path: Path, rank: int, seed: int, to_parent: Connection) -> None:
-    """One vote of two ranks; says the sums, or who was missed."""
+    """Cast one vote of two ranks. Report the sums, or the rank that was missing."""
     board = SharedMemoryAllReduce(path, rank, 2).start()
     to_parent.send("here")
     try:
@@ -70,7 +70,7 @@ Job = Callable[[Path, int, int, Connection], None]
 def start(
     job: Job, path: Path, rank: int, seed: int
 ) -> tuple[multiprocessing.process.BaseProcess, Connection]:
-    """A rank of its own process."""
+    """Start a rank in its own process. Return the process and the connection to it."""
     mine, theirs = _SPAWN.Pipe()
     process = _SPAWN.Process(target=job, args=(path, rank, seed, theirs), daemon=True)
     process.start()
@@ -127,7 +127,7 @@ def test_the_check_ends_the_wait_for_a_rank_that_never_came(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("word", [1, 2, 3])
 def test_a_record_that_is_not_whole_is_not_believed(tmp_path: Path, word: int) -> None:
-    """As a processor shows it that delays some of the stores."""
+    """The record is in the state in which a processor shows it that delays some of the stores."""
     ours = SharedMemoryAllReduce(tmp_path / "board", 0, 2).start()
     theirs = SharedMemoryAllReduce(tmp_path / "board", 1, 2).start()
     at = theirs._ballot(1, 1)

@@ -1,4 +1,4 @@
-"""Shared memory of members that are gone: it does not pile up, and a lack of it is a fault like another."""
+"""Shared memory of members that are gone: it does not pile up, and a lack of it is an ordinary fault."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_no_room_for_a_page_is_a_fault_of_that_worker(tmp_path: Path) -> None:
 
 
 def age(directory: Path) -> None:
-    """As if it had been made a while ago."""
+    """Set the time of a directory to a while ago."""
     then_s = directory.stat().st_mtime - 2 * YOUNG_S
     os.utime(directory, (then_s, then_s))
 

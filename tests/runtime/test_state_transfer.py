@@ -1,4 +1,4 @@
-"""State from process to process: real servers on loopback, cut, lying and refusing ones among them."""
+"""State transfer between processes: real servers on loopback, some of them cut off, wrong or refusing."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ SIZES = {"big": BIG, "small": 5, "other": PIECE_SIZE_BYTES}
 
 
 def content(fqn: str) -> bytes:
-    """What every holder has of a tensor."""
+    """Return the bytes of a tensor that every holder has."""
     return random.Random(fqn).randbytes(SIZES[fqn])
 
 
 def box(fqn: str) -> Box:
-    """The whole of a tensor of bytes."""
+    """Return the whole of a tensor of bytes as a box."""
     return Box((0,), (SIZES[fqn],))
 
 
 def view(fqn: str, asked: Box, start: int, stop: int) -> memoryview:
-    """What an honest holder has."""
+    """Return the bytes of a correct holder."""
     if fqn not in SIZES or asked != box(fqn):
         raise InternalError(f"this rank does not hold {fqn}{asked}")
     return memoryview(content(fqn))[start:stop]
@@ -61,18 +61,18 @@ class Servers:
         self.buffers = {fqn: bytearray(size) for fqn, size in SIZES.items()}
 
     def add(self, rank: int, secret: Secret = SECRET, **changed: object) -> StateServer:
-        """One more server."""
+        """Start one more server."""
         server = StateServer(changed.get("view", view), VALUES, secret, state_of(rank, FIRST))  # type: ignore[arg-type]
         self.at[rank] = server.start(LOOPBACK)
         self.open.append(server)
         return server
 
     def wanted(self, holders: tuple[int, ...]) -> list[Wanted]:
-        """All boxes, each held by ``holders``."""
+        """Return requests for all boxes, each held by ``holders``."""
         return [Wanted(fqn, box(fqn), memoryview(data), holders) for fqn, data in self.buffers.items()]
 
     def check(self) -> None:
-        """Every byte arrived."""
+        """Check that every byte arrived."""
         assert {fqn: bytes(data) for fqn, data in self.buffers.items()} == {
             fqn: content(fqn) for fqn in SIZES
         }
@@ -114,7 +114,7 @@ def test_another_holder_makes_up_for_one_that_refuses(servers: Servers) -> None:
 
 @contextmanager
 def changing(port: int, at: int) -> Iterator[int]:
-    """A stranger in the middle: each connection to its port is led on to ``port``, one bit of the answers changed."""
+    """Yield the port of a relay to ``port``, which changes one bit of the answers."""
 
     def lead(client: socket.socket) -> None:
         with client, socket.create_connection(("127.0.0.1", port)) as server:
@@ -131,7 +131,7 @@ def changing(port: int, at: int) -> Iterator[int]:
                     ends[sock].sendall(data)
 
     def accept() -> None:
-        with suppress(OSError):  # it is closed
+        with suppress(OSError):  # the connection is closed
             while True:
                 threading.Thread(target=lead, args=(listener.accept()[0],), daemon=True).start()
 
@@ -164,7 +164,7 @@ def test_bytes_that_a_stranger_has_changed_are_not_taken(
 
 
 def test_the_state_of_another_rank_or_of_before_is_not_taken(servers: Servers) -> None:
-    """A connection that a stranger leads to a server that was not asked."""
+    """An attacker leads the connection to a server that was not asked."""
     servers.add(0)
     for sources, generation in (({1: servers.at[0]}, FIRST), ({0: servers.at[0]}, FIRST.next())):
         with pytest.raises(PeerLost, match="another service does"):

@@ -1,4 +1,4 @@
-"""The status page: words, traps, rank-local values that are never torn."""
+"""The status page: words, pitfalls, rank-local values that are never torn."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from holdfast.runtime.node.status_page import LOCAL_SIZE_BYTES_MAX, Page
 
 
 def newest(page: Page) -> tuple[int, bytes]:
-    """Step and payload of the last local values; ``(0, b"")`` when there are none, or a writer is at all of them."""
+    """Return step and payload of the newest local values; ``(0, b"")`` if there are none, or all are being written."""
     return max(page.read_locals().items(), default=(0, b""))
 
 

@@ -1,4 +1,4 @@
-"""Listening and dialling: Unix sockets in a private directory, whatever its path and whatever a killed process left."""
+"""Unix sockets in a private directory: listen and connect, with paths of any length and after a killed process."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.runtime.runs import BOUND_S
 
 @pytest.fixture
 def private(tmp_path: Path) -> Path:
-    """A directory of this user alone."""
+    """Make a directory that only this user may enter."""
     found = tmp_path / "private"
     found.mkdir(mode=0o700)
     return found
 
 
 def exchanged(listener: socket.socket, at: Address) -> bytes:
-    """What a server reads from a client that has dialled ``at``."""
+    """Connect to ``at``. Return what the server reads from the client."""
     with dial(at, BOUND_S) as client, listener.accept()[0] as server:
         assert is_local(client) and is_local(server)
         client.sendall(b"word")
@@ -44,7 +44,7 @@ def exchanged(listener: socket.socket, at: Address) -> bytes:
 
 @pytest.mark.parametrize("length", [4, PATH_SIZE_BYTES_MAX, 200])
 def test_a_socket_has_a_path_of_any_length(private: Path, length: int) -> None:
-    """A path of more than 107 bytes was an error of the system."""
+    """Regression: a path of more than 107 bytes was an error of the system."""
     directory = private / ("d" * max(1, length - len(os.fsencode(private)) - 4))
     directory.mkdir(mode=0o700)
     listener, at = listen(Address(str(directory / "s")))
@@ -101,10 +101,10 @@ def test_a_directory_of_another_user_is_refused(private: Path) -> None:
 
 
 class Unable(socket.socket):
-    """On a file system that takes no sockets."""
+    """A socket on a file system that does not support sockets."""
 
     def bind(self, address: object) -> None:
-        """As of a socket."""
+        """Fail as on such a file system."""
         raise OSError(95, "Operation not supported")
 
 
@@ -134,7 +134,7 @@ def test_a_run_whose_directory_takes_no_sockets_is_refused_before_it_begins(
 
 @pytest.fixture
 def full(private: Path) -> Iterator[tuple[socket.socket, Address, ExitStack]]:
-    """A listener that takes nothing, and the connections that fill its backlog."""
+    """Yield a listener that accepts nothing, and the connections that fill its backlog."""
     listener, at = listen(Address(str(private / "agent")))
     listener.listen(0)
     with listener, ExitStack() as waiting:
@@ -143,7 +143,7 @@ def full(private: Path) -> Iterator[tuple[socket.socket, Address, ExitStack]]:
 
 
 def test_a_full_backlog_is_a_wait(full: tuple[socket.socket, Address, ExitStack]) -> None:
-    """The kernel refuses such a connection at once; asyncio took it for one that is up."""
+    """The kernel refuses such a connection at once. Regression: asyncio took it for an open one."""
     listener, at, _ = full
     with pytest.raises(TimeoutError, match="backlog"):
         dial(at, 0.05)

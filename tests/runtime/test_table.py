@@ -1,4 +1,4 @@
-"""Rank tables: what is right passes, and every mistake is named at once, with its place."""
+"""Rank tables: correct ones pass, and all mistakes of a wrong one are reported at once, each with its place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from holdfast.runtime.rank_table.table import (
 
 
 def eight() -> dict[str, Any]:
-    """One host of eight devices, as the tutorials of version 1.0 print it, and a second one."""
+    """Return a table of two hosts with eight devices each, as the tutorials of version 1.0 print it."""
     value = {
         "version": "1.0",
         "server_count": "2",
@@ -52,7 +52,7 @@ def eight() -> dict[str, Any]:
 
 
 def pods() -> dict[str, Any]:
-    """Version 1.2: four hosts of two devices in two super pods."""
+    """Return a table of version 1.2: four hosts of two devices in two super pods."""
     servers = [
         {
             "server_id": f"node_{host}",
@@ -80,7 +80,7 @@ def pods() -> dict[str, Any]:
 
 
 def ranks() -> dict[str, Any]:
-    """Version 2.0: ranks with their network layers, no hosts."""
+    """Return a table of version 2.0: ranks with their network layers, no hosts."""
     layer = {"net_layer": 0, "net_instance_id": "a", "net_type": "CLOS", "net_attr": "",
              "rank_addr_list": [{"addr_type": "EID", "addr": "00ff", "ports": ["0/0"], "plane_id": "1"}]}  # fmt: skip
     items = [
@@ -90,7 +90,7 @@ def ranks() -> dict[str, Any]:
 
 
 def told(value: Any) -> list[str]:
-    """The mistakes of a table."""
+    """Return the mistakes of a table."""
     found = check(json.dumps(value).encode())
     assert (found.table is None) == bool(found.mistakes)
     return [str(mistake) for mistake in found.mistakes]
@@ -106,7 +106,7 @@ def test_tables_of_each_form_pass(value: dict[str, Any]) -> None:
 
 
 def change(base: Callable[[], dict[str, Any]], path: str, new: Any) -> dict[str, Any]:
-    """A table with one value replaced; ``...`` removes it."""
+    """Return a table with one value replaced; ``...`` removes it."""
     value = base()
     *way, last = [int(word) if word.isdigit() else word for word in re.findall(r"\w+", long(path))]
     place: Any = value
@@ -123,7 +123,7 @@ SHORT = {"S": "server_list", "D": "device", "P": "super_pod_list", "R": "rank_li
 
 
 def long(text: str) -> str:
-    """``S0.D3`` written out: ``server_list[0].device[3]``."""
+    """Return the long form of a place: ``server_list[0].device[3]`` for ``S0.D3``."""
     return re.sub(r"\b([SDPRL])(\d)\b", lambda found: f"{SHORT[found[1]]}[{found[2]}]", text)
 
 
@@ -248,7 +248,7 @@ def test_a_huge_file_is_not_read(tmp_path: Path) -> None:
 
 
 def test_only_files_are_read(tmp_path: Path) -> None:
-    """A device has no end and a pipe waits for its writer."""
+    """A device file has no end, and a pipe waits for its writer."""
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero")):
         with pytest.raises(UsageError, match="no regular file"):
@@ -266,7 +266,7 @@ def test_only_files_are_read(tmp_path: Path) -> None:
     ],
 )
 def test_after_a_thousand_mistakes_no_more_are_looked_for(value: dict[str, Any]) -> None:
-    """Each mistake is kept to be told: eight million of them, in a file of 16 MB, took two gigabytes."""
+    """Each mistake is stored. Regression: eight million of them, in a file of 16 MB, took two gigabytes."""
     found = check(json.dumps(value).encode())
     assert found.table is None and len(found.mistakes) == MISTAKES_MAX + 1
     assert "no further mistakes" in str(found.mistakes[-1])
@@ -276,7 +276,7 @@ def test_a_list_longer_than_any_job_is_one_mistake() -> None:
     data = json.dumps({"version": "1.0", "status": "completed", "server_list": [0] * (RANKS_MAX + 1)})
     found = [str(mistake) for mistake in check(data.encode()).mistakes]
     assert f"server_list: has {RANKS_MAX + 1} entries, at most {RANKS_MAX} are read" in found
-    assert len(found) == 2  # and server_count
+    assert len(found) == 2  # one of them is about server_count
 
 
 @pytest.mark.parametrize("name", ["\ud800", "\x1b[31mred", "two\nlines"])

@@ -1,4 +1,4 @@
-"""A torch that cannot work, or that is not tested: one error with the next command, or a self-test."""
+"""A torch that cannot work, or an untested version: one error with the next command, or a self-test."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NEWER = f"{TESTED_MOST[0]}.{TESTED_MOST[1] + 1}.0"
 
 
 def a_torch(where: Path, version: str, *, recorded: str = "", code: str = LOADED) -> Path:
-    """A package of this name; ``recorded``: the version that the installation is said to have."""
+    """Write a package named torch. ``recorded``: the version in the installation's metadata."""
     (where / "torch").mkdir(parents=True)
     (where / "torch" / "__init__.py").write_text(code)
     (where / "torch" / "version.py").write_text(f"__version__ = '{version}'\n")
@@ -44,7 +44,7 @@ def a_torch(where: Path, version: str, *, recorded: str = "", code: str = LOADED
 
 
 def run(where: Path, packages: Path, script: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """``holdfast run`` of a script of two ranks that finds ``packages`` first."""
+    """Run a script of two ranks under ``holdfast run``, with ``packages`` first in the path."""
     (where / "train.py").write_text(script)
     return subprocess.run(
         [HOLDFAST, "run", "--nproc-per-node", "2", "train.py"], cwd=where, timeout=100,
@@ -70,7 +70,7 @@ def test_a_torch_that_is_too_old_or_installed_by_halves_is_an_error(
 
 
 def test_local_parts_of_a_version_are_no_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wheels of PyPI record 2.15.0, and their files say 2.15.0+cu132."""
+    """Wheels of PyPI record 2.15.0, while their files have 2.15.0+cu132."""
     monkeypatch.syspath_prepend(str(a_torch(tmp_path, "2.15.0+cu132", recorded="2.15.0")))
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     build = torch_build()
@@ -174,7 +174,7 @@ def _actions(where: Path) -> list[str]:
 @pytest.mark.torch
 @pytest.mark.processes
 def test_a_newer_torch_is_tried_once_and_trains_either_way(tmp_path: Path) -> None:
-    """Known groups are repaired in place, unknown ones by a restart; the weights are the same."""
+    """Known groups are repaired in place, unknown groups by a restart. The weights are the same."""
     packages, cache = tmp_path / "packages", str(tmp_path / "cache")
     places = known, other = tmp_path / "known", tmp_path / "other"
     for place in (packages, *places):

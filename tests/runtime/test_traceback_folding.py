@@ -1,4 +1,4 @@
-"""Tracebacks: frames of Holdfast are one line, unless it made the mistake."""
+"""Tracebacks: frames of Holdfast are folded to one line, unless the mistake is Holdfast's."""
 
 from __future__ import annotations
 
@@ -57,4 +57,4 @@ def test_a_mistake_of_holdfast_is_known() -> None:
     assert not is_own_mistake(refused.value)
     with pytest.raises(TypeError) as broken:
         encode_values()  # type: ignore[call-arg]
-    assert not is_own_mistake(broken.value)  # the call is wrong, and that is outside
+    assert not is_own_mistake(broken.value)  # the mistake is in the call, which is outside of Holdfast

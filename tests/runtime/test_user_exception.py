@@ -1,4 +1,4 @@
-"""What is told of an exception of the script."""
+"""The report of an exception of the script."""
 
 from __future__ import annotations
 

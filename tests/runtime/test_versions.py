@@ -1,4 +1,4 @@
-"""Hosts of one job with other versions: of Holdfast they are refused, of what computes they are warned of."""
+"""Hosts of one job with different versions: a different Holdfast is refused, a different framework gives a warning."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.processes
 
 
 def other_source(base: Path, file: str, before: str, after: str) -> str:
-    """A copy of the package in which one line is another one."""
+    """Copy the package with one line replaced. Return the path for Python."""
     shutil.copytree(SOURCE / "holdfast", base / "holdfast", ignore=shutil.ignore_patterns("__pycache__"))
     text = (base / "holdfast" / file).read_text()
     assert text.count(before) == 1
@@ -32,7 +32,7 @@ def other_source(base: Path, file: str, before: str, after: str) -> str:
 
 
 def with_torch(base: Path, version: str) -> str:
-    """A directory in which this torch is installed, as far as package managers know."""
+    """Make a directory in which package managers find this version of torch. Return the path for Python."""
     about = base / f"torch-{version}.dist-info" / "METADATA"
     about.parent.mkdir(parents=True)
     about.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")

@@ -1,4 +1,4 @@
-"""Frames, codec, handshake: what is accepted, and that everything else is refused and counted."""
+"""Frames, codec, handshake: accepted input, and the refusal and count of all other input."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_frames_survive_any_cut(payloads: list[bytes], cut: int) -> None:
 
 @pytest.mark.parametrize("depth", [100, 1_000, 100_000])
 def test_a_frame_that_is_nested_deeply_is_no_message(depth: int) -> None:
-    """An unknown field of lists in lists was a RecursionError, which ended agent and zygote, without a token."""
+    """Regression: an unknown field of nested lists raised RecursionError, which ended agent and zygote."""
     body = b"\x81\xa2zz" + b"\x91" * depth + b"\xc0"
     with pytest.raises(ProtocolError, match="no known message"):
         MESSAGES.decode(body)

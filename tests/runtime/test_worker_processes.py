@@ -1,4 +1,4 @@
-"""The processes of a node over a real zygote that is stopped, lost, or has forked without a word about it."""
+"""The processes of a node with a real zygote that is stopped, lost, or has forked without a report."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ zygote._tell = stop_and_tell
 
 
 class Node:
-    """The processes of one node, and what was told of them."""
+    """The processes of one node, and the reports on them."""
 
     def __init__(self, where: Path, preload: tuple[str, ...] = ()) -> None:
         self.run = RunDir(where / "run")
@@ -81,28 +81,28 @@ class Node:
         self.exited.append((member_id, pid, killed_by))
 
     def order(self, member_id: int) -> None:
-        """Start one member."""
+        """Order the start of one member."""
         seat = Assignment(MemberId(member_id), member_id, member_id)
         self.procs.start(SpawnOrder(seat, Generation(1, 1), 4, 0, 0, "", False, "", 29500))
 
     def said(self, kind: str) -> list[dict[str, Any]]:
-        """Data of the records of a kind."""
+        """Return the data of the records of a kind."""
         return [dict(event.data) for event in event_log.read(self.run.journal).events if event.kind == kind]
 
     def zygote(self) -> int:
-        """Process id of the zygote that is connected."""
+        """Return the process id of the connected zygote."""
         endpoint = self.run.read_endpoint("zygote")
         assert endpoint is not None
         return endpoint.pid
 
     async def ready(self, count: int = 1) -> int:
-        """The process id of the zygote, once it is the ``count``-th that can fork."""
+        """Return the process id of the zygote, once it is the ``count``-th that can fork."""
         self.procs.want_zygote()
         await until(lambda: len(self.said("zygote_ready")) == count)
         return self.zygote()
 
     async def recorded(self, member_id: int) -> int:
-        """The process id that a worker has written into its page."""
+        """Return the process id that a worker has written into its page."""
         page = Page.open(self.run.page_path(MemberId(member_id)))
         await until(lambda: page[Word.PID])
         pid = page[Word.PID]
@@ -120,7 +120,7 @@ async def until(condition: Callable[[], object]) -> None:
 
 @asynccontextmanager
 async def running(where: Path, *preload: str) -> AsyncIterator[Node]:
-    """A node that must end, whatever its zygote does."""
+    """Yield a node, and end all its processes whatever its zygote does."""
     node = Node(where, preload)
     try:
         yield node
@@ -178,7 +178,7 @@ def test_a_member_that_is_killed_before_it_was_forked_has_exited_and_its_late_fo
             node.order(1)
             node.procs.kill(MemberId(1))
             assert node.exited == [(1, 0, None)]
-            node.order(1)  # repeated: it may not start any more
+            node.order(1)  # a repeated order: the member may not start again
             os.kill(zygote, signal.SIGCONT)
             await until(lambda: node.said("ghost_killed"))
             ghost = node.said("ghost_killed")[0]
@@ -250,7 +250,7 @@ def test_a_zygote_that_is_lost_as_soon_as_it_is_found_is_replaced(tmp_path: Path
 
 @asynccontextmanager
 async def hangs_up(run: RunDir, times: int) -> AsyncIterator[None]:
-    """What looks like the zygote of a run shakes hands and hangs up, so often, and then is gone."""
+    """Simulate the zygote of a run that shakes hands and disconnects, ``times`` times, and then is gone."""
     found = []
 
     def opened(channel: Channel[ZygoteMessage]) -> None:
@@ -284,7 +284,7 @@ device = open(__file__)
 def test_a_zygote_whose_imports_hold_a_device_is_not_forked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its forks could not use the device: every worker would fail with the same error."""
+    """The forks of such a zygote could not use the device, so every worker would fail with the same error."""
     (tmp_path / "opens_device.py").write_text(DRIVER_IN_USE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
@@ -294,7 +294,7 @@ def test_a_zygote_whose_imports_hold_a_device_is_not_forked(
             await until(lambda: 1 in node.started)
             (unusable,) = node.said("zygote_unusable")
             assert "opens_device.py: a fork could not use the device" in str(unusable["reason"])
-            await until(lambda: node.procs._zygote is None)  # and the device is free
+            await until(lambda: node.procs._zygote is None)  # the device is free again
             node.order(2)
             await until(lambda: 2 in node.started)
             assert len(node.said("zygote_ready")) == 1
@@ -322,7 +322,7 @@ named.wait()
 def test_a_zygote_whose_imports_start_a_thread_is_forked_only_where_that_is_safe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, forks: bool
 ) -> None:
-    """It refused each fork without a word: the module that was to make starts faster made them slower."""
+    """Regression: the zygote refused each fork without a message, so a module for faster starts made them slower."""
     (tmp_path / "starts_thread.py").write_text(f"NAME = {name!r}\n{STARTS_A_THREAD}")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
@@ -356,12 +356,12 @@ def test_a_fork_is_refused_for_the_files_and_the_state_of_a_driver(
 def test_a_worker_starts_when_the_one_before_it_is_gone_or_its_end_stands_still(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A process with much device memory takes long to be taken apart: the newcomer would find the device full."""
+    """The end of a process with much device memory takes long. Until then, the newcomer would find a full device."""
     looks, gone = itertools.count(), False
 
     def left(pid: int) -> tuple[int, int, int] | None:
         if pid == 2:
-            return 1, 0, 7  # it stands still
+            return 1, 0, 7  # its end makes no progress
         return None if gone else (1, 0, next(looks))
 
     monkeypatch.setattr(exiting_processes, "END_STILL_S", 0.01)

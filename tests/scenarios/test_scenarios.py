@@ -1,18 +1,19 @@
-"""Scenarios of the script's position, in text: events in, positions and answers out.
+"""Scenarios of the script's position as text: events in, positions and answers out.
 
 A file has blocks with an empty line between them. A block is one or more lines of input, a line ``----``, and the
 output. Lines that begin with ``#`` are comments, and so is a block without ``----``. Words of an input line, from left
 to right:
 
-- ``worker``: a new process; with ``joining`` it takes the place of a lost rank, which it does until ``joined``;
+- ``worker``: a new process; with ``joining`` it takes the place of a lost rank until ``joined``;
 - ``loop step=N``: a loop of steps opens, which can go back to step N; with ``endless`` it has no end of its own;
 - ``ended``: the loop has come to its end for the whole job;
-- ``blocks=N``: N steps that commit, each with nothing before and after its block;
-- ``again``: the script is given a step before whose block it has run code already;
+- ``blocks=N``: N steps that commit, each without code before and after its block;
+- ``again``: the script is given a step before whose block it has already run code;
 - the name of an event of ``core/worker/position.py``;
-- ``ask``: what a survivor would do in this position; ``ask aborted``: with the block of its step aborted.
+- ``ask``: the answers of a survivor in this position; ``ask aborted``: with the block of its step aborted.
 
-To write the output of changed files: ``python -m tests.scenarios.test_scenarios FILE ...``, then read the difference.
+To write the output of changed files, run ``python -m tests.scenarios.test_scenarios FILE ...``, then read the
+difference.
 """
 
 from __future__ import annotations
@@ -49,13 +50,13 @@ WITHOUT_EFFECT = {
 
 
 class Player:
-    """Plays the input of one file."""
+    """A player of the input of one file."""
 
     def __init__(self) -> None:
         self.machine = ScriptMachine()
 
     def play(self, line: str) -> Iterator[str]:
-        """The output of one line of input."""
+        """Yield the output of one line of input."""
         words = line.split()
         if words[0] == "ask":
             yield from self._answers(aborted="aborted" in words)
@@ -116,7 +117,7 @@ class Player:
 
 
 def played(text: str) -> str:
-    """``text`` with the output that its input has."""
+    """Return ``text`` with the output that its input gives."""
     player, blocks = Player(), []
     for block in text.strip("\n").split("\n\n"):
         if BREAK not in block:
@@ -135,7 +136,7 @@ def test_a_scenario_ends_as_it_is_written(path: Path) -> None:
 
 
 def changed(rules: PositionRules) -> Iterator[tuple[str, PositionRules]]:
-    """Mutants of one row: the field, and the row with another value there."""
+    """Yield mutants of one row: the field, and the row with another value in it."""
     yield "can_rewind", rules._replace(can_rewind=not rules.can_rewind)
     yield "guarded", rules._replace(guarded=not rules.guarded)
     yield "gives", rules._replace(gives="boundary" if rules.gives == "now" else "now")

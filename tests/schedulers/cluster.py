@@ -56,7 +56,7 @@ PartitionName=main Nodes=n[1-4] Default=YES MaxTime=INFINITE State=UP
 
 
 def why_not() -> str:
-    """Why there can be no cluster here; empty: there can."""
+    """Return the reason why there can be no cluster here; empty if there can be one."""
     if os.geteuid() != 0:
         return "needs root"
     missing = [name for name in PROGRAMS if _program(name) is None]
@@ -68,7 +68,7 @@ def _program(name: str) -> str | None:
 
 
 class Cluster:
-    """Four nodes; jobs work in ``work``."""
+    """A cluster of four nodes, whose jobs work in ``work``."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -77,7 +77,7 @@ class Cluster:
         self.env = clean_environment({"SLURM_CONF": str(directory / "slurm.conf")})
 
     def start(self) -> None:
-        """All programs, until every node is idle."""
+        """Start all programs, and wait until every node is idle."""
         for name in ("state", "log", "work", *(f"spool/{node}" for node in NODES)):
             (self.directory / name).mkdir(parents=True)
         os.chmod(self.directory, 0o755)
@@ -110,14 +110,17 @@ class Cluster:
             self.processes[name] = subprocess.Popen([found, *args], env=self.env, stdout=log, stderr=log)
 
     def ask(self, *command: str) -> str:
-        """What a command of Slurm's prints. After a pause: who polls starts a process each time."""
+        """Run a command of Slurm after a pause, and return its output.
+
+        The pause limits the processes that polling starts.
+        """
         time.sleep(LOOK_S)
         return subprocess.run(
             command, cwd=self.work, env=self.env, capture_output=True, text=True, timeout=60, check=False
         ).stdout
 
     def submit(self, *args: str) -> str:
-        """``holdfast submit slurm``; the number of the job."""
+        """Run ``holdfast submit slurm``. Return the number of the job."""
         done = subprocess.run(
             [HOLDFAST, "submit", "slurm", *args],
             cwd=self.work, env=self.env, capture_output=True, text=True, timeout=60, check=False,
@@ -126,12 +129,12 @@ class Cluster:
         return done.stdout.strip()
 
     def output(self, job: str) -> str:
-        """What the job has printed so far."""
+        """Return the output of the job so far."""
         path = self.work / "runs" / f"slurm-{job}.out"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def state(self, job: str) -> dict[str, str]:
-        """What Slurm says of a job."""
+        """Return what Slurm reports on a job."""
         words = self.ask("scontrol", "show", "job", "--oneliner", job).split()
         return {key: value for key, _, value in (word.partition("=") for word in words)}
 
@@ -142,7 +145,7 @@ class Cluster:
         self._kill(f"SLURMD_NODENAME={node}")
 
     def _kill(self, variable: str) -> None:
-        """Kill every process of this cluster's jobs that has the variable, and the stepd that has started it."""
+        """Kill every process of this cluster's jobs that has the variable, and the stepd that started it."""
         ours = f"SLURM_CONF={self.env['SLURM_CONF']}"
         found: set[int] = set()
         for entry in Path("/proc").glob("[0-9]*"):
@@ -151,7 +154,7 @@ class Cluster:
                 if ours in words and variable in words:
                     found |= {int(entry.name), *_stepds(entry)}
             except OSError:
-                continue  # gone meanwhile
+                continue  # the process has ended
         for pid in found:
             try:
                 os.kill(pid, signal.SIGKILL)
@@ -175,7 +178,7 @@ class Cluster:
 
 
 def _stepds(entry: Path) -> list[int]:
-    """The parent of a process, if it is a slurmstepd."""
+    """Return the parent of a process, if it is a slurmstepd."""
     parent = next(
         line.split()[1] for line in (entry / "status").read_text().splitlines() if line.startswith("PPid:")
     )
@@ -185,7 +188,7 @@ def _stepds(entry: Path) -> list[int]:
 
 @contextmanager
 def cluster(directory: Path) -> Iterator[Cluster]:
-    """A running cluster."""
+    """Yield a running cluster."""
     made = Cluster(directory)
     try:
         made.start()

@@ -1,4 +1,4 @@
-"""What a job asks of a cluster that gives bundles, and why it does not get it."""
+"""Requests of a job to a cluster that allocates bundles, and the reasons for missing ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The objects of ``holdfast submit k8s``: their schemas, and what a pod makes of them."""
+"""The objects of ``holdfast submit k8s``: their schemas, and the resulting commands of a pod."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from holdfast.schedulers.yaml_output import documents
 from tests.schedulers.tools import submitted
 
 GOLDEN = Path(__file__).parent / "golden"
-KUBERNETES = ("1.33", "1.37")  # the first one in which all that is used here is stable, and the newest known
+# the first version in which everything used here is stable, and the newest known one
+KUBERNETES = ("1.33", "1.37")
 PODS = Pods(
     name="bert",
     image="registry.example.org/team/train:1",
@@ -43,7 +44,7 @@ TOKEN = "0123456789abcdef" * 4
 
 
 def job_specs(made: list[Object]) -> Iterator[Object]:
-    """The spec of every Job in the objects, wherever it is."""
+    """Yield the spec of every Job in the objects, at any depth."""
     for each in made:
         spec = each.get("spec", {})
         for holder in (spec, spec.get("template", {}).get("spec", {})):
@@ -55,7 +56,7 @@ def job_specs(made: list[Object]) -> Iterator[Object]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_golden(kind: Kind) -> None:
-    """Write the files again with HOLDFAST_GOLDEN=1, and read what has changed."""
+    """To write the files again, set HOLDFAST_GOLDEN=1, then read the difference."""
     text = documents([secret(PODS, TOKEN), *objects(PODS, kind)])
     path = GOLDEN / f"{kind}.yaml"
     if os.environ.get("HOLDFAST_GOLDEN"):
@@ -70,7 +71,7 @@ def test_golden(kind: Kind) -> None:
 def test_kubernetes_takes_them(pods: Pods, kind: Kind, version: str) -> None:
     made = list(yaml.safe_load_all(documents([secret(pods, TOKEN), *objects(pods, kind)])))
     for each in made:
-        if each["apiVersion"].count(".") == 0:  # of Kubernetes itself
+        if each["apiVersion"].count(".") == 0:  # a kind of Kubernetes itself
             kubernetes_validate.validate(each, version, strict=True)
     specs = list(job_specs(made))
     assert len(specs) == 1
@@ -88,7 +89,7 @@ def test_the_schemas_refuse_what_is_wrong() -> None:
 
 
 def test_every_exit_code_has_its_answer() -> None:
-    inside = {Exit.OK, Exit.RESTART, Exit.PIPE}  # no failure; of no command; not without a terminal
+    inside = {Exit.OK, Exit.RESTART, Exit.PIPE}  # not a failure; no command has it; only with a terminal
     assert {*AGAIN, *ENDS} == set(Exit) - inside and not {*AGAIN} & {*ENDS}
     (*_, job) = objects(PODS, "job")
     rules = job["spec"]["podFailurePolicy"]["rules"]
@@ -123,7 +124,7 @@ def test_one_pod_needs_no_secret_and_no_name() -> None:
 
 
 def expanded(word: str) -> str:
-    """What Kubernetes makes of a word of a command, with no variable known: ``$$`` is ``$``."""
+    """Return a word of a command as Kubernetes expands it with no variable known: ``$$`` becomes ``$``."""
     return re.sub(r"\$(\$|\([^)]*\))", lambda found: "$" if found[1] == "$" else "EXPANDED", word)
 
 
@@ -199,7 +200,7 @@ GIVEN = ("--name", "bert", "--image", "i:1", "--nodes", "2", "--nproc-per-node",
 
 
 def submit(tmp_path: Path, *args: str, kubectl: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
-    """``holdfast submit k8s`` with a false kubectl, or without one."""
+    """Run ``holdfast submit k8s`` with a fake kubectl, or without one."""
     return submitted(tmp_path, "k8s", args, "kubectl", KUBECTL if kubectl else None, env)
 
 

@@ -1,4 +1,4 @@
-"""The call of a job on Ray, where there is no Ray: what is refused, and how a function is named."""
+"""The call of a job on Ray, without Ray: refused arguments, and the name of a function."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from holdfast.integrations.ray.shipped_function import find_place, load_function
 
 
 def train(config: dict[str, Any]) -> None:
-    """A function that every process finds."""
+    """Do nothing: a function that every process finds."""
 
 
 def refused(train: Callable[..., Any] | str = train, **given: Any) -> UsageError:
-    """The error of a call."""
+    """Return the error of a call."""
     with pytest.raises(UsageError) as caught:
         run(train, **{"name": "job", "num_nodes": 2, **given})
     assert caught.value.hint
@@ -89,7 +89,7 @@ def test_a_function_of_a_package_has_the_directory_of_the_package() -> None:
     named = name_function(train)
     assert (named.module, named.name) == (__name__, "train")
     assert str(Path(named.root) / named.file) == __file__
-    assert name_function(json.dumps).root == ""  # installed
+    assert name_function(json.dumps).root == ""  # part of an installed package
 
 
 def test_a_function_of_the_driver_is_found_by_the_name_of_its_file(tmp_path: Path) -> None:

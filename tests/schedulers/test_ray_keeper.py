@@ -1,4 +1,4 @@
-"""The keeper of a launcher: real processes stand for the actor and for the launcher."""
+"""The keeper of a launcher. Real processes stand for the actor and for the launcher."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ sys.exit(75 if asked else 0)
 
 @pytest.fixture
 def actor() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that stands for an actor."""
+    """Yield a process that stands for an actor."""
     process = subprocess.Popen(["sleep", "600"])
     yield process
     process.kill()
@@ -42,13 +42,13 @@ def actor() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def owner(process: subprocess.Popen[bytes]) -> Owner:
-    """What an actor says of itself."""
+    """Return an actor's description of itself."""
     return Owner(process.pid, start_ticks(process.pid), "launch", "ray node", ("GPU:0",))
 
 
 @pytest.fixture
 def place(tmp_path: Path, actor: subprocess.Popen[bytes]) -> Iterator[KeptPlace]:
-    """A place whose launcher runs."""
+    """Yield a place whose launcher runs."""
     made = KeptPlace(tmp_path)
     made.own(owner(actor))
     made.start(Order((sys.executable, "-c", LAUNCHER, str(tmp_path)), str(tmp_path)))
@@ -61,7 +61,7 @@ def place(tmp_path: Path, actor: subprocess.Popen[bytes]) -> Iterator[KeptPlace]
 
 
 def pid_of(place: KeptPlace, name: str) -> int:
-    """Of the keeper, or of the launcher (``pid``)."""
+    """Return the process id of the keeper, or of the launcher (``pid``)."""
     return int((place.path / name).read_text())
 
 

@@ -1,4 +1,4 @@
-"""The batch script of ``holdfast submit slurm``: what it says, and what bash makes of it."""
+"""The batch script of ``holdfast submit slurm``: its text, and its effect in bash."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ exit "$CODE"
 
 @pytest.mark.parametrize(("name", "batch"), [("plain", PLAIN), ("full", FULL)])
 def test_golden(name: str, batch: Batch) -> None:
-    """Write the files again with HOLDFAST_GOLDEN=1, and read what has changed."""
+    """To write the files again, set HOLDFAST_GOLDEN=1, then read the difference."""
     path = GOLDEN / f"{name}.sbatch"
     if os.environ.get("HOLDFAST_GOLDEN"):
         path.write_text(render(batch))
@@ -62,7 +62,7 @@ def test_golden(name: str, batch: Batch) -> None:
 
 
 def ran(batch: Batch, tmp_path: Path, code: str = "0", **env: str) -> tuple[int, list[str], list[str]]:
-    """Run the script with false srun, scontrol and holdfast; its code, words for Holdfast, calls of Slurm."""
+    """Run the script with fake srun, scontrol and holdfast. Return code, Holdfast's arguments and Slurm's calls."""
     for name, text in {"srun": SRUN, "hf": LAUNCHER, "scontrol": '#!/bin/bash\necho "$*" >> calls\n'}.items():
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
@@ -130,7 +130,7 @@ def test_every_word_survives_a_shell(command: list[str], flags: list[str]) -> No
     step = script[script.index("\nsrun ") : script.index("|| code=$?")]
     words = shlex.split(step)
     start = words.index("holdfast")
-    # A line is continued before the command; shlex keeps that line break as a word.
+    # The command is on a continued line; shlex keeps that line break as a word.
     assert words[start:] == ["holdfast", "run", *flags, "--nnodes", "4:5", "--grace-s", "120", "--run-id",
                              "slurm-$SLURM_JOB_ID", "\n", *command]  # fmt: skip
 
@@ -211,7 +211,7 @@ exit "${CODE-0}"
 
 
 def submit(tmp_path: Path, *args: str, sbatch: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
-    """``holdfast submit slurm`` with a false sbatch, or without one."""
+    """Run ``holdfast submit slurm`` with a fake sbatch, or without one."""
     (tmp_path / "train.py").touch()
     return submitted(tmp_path, "slurm", args, "sbatch", SBATCH if sbatch else None, env)
 

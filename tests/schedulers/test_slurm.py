@@ -46,14 +46,14 @@ SCRIPT = textwrap.dedent("""
 
 @pytest.fixture(scope="module")
 def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    """One cluster for all tests; its nodes n1 to n4 have the files of this machine in common."""
+    """Yield one cluster for all tests. Its nodes n1 to n4 share the files of this machine."""
     with cluster(tmp_path_factory.mktemp("slurm")) as made:
         (made.work / "train.py").write_text(SCRIPT)
         yield made
 
 
 def trains(slurm: Cluster, job: str, step: int = 20) -> None:
-    """Wait until the job is beyond a step."""
+    """Wait until the job has passed a step."""
 
     def reached() -> bool:
         return any(int(number) >= step for number in re.findall(r"at step (\d+)", slurm.output(job)))
@@ -94,6 +94,7 @@ def test_a_lost_node_is_replaced_by_the_spare(slurm: Cluster) -> None:
     slurm.lose("n2")
     becomes(slurm, job, "COMPLETED")
     shown = slurm.output(job)
-    assert "Node failure on n2" in shown and "done at 400" in shown  # Slurm has noticed, and the job went on
+    # Slurm has noticed the failure, and the job continued
+    assert "Node failure on n2" in shown and "done at 400" in shown
     assert "went with its node" in shown and "0 steps lost" in shown
     assert slurm.state(job)["Restarts"] == "0" and slurm.state(job)["ExitCode"] == "0:0"

@@ -41,7 +41,7 @@ STEP = {  # as Slurm 22.05 sets them in the second of three tasks
 
 
 def settled(**given: Any) -> FlagValues:
-    """The defaults, and what the command line says."""
+    """Return the defaults with the values of the command line."""
     values = {flag.key: flag.default for flag in FLAGS} | given
     return FlagValues(values, {key: COMMAND_LINE if key in given else DEFAULT for key in values})
 
@@ -76,7 +76,7 @@ def test_flags_that_are_given_win() -> None:
     assert found.values | mine | {"node_rank": 1} == found.values
     contacts = scheduled(settled(rdzv_endpoint="h:7"), STEP)
     assert (contacts.values["master_addr"], contacts.sources["master_port"]) == ("127.0.0.1", DEFAULT)
-    # Whoever says all of it has another job in mind than the step.
+    # A command line with all of these values describes another job than the step.
     other = scheduled(settled(nnodes="2", node_rank=0, master_addr="h"), STEP)
     assert (other.values["nnodes"], other.values["node_rank"]) == ("2", 0)
 

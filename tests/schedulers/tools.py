@@ -1,4 +1,4 @@
-"""``holdfast submit`` beside a false command of the scheduler."""
+"""``holdfast submit`` with a fake command of the scheduler."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def submitted(
         kind: ``slurm`` or ``k8s``.
         args: of the command.
         tool: name of the scheduler's command.
-        script: what stands for it on PATH; None: it is not there.
-        env: of the command, beside that of this process.
+        script: the fake of this command on PATH; None: there is no such command.
+        env: of the command, in addition to that of this process.
     """
     binaries = place / "bin"
     binaries.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Seed 003, PyTorch chapter: the script's own checkpoints, its start script, and a worker that is killed."""
+"""Seed 003, PyTorch chapter: the script's own checkpoints, its start script, and a killed worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ pytestmark = [pytest.mark.torch, pytest.mark.processes, pytest.mark.timeout(2 * 
 
 
 def train(folder: Path, lose: str = "") -> str:
-    """Run the start script to its end; rank 1 is killed when it has printed ``lose``. What all ranks printed."""
+    """Run the start script to its end.
+
+    Rank 1 is killed when it has printed ``lose``. Return the output of all ranks.
+    """
     shutil.copytree(SAMPLE, folder)
     run = folder / "runs" / "t"
     with Started(folder, "bash", "train_start.sh", "t", env={"OMP_NUM_THREADS": "1"}) as job:

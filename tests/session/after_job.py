@@ -1,6 +1,7 @@
 """A training with an evaluation and an export after its session; in its first life rank 1 fails in the evaluation.
 
-Arguments: how it fails (``kill``, ``raise``, ``hang``), and where the export goes. ``raise`` fails in every life.
+Arguments: the way of the failure (``kill``, ``raise``, ``hang``), and the file of the export. ``raise`` fails in every
+    life.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model that is not wrapped for data parallelism, on two ranks with data of their own."""
+"""A model that is not wrapped for data parallelism, on two ranks with different data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import holdfast
 
 
 def main() -> None:
-    """Train alone."""
+    """Train without gradient exchange."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     net = nn.Linear(4, 1)

@@ -1,6 +1,6 @@
-"""A script under torchrun's own agent, with groups of Holdfast and no session: its first two attempts end by SIGKILL.
+"""A script under torchrun's own agent with Holdfast's groups and no session: SIGKILL ends its first two attempts.
 
-In each later attempt one rank comes late: what its peer finds in torchrun's store before is of the dead.
+In each later attempt one rank comes late. Until then, its peer finds only keys of dead processes in torchrun's store.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LATE_S = 1.0
 
 
 def main() -> None:
-    """Sum over both ranks, in the default group and in one of its own."""
+    """Sum over both ranks, in the default group and in a second group."""
     life, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
     if life and rank == life % 2:
         time.sleep(LATE_S)

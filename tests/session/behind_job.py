@@ -1,7 +1,7 @@
-"""A training whose schedule, and average of weights, move behind the block of a step, or a loop; one file per rank.
+"""A training that advances a schedule and an average of weights after the block of a step, or after a loop.
 
-``behind_job.py --layout ddp|fsdp --kill RANK:STEP:WHERE --result DIR``. WHERE: ``mid`` of a block, ``behind`` it,
-or ``end``, when all that stands there is done; ``term``: SIGTERM, before the block.
+``behind_job.py --layout ddp|fsdp --kill RANK:STEP:WHERE --result DIR`` writes one file per rank. WHERE is ``mid`` of a
+block, ``behind`` (after) it, ``end`` (after the code that follows the block), or ``term``: SIGTERM before the block.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Job:
         self.net = net
 
     def struck(self, step: int, where: str) -> None:
-        """The place of a fault: once."""
+        """Send the signal if this is the place of the fault and it has not come yet."""
         if self._kill == f"{self.rank}:{step}:{where}" and not Path("struck").exists():
             Path("struck").touch()
             os.kill(os.getpid(), SIGNALS.get(where, signal.SIGKILL))
@@ -69,7 +69,7 @@ class Job:
         self.optimizer.zero_grad()
 
     def over(self, step: int) -> None:
-        """An epoch is over."""
+        """Advance schedule and average at the end of an epoch."""
         self.struck(step, "behind")
         time.sleep(self._pause_s)
         self.schedule.step()
@@ -82,7 +82,7 @@ class Job:
         self.struck(step, "end")
 
     def bits(self) -> str:
-        """Of the weights and their average, and how far the schedule is."""
+        """Return a digest of the weights and their average, and the position of the schedule."""
         total = xxhash.xxh3_128()
         for tensor in (*self.model.state_dict().values(), *self.average.state_dict().values()):
             total.update((tensor.to_local() if isinstance(tensor, DTensor) else tensor).numpy().tobytes())

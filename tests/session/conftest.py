@@ -1,4 +1,4 @@
-"""What the tests of real jobs share."""
+"""Fixtures of the tests of real jobs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.session.test_jobs import JOB, RANKS, STEPS, Result
 
 @pytest.fixture(scope="session")
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Result]:
-    """The undisturbed bare run of a layout, started once, by whichever worker of pytest-xdist asks first."""
+    """Return the undisturbed bare run of a layout, started once by the first pytest-xdist worker that asks."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent
@@ -47,7 +47,7 @@ if "holdfast.store.write.writer_process" in sys.orig_argv:
 
 @pytest.fixture
 def slow_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Every fsync of every writer process takes longer from now on."""
+    """Return a function that makes every later fsync of every writer process slower."""
 
     def slow(delay_s: float) -> None:
         place = tmp_path / "site"

@@ -1,6 +1,6 @@
-"""Three phases, a loop over steps for each; a rank is killed once, or ends its loop elsewhere.
+"""Three phases with one loop over steps each; a rank is killed once, or ends its loop at another step.
 
-``python curriculum_job.py WAY [RANK:STEP]``. WAY says how a phase's ``until`` is made.
+``python curriculum_job.py WAY [RANK:STEP]``. WAY is how the ``until`` of a phase is computed.
 """
 
 from __future__ import annotations

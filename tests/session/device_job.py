@@ -1,4 +1,4 @@
-"""A device that fails, ``device_job.py WAY``: ``once`` or ``always``; see ``test_devices.py``."""
+"""A device that fails: ``device_job.py WAY``, with ``once`` or ``always``; see ``test_devices.py``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A loader whose order depends on how often this process has iterated it: ``python drawn_job.py WHERE``.
 
-Rank 1 is killed once, at WHERE of the second step of the second epoch: ``block``, or ``behind`` it. A process that
-comes in then begins to count at 0.
+Rank 1 is killed once in the second step of the second epoch, at WHERE: in the ``block``, or ``behind`` (after) it. The
+new process begins to count at 0.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EPOCH_STEPS = 4
 
 
 class Counting:
-    """Deals by the number of its own turn."""
+    """A sampler whose order depends on the number of its iteration."""
 
     def __init__(self, data: torch.Tensor) -> None:
         self._data = data

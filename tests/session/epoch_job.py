@@ -1,8 +1,9 @@
-"""A loop over epochs, with a loop over steps in each; what comes after an epoch changes the learning rate.
+"""A loop over epochs, with a loop over steps in each; the code after an epoch changes the learning rate.
 
-``python epoch_job.py WAY [RANK:STEP[:changed]]``. WAY: ``stepping`` (a scheduler's step) or ``plateau`` (a validation
-that all ranks add up decides); ``before``: one loop over steps, and the schedule goes on before a block; ``apart``: the
-ranks do not meet there. Killed in the block of STEP, or when the learning rate has changed before it.
+``python epoch_job.py WAY [RANK:STEP[:changed]]``. WAY is ``stepping`` (a scheduler's step), ``plateau`` (decided by a
+validation that all ranks add up), ``before`` (one loop over steps, and the schedule advances before a block) or
+``apart`` (as ``before``, and the ranks do not meet there). The rank is killed in the block of STEP, or when the
+learning rate has changed before it.
 """
 
 from __future__ import annotations
@@ -44,23 +45,23 @@ class Job:
         self.optimizer = torch.optim.Adam(self.model.parameters(), 1e-2)
 
     def struck(self, step: int, where: str = "") -> None:
-        """SIGKILL, once."""
+        """Kill this process with SIGKILL if this is its fault, once."""
         if self._kill == f"{self.rank}:{step}{where}" and not Path("struck").exists():
             Path("struck").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def changed(self, step: int) -> None:
-        """The learning rate has: all meet."""
+        """Meet all ranks after a change of the learning rate."""
         if self._apart:
             time.sleep(
                 0.3 if self._kill.startswith(f"{self.rank}:") else 0
-            )  # the others have come to their block
+            )  # the others have reached their block
         self.struck(step, ":changed")
         if not self._apart:
             dist.barrier()
 
     def learn(self, step: holdfast.Step) -> None:
-        """Its block."""
+        """Run the block of a step."""
         with step as (x, y):
             self.loss(x, y).backward()
             self.struck(step.number)
@@ -68,11 +69,11 @@ class Job:
             self.optimizer.zero_grad()
 
     def loss(self, x: torch.Tensor, y: torch.Tensor) -> Any:
-        """Of a batch."""
+        """Return the loss of a batch."""
         return functional.cross_entropy(self.model(x), y)
 
     def validate(self) -> float:
-        """The sum over all ranks."""
+        """Return the validation loss, summed over all ranks."""
         self.model.eval()
         with torch.no_grad():
             loss = self.loss(self.x[self.rank :: RANKS], self.y[self.rank :: RANKS])

@@ -1,10 +1,13 @@
-"""A small training whose script falls, or whose ranks do, in ways that leave the loop; one digest file per rank.
+"""A small training that fails in ways that leave the loop; one digest file per rank.
 
-``python fallen_job.py --what WHAT --layout ddp|hsdp --result DIR``: ``raise`` (every rank raises at step 5, once),
-``always`` (in every life), ``check`` (every rank raises after the block of step 5, and after each one that follows, in
-every life), ``metric`` (rank 1 is killed while the others are in a collective between two steps), ``spoil`` (before the
-last step the checkpoint directory becomes a file, so nothing can be saved any more), ``leave`` (asked to exit; when all
-is saved, rank 1 is killed in what the script does after its loop).
+``python fallen_job.py --what WHAT --layout ddp|hsdp --result DIR``. WHAT is one of these:
+
+- ``raise``: every rank raises at step 5, once;
+- ``always``: the same in every life;
+- ``check``: every rank raises after the block of step 5, and after each later block, in every life;
+- ``metric``: rank 1 is killed while the others are in a collective between two steps;
+- ``spoil``: before the last step the checkpoint directory becomes a file, so no save can succeed;
+- ``leave``: the job is asked to exit; when all is saved, rank 1 is killed in the code after its loop.
 """
 
 from __future__ import annotations
@@ -31,7 +34,10 @@ AT = 5
 
 
 def meet() -> None:
-    """Wait until every rank is past the collectives of its step: whom a fault meets in one raises nothing."""
+    """Wait until every rank has passed the collectives of its step.
+
+    A rank that a fault meets inside them raises nothing.
+    """
     while len(list(Path().glob("struck-*"))) < dist.get_world_size():
         time.sleep(0.001)
 
@@ -69,7 +75,8 @@ def main() -> None:
                 if step.number == AT and (given.what == "always" or (given.what == "raise" and first)):
                     mark.touch()
                     meet()
-                    first = False  # also where the others' fence was faster: that one runs the step again
+                    # also if the fence of the other ranks came first: then this rank runs the step again
+                    first = False
                     raise ValueError(f"nan in rank {rank}")
                 if step.number == STEPS - 1 and given.what == "spoil" and rank == 0 and place.is_dir():
                     place.rename("ckpt-before")

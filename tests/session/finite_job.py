@@ -1,4 +1,4 @@
-"""FSDP2 on two ranks; in step ``BAD`` the shard of one gradient of rank 1 alone holds nan."""
+"""FSDP2 on two ranks. In step ``BAD``, only rank 1's shard of one gradient contains nan."""
 
 from __future__ import annotations
 

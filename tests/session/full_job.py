@@ -1,4 +1,4 @@
-"""The device of the one survivor is full when its copies are to be read for the comparison; see ``test_givers.py``."""
+"""The device of the only survivor is full when its copies are read for the comparison; see ``test_givers.py``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FULL = Path("full")
 
 
 def fill_the_device() -> None:
-    """One read beside the training fails, as on a GPU without room for what it takes."""
+    """Let one read in another thread fail, as on a GPU without room for it."""
     bytes_of = boxes.flat_bytes
 
     def read(tensor: torch.Tensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ def main() -> None:
         fill_the_device()
     torch.manual_seed(0)
     layer = nn.Linear(4, 4)
-    layer.weight = nn.Parameter(torch.randn(4, 4).t())  # its bytes are a copy, as on a device
+    layer.weight = nn.Parameter(torch.randn(4, 4).t())  # reading its bytes makes a copy, as on a device
     model = DistributedDataParallel(layer)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     data = [torch.full((2, 4), float(number)) for number in range(STEPS)]

@@ -1,4 +1,4 @@
-"""A survivor that is stopped after it has settled, when it is asked for its state; see ``test_givers.py``."""
+"""A survivor that is stopped after it has settled, when its state is requested; see ``test_givers.py``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STOPPED = Path("stopped")
 
 
 def stop_when_asked() -> None:
-    """This process is stopped once, when it has settled and is about to offer its state."""
+    """Stop this process once, when it has settled and is about to offer its state."""
     give = StateSource.give
 
     def trapped(self: StateSource, settle: Settle) -> None:

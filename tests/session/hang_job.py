@@ -1,4 +1,4 @@
-"""A job with an announced section before every fourth step: in one a rank is killed, and later another rank hangs."""
+"""A job with an announced section before every fourth step. A rank is killed in one, and later another rank hangs."""
 
 from __future__ import annotations
 

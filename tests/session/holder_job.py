@@ -1,4 +1,4 @@
-"""Rank 1 of two is replaced; while its newcomer rehearses, the only other rank is killed. See ``test_givers.py``."""
+"""Rank 1 of two is replaced. The only other rank is killed while the newcomer rehearses. See ``test_givers.py``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def main() -> None:
                     os.kill(int(VICTIM.read_text()), signal.SIGKILL)
                     while (
                         not s._rank.fenced
-                    ):  # a rehearsal may take minutes: it is open when the fault is answered
+                    ):  # a rehearsal may take minutes: this one is running when the fault is answered
                         time.sleep(0.01)
                 model(torch.full((2, 4), 0.1 * step.number + rank)).square().sum().backward()
                 optimizer.step()

@@ -1,8 +1,9 @@
-"""A small training with everything that can go wrong for exactness; run as a script, with a session or bare.
+"""A small training with everything that can break exactness; run as a script, with a session or bare.
 
-Dropout, BatchNorm, accumulation 2, a scheduler, random augmentation in loader workers; DDP, HSDP or one process.
-``python job.py --layout ddp --steps 12 --result DIR [--bare] [--cut RANK@STEP] ...`` writes one digest per rank, and
-what a process kept from its step 2 to the end.
+It has dropout, BatchNorm, accumulation 2, a scheduler and random augmentation in loader workers, with DDP, HSDP or one
+process.
+``python job.py --layout ddp --steps 12 --result DIR [--bare] [--cut RANK@STEP] ...`` writes one digest per rank. It
+also writes the objects that a process kept from its step 2 to the end.
 """
 
 from __future__ import annotations
@@ -40,7 +41,10 @@ EPOCH_STEPS = 5
 
 
 class Noisy(Dataset[tuple[Tensor, Tensor]]):
-    """Samples with augmentation from torch's default generator; ``epoch`` set: seeds it itself (the bare loop)."""
+    """Samples with augmentation from torch's default generator.
+
+    With ``epoch`` it seeds the generator (the bare loop).
+    """
 
     def __init__(self, length: int, epoch: int | None) -> None:
         self.length = length
@@ -57,7 +61,7 @@ class Noisy(Dataset[tuple[Tensor, Tensor]]):
 
 
 class Net(nn.Module):
-    """BatchNorm and dropout between linear layers."""
+    """A model with BatchNorm and dropout between linear layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +77,7 @@ class Net(nn.Module):
 
 
 def build(layout: str, world: int) -> tuple[Net, nn.Module]:
-    """The plain model and the wrapped one."""
+    """Return the plain model and the wrapped one."""
     torch.manual_seed(SEED)
     net = Net()
     wrapped: nn.Module = net
@@ -93,14 +97,14 @@ GRAPHS = 0
 
 
 def counting(graph: Any, examples: Any) -> Any:
-    """A compiler that counts the graphs it is given."""
+    """Compile a graph to itself, and count it."""
     global GRAPHS
     GRAPHS += 1
     return graph.forward
 
 
 def identity(wrapped: nn.Module) -> dict[str, Any]:
-    """What a process must keep while others are replaced."""
+    """Return the objects that a process must keep while others are replaced."""
     return {
         "pid": os.getpid(),
         "model": id(wrapped),
@@ -113,7 +117,7 @@ def identity(wrapped: nn.Module) -> dict[str, Any]:
 
 
 def gradients(run: nn.Module, wrapped: nn.Module, batch: Any) -> None:
-    """Two micro-batches, gradients travel in the second; ``run`` is ``wrapped``, compiled or not."""
+    """Compute two micro-batches. The second one exchanges gradients. ``run`` is ``wrapped``, compiled or not."""
     halves = list(zip(batch[0].chunk(2), batch[1].chunk(2), strict=True))
     for number, (x, y) in enumerate(halves):
         last = number == 1
@@ -126,14 +130,14 @@ def gradients(run: nn.Module, wrapped: nn.Module, batch: Any) -> None:
 
 
 def clamp(net: Net) -> None:
-    """Change the weights behind the optimizer's back."""
+    """Change the weights without the optimizer."""
     with torch.no_grad():
         for parameter in net.parameters():
             parameter.clamp_(-0.05, 0.05)
 
 
 def digest(net: Net, optimizer: torch.optim.Optimizer, lr: float, *, buffers: bool) -> str:
-    """Weights, optimizer state, learning rate (and buffers) of this rank."""
+    """Return a digest of weights, optimizer state, learning rate (and buffers) of this rank."""
     total = xxhash.xxh3_128(repr(lr).encode())
     tensors = [*net.parameters(), *(net.buffers() if buffers else ())]
     for parameter in net.parameters():
@@ -145,7 +149,7 @@ def digest(net: Net, optimizer: torch.optim.Optimizer, lr: float, *, buffers: bo
 
 
 class Faults:
-    """What this rank does to itself, once."""
+    """The faults of this rank, each once."""
 
     def __init__(self, arguments: argparse.Namespace, rank: int) -> None:
         self.cut = self._at(arguments.cut, rank)
@@ -166,7 +170,7 @@ class Faults:
         return int(step) if at_rank and int(at_rank) == rank else -1
 
     def run(self, step: int, marker: Path) -> None:
-        """In the middle of a step."""
+        """Inject the fault of this step, in the middle of the step."""
         if step == self.cut:
             self.cut = -1
             for inner in fabric()._inners():
@@ -191,7 +195,7 @@ class Faults:
             os.kill(os.getpid(), 12)
 
     def _wait_for_all(self, place: Path, rank: int) -> None:
-        """Every rank is inside the block at the death of one: before it, a rank cannot go back to an earlier state."""
+        """Wait until every rank is inside its block. Before the block, a rank cannot return to an earlier state."""
         (place / f"inside-{rank}").write_text("")
         until_s = time.monotonic() + 30
         while (
@@ -200,7 +204,7 @@ class Faults:
             time.sleep(0.001)
 
     def _die_copying(self) -> None:
-        """In the middle of the next state that is kept in memory."""
+        """Die in the middle of the next copy of a state to memory."""
         copy, boxes = memory_slots.copy_hashed, iter(range(3))
 
         def copy_or_die(data: memoryview, goal: memoryview) -> int:
@@ -211,7 +215,7 @@ class Faults:
         memory_slots.copy_hashed = copy_or_die
 
     def _flip_bits(self, kind: str, at: int) -> None:
-        """One in each state, or in the log, of this rank that is kept in memory."""
+        """Flip one bit in each state, or in the log, that this rank keeps in memory."""
         pages = Path(os.environ["HOLDFAST_RUN_DIR"]) / "pages"
         for path in pages.glob(f"{kind}-{int(os.environ['RANK']):05d}*"):
             with path.open("r+b") as file:
@@ -221,15 +225,17 @@ class Faults:
                 file.write(bytes([byte ^ 16]))
 
     def run_late(self, step: int, marker: Path) -> None:
-        """After the update, before the end of the block: die, or fall over the loss of the one that died.
+        """Die between the update and the end of the block, or raise because of the loss of the rank that died.
 
-        Once: where the others had not heard of the vote yet, the step is run again.
+        This happens once. If the other ranks did not have the result of the vote yet, the step is run again.
         """
         if step in (self.die_late, self.tear) and marker.exists():
             return
         if step == self.die_late:
             while self.torn and not marker.with_name(self.torn).exists():
-                time.sleep(0.001)  # fenced before its update, that rank is torn by the decision
+                time.sleep(
+                    0.001
+                )  # if the fence came before the update, the decision would make this rank torn
             marker.write_text("")
             os.kill(os.getpid(), 9)
         if step == self.tear:
@@ -240,7 +246,7 @@ class Faults:
             raise RuntimeError("the update is torn")
 
     def _kill_all(self, place: Path) -> None:
-        """Rank 0 kills everybody at once, when all are there; nobody is left to tell of the fault."""
+        """Kill all ranks at once from rank 0, when all are there. No process is left to report the fault."""
         while len(markers := sorted(place.glob("fault-*"))) < 4 or not all(m.read_text() for m in markers):
             time.sleep(0.001)
         if markers[0].read_text() == str(os.getpid()):
@@ -250,7 +256,7 @@ class Faults:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--layout", default="ddp")
     parser.add_argument("--steps", type=int, default=12)
@@ -283,7 +289,7 @@ def main() -> None:
     optimizer: torch.optim.Optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
     if arguments.sgd:
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-2, momentum=0.9)
-    if arguments.hook:  # no log holds what it may change
+    if arguments.hook:  # no log holds the changes of the hook
         optimizer.register_step_pre_hook(lambda *_: None)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=arguments.steps)
     data = Noisy(EPOCH_STEPS * BATCH * world, 0 if arguments.bare else None)
@@ -331,7 +337,7 @@ def main() -> None:
                     update(batch, partial(faults.run_late, step_.number, marker))
                 if step_.committed and step_.number == faults.clamp:
                     clamp(net)
-    # Without DDP, each rank of a bare job keeps statistics of its own: rank 0's are the ones to compare.
+    # Without DDP, each rank of a bare job has its own statistics: compare those of rank 0.
     text = digest(net, optimizer, float(scheduler.get_last_lr()[0]), buffers=rank == 0)
     facts = {"digest": text, "pid": os.getpid(), "before": before, "after": identity(wrapped)}
     (arguments.result / f"rank-{rank}.json").write_text(json.dumps(facts))

@@ -1,6 +1,7 @@
-"""Two of four ranks are replaced; when one newcomer has joined and the other not yet, a survivor is killed, too.
+"""Two of four ranks are replaced. A survivor is also killed, when one newcomer has joined and the other has not.
 
-What the first has is asked for then, though its script has done what stands before the block. See ``test_givers.py``.
+The state of the first newcomer is requested then, though its script has already run the code before the block. See
+``test_givers.py``.
 """
 
 from __future__ import annotations
@@ -24,18 +25,18 @@ STEPS = 12
 KILLED_AT = 5
 JOINED = Path("joined")
 VICTIM = Path("victim")
-checkpointer.SCRIPT_TIMEOUT_S = 3600.0  # who waits for a script that waits itself does so for ever
+checkpointer.SCRIPT_TIMEOUT_S = 3600.0  # the script waits for other ranks, so no wait for it may end
 
 
 def kill_between_two_joins(rank: int) -> None:
-    """The survivor 0 dies when newcomer 1 waits for all to go on, and newcomer 2 is about to say that it is ready."""
+    """Kill survivor 0 when newcomer 1 waits for the order to continue and newcomer 2 is about to report ready."""
     join, await_resume = StepParticipant.join, StepParticipant.await_resume
 
     def second(self: StepParticipant) -> None:
         if self.joining and rank == 2 and first(Path("second")):
             while not JOINED.exists():
                 time.sleep(0.01)
-            time.sleep(0.3)  # for the word of it to get to the controller
+            time.sleep(0.3)  # time for the report to reach the controller
             os.kill(int(VICTIM.read_text()), signal.SIGKILL)
             time.sleep(0.3)
         join(self)

@@ -1,11 +1,19 @@
-"""What a script does behind a block after its rank has answered a fault; one file per rank.
+"""The code of a script after a block, run after its rank has answered a fault; one file per rank.
 
-``late_job.py --way WAY --result DIR``; ``calm``: nobody dies. Rank 1 is killed behind the block of step 7, an epoch's
-last. ``late``: rank 0 has heard of it before it begins a section there; ``open``: the section is open; ``caught``: one
-was left by an exception of its own, in the epoch before. ``break``, ``break-calm``: shards, and both leave the loop
-behind step 6; rank 0 has heard of it before, and has a state in memory to go back to; ``kept``: one of that very step.
-``next``: rank 1 is killed in the step after that. ``pause``: copies, and rank 0 is waited for in vain when it has left
-its loop. ``stop``: both leave the only loop there, and the session ends; ``exit``: by ``sys.exit()``.
+``late_job.py --way WAY --result DIR``. Rank 1 is killed after the block of step 7, the last of an epoch. WAY is one of
+these:
+
+- ``calm``: no rank dies;
+- ``late``: rank 0 gets the fence before it begins a section there;
+- ``open``: the section is open;
+- ``caught``: in the epoch before, an exception of the script left a section;
+- ``break``, ``break-calm``: with shards; both ranks leave the loop after step 6; rank 0 gets the fence before that, and
+   has an earlier state in memory;
+- ``kept``: the same with a state of that very step;
+- ``next``: rank 1 is killed in the step after that;
+- ``pause``: with copies; the wait for rank 0 fails when it has left its loop;
+- ``stop``: both leave the only loop there, and the session ends;
+- ``exit``: the same by ``sys.exit()``.
 """
 
 from __future__ import annotations
@@ -42,7 +50,7 @@ FENCED, RESTING, STRUCK = Path("fenced"), Path("resting"), Path("struck")
 
 
 def tell_of_fences() -> None:
-    """A file says that this rank has heard of a fault, and answered."""
+    """Create a file when this rank has got a fence and answered it."""
     on_fence = StepParticipant.on_fence
 
     def told(self: StepParticipant, fence: Fence) -> None:
@@ -53,7 +61,7 @@ def tell_of_fences() -> None:
 
 
 def await_file(marker: Path) -> None:
-    """Until another thread, or process, is there."""
+    """Wait until another thread or process has created the file."""
     while not marker.exists():
         time.sleep(0.01)
 
@@ -84,7 +92,7 @@ class Job:
         self.optimizer.zero_grad()
 
     def struck(self) -> None:
-        """The fault, once; rank 0 goes on when it knows of it."""
+        """Kill rank 1, once. Rank 0 continues when it knows of the fault."""
         if self.way.endswith("calm"):
             return
         if self.rank == 1 and first(STRUCK):
@@ -95,7 +103,7 @@ class Job:
             await_file(FENCED)
 
     def over(self, s: Any, step: int) -> None:
-        """An epoch is over."""
+        """Run the code at the end of an epoch."""
         if step == STRUCK_AT - 4 and self.way == "caught":
             with suppress(ValueError), s.section("rest"):
                 raise ValueError("the script's own")
@@ -108,7 +116,7 @@ class Job:
         self.schedule.step()
 
     def told(self) -> list[Any]:
-        """Sums of the weights, and how far the schedule is."""
+        """Return the sums of the weights, and the position of the schedule."""
         whole = [getattr(p, "full_tensor", lambda p=p: p)() for p in self.model.parameters()]
         return [[w.double().sum().item() for w in whole], self.schedule.last_epoch]
 

@@ -1,4 +1,4 @@
-"""``holdfast run``, from its start to its end."""
+"""Runs of ``holdfast run`` from start to end."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from holdfast.drill.observer import broken
 from holdfast.runtime.node.rundir import RunDir
 from tests.cli.command import HOLDFAST, working_in
 
-ROOT = Path(__file__).resolve().parents[2]  # jobs share helpers
-BOUND_S = 100.0  # below pytest's, which has what a test does beside its job in it
+ROOT = Path(__file__).resolve().parents[2]  # jobs import helpers from here
+BOUND_S = 100.0  # below pytest's bound, which includes the rest of the test
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 EVENTS_MAX = 60
 EVENT_LENGTH_MAX = 200
@@ -29,12 +29,15 @@ EVENT_LENGTH_MAX = 200
 def run_job(
     where: Path, nproc: int, *arguments: str, inside: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
-    """A job of ``nproc`` workers in ``where``; ``stdout`` has both streams. ``inside``: words before the command."""
+    """Run a job of ``nproc`` workers in ``where``.
+
+    ``stdout`` has both streams. ``inside``: words before the command.
+    """
     return _run(where, *inside, HOLDFAST, "run", "--nproc-per-node", str(nproc), *arguments)
 
 
 def start_job(where: Path, nproc: int, output: int) -> subprocess.Popen[str]:
-    """``train.py`` in the background, as the run ``it``; ``output`` gets both streams."""
+    """Start ``train.py`` in the background, as the run ``it``. ``output`` gets both streams."""
     return subprocess.Popen(
         [HOLDFAST, "run", "--nproc-per-node", str(nproc), "--run-id", "it", "train.py"],
         cwd=where,
@@ -46,21 +49,21 @@ def start_job(where: Path, nproc: int, output: int) -> subprocess.Popen[str]:
 
 
 def run_torchrun(where: Path, nproc: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """The same under torchrun."""
+    """Run a job under torchrun, as :func:`run_job` does under ``holdfast run``."""
     return _run(where, TORCHRUN, "--standalone", "--nproc-per-node", str(nproc), *arguments)
 
 
 def _run(where: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """To its end. Where the wait fails, what the job said so far is printed, and nothing of it stays."""
+    """Run a command to its end. If the wait fails, print the job's output so far and kill all its processes."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    with tempfile.TemporaryFile() as output:  # a pipe would lose it with the exception
+    with tempfile.TemporaryFile() as output:  # an exception would lose the contents of a pipe
         job = subprocess.Popen(
             command, cwd=where, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path},
             stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
         try:
             code = job.wait(BOUND_S)
-        except BaseException:  # pytest's timeout and Ctrl-C are no Exception
+        except BaseException:  # pytest's timeout and Ctrl-C are not subclasses of Exception
             print(_said(output), *_events(where), _logs(where), sep="\n")
             end(where)
             job.wait()
@@ -71,12 +74,12 @@ def _run(where: Path, *command: str) -> subprocess.CompletedProcess[str]:
 
 
 def _said(output: IO[bytes]) -> str:
-    # Who writes has this place in the file, too: it stays where it is.
+    # Writers share the position in this file, so it must not move.
     return os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0).decode(errors="replace")
 
 
 def _events(where: Path) -> list[str]:
-    """The last events of each run in ``where``, a line each."""
+    """Return the last events of each run in ``where``, one line each."""
     lines = []
     for log in sorted(where.glob("runs/*/events.jsonl")):
         events = event_log.read(log).events
@@ -88,12 +91,12 @@ def _events(where: Path) -> list[str]:
 
 
 def _logs(where: Path) -> str:
-    """The end of what each worker of these runs printed."""
+    """Return the end of each worker's output in these runs."""
     return text([Excerpt.of(log) for log in sorted(where.glob("runs/*/attempt-*/rank-*.log"))])
 
 
 def end(where: Path) -> None:
-    """Kill all who work in ``where``, until nobody is left: who still lives may start others."""
+    """Kill all processes that work in ``where`` until none is left, since a living one may start others."""
     while left := working_in(where):
         for pid in left:
             with suppress(ProcessLookupError):

@@ -1,8 +1,9 @@
-"""Three ranks whose user state has other tensors on each rank, at other steps; saves in the blocks of some steps.
+"""Three ranks whose user state has different tensors, from different steps; saves in the blocks of some steps.
 
 ``python layout_job.py --save STEP --save STEP --die RANK:STEP --result DIR``: rank RANK is killed when it begins the
-block of STEP; with ``--doubt`` in the vote of STEP, which one rank has entered and another one has not. ``--alike``: no
-rank holds anything alone. What each rank holds is written when its session has opened, and at the end.
+block of STEP. With ``--doubt`` it is killed in the vote of STEP, which one rank has entered and another has not.
+``--alike``: no rank alone holds anything. The state of each rank is written when its session has opened, and at the
+end.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ DOUBT_S = 1.0
 
 
 class Growing:
-    """Tensors that come step by step, each rank's at its own steps and in its own shape."""
+    """State whose tensors appear step by step, on each rank at its own steps and in its own shape."""
 
     def __init__(self, rank: int, alike: bool) -> None:
         self.rank = rank
@@ -38,8 +39,8 @@ class Growing:
         self.own: dict[str, Tensor] = {}
 
     def grow(self, step: int, loss: Tensor) -> None:
-        """The state after ``step``."""
-        if step == 2 + (3 * self.rank + 1) % 5:  # 3, 6, 4
+        """Advance the state after ``step``."""
+        if step == 2 + (3 * self.rank + 1) % 5:  # at steps 3, 6 and 4
             self.common = torch.full((5,), 0.5)
         if (step + self.rank) % 3 == 0 and not self.alike:
             shape = (self.rank + 1, step + 1)
@@ -48,21 +49,21 @@ class Growing:
             del self.own[min(self.own)]
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch has them."""
+        """Return the state, as torch's objects do."""
         return {"common": self.common, "own": dict(self.own)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse."""
+        """Take a state back."""
         self.common, self.own = state["common"], dict(state["own"])
 
     def write(self, path: Path) -> None:
-        """What is there, bit for bit."""
+        """Write the whole state, bit for bit."""
         common = None if self.common is None else self.common.tolist()
         path.write_text(json.dumps([common, {name: t.tolist() for name, t in sorted(self.own.items())}]))
 
 
 def await_seal(step: int) -> None:
-    """A save that is asked for meanwhile is put off."""
+    """Wait until a save is sealed: a save that is requested before that is delayed."""
     until_s = time.monotonic() + SEALED_S_MAX
     while not list(Path("ckpt").glob(f"step-{step:08d}.*/SEALED")) and time.monotonic() < until_s:
         time.sleep(0.01)
@@ -70,7 +71,7 @@ def await_seal(step: int) -> None:
 
 
 def die_in_vote(rank: int, victim: int, again: bool, died: Path) -> None:
-    """Called before the vote of the step of the fault: rank 0 comes to it when it is over."""
+    """Kill the victim in the vote of its step. Rank 0 reaches the vote after the fault."""
     client = WorkerClient.current()
     assert client is not None
     if rank == 0:

@@ -1,4 +1,4 @@
-"""Rank 1 leaves its loop by ``break`` in the middle of the training, the others do not: a mistake of the script."""
+"""Rank 1 alone leaves its loop by ``break`` in the middle of the training, which is a mistake of the script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Says where processes listen in its network namespace, after a rank was replaced; see ``test_listening.py``."""
+"""Prints where processes listen in its network namespace, after a rank was replaced; see ``test_listening.py``."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ LISTENS = "0A"
 
 
 def listeners() -> list[str]:
-    """Address and owner of all TCP sockets that wait for connections.
+    """Return address and owner of all listening TCP sockets.
 
-    An address is in hexadecimal and the byte order of the machine. An owner is a process of the run, else ``rank``.
+    An address is in hexadecimal and the byte order of the machine. An owner is a process of the run, or ``rank`` for
+    any other.
     """
     tables = [Path("/proc/self/net/tcp"), Path("/proc/self/net/tcp6")]
     lines = [
@@ -47,7 +48,7 @@ def listeners() -> list[str]:
 
 
 def inodes(pid: int) -> set[str]:
-    """Of the sockets that a process has open."""
+    """Return the inodes of the sockets that a process has open."""
     found = set()
     for link in Path(f"/proc/{pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # it is closed by now

@@ -1,4 +1,4 @@
-"""DDP on two ranks, and a mistake that rank 1 alone makes: ``python mistake_job.py MISTAKE``."""
+"""DDP on two ranks, with a mistake that only rank 1 makes: ``python mistake_job.py MISTAKE``."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""A small DDP training written in one of the ways that scripts are written in; one file per rank.
+"""A small DDP training in one of many styles of scripts; one file per rank.
 
-``python odd_job.py --what WHAT --kill RANK:STEP:WHERE,... --result DIR``. WHERE is a place that
-``Job.struck`` names. WHAT is a function of this module.
+``python odd_job.py --what WHAT --kill RANK:STEP:WHERE,... --result DIR``. WHERE is a place that ``Job.struck`` names.
+WHAT is a function of this module.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from holdfast.runtime.worker.worker_client import WorkerClient
 from tests.session.once import first
 
 STEPS = 14
-REST_S = 18.0  # longer than ``offer_s``: for a survivor that is waited for twice, its death
+REST_S = 18.0  # longer than ``offer_s``: two waits for the survivor would end in its death
 
 UPDATE_S = (
-    6.0  # longer than ``quiesce_s``, and than what lies between two words of the agent on the job's pace
+    6.0  # longer than ``quiesce_s``, and than the time between two reports of the agent on the job's pace
 )
 
 
@@ -61,14 +61,14 @@ class Job:
         self.blocks: list[int] = []
 
     def session(self, state: dict[str, Any] | None = None, verify_block: int = 1000) -> Any:
-        """Its session."""
+        """Return a session of this job."""
         return holdfast.session(
             model=self.model, optimizer=self.optimizer, checkpoint="ckpt", save=1000, memory=0, state=state,
             verify_block=verify_block,
         )  # fmt: skip
 
     def struck(self, step: int, where: str) -> None:
-        """The place of a fault: SIGKILL, once."""
+        """Kill this process with SIGKILL if this is its fault, once."""
         kill = f"{self.rank}:{step}:{where}"
         mark = Path(f"struck-{kill}")
         if kill in self._kills and not mark.exists():
@@ -76,7 +76,7 @@ class Job:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def struck_together(self, step: int, where: str) -> None:
-        """The same when all ranks are here; the others stay until they have heard of it, and for a moment more."""
+        """Kill this process when all ranks are here, once. The others wait until they know of it, and a moment more."""
         kill = next((kill for kill in self._kills if kill.endswith(f":{step}:{where}")), "")
         if not kill or Path(f"struck-{kill}").exists():
             return
@@ -92,7 +92,7 @@ class Job:
         time.sleep(1.0)
 
     def compute(self, step: int, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Forward and backward."""
+        """Run forward and backward."""
         self.struck(step, "start")
         loss: Any = functional.cross_entropy(self.model(x), y)
         self.struck(step, "mid")
@@ -100,18 +100,18 @@ class Job:
         self.struck(step, "end")
 
     def update(self) -> None:
-        """The optimizer's."""
+        """Run the optimizer's update."""
         self.optimizer.step()
         self.optimizer.zero_grad()
 
 
 def plain(job: Job) -> dict[str, Any]:
-    """As it is documented."""
+    """Train as the documentation shows."""
     return skipping(job, ())
 
 
 def skipping(job: Job, skipped: tuple[int, ...] = (2, 3)) -> dict[str, Any]:
-    """Some blocks skip their batch."""
+    """Skip the batch in some blocks."""
     with job.session() as s:
         for step in s.steps(job.loader, until=STEPS):
             with step as (x, y):
@@ -126,12 +126,12 @@ def skipping(job: Job, skipped: tuple[int, ...] = (2, 3)) -> dict[str, Any]:
 
 
 def late(job: Job) -> dict[str, Any]:
-    """The first blocks skip theirs."""
+    """Skip the batch in the first blocks."""
     return skipping(job, (0, 1, 2))
 
 
 def between(job: Job) -> dict[str, Any]:
-    """Random numbers are drawn before each block."""
+    """Draw random numbers before each block."""
     own = torch.Generator()
     drawn: dict[int, list[float]] = {}
     with job.session({"own": own}) as s:
@@ -146,7 +146,7 @@ def between(job: Job) -> dict[str, Any]:
 
 
 def accumulating(job: Job) -> dict[str, Any]:
-    """Gradients are kept from block to block."""
+    """Keep gradients from block to block."""
     with job.session() as s:
         for step in s.steps(job.loader, until=STEPS):
             with step as (x, y):
@@ -157,7 +157,7 @@ def accumulating(job: Job) -> dict[str, Any]:
 
 
 def keeping(job: Job) -> dict[str, Any]:
-    """No block clears its gradients."""
+    """Never clear gradients."""
     with job.session() as s:
         for step in s.steps(job.loader, until=STEPS):
             with step as (x, y):
@@ -167,7 +167,7 @@ def keeping(job: Job) -> dict[str, Any]:
 
 
 def inside(job: Job) -> dict[str, Any]:
-    """Gradients are accumulated in one block; some are thrown away, and cleared late or early. All are checked."""
+    """Accumulate gradients in one block; drop some of them and clear them late or early. All blocks are checked."""
     with job.session(verify_block=1) as s:
         for step in s.steps(job.loader, until=STEPS):
             with step as (x, y):
@@ -181,7 +181,7 @@ def inside(job: Job) -> dict[str, Any]:
 
 
 def caught(job: Job) -> dict[str, Any]:
-    """An exception is caught around a block."""
+    """Catch an exception around a block."""
     with job.session() as s:
         for step in s.steps(job.loader, until=STEPS):
             try:
@@ -196,7 +196,7 @@ def caught(job: Job) -> dict[str, Any]:
 
 
 def leaving(job: Job) -> dict[str, Any]:
-    """The script ends in the middle of the loop, as an early stop may be written."""
+    """End the script in the middle of the loop, as an early stop may do."""
     with job.session() as s:
         for step in s.steps(job.loader, until=STEPS):
             if step.number == 5:
@@ -208,7 +208,7 @@ def leaving(job: Job) -> dict[str, Any]:
 
 
 def stopping(job: Job) -> dict[str, Any]:
-    """An early stop that is part of the state: asked for before each block."""
+    """Stop early by a flag in the state, which is read before each block."""
     stop = {"now": False}
     with job.session({"stop": stop}) as s:
         for step in s.steps(job.loader, until=STEPS):
@@ -223,20 +223,20 @@ def stopping(job: Job) -> dict[str, Any]:
 
 
 def searching(job: Job) -> dict[str, Any]:
-    """An optimizer that evaluates its closure several times."""
+    """Train with an optimizer that evaluates its closure several times."""
     job.optimizer = torch.optim.LBFGS(job.model.parameters())
     return plain(job)
 
 
 class Meter:
-    """Counts, in plain values and a tensor."""
+    """A meter that counts in plain values and in a tensor."""
 
     def __init__(self) -> None:
         self.calls = 0
         self.total = torch.zeros(2)
 
     def state_dict(self) -> dict[str, Any]:
-        """Its own, not a copy."""
+        """Return the live attributes, not a copy."""
         return vars(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -245,7 +245,7 @@ class Meter:
 
 
 def measuring(job: Job) -> dict[str, Any]:
-    """An object counts what the block sees."""
+    """Count the inputs of the block in an object."""
     meter = Meter()
     with job.session({"meter": meter}) as s:
         for step in s.steps(job.loader, until=STEPS):
@@ -258,21 +258,21 @@ def measuring(job: Job) -> dict[str, Any]:
 
 
 class Momentum(nn.Module):
-    """A net and a slow copy of it, which moves in forward."""
+    """A model with a slow copy of a net, which changes in forward."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
         self.net, self.slow = net, copy.deepcopy(net).requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> Any:
-        """Of both."""
+        """Return the sum of both outputs."""
         for mine, slow in zip(self.net.parameters(), self.slow.parameters(), strict=True):
             slow.data.mul_(0.9).add_(mine.data, alpha=0.1)
         return self.net(x) + self.slow(x)
 
 
 def averaging(job: Job) -> dict[str, Any]:
-    """Averages of weights change before the vote: in forward, and after a tentative update."""
+    """Change averages of weights before the vote: in forward, and after a tentative update."""
     net = copy.deepcopy(next(job.model.children()))
     job.model = DistributedDataParallel(Momentum(net))
     job.optimizer = torch.optim.Adam(net.parameters(), 1e-2)
@@ -289,7 +289,7 @@ def averaging(job: Job) -> dict[str, Any]:
 
 
 def owning(job: Job) -> dict[str, Any]:
-    """A walk of this rank alone, which a block goes on with, and one that is kept where that of the job belongs."""
+    """Keep one random walk per rank, which blocks continue, and another one wrongly in the place of the job's state."""
     next(job.model.children()).register_buffer("mine", torch.full((2,), float(job.rank)))
     job.model = DistributedDataParallel(next(job.model.children()), broadcast_buffers=False)
     walk, wrong = np.random.default_rng(job.rank), [float(job.rank)]
@@ -310,7 +310,7 @@ def owning(job: Job) -> dict[str, Any]:
 
 
 class Stream:
-    """An endless loader of this rank's own, which knows where it is."""
+    """An endless loader of one rank, which knows its position."""
 
     def __init__(self, rank: int) -> None:
         self.draw = np.random.default_rng(rank)
@@ -321,16 +321,16 @@ class Stream:
             yield x, torch.from_numpy(self.draw.integers(0, 4, 4))
 
     def state_dict(self) -> dict[str, Any]:
-        """Its place."""
+        """Return the position of the loader."""
         return {"draw": self.draw.bit_generator.state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go there."""
+        """Set the position of the loader."""
         self.draw.bit_generator.state = state["draw"]
 
 
 def streaming(job: Job) -> dict[str, Any]:
-    """The loader has a state of its own on each rank; a fault may come in the update."""
+    """Train with a loader that has its own state on each rank. A fault may come in the update."""
     job.loader = Stream(job.rank)
     job.optimizer.register_step_post_hook(lambda *_: job.struck(s.step, "update"))
     with job.session() as s:
@@ -343,7 +343,7 @@ def streaming(job: Job) -> dict[str, Any]:
 
 
 def evaluating(job: Job) -> dict[str, Any]:
-    """All ranks add up something before every fourth block."""
+    """Sum a value over all ranks before every fourth block."""
     scores: list[float] = []
     with job.session({"scores": scores}) as s:
         evaluate(job, s, scores)
@@ -351,7 +351,7 @@ def evaluating(job: Job) -> dict[str, Any]:
 
 
 def resting(job: Job) -> dict[str, Any]:
-    """Rank 0 does something of its own for long before a block, once."""
+    """Let rank 0 work alone for long before a block, once."""
     with job.session() as s:
         for step in s.steps(job.loader, until=STEPS):
             if step.number == 7 and job.rank == 0 and first(Path("rested")):
@@ -364,7 +364,7 @@ def resting(job: Job) -> dict[str, Any]:
 
 
 def updating(job: Job) -> dict[str, Any]:
-    """An update takes long, and the next one, too: rank 1 may be lost in it when the others are far from its end."""
+    """Make two updates in a row long. Rank 1 may die in one while the others are far from its end."""
     lasts_s = {7: (UPDATE_S,) * 3, 8: (2 * UPDATE_S, UPDATE_S, 2 * UPDATE_S)}
 
     def linger(*_: object) -> None:
@@ -381,7 +381,7 @@ def updating(job: Job) -> dict[str, Any]:
 
 
 def evaluating_shards(job: Job) -> dict[str, Any]:
-    """The same with shards that one rank holds alone, kept in memory at every third step: a kill takes all back."""
+    """Evaluate as :func:`evaluating`, with shards that one rank holds alone. The memory tier keeps every third step."""
     net = nn.Sequential(nn.Linear(16, 63), nn.ReLU(), nn.Dropout(0.2), nn.Linear(63, 6))
     fully_shard(net)
     job.model = net
@@ -393,7 +393,7 @@ def evaluating_shards(job: Job) -> dict[str, Any]:
 
 
 def evaluate(job: Job, session: Any, scores: list[float]) -> None:
-    """Train, and evaluate as the manual says."""
+    """Train, with an evaluation as the manual shows."""
     for step in session.steps(job.loader, until=STEPS):
         if step.number % 4 == 0 and not step.again:
             with session.section("eval"):
@@ -409,7 +409,7 @@ def evaluate(job: Job, session: Any, scores: list[float]) -> None:
 
 @contextmanager
 def taking_place(average: list[torch.Tensor], net: nn.Module) -> Iterator[None]:
-    """Averages stand where the weights were, put there past torch's count of writes."""
+    """Put averages in the place of the weights, past torch's version counter."""
     kept = [parameter.data.clone() for parameter in net.parameters()]
     for parameter, mean in zip(net.parameters(), average, strict=True):
         parameter.data.copy_(mean)
@@ -421,7 +421,7 @@ def taking_place(average: list[torch.Tensor], net: nn.Module) -> Iterator[None]:
 
 
 def swapping(job: Job) -> dict[str, Any]:
-    """Averages of the weights are evaluated in their place, before blocks and after each of two loops."""
+    """Evaluate averages in the place of the weights, before blocks and after each of two loops."""
     net = next(job.model.children())
     average = [parameter.detach().clone() for parameter in net.parameters()]
     with job.session({"average": average}) as s:
@@ -442,7 +442,7 @@ def swapping(job: Job) -> dict[str, Any]:
 
 
 def casting(job: Job) -> dict[str, Any]:
-    """What a process computes in depends on where it runs: a newcomer computes in another type of the same size."""
+    """Compute in a type that depends on the process: a newcomer uses another type of the same size."""
     kind = torch.float16 if any(Path().glob("struck-*")) else torch.bfloat16
     job.model = DistributedDataParallel(next(job.model.children()).to(kind))
     job.optimizer = torch.optim.Adam(job.model.parameters(), 1e-2)
@@ -455,15 +455,15 @@ def casting(job: Job) -> dict[str, Any]:
 
 
 def named(rows: list[tuple[torch.Tensor, torch.Tensor]]) -> dict[str, Any]:
-    """A batch as other libraries make them: by name, with an array beside the tensors."""
+    """Return a batch as other libraries make them: by name, with an array beside the tensors."""
     x, y = (torch.stack(column) for column in zip(*rows, strict=True))
     return {"x": x, "labels": y, "scale": np.full((16,), 2.0, dtype=np.float32)}
 
 
 def changing(job: Job) -> dict[str, Any]:
-    """A block takes its batch to pieces and writes into it, and into what is its own; UNTIL ends the loop early.
+    """Take the batch apart in the block, and write into the batch and into the script's objects; UNTIL ends the loop.
 
-    What it computes is used behind it, whether it counts or not.
+    The block's result is used after it, whether the step counts or not.
     """
     job.loader = DataLoader(job.loader.dataset, 4, sampler=job.loader.sampler, collate_fn=named)
     printed: list[str] = []
@@ -492,7 +492,7 @@ def changing(job: Job) -> dict[str, Any]:
 
 
 def viewing(job: Job) -> dict[str, Any]:
-    """Gradients live in DDP's buckets, and are zeroed there."""
+    """Keep gradients in DDP's buckets, and zero them there."""
     job.model = DistributedDataParallel(next(job.model.children()), gradient_as_bucket_view=True)
     with job.session() as s:
         for step in s.steps(job.loader, until=3):
@@ -514,7 +514,7 @@ WAYS = {
 
 
 def main() -> None:
-    """Train, and tell what became of it."""
+    """Train, and write the results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--what", default="plain")
     parser.add_argument("--kill", default="")

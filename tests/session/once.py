@@ -1,4 +1,4 @@
-"""What a job does once in its run, whichever of its processes comes first."""
+"""Actions that a job does once per run, in the first of its processes that reaches them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def first(marker: Path) -> bool:
-    """True once per run."""
+    """Return True once per run."""
     if marker.exists():
         return False
     marker.write_text("")

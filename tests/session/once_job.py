@@ -1,4 +1,4 @@
-"""Each process asks what its rank has made once, and writes it down; rank 1 is killed in its first life."""
+"""Each process asks ``holdfast.once`` for a value and writes it down; rank 1 is killed in its first life."""
 
 from __future__ import annotations
 

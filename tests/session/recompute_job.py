@@ -1,7 +1,7 @@
 """DDP with a device that computes wrong numbers: ``python recompute_job.py WAY EVERY``.
 
-WAY: ``calm``; ``always``: from step 4 on, rank 1 flips a bit in each matrix product, until its process has ended;
-``once``: in one of them, in a run for the check; ``ranked``: the block depends on the rank.
+WAY is ``calm``; ``always``: from step 4 on, rank 1 flips a bit in each matrix product, until its process ends;
+``once``: in one product, in a run for the check; ``ranked``: the block depends on the rank.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WRONG_FROM = 4
 
 
 class Device:
-    """Flips bits in what a linear layer returns."""
+    """A simulated device that flips bits in the output of a linear layer."""
 
     def __init__(self, way: str, rank: int) -> None:
         self._way = way if rank == 1 and not Path("replaced").exists() else "calm"

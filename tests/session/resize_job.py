@@ -1,4 +1,4 @@
-"""DDP over numbered samples; every rank writes down those that counted. Any number of ranks, any batch size."""
+"""DDP over numbered samples. Every rank writes down the samples that counted. Any number of ranks, any batch size."""
 
 from __future__ import annotations
 

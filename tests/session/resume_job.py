@@ -1,4 +1,4 @@
-"""Two sharded ranks that train a few steps; ``--odd RANK`` gives that rank another model when it starts again."""
+"""Two sharded ranks that train a few steps. ``--odd RANK`` gives that rank another model in the next start."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def main() -> None:
     arguments = parser.parse_args()
     dist.init_process_group("gloo")
     torch.manual_seed(1)
-    # An odd rank names its layer otherwise: sharding itself must still agree between the ranks.
+    # The odd rank gives its layer another name. The sharding itself must still agree between the ranks.
     names = ("first", "other") if dist.get_rank() == arguments.odd else ("first", "second")
     model = nn.ModuleDict({name: nn.Linear(8, 8) for name in names})
     forward: Any = model

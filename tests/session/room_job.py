@@ -1,7 +1,7 @@
 """A small DDP training in which rank 1 has no room for a copy of its share when the last step is saved.
 
-The limit on the size of files also counts for memory that has a descriptor; it is lifted when the loop is over, but
-not with ``stays``.
+The limit on the size of files also counts for memory with a descriptor. It is lifted when the loop is over, except with
+``stays``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ROOM_SIZE_BYTES = 1_000_000
 
 
 def main() -> None:
-    """Train, and save periodically at the last step alone."""
+    """Train, with a periodic save at the last step only."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Linear(WIDTH, WIDTH))

@@ -1,4 +1,4 @@
-"""An evaluation after the last step of each epoch: a rank is killed in the one of the last epoch."""
+"""An evaluation after the last step of each epoch. A rank is killed in the evaluation of the last epoch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAST_STEP = EPOCHS * EPOCH_STEPS - 1
 
 
 def evaluate(died: Path) -> None:
-    """All ranks add up something; the last time rank 1 does not come back, when all are inside."""
+    """Sum a value over all ranks. In the last epoch, rank 1 dies when all are inside."""
     dist.all_reduce(torch.ones(1))
     if dist.get_rank() == 1 and died.name == str(LAST_STEP) and not died.exists():
         died.write_text("")

@@ -1,4 +1,4 @@
-"""A job in which one rank dies while another one computes in C with the interpreter's lock: it can answer nobody."""
+"""A job in which one rank dies while another one computes in C with the interpreter's lock, so it cannot answer."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DIE_STEP, STEPS = 6, 10
 
 
 def stuck() -> None:
-    """An expression that takes for ever; whoever matches it holds the lock."""
+    """Match an expression that takes for ever. The process holds the interpreter's lock during the match."""
     re.match("(a+)+$", "a" * 64 + "b")
 
 

@@ -1,7 +1,7 @@
-"""A small DDP or HSDP training that waits at given steps until a file appears; it may ask for its rank at once.
+"""A small DDP or HSDP training that waits at given steps until a file appears. It may ask for its rank at once.
 
-``python spare_job.py --result DIR --steps 12 --gates 3,6 [--ask] [--refuse] [--workers 2] [--layout hsdp]``: a digest
-per rank.
+``python spare_job.py --result DIR --steps 12 --gates 3,6 [--ask] [--refuse] [--workers 2] [--layout hsdp]`` writes a
+digest per rank.
 """
 
 from __future__ import annotations

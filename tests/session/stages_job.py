@@ -1,4 +1,4 @@
-"""A pipeline of two stages without copies, with a state in memory every third step and the gradients since."""
+"""A pipeline of two stages without copies, with a state in memory every third step and a log of the gradients since."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A small DDP training in which one process hangs before it has done a step; prints a digest of the weights.
 
-``python start_job.py PLACE KIND``: `worker stops`: rank 1, in the first start; `newcomer stops`, `newcomer loops`: the
-replacement of rank 1, which has killed itself; `loader stops`: a loader process of rank 1, at the first batch; `none`.
+``python start_job.py PLACE KIND``. KIND is `worker stops`: rank 1, in the first start; `newcomer stops` or `newcomer
+loops`: the replacement of rank 1, which has killed itself; `loader stops`: a loader process of rank 1, at the first
+batch; `none`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ DIE_STEP, STEPS, RANKS = 8, 12, 3
 
 
 class Numbers(Dataset[torch.Tensor]):
-    """As many as are trained on."""
+    """A dataset with exactly the samples of the training."""
 
     def __init__(self, hangs: Path | None) -> None:
         self.hangs = hangs
@@ -38,7 +39,7 @@ class Numbers(Dataset[torch.Tensor]):
 
 
 def begin(place: Path, kind: str) -> None:
-    """Hang, if it is this process's turn."""
+    """Hang if this process is the one to hang."""
     if os.environ["RANK"] != "1" or not (kind == "worker stops" or (place / "died").exists()):
         return
     if kind.endswith("stops") and first(place / "stopped"):

@@ -1,4 +1,4 @@
-"""Gradient accumulation: a step of several batches of the loader."""
+"""Gradient accumulation: a step uses several batches of the loader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.torch
 
 
 class Script:
-    """Seven batches in an epoch."""
+    """A training with seven batches in an epoch."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -29,18 +29,18 @@ class Script:
         self.loader = DataLoader(TensorDataset(torch.arange(28.0).reshape(7, 4)), 1)
 
     def session(self, root: Path, **arguments: Any) -> Any:
-        """Of this script."""
+        """Return a session of this script."""
         return holdfast.session(model=self.net, optimizer=self.optimizer, checkpoint=root, **arguments)
 
     def train(self, root: Path, until: int) -> list[list[int]]:
-        """The first numbers of the batches of each step that counts."""
+        """Train. Return the first number of each batch, for each step that counts."""
         seen = []
         with self.session(root) as s:
             for step in s.steps(self.loader, until=until, batches=3):
                 with step as batches:
                     for (x,) in batches:
                         (self.net(x).square().mean() / len(batches)).backward()
-                    batches.pop()  # the next run of the block has it again
+                    batches.pop()  # the next run of the block gets it again
                     self.optimizer.step()
                     self.optimizer.zero_grad()
                 if step.committed:
@@ -82,7 +82,7 @@ def test_one_batch_for_each_turn_of_an_accumulating_loop_is_refused_with_the_way
 
 def test_the_optimizer_inside_fabrics_wrapper_is_the_one(tmp_path: Path) -> None:
     class _FabricOptimizer:
-        """As Fabric makes it: of the class of what it wraps."""
+        """An optimizer as Fabric makes it: it has the class of the optimizer that it wraps."""
 
         def __init__(self, optimizer: Any) -> None:
             self._optimizer = optimizer
@@ -90,15 +90,15 @@ def test_the_optimizer_inside_fabrics_wrapper_is_the_one(tmp_path: Path) -> None
 
         @property
         def optimizer(self) -> Any:
-            """What is inside."""
+            """The wrapped optimizer."""
             return self._optimizer
 
         def step(self) -> None:
-            """Its update."""
+            """Run the wrapped update."""
             self._optimizer.step()
 
         def zero_grad(self) -> None:
-            """Its gradients."""
+            """Clear the wrapped gradients."""
             self._optimizer.zero_grad()
 
         def __getattr__(self, name: str) -> Any:
@@ -116,7 +116,7 @@ def test_the_count_of_accelerate_begins_with_each_block(monkeypatch: pytest.Monk
     state = SimpleNamespace(num_steps=4, _set_sync_gradients=syncs.append)
 
     class Accelerator:
-        """What is used of it."""
+        """The used part of accelerate's Accelerator."""
 
         gradient_state, step = state, 0
 
@@ -128,7 +128,7 @@ def test_the_count_of_accelerate_begins_with_each_block(monkeypatch: pytest.Monk
     for batches in (4, 2):
         counts.expect(batches)
         counts.begin()
-        accelerator._do_sync()  # a block that is cut off
+        accelerator._do_sync()  # a block that is broken off
         counts.end()
         counts.begin()
         for _ in range(batches):

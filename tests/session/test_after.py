@@ -1,4 +1,4 @@
-"""What a script does after its session is protected as well: it is run again from the final checkpoint."""
+"""The code of a script after its session is also protected: it is run again from the final checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ JOB = str(Path(__file__).with_name("after_job.py"))
 
 
 def events(where: Path, kind: str) -> list[dict[str, Any]]:
-    """The data of one kind."""
+    """Return the data of the events of one kind."""
     lines = (json.loads(line) for line in (where / "runs/it/events.jsonl").read_text().splitlines())
     return [e["data"] for e in lines if e["kind"] == kind]
 

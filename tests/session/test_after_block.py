@@ -1,4 +1,4 @@
-"""What a script does behind a block belongs to the step: bit for bit the undisturbed run, whoever comes in later."""
+"""The code after a block belongs to the step: the end is that of the undisturbed run, whichever process joins later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Calm = Callable[..., list[str]]
 
 
 def run(where: Path, *arguments: str, flags: tuple[str, ...] = ()) -> tuple[int, str, list[str]]:
-    """Exit code, output, and what each of two workers told."""
+    """Run the job. Return exit code, output, and the results of each of two workers."""
     where.mkdir(exist_ok=True)
     done = run_job(where, 2, *flags, JOB, *arguments, "--result", "result")
     return done.returncode, done.stdout, [json.loads(p.read_text()) for p in sorted(where.glob("result/*"))]
@@ -25,7 +25,7 @@ def run(where: Path, *arguments: str, flags: tuple[str, ...] = ()) -> tuple[int,
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
-    """What the undisturbed run ends with."""
+    """Return the results of the undisturbed run."""
     known: dict[tuple[str, ...], list[str]] = {}
 
     def told(*arguments: str) -> list[str]:
@@ -60,7 +60,7 @@ def test_a_kill_leaves_the_bits_as_they_are(
 
 
 def test_what_came_before_a_loop_is_in_what_all_start_again_from_in_it(tmp_path: Path, calm: Calm) -> None:
-    """The survivors have come into the next loop: what they did on the way is not done again, nor taken back."""
+    """The survivors have entered the next loop. The changes on the way there are neither repeated nor undone."""
     kill = ("--loops", "--kill", "1:8:behind")
     code, output, told = run(tmp_path, *kill, flags=("--on-fault", "restart"))
     assert code == 0 and "restart last gasp" in output, output
@@ -68,7 +68,7 @@ def test_what_came_before_a_loop_is_in_what_all_start_again_from_in_it(tmp_path:
 
 
 def test_a_periodic_save_has_what_the_script_did_behind_the_block(tmp_path: Path, calm: Calm) -> None:
-    code, output, _ = run(tmp_path, "--checkpoint", "first", "--pause-s", "1")  # the disk has time
+    code, output, _ = run(tmp_path, "--checkpoint", "first", "--pause-s", "1")  # gives the disk time
     assert code == 0, output
     code, output, told = run(tmp_path, "--resume", "first@8", "--checkpoint", "second")
     assert code == 0 and "resumed at step 8" in output, output
@@ -76,7 +76,7 @@ def test_a_periodic_save_has_what_the_script_did_behind_the_block(tmp_path: Path
 
 
 def test_a_save_that_a_break_leaves_behind_is_made_at_the_next_step(tmp_path: Path, calm: Calm) -> None:
-    """What follows the loop is done again by who resumes: it may not be in the save of the step before."""
+    """A resumed process runs the code after the loop again, so the save must not contain the changes of that code."""
     arguments = ("--loops", "--leave", "7")
     code, output, told = run(tmp_path, *arguments, "--checkpoint", "first", "--pause-s", "1")
     assert code == 0 and told == calm("--loops"), output
@@ -97,7 +97,7 @@ def test_a_graceful_exit_has_it_too(tmp_path: Path, calm: Calm, layout: str) -> 
 
 
 def test_a_script_that_does_not_come_back_is_not_waited_for(tmp_path: Path) -> None:
-    """All start again from one state, and it is said what is not done again."""
+    """All ranks start again from one state, and a message names the code that is not repeated."""
     code, output, told = run(tmp_path, "--kill", "1:7:behind", "--pause-s", "3", "--patience-s", "0.2")
     assert code == 0 and "has been behind the block of step 7 for 0.2 s" in output, output
     assert len(set(told)) == 1 and "wrong copy" not in output, output

@@ -15,7 +15,7 @@ JOB = str(Path(__file__).with_name("alone_job.py"))
 
 
 def test_ranks_that_train_alone_are_named_as_that(tmp_path: Path) -> None:
-    """It was a wrong copy of the state, held by rank 0 or another of the ranks 0 and 1."""
+    """Regression: such ranks were reported as having a wrong copy of the state."""
     done = run_job(tmp_path, 2, JOB)
     assert done.returncode == Exit.BAD_INPUT, done.stdout
     assert "each of 2 ranks trains alone" in done.stdout, done.stdout

@@ -1,4 +1,4 @@
-"""Misspelled arguments: one error that names what was meant, and one fault of the run."""
+"""Misspelled arguments: one error that suggests the right name, and one fault of the run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ with holdfast.session(model=model, optimizer=optimizer, **{key: value}) as s:
 
 
 def parts() -> dict[str, Any]:
-    """What every session needs."""
+    """Return the arguments that every session needs."""
     model = nn.Linear(2, 2)
     return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1)}
 
@@ -78,7 +78,7 @@ def test_a_misspelled_word_for_resume_is_answered_with_the_right_one(tmp_path: P
 @pytest.mark.processes
 @pytest.mark.parametrize("words", ["checkpiont=x", pytest.param("resume=atuo", marks=pytest.mark.more)])
 def test_a_typing_error_ends_the_run_at_once(tmp_path: Path, words: str) -> None:
-    """It was a crash of each rank, restarted once."""
+    """Regression: a misspelled argument counted as a crash of each rank, and the run was restarted once."""
     (tmp_path / "train.py").write_text(SCRIPT)
     done = run_job(tmp_path, 2, "--run-id", "it", "train.py", words)
     assert done.returncode == 3 and "did you mean" in done.stdout, done.stdout

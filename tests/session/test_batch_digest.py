@@ -1,4 +1,4 @@
-"""The data proves itself: what a process draws is what the process before it drew."""
+"""Batch digests: a process must draw the same batches as the process before it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = 4
 @pytest.mark.processes
 @pytest.mark.parametrize("where", ["block", "behind"])
 def test_a_replacement_that_draws_other_batches_ends_the_run(tmp_path: Path, where: str) -> None:
-    """It trained on, with other weights, and exit code 0."""
+    """Regression: the job continued with other weights, and ended with exit code 0."""
     done = run_job(tmp_path, 2, JOB, where)
     assert (tmp_path / "struck").exists() and done.returncode == Exit.BAD_INPUT, done.stdout
     assert f"rank 1: the Counting gives another batch for step {STEPS + 1}" in done.stdout, done.stdout
@@ -38,7 +38,7 @@ def test_a_replacement_that_draws_other_batches_ends_the_run(tmp_path: Path, whe
 
 
 class Rows(Dataset[torch.Tensor]):
-    """One of its rows may be another one than before."""
+    """A dataset in which one row may be changed."""
 
     def __init__(self, count: int = 2 * STEPS, changed: int = -1) -> None:
         self._rows = torch.randn(count, 4, generator=torch.Generator().manual_seed(3))
@@ -52,7 +52,7 @@ class Rows(Dataset[torch.Tensor]):
 
 
 class Stream(IterableDataset[torch.Tensor]):
-    """The same rows, without places."""
+    """A stream of the same rows, without indices."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         rows = Rows()
@@ -60,7 +60,7 @@ class Stream(IterableDataset[torch.Tensor]):
 
 
 def train(root: Path, loader: Any, until: int, batches: int | None = None, **arguments: Any) -> list[float]:
-    """A job up to a step; the sums of what its blocks were given."""
+    """Run a job up to a step. Return the sums of the batches of its blocks."""
     torch.manual_seed(0)
     net, seen = nn.Linear(4, 1), []
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
@@ -78,7 +78,7 @@ def train(root: Path, loader: Any, until: int, batches: int | None = None, **arg
 
 
 def test_a_dataset_that_was_changed_behind_the_checkpoint_is_an_error(tmp_path: Path) -> None:
-    """A change in the batch before the checkpoint is seen; the loader and its sampler are named."""
+    """A change in the batch before the checkpoint is found. The error names the loader and its sampler."""
     train(tmp_path, DataLoader(Rows(), 2), 3)
     with pytest.raises(
         DataError, match="the DataLoader with a SequentialSampler gives another batch for step 2"
@@ -93,7 +93,7 @@ def test_a_dataset_that_was_changed_behind_the_checkpoint_is_an_error(tmp_path: 
 def test_the_same_data_is_no_error_wherever_the_job_is(
     tmp_path: Path, until: int, batches: int | None, stream: bool
 ) -> None:
-    """In an epoch, at its end and behind it; the feed has gone on where it was for the comparison."""
+    """The job is inside an epoch, at its end or after it. The comparison leaves the feed at its position."""
 
     def loader() -> Any:
         return DataLoader(Stream(), 2) if stream else DataLoader(Rows(), 2, shuffle=True)
@@ -104,7 +104,7 @@ def test_the_same_data_is_no_error_wherever_the_job_is(
 
 
 def test_more_epochs_are_no_other_data(tmp_path: Path) -> None:
-    """The bound of the epochs belongs to the loop that is resumed."""
+    """A later start may ask for more epochs, because their number is a bound of its loop and no part of the data."""
     for rounds in (2, 3):
         torch.manual_seed(0)
         net = nn.Linear(4, 1)
@@ -161,7 +161,7 @@ class Digests:
 
 
 def drawn(feed: Places, steps: int) -> Drawn:
-    """Of a process that has drawn the batches of so many steps."""
+    """Return the record of a process that has drawn the batches of ``steps`` steps."""
     proof = Drawn(Digests(), 0, verify=True)
     for step in range(steps):
         before = feed.place()
@@ -189,7 +189,7 @@ def test_the_batch_in_flight_is_compared_when_it_is_drawn_again() -> None:
     record = drawn(Places([5, 6, 7]), 2).record
     proof, feed = Drawn(Digests(), 0, verify=True), Places([5, 6, 7])
     proof.stand_at(record)
-    assert not proof.reread(1, feed, load)  # step 1 comes next: nothing is behind it on record
+    assert not proof.reread(1, feed, load)  # step 1 comes next: there is no later record
     proof.drew(1, [6], {"epoch": 0, "batch": 1})
     proof.stand_at(record)
     with pytest.raises(DataError, match="step 1"):

@@ -1,4 +1,4 @@
-"""What a block gets when it runs again on its batch."""
+"""The batch of a block when the block runs on it again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.torch
 
 
 class Tensors:
-    """Of torch."""
+    """The operations on batches, from torch."""
 
     mark = staticmethod(mark)
     duplicate = staticmethod(duplicate)
@@ -28,7 +28,7 @@ def drawn() -> dict[str, Any]:
 
 
 def settled(batch: dict[str, Any]) -> Batches:
-    """Of which a block without effect has run on one batch, and ``batch`` comes next."""
+    """Return batches after a block without effect has run on one; ``batch`` comes next."""
     batches = Batches(Tensors())
     batches.put([drawn()])
     batches.give(0)

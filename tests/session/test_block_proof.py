@@ -1,4 +1,4 @@
-"""The check of a block by running it again: what it finds, what it names, what it leaves as it is."""
+"""The check of a block by a second run: the differences that it finds, their names, and the state that it preserves."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.torch
 
 
 def test_a_checked_training_is_the_bare_one() -> None:
-    """With dropout, BatchNorm and a scheduler, and a check at each step."""
+    """The training has dropout, BatchNorm and a scheduler, with a check at each step."""
     job, runs, committed = Job(), 0, []
     with job.session(verify_block=1) as s:
         for step in s.steps(job.loader, until=8):
@@ -44,7 +44,7 @@ def test_one_step_in_so_many_is_checked() -> None:
 
 
 class Script:
-    """A training of two weights, and blocks that use what others have left."""
+    """A training of two weights, with blocks that use leftovers of other blocks."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)
@@ -60,43 +60,43 @@ class Script:
         self.stream = (torch.full((4, 2), float(n)) for n in itertools.count())
 
     def learn(self, x: Tensor) -> None:
-        """One update."""
+        """Run one update."""
         self.optimizer.zero_grad()
         self.net(x).square().mean().backward()
         self.optimizer.step()
 
     def prefetching(self) -> None:
-        """The batch of the next block is drawn at the end of this one, before its update."""
+        """Draw the batch of the next block at the end of this block, before its update."""
         self.optimizer.zero_grad()
         self.net(self.ahead).square().mean().backward()
         self.ahead = torch.randn(4, 2)
         self.optimizer.step()
 
     def counting(self) -> None:
-        """A number of its own."""
+        """Count in a number of the script."""
         self.count += 1
         self.learn(torch.ones(4, 2) * self.count)
 
     def averaging(self) -> None:
-        """A tensor from outside is written in place."""
+        """Write into a tensor from outside the block, in place."""
         self.baseline.mul_(0.9).add_(1.0)
         self.learn(torch.ones(4, 2) - self.baseline)
 
     def drawing(self) -> None:
-        """A generator that is not in the state."""
+        """Draw from a generator that is not in the state."""
         self.learn(torch.rand(4, 2, generator=self.generator))
 
     def iterating(self) -> None:
-        """An iterator of its own."""
+        """Draw from an iterator of the script."""
         stream = self.stream
         self.learn(next(stream))
 
     def pure(self) -> None:
-        """As it should be."""
+        """Use nothing that other blocks have left."""
         self.learn(torch.ones(4, 2))
 
     def train(self, way: Callable[[], None], behind: Callable[[], object] = int, **arguments: Any) -> int:
-        """Blocks of ``way``, with ``behind`` behind each of them; so many ran."""
+        """Run blocks of ``way``, with a call of ``behind`` after each. Return how many runs there were."""
         runs = 0
         with holdfast.session(
             model=self.net,
@@ -160,12 +160,12 @@ class Unordered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """The same as ``x``."""
+        """Return a copy of ``x``."""
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        """With another last bit."""
+        """Return gradients with another last bit each time."""
         Unordered.seen += not torch.are_deterministic_algorithms_enabled()
         once = torch.are_deterministic_algorithms_enabled()
         return gradients[0] if once else gradients[0] + Unordered.seen
@@ -181,7 +181,7 @@ def test_kernels_that_are_not_deterministic_are_no_impurity(caplog: pytest.LogCa
         script.optimizer.step()
 
     with caplog.at_level(logging.WARNING, "holdfast"):
-        assert script.train(block, verify_block=1) == 6  # nothing is checked from there on
+        assert script.train(block, verify_block=1) == 6  # no later block is checked
     assert "agree with deterministic algorithms" in caplog.text
 
 
@@ -189,7 +189,7 @@ def test_a_batch_that_cannot_be_handed_out_twice_is_not_checked() -> None:
     script, runs = Script(), 0
 
     class Opaque:
-        """Of no known kind."""
+        """An object of an unknown kind."""
 
         x = torch.ones(4, 2)
 

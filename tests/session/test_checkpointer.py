@@ -1,4 +1,4 @@
-"""Periodic saves of four real processes: killed in the middle of one, and with a disk that cannot follow."""
+"""Periodic saves of four real processes: killed in the middle of a save, and with a disk that is too slow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
 
 def processes(where: Path) -> dict[int, str]:
-    """Command line by pid of every process of the runs below ``where``."""
+    """Return the command line, by pid, of every process of the runs below ``where``."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -37,7 +37,7 @@ def processes(where: Path) -> dict[int, str]:
 def test_all_ranks_killed_while_a_save_is_in_flight_go_on_from_it(
     tmp_path: Path, bare: Callable[[str], Result], slow_disk: Callable[[float], None]
 ) -> None:
-    """The only checkpoint there is has not been written yet when the last process that held the state dies."""
+    """The only checkpoint is still being written when the last process that held the state dies."""
     slow_disk(0.5)
     got = start("holdfast", tmp_path, "--layout", "ddp", "--save-every", "4", "--die-all", "4")
     assert got.code == 0, got.output
@@ -51,7 +51,7 @@ def test_all_ranks_killed_while_a_save_is_in_flight_go_on_from_it(
 def test_one_rank_killed_while_a_save_is_in_flight_loses_nothing(
     tmp_path: Path, bare: Callable[[str], Result], slow_disk: Callable[[float], None]
 ) -> None:
-    """The last-gasp is written beside the periodic save; both are sealed in the end."""
+    """The last-gasp checkpoint is written beside the periodic save. Both are sealed in the end."""
     slow_disk(0.3)
     got = start(
         "holdfast",
@@ -74,7 +74,7 @@ def test_one_rank_killed_while_a_save_is_in_flight_loses_nothing(
 
 
 def running(where: Path, save_every: int) -> subprocess.Popen[bytes]:
-    """A job that saves, until somebody ends it."""
+    """Start a job that saves until a signal ends it."""
     command = [str(BIN / "holdfast"), "run", "--nproc-per-node", "4", JOB, "--result", str(where / "result")]
     return subprocess.Popen(
         [*command, "--steps", "100000", "--save-every", str(save_every)],
@@ -86,7 +86,7 @@ def running(where: Path, save_every: int) -> subprocess.Popen[bytes]:
 def test_everything_but_the_writers_killed_leaves_a_sealed_checkpoint_and_no_process(
     tmp_path: Path, slow_disk: Callable[[float], None]
 ) -> None:
-    """kill -9 of launcher, agent, controller, zygote and workers: nobody is left to wait for the writers."""
+    """Launcher, agent, controller, zygote and workers get SIGKILL, so no process is left to wait for the writers."""
     slow_disk(0.2)
     launcher = running(tmp_path, 3)
     try:
@@ -101,9 +101,9 @@ def test_everything_but_the_writers_killed_leaves_a_sealed_checkpoint_and_no_pro
         }
         assert len(writers) == 4
         os.kill(launcher.pid, signal.SIGKILL)
-        while others := processes(tmp_path).keys() - writers:  # one that lives may replace one that has died
+        while others := processes(tmp_path).keys() - writers:  # a living process may replace a dead one
             for pid in others:
-                with suppress(ProcessLookupError):  # it may end of another one's death
+                with suppress(ProcessLookupError):  # the process may end because of another death
                     os.kill(pid, signal.SIGKILL)
     finally:
         launcher.kill()
@@ -113,13 +113,13 @@ def test_everything_but_the_writers_killed_leaves_a_sealed_checkpoint_and_no_pro
     newest = Root(root).newest_valid(deep=True).require()
     assert newest.step == 3 and newest.sealed
     (pages,) = tmp_path.glob("runs/*/pages")
-    shutil.rmtree(pages.resolve())  # the agent's to remove, but it was killed too
+    shutil.rmtree(pages.resolve())  # the agent would remove it, but it was also killed
 
 
 def test_a_user_who_stops_the_job_is_not_kept_waiting_by_writers(
     tmp_path: Path, slow_disk: Callable[[float], None]
 ) -> None:
-    """The second Ctrl-C ends the writers too, however slow the disk is."""
+    """The second Ctrl-C also ends the writers, however slow the disk is."""
     slow_disk(30.0)
     launcher = running(tmp_path, 3)
     try:

@@ -1,4 +1,4 @@
-"""Compiled user code under a session: the same graphs and breaks as without one, and nothing is compiled twice."""
+"""Compiled user code under a session: the same graphs and breaks as without one, and each is compiled once."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch
 
 
 class Net(nn.Module):
-    """A module of the user's own file: dynamo looks into those."""
+    """A module in the user's own file, which dynamo compiles."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,19 +31,19 @@ class Net(nn.Module):
 
 
 def outside(net: nn.Module, backend: Any) -> Callable[[Tensor], Tensor]:
-    """The session gets the module, the loop calls what was compiled of it."""
+    """Compile the module for the loop. The session gets the module itself."""
     made: Callable[[Tensor], Tensor] = torch.compile(net, backend=backend)
     return made
 
 
 def in_place(net: nn.Module, backend: Any) -> Callable[[Tensor], Tensor]:
-    """``Module.compile``."""
+    """Compile with ``Module.compile``."""
     net.compile(backend=backend)
     return net
 
 
 def whole(net: nn.Module, backend: Any) -> Callable[[Tensor], Tensor]:
-    """The call of the module, its hooks too, inside a function that must be one graph."""
+    """Compile the call of the module, with its hooks, inside a function that must be one graph."""
 
     def run(x: Tensor) -> Tensor:
         out: Tensor = net(x)
@@ -55,7 +55,7 @@ def whole(net: nn.Module, backend: Any) -> Callable[[Tensor], Tensor]:
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    """Nothing compiled before counts."""
+    """Reset the compiler and its counters."""
     torch._dynamo.reset()
     counters.clear()
     yield

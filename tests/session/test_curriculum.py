@@ -1,4 +1,4 @@
-"""Several loops over steps: whoever comes into one later leaves it where the others do."""
+"""Several loops over steps: a rank that joins in one of them leaves it at the same step as the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = PHASES * PHASE_STEPS
 
 
 def ends(where: Path) -> list[str]:
-    """Step and weights with which each rank ends."""
+    """Return the step and the weights with which each rank ends."""
     lines = [
         line.removeprefix(f"rank {rank} ")
         for rank in range(3)
@@ -34,7 +34,7 @@ def ends(where: Path) -> list[str]:
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """The undisturbed run."""
+    """Return the ends of the undisturbed run."""
     where = tmp_path_factory.mktemp("calm")
     done = run_job(where, 3, JOB, "counted")
     assert done.returncode == 0, done.stdout
@@ -47,8 +47,8 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     ("kill", "flags"),
     [
         ("1:6", ()),  # in the middle of a phase
-        pytest.param("0:4", (), marks=pytest.mark.more),  # in its first step
-        pytest.param("2:7", (), marks=pytest.mark.more),  # in its last one
+        pytest.param("0:4", (), marks=pytest.mark.more),  # in the first step of a phase
+        pytest.param("2:7", (), marks=pytest.mark.more),  # in the last step of a phase
         ("1:9", ("--on-fault", "restart")),
     ],
 )
@@ -61,14 +61,14 @@ def test_an_end_counted_from_where_a_process_stands(
 
 
 def assert_refused(done: subprocess.CompletedProcess[str]) -> None:
-    """The script has begun with its second loop."""
+    """Check that the script was refused because it began with its second loop."""
     assert done.returncode == Exit.BAD_INPUT, done.stdout
     assert 'phase "0" stood where this script has phase "1"' in done.stdout, done.stdout
 
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of a job whose ranks have all started again, and left out the phase that was over."""
+    """Return the checkpoints of a job whose ranks have all restarted and left out the phase that was over."""
     where = tmp_path_factory.mktemp("refused")
     assert_refused(run_job(where, 3, "--on-fault", "restart", JOB, "skipping", "1:6"))
     return where / "ckpt"
@@ -111,7 +111,7 @@ def test_ranks_that_end_their_loops_elsewhere_are_refused(tmp_path: Path) -> Non
         (23, 33, LoopMembers.SURVIVORS, (20, 30)),
         (23, 33, LoopMembers.THIS_RUN, (20, 30)),
         (30, 40, LoopMembers.THIS_RUN, (20, 30)),
-        (30, 40, LoopMembers.ANOTHER_JOB, (20, 40)),  # so many more
+        (30, 40, LoopMembers.ANOTHER_JOB, (20, 40)),  # that many more steps
         (23, 100, LoopMembers.THIS_RUN, (20, 100)),
         (23, None, LoopMembers.ANOTHER_JOB, (20, None)),
     ],
@@ -123,12 +123,12 @@ def test_which_end_holds(here: int, until: int | None, before: LoopMembers, boun
 @pytest.mark.parametrize(
     ("here", "until", "anew"),
     [
-        (23, 10, False),  # as it was
-        (23, 20, False),  # over by the script's own word
+        (23, 10, False),  # unchanged
+        (23, 20, False),  # the script itself has ended the loop
         (23, None, False),
-        (5, 10, False),  # it was left by break
+        (5, 10, False),  # a break has ended the loop
         (23, 33, True),
-        (20, 30, True),  # or a start with the third loop: the next one tells
+        (20, 30, True),  # or a start with the third loop: the next loop shows which
     ],
 )
 def test_the_first_end_of_a_script_that_starts_again(here: int, until: int | None, anew: bool) -> None:
@@ -146,13 +146,13 @@ def test_a_first_end_that_is_that_of_a_later_loop(until: int) -> None:
 def test_an_end_behind_a_first_one_that_was_not_counted_after_all(before: LoopMembers, here: int) -> None:
     with pytest.raises(UsageError, match="ended at step 30 before, and would end at step 50 here"):
         bound_of(1, here, 50, (20, 30), before, anew=True)
-    assert bound_of(1, 23, 50, (20, 30), before, anew=True) == (20, 50)  # more steps were asked for
+    assert bound_of(1, 23, 50, (20, 30), before, anew=True) == (20, 50)  # more steps were requested
     assert bound_of(1, here, 30, (20, 30), before, anew=True) == (20, 30)
 
 
 def test_an_end_that_is_another_after_a_start_is_told(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "holdfast"):
-        assert bound_of(1, 23, 40, (20, 30), LoopMembers.ANOTHER_JOB) == (20, 40)  # more steps were asked for
+        assert bound_of(1, 23, 40, (20, 30), LoopMembers.ANOTHER_JOB) == (20, 40)  # more steps were requested
         assert not caplog.records
         assert bound_of(1, 23, 33, (20, 30), LoopMembers.ANOTHER_JOB) == (20, 33)
     assert "ended at step 30 before, and would end at step 33 here; if that is not meant" in caplog.text

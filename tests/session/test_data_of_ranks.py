@@ -18,7 +18,7 @@ from tests.session.launch import run_job
 
 
 class Store:
-    """The store of an agent, as far as it is needed."""
+    """The part of an agent's store that the comparison uses."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}

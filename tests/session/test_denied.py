@@ -1,4 +1,4 @@
-"""A session whose newest checkpoint may not be read does not go on from an older one."""
+"""A session whose newest checkpoint is unreadable does not resume from an older one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank whose device fails is replaced; a device that fails again is left out, and is no bug of the script."""
+"""A rank whose device fails is replaced. A device that fails again is left out, and the script is not blamed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ JOB = str(Path(__file__).with_name("device_job.py"))
 
 
 def test_a_device_that_fails_again_costs_no_step_and_no_script_is_blamed(tmp_path: Path) -> None:
-    """The run ended as failed: the same exception twice."""
+    """Regression: the run ended as failed because of the same exception twice."""
     done = run_job(tmp_path, 2, "--run-id", "it", JOB, "always")
     assert done.returncode == Exit.REQUEUE, done.stdout
     assert "left out after 2 failures: device 1 of" in done.stdout, done.stdout

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch
 
 @pytest.mark.parametrize("steps", [3, 30])
 def test_a_training_that_never_updates_is_refused(tmp_path: Path, steps: int) -> None:
-    """``optimizer.step()`` forgotten: all steps were committed, and the job ran to its end."""
+    """Regression: with ``optimizer.step()`` forgotten, all steps were committed and the job ran to its end."""
     job = Job()
     with (
         pytest.raises(StepError, match=rf"{min(steps, 10)} blocks from step 0 on.*test_empty\.py:\d+"),
@@ -47,14 +47,14 @@ def test_a_training_whose_optimizer_has_no_gradients_is_refused(tmp_path: Path, 
 
 
 class Searching(torch.optim.Optimizer):
-    """Computes no gradients: it moves weights by itself."""
+    """An optimizer that uses no gradients: it moves the weights directly."""
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         super().__init__(parameters, {})
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
-        """Move."""
+        """Move the weights."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.add_(1e-3)

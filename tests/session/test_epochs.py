@@ -1,4 +1,4 @@
-"""What a script does between two loops over steps is done once by the job, whoever runs the script again."""
+"""The code between two loops over steps is run once by the job, whichever process runs the script again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Calm = Callable[[str], list[str]]
 
 
 def ends(where: Path, *arguments: str) -> tuple[list[str], str]:
-    """Step, weights and history with which each rank ends; the output."""
+    """Run the job. Return step, weights and history with which each rank ends, and the output."""
     where.mkdir(exist_ok=True)
     done = run_job(where, RANKS, *arguments)
     assert done.returncode == 0, done.stdout
@@ -31,7 +31,7 @@ def ends(where: Path, *arguments: str) -> tuple[list[str], str]:
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
-    """The undisturbed run of a way, started once."""
+    """Return the undisturbed run of a way, started once."""
     known: dict[str, list[str]] = {}
 
     def told(way: str) -> list[str]:
@@ -63,10 +63,9 @@ def test_a_scheduler_steps_once_after_each_epoch(
     [
         ("stepping", "1:6:changed", ()),
         pytest.param("before", "0:6:changed", (), marks=pytest.mark.more),
-        ("apart", "0:6:changed", ()),  # a newcomer would have the schedule of after, and let it go on
-        pytest.param(
-            "before", "1:6", ("--on-fault", "restart"), marks=pytest.mark.more
-        ),  # in the block that follows
+        # a newcomer would get the schedule after the change, and advance it again
+        ("apart", "0:6:changed", ()),
+        pytest.param("before", "1:6", ("--on-fault", "restart"), marks=pytest.mark.more),  # in the next block
     ],
 )
 def test_a_schedule_that_went_on_before_all_start_again_goes_on_once(

@@ -1,4 +1,4 @@
-"""The file that asks for a graceful exit: each version of it is answered once, whenever it was written."""
+"""The file that requests a graceful exit: each version of the file is answered once, whenever it was written."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ def test_exit_file_counts_once_per_version(tmp_path: Path, caplog: pytest.LogCap
     ask = json.dumps({"GracefulExit": 1})
     path.write_text(ask)
     with pytest.raises(SystemExit) as left:
-        Job().train(20, exit_file=path, checkpoint=root)  # it was there from the start
+        Job().train(20, exit_file=path, checkpoint=root)  # the file existed from the start
     assert left.value.code == Exit.REQUEUE
     assert Root(root).list()[0].step == 1
     with caplog.at_level(logging.INFO, "holdfast"):
-        assert len(Job().train(8, exit_file=path, checkpoint=root)) == 7  # answered by the run before
+        # the earlier run has answered the file
+        assert len(Job().train(8, exit_file=path, checkpoint=root)) == 7
         assert caplog.text.count("was there before and has been answered: it is ignored") == 1
     caplog.clear()
-    with caplog.at_level(logging.INFO, "holdfast"):  # and that is known further on
+    with caplog.at_level(logging.INFO, "holdfast"):  # a later save still records this
         assert len(Job().train(8, exit_file=path, checkpoint=root, resume="never")) == 8
         assert len(Job().train(9, exit_file=path, checkpoint=root)) == 1
         assert caplog.text.count("it is ignored") == 2
-    os.utime(path)  # written again between two runs
+    os.utime(path)  # the file is written again between two runs
     with pytest.raises(SystemExit):
         Job().train(20, exit_file=path, checkpoint=root)
     assert Root(root).list()[0].step == 10

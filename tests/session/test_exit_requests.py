@@ -1,4 +1,4 @@
-"""Requests to leave: what is in the way of the watching thread does not end it."""
+"""Requests to exit: no obstacle ends the thread that watches for them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.session.test_jobs import BIN
 
 
 class Watched:
-    """A watch over this process, and what it was asked."""
+    """A watch over this process, and the requests that it received."""
 
     def __init__(self, exit_file: Path | None = None) -> None:
         self.asked: list[str] = []
@@ -33,7 +33,7 @@ class Watched:
 
 @pytest.fixture
 def full_pipe() -> Iterator[int]:
-    """Where somebody else lets the interpreter write signals, and reads none."""
+    """Yield a full pipe to which the interpreter writes signals, as other code set it up and never reads it."""
     read, write = os.pipe2(os.O_NONBLOCK)
     with pytest.raises(BlockingIOError):
         while True:
@@ -81,7 +81,7 @@ def test_a_warning_after_the_session_ends_no_worker_of_a_run(
 
 
 def test_a_script_with_many_open_files_is_heard() -> None:
-    """More than select() can look at."""
+    """There are more open files than select() can watch."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 4096), hard))
     held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
@@ -107,7 +107,7 @@ def test_an_exit_file_that_cannot_be_read_is_warned_of_once(
     try:
         until("warned", lambda: caplog.records)
         (tmp_path / "new").write_text('{"GracefulExit": 1}')
-        (tmp_path / "new").replace(path)  # whole at once: the empty file of a write could be warned of, too
+        (tmp_path / "new").replace(path)  # replaced at once: a half-written file would give a second warning
         until("asked", lambda: here.asked)
     finally:
         here.watch.stop()
@@ -119,7 +119,7 @@ def test_an_exit_file_that_cannot_be_read_is_warned_of_once(
 def test_nonsense_in_the_exit_file_leaves_the_other_ways_to_ask(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes
 ) -> None:
-    """JSON of many levels ended the thread that sees signals."""
+    """Regression: deeply nested JSON ended the thread that watches signals."""
     path = tmp_path / "exit.json"
     here = Watched(path)
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -166,7 +166,7 @@ def watched() -> Iterator[Watched]:
 
 @pytest.fixture
 def child(watched: Watched) -> Iterator[Child]:
-    """A process that was forked under a watch, as a data loader's or a pool's; what is sent there comes back."""
+    """Yield a process that was forked under a watch, as by a data loader or a pool. It sends its signals back."""
     context = multiprocessing.get_context("fork")
     ours, theirs = context.Pipe()
     process = context.Process(target=_echo, args=(theirs,))
@@ -189,7 +189,7 @@ def test_a_forked_process_that_is_terminated_ends_and_asks_nobody(watched: Watch
 
 
 def test_a_forked_process_stays_while_its_parent_is_asked_too(watched: Watched, child: Child) -> None:
-    """As schedulers do it: the step under way may need its data loader."""
+    """A scheduler signals the parent, too. Its running step may need the forked process, such as a data loader."""
     process, line = child
     assert process.pid is not None
     os.kill(process.pid, signal.SIGTERM)
@@ -226,13 +226,13 @@ with holdfast.session(model=model, optimizer=optimizer, checkpoint="ckpt") as s:
 @pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_to_every_process_of_a_job_is_graceful(tmp_path: Path, number: signal.Signals) -> None:
-    """As some schedulers send it: to launcher, agent, controller, zygote and workers."""
+    """Some schedulers send the signal to launcher, agent, controller, zygote and workers."""
     (tmp_path / "train.py").write_text(SCRIPT)
     command = [str(BIN / "holdfast"), "run", "--nproc-per-node", "2", "--run-id", "mine", "train.py"]
     with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as launcher:
         until("both train", lambda: len(list(tmp_path.glob("at-*"))) == 2)
         for pid in processes(RunDir(tmp_path / "runs/mine")):
-            with suppress(ProcessLookupError):  # what was forked for a moment
+            with suppress(ProcessLookupError):  # a process that was forked for a moment
                 os.kill(pid, number)
         launcher.send_signal(number)
         _, error = launcher.communicate(timeout=60)

@@ -1,4 +1,4 @@
-"""``get_extra_state`` of modules: part of a model's state, as torch's own ``state_dict`` has it."""
+"""``get_extra_state`` of modules: part of a model's state, as in torch's own ``state_dict``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [
 
 
 class Counting(nn.Linear):
-    """Counts its calls, and keeps their largest values, outside of parameters and buffers."""
+    """A module that counts its calls and keeps their largest values, outside of parameters and buffers."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
@@ -35,35 +35,35 @@ class Counting(nn.Linear):
         self.history: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        """One call more."""
+        """Count the call, and return an output that depends on the count."""
         self.calls += 1
         self.history = [*self.history, x.detach().amax()]
         out: Tensor = super().forward(x)
         return out * self.calls
 
     def get_extra_state(self) -> Any:
-        """As torch asks for it."""
+        """Return the counts."""
         return {"calls": self.calls, "history": self.history}
 
     def set_extra_state(self, state: Any) -> None:
-        """As torch gives it back."""
+        """Take the counts back."""
         self.calls, self.history = state["calls"], state["history"]
 
 
 class Packed(Counting):
-    """As TransformerEngine: one tensor of bytes."""
+    """A module with its extra state in one tensor of bytes, as in TransformerEngine."""
 
     def get_extra_state(self) -> Any:
-        """One tensor."""
+        """Return one tensor."""
         return torch.tensor([self.calls] * self.calls, dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
-        """One tensor."""
+        """Take the state from one tensor."""
         self.calls = len(state)
 
 
 class Job:
-    """One module used twice, and one of the other kind."""
+    """A model with one module used twice, and one of the other kind."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)
@@ -82,7 +82,7 @@ class Job:
                     self.optimizer.zero_grad()
 
     def extra(self) -> list[Any]:
-        """What is outside of parameters and buffers."""
+        """Return the state outside of parameters and buffers."""
         first, second = self.net[0], self.net[3]
         assert isinstance(first, Counting) and isinstance(second, Packed)
         return [first.calls, [float(v) for v in first.history], second.calls]
@@ -112,7 +112,7 @@ def test_an_aborted_step_takes_it_back() -> None:
     assert job.extra() == before
     job.net(torch.ones(2, 4))
     snapshot.take()
-    assert snapshot.size() == size + 3  # the layouts are told again
+    assert snapshot.size() == size + 3  # the layouts are published again
 
 
 def test_load_takes_it_or_says_that_it_is_not_there(tmp_path: Path) -> None:
@@ -149,11 +149,11 @@ class Without(nn.Linear):
     """A module as Megatron's are on a CPU: it has the method, and nothing to say."""
 
     def get_extra_state(self) -> Any:
-        """Nothing."""
+        """Return None."""
         return None
 
     def set_extra_state(self, state: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 def test_extra_state_of_none_need_not_be_in_the_checkpoint(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_stages_of_a_pipeline_bring_theirs(monkeypatch: pytest.MonkeyPatch) -> N
         "0._extra_state",
         "1._extra_state",
     }
-    # A rank that asked one stage alone: the tensors of the others are known by their names.
+    # The state comes from a rank that asked one stage only. The tensors of the others are known by their names.
     names = ["0.weight", "1._extra_state.history.0", "1.weight"]
     assert weight_selection.beside_the_model(names, stages[0]) == {"1._extra_state.history.0"}
 

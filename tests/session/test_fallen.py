@@ -1,4 +1,4 @@
-"""User code falls in every rank at once, or outside of a step: what was committed stays, and nobody trains it twice."""
+"""User code raises in every rank at once, or outside of a step: committed steps stay, and no rank trains them again."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 12
 def run(
     where: Path, what: str, layout: str = "ddp", *more: str
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """One job of four (HSDP) or three workers, and the digests that it ended with."""
+    """Run a job of four (HSDP) or three workers. Return its result, and the final digests."""
     where.mkdir()
     nproc = 4 if layout == "hsdp" else 3
     done = run_job(where, nproc, JOB, "--what", what, "--layout", layout, "--result", "result", *more)
@@ -32,7 +32,7 @@ def run(
 
 
 def events(where: Path, kind: str) -> list[dict[str, object]]:
-    """Data of the events of one kind."""
+    """Return the data of the events of one kind."""
     (log,) = where.glob("runs/*/events.jsonl")
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     return [line["data"] for line in lines if line["kind"] == kind]
@@ -40,7 +40,7 @@ def events(where: Path, kind: str) -> list[dict[str, object]]:
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
-    """Digests of the undisturbed run of a layout."""
+    """Return the digests of the undisturbed run of a layout."""
 
     @functools.cache
     def digests(layout: str) -> list[str]:
@@ -75,7 +75,10 @@ def test_an_exception_in_every_life_ends_the_run_and_is_named(tmp_path: Path) ->
 
 
 def test_an_exception_between_two_steps_that_comes_back_ends_the_run(tmp_path: Path) -> None:
-    """No restart runs that code again at the same step: it is the same one after the next step, numbers apart."""
+    """No restart runs that code again at the same step.
+
+    After the next step, the message is equal except for its numbers.
+    """
     done, _ = run(tmp_path / "job", "check")
     assert done.returncode == Exit.FAILED, done.stdout
     assert "the same exception at steps 6, 7: ValueError: after step 6 the loss of rank" in done.stdout
@@ -87,7 +90,7 @@ def test_an_exception_between_two_steps_that_comes_back_ends_the_run(tmp_path: P
 def test_an_end_that_cannot_be_saved_is_said_and_nothing_is_trained_again(
     tmp_path: Path, save_every: str
 ) -> None:
-    """Also where a periodic save of the last step was handed over, and could not be written."""
+    """The end may have been handed over as a periodic save, which then could not be written."""
     done, digests = run(tmp_path / "job", "spoil", "ddp", "--save-every", save_every)
     assert done.returncode == Exit.BAD_INPUT and digests == [], done.stdout
     assert "StoreWriteError" in done.stdout

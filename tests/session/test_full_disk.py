@@ -1,4 +1,4 @@
-"""A checkpoint disk, or a memory to save from, that is full for a while."""
+"""A checkpoint disk that is full for a while, or memory without room for the copy of a save."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.torch
 
 
 def is_written(path: Path, size_bytes: int) -> bool:
-    """Write that many bytes, or none."""
+    """Write that many bytes or none. Return whether they were written."""
     try:
         path.write_bytes(bytes(size_bytes))
     except OSError:
@@ -29,7 +29,7 @@ def is_written(path: Path, size_bytes: int) -> bool:
 
 
 def test_failed_saves_leave_nothing_on_a_full_disk(tiny_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Else the space that is freed would be too little for the next one."""
+    """Remains of failed saves would take the space that is freed for the next save."""
     job, ballast, root = Job(width=1500), tiny_disk / "ballast", Root(tiny_disk / "ckpt")
     full = freed = 0
     with job.session(checkpoint=tiny_disk / "ckpt", save=1, keep=1) as s:
@@ -64,7 +64,7 @@ def test_a_last_save_that_fails_leaves_nothing(tiny_disk: Path, fails: bool) -> 
 
 @pytest.mark.processes
 def test_a_last_step_that_one_rank_had_no_room_for_is_saved_by_all(tmp_path: Path) -> None:
-    """Its periodic save fails on one rank alone: the others, who had handed theirs over, waited for ever."""
+    """Regression: the periodic save failed on one rank. The others had handed theirs over, and waited for ever."""
     done = run_job(tmp_path, 2, str(Path(__file__).with_name("room_job.py")))
     assert done.returncode == 0, done.stdout
     assert f"rank 1 could not save step {STEPS}: no memory for a copy" in done.stdout
@@ -74,7 +74,7 @@ def test_a_last_step_that_one_rank_had_no_room_for_is_saved_by_all(tmp_path: Pat
 
 @pytest.mark.processes
 def test_every_rank_says_what_the_disk_of_one_has_said(tmp_path: Path) -> None:
-    """The run ended with the words of the other rank, or those of this one, as it came: "its log says why"."""
+    """Regression: depending on the order of reports, the run ended with the other rank's "its log says why"."""
     done = run_job(tmp_path, 2, str(Path(__file__).with_name("room_job.py")), "stays")
     assert done.returncode == Exit.BAD_INPUT, done.stdout
     (log,) = tmp_path.glob("runs/*/attempt-000/rank-00000.log")

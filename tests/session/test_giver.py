@@ -1,4 +1,4 @@
-"""A survivor that gives its state, alone."""
+"""A survivor that gives its state, without other processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.runtime.runs import Run
 
 
 def test_an_order_that_comes_again_leaves_the_server_as_it_is(tmp_path: Path) -> None:
-    """A newcomer may be reading from it: the answer to the first order died with an agent, the server did not."""
+    """The answer to the first order died with an agent. A newcomer may be reading from the server, so it must stay."""
     run = Run(tmp_path).dir
     offers: list[StateOffered] = []
     collected = 0
@@ -53,7 +53,8 @@ def test_an_order_that_comes_again_leaves_the_server_as_it_is(tmp_path: Path) ->
         giver.give(order)
         giver.give(order)
         assert offers[0] == offers[1] and read(offers[0]) == 1
-        giver.give(msgspec.structs.replace(order, vouch=False))  # all sources have told their digests since
+        # all sources have reported their digests since
+        giver.give(msgspec.structs.replace(order, vouch=False))
         assert offers[2] == offers[0] and read(offers[2]) == 1
         giver.give(msgspec.structs.replace(order, generation=Generation(1, 3)))
         assert read(offers[3]) == 2
@@ -68,7 +69,7 @@ def test_an_order_that_comes_again_leaves_the_server_as_it_is(tmp_path: Path) ->
 def test_a_survivor_that_cannot_listen_says_so_and_lives(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    run = Run(tmp_path, nnodes=2, nnodes_max=2, bind="203.0.113.1").dir  # an address of no machine
+    run = Run(tmp_path, nnodes=2, nnodes_max=2, bind="203.0.113.1").dir  # an address that no machine has
     offers: list[object] = []
     client: Any = SimpleNamespace(
         member_id=MemberId(1), rank=0, run_dir=run.path, send=offers.append, moved=lambda size_bytes: None

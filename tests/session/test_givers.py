@@ -1,4 +1,4 @@
-"""Who is to give its state to a newcomer may be stopped: it is the one that is replaced, not the newcomer.
+"""A survivor that is to give its state to a newcomer may be stopped: the survivor is replaced, not the newcomer.
 
 A newcomer that has joined is a survivor of the next fault.
 """
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
 
 def ends(where: Path) -> set[str]:
-    """What the ranks printed at the end."""
+    """Return the final lines of the ranks."""
     logs = sorted(where.glob("runs/*/attempt-*/rank-*.log"))
     return {line for log in logs for line in log.read_text().splitlines() if line.startswith("ends at")}
 
@@ -41,7 +41,7 @@ def test_a_newcomer_that_has_joined_gives_its_state_when_the_next_fault_comes_be
 
 
 def test_a_newcomer_that_rehearses_holds_the_state(tmp_path: Path) -> None:
-    """It was killed at the next fence, and with it the only copy of the state."""
+    """Regression: the newcomer was killed at the next fence, and with it the only copy of the state."""
     done = run_job(tmp_path, 2, str(Path(__file__).with_name("holder_job.py")))
     assert done.returncode == 0 and (tmp_path / "rehearsed").exists(), done.stdout
     assert ", 2 faults, 0 steps lost" in done.stdout and "restart" not in done.stdout, done.stdout
@@ -49,7 +49,7 @@ def test_a_newcomer_that_rehearses_holds_the_state(tmp_path: Path) -> None:
 
 
 def test_a_survivor_without_room_on_its_device_lives_and_gives_its_state(tmp_path: Path) -> None:
-    """An error of the device in a thread beside the training ended the process, and with it the only copy."""
+    """Regression: an error of the device in another thread ended the process, and with it the only copy."""
     done = run_job(tmp_path, 2, str(Path(__file__).with_name("full_job.py")))
     assert done.returncode == 0 and (tmp_path / "full").exists(), done.stdout
     assert ", 1 fault, 0 steps lost" in done.stdout, done.stdout
@@ -58,5 +58,5 @@ def test_a_survivor_without_room_on_its_device_lives_and_gives_its_state(tmp_pat
 
 
 def said(where: Path) -> str:
-    """All that the ranks wrote."""
+    """Return the output of all ranks."""
     return "".join(log.read_text() for log in sorted(where.glob("runs/*/attempt-*/rank-*.log")))

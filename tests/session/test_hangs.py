@@ -1,4 +1,4 @@
-"""Real processes: sections are no hangs and are run again, an endless loop is named, with its stack, and replaced."""
+"""Real processes: sections are no hangs and are run again; an endless loop is named with its stack, and replaced."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_who_alone_has_left_the_loop_is_named_and_replaced(tmp_path: Path) -> No
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Digest of the weights."""
+    """Return the digest of the weights of an undisturbed run."""
     place = tmp_path_factory.mktemp("undisturbed")
     done = run_job(place, RANKS, START, str(place), "none")
     assert done.returncode == 0, done.stdout

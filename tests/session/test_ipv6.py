@@ -1,4 +1,4 @@
-"""Two nodes that meet by IPv6: a killed rank is replaced, its state comes from the other node."""
+"""Two nodes that connect by IPv6: a killed rank is replaced, and its state comes from the other node."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ JOB = str(Path(__file__).with_name("listen_job.py"))
 
 
 def has_ipv6() -> bool:
-    """``::1`` is an address of this machine."""
+    """Return whether ``::1`` is an address of this machine."""
     try:
         free_port("::1")
     except OSError:

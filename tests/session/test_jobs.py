@@ -23,7 +23,7 @@ RANKS = 4
 
 
 class Result:
-    """What one run of ``job.py`` left behind."""
+    """The files and output of one run of ``job.py``."""
 
     def __init__(self, code: int, output: str, directory: Path) -> None:
         self.code = code
@@ -49,9 +49,9 @@ def start(
 
 
 def events(where: Path, kind: str) -> list[dict[str, Any]]:
-    """Lines of one kind in the run's event log."""
+    """Return the events of one kind in the run's event log."""
     (log,) = where.glob("runs/*/events.jsonl")
-    # The last line of a run that goes on may be half written.
+    # The last line in the log of a running job may be half written.
     whole = (line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n"))
     return [line for line in map(json.loads, whole) if line.get("kind") == kind]
 
@@ -91,7 +91,10 @@ def test_killed_rank_loses_nothing(
 
 
 def test_a_torn_survivor_is_replaced_too(tmp_path: Path, bare: Callable[[str], Result]) -> None:
-    """Rank 1 dies in its update, rank 2 leaves its own half done; the two that have committed give both the state."""
+    """Rank 1 dies in its update.
+
+    Rank 2 leaves its update half done. Both seats get the state of the two other ranks.
+    """
     got = start("holdfast", tmp_path, "--layout", "ddp", "--die-late", "1@4", "--tear", "2@4")
     assert got.code == 0, got.output
     assert got.digests == bare("ddp").digests
@@ -100,7 +103,7 @@ def test_a_torn_survivor_is_replaced_too(tmp_path: Path, bare: Callable[[str], R
 
 
 def check_survivors(got: Result, newcomer: int, graphs: int) -> None:
-    """Process, model, parameters' memory and compiled code are those of before; the newcomer compiles for itself."""
+    """Check that process, model, parameters' memory and compiled code are unchanged. The newcomer compiles again."""
     assert [rank for rank in range(RANKS) if not got.before[rank]] == [newcomer]
     for rank in range(RANKS):
         assert rank == newcomer or got.before[rank] == got.after[rank]
@@ -123,7 +126,7 @@ def test_graceful_exit_and_the_next_run(tmp_path: Path, bare: Callable[[str], Re
 
 
 def test_torchrun_starts_all_ranks_again(tmp_path: Path, bare: Callable[[str], Result]) -> None:
-    """Its own attempts: the second one goes on from the last-gasp of the first."""
+    """torchrun makes a second attempt, which continues from the last-gasp checkpoint of the first."""
     arguments = ("--layout", "hsdp", "--checkpoint", str(tmp_path / "ckpts"), "--die", "0@5")
     got = start("torchrun", tmp_path, *arguments, flags=("--max-restarts", "2"))
     assert got.code == 0, got.output
@@ -133,7 +136,7 @@ def test_torchrun_starts_all_ranks_again(tmp_path: Path, bare: Callable[[str], R
 
 @pytest.mark.more
 def test_plain_torchrun_gets_a_last_gasp(tmp_path: Path, bare: Callable[..., Result]) -> None:
-    """Two ranks: under torchrun each imports torch for itself, in both starts."""
+    """Two ranks suffice: under torchrun each rank imports torch, in both starts."""
     root = tmp_path / "ckpts"
     arguments = ("--layout", "ddp", "--checkpoint", str(root), "--die", "0@5")
     first = start("torchrun", tmp_path, *arguments, ranks=2)

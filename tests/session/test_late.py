@@ -1,4 +1,4 @@
-"""A script is behind a block when a fault is answered: what it does there is not lost, and all stay in one loop."""
+"""A fault is answered while a script runs the code after a block: no change is lost, and all ranks stay in one loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
 
 def run(where: Path, way: str) -> tuple[str, list[Any]]:
-    """The output, and what each of two workers told."""
+    """Run the job. Return the output, and the results of each of two workers."""
     where.mkdir(exist_ok=True)
     job = str(Path(__file__).with_name("late_job.py"))
     done = run_job(where, 2, job, "--way", way, "--result", "result")
@@ -26,7 +26,7 @@ def run(where: Path, way: str) -> tuple[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Any]]:
-    """What an undisturbed run ends with."""
+    """Return the results of an undisturbed run."""
     return cache(lambda way: run(tmp_path_factory.mktemp(way), way)[1])
 
 
@@ -40,7 +40,8 @@ def test_what_stands_behind_a_section_behind_a_block_is_waited_for(
     output, told = run(tmp_path, way)
     assert told == calm("calm") and ", 1 fault, 0 steps lost" in output, output
     assert "was cut off" not in output, output
-    assert way == "open" or "F001: replace" in output, output  # in a section it is away, and all start again
+    # in a section, the rank is away, and all ranks start again
+    assert way == "open" or "F001: replace" in output, output
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_nobody_comes_into_a_loop_that_the_others_have_left(
 
 
 def test_all_start_again_when_one_that_has_left_its_loop_is_not_to_be_had(tmp_path: Path) -> None:
-    """What it has is of no place any more that a newcomer could come to."""
+    """Rank 0 has left its loop, so its state belongs to a place in the script that no newcomer can reach."""
     output, told = run(tmp_path, "pause")
     assert ", 1 fault, 0 steps lost" in output and told[0] == told[1], output
 
@@ -64,6 +65,6 @@ def test_all_start_again_when_one_that_has_left_its_loop_is_not_to_be_had(tmp_pa
 def test_a_rank_whose_script_has_left_its_loop_for_good_is_not_joined_by_a_newcomer(
     tmp_path: Path, way: str
 ) -> None:
-    """It would begin the step that the others do not make any more, and all would wait."""
+    """A newcomer would begin a step that the others never run, and all would wait."""
     output, told = run(tmp_path, way)
     assert ", 1 fault, 0 steps lost" in output and told[0] == told[1], output

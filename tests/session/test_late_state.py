@@ -1,4 +1,4 @@
-"""Tensors that come into the user's state while the job trains."""
+"""Tensors that appear in the user's state while the job trains."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ pathlib.Path(f"end-{dist.get_rank()}").write_text(str(end))
 
 
 def ends(where: Path, *arguments: str, ranks: int = 2, flags: tuple[str, ...] = ()) -> list[str]:
-    """What each rank has at the end."""
+    """Run the job. Return what each rank holds at the end."""
     where.mkdir()
     (where / "train.py").write_text(SCRIPT)
     done = run_job(where, ranks, *flags, "train.py", *arguments)
@@ -62,7 +62,7 @@ def ends(where: Path, *arguments: str, ranks: int = 2, flags: tuple[str, ...] = 
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[str]]:
-    """The ends of an undisturbed run of so many ranks."""
+    """Return the ends of an undisturbed run of that many ranks."""
 
     @functools.cache
     def told(ranks: int) -> list[str]:
@@ -76,7 +76,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[str]]
 def test_a_newcomer_gets_what_has_come_since_the_start(
     tmp_path: Path, calm: Callable[[int], list[str]]
 ) -> None:
-    for step in ("5", "7"):  # in the step that comes next, and later
+    for step in ("5", "7"):  # in the next step, and later
         assert ends(tmp_path / step, step) == calm(2)
         assert (tmp_path / step / "struck").exists()
 
@@ -85,7 +85,7 @@ def test_a_newcomer_gets_what_has_come_since_the_start(
 def test_a_last_gasp_has_what_has_come_since_the_last_step(
     tmp_path: Path, calm: Callable[[int], list[str]], verify: str
 ) -> None:
-    """Two ranks write it, and each one's plan has to know what the other holds."""
+    """Two ranks write the checkpoint, and the plan of each has to know what the other holds."""
     struck = tmp_path / "struck"
     assert ends(struck, "5", ranks=3, flags=("--on-fault", "restart", "--verify-every", verify)) == calm(3)
     (log,) = struck.glob("runs/*/events.jsonl")

@@ -1,4 +1,4 @@
-"""The tests' own runs of jobs: one that is given up says what it had said, and nothing of it stays."""
+"""The tests' own runs of jobs: a run that is given up shows its output, and none of its processes remains."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ time.sleep(1000)
 
 
 class GivenUp(BaseException):
-    """As pytest's timeout: raised by a signal, and no Exception."""
+    """An exception like pytest's timeout: raised by a signal, and not a subclass of Exception."""
 
 
 def give_up(*_: object) -> None:
@@ -42,7 +42,7 @@ def hang(where: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(where: Path) -> None:
-    """Nothing of it is left."""
+    """Check that no process and no status page of the run is left."""
     assert working_in(where) == {}
     assert not RunDir(where / "runs/it").pages_link.is_symlink()
 

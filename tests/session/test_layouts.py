@@ -1,4 +1,4 @@
-"""Ranks that hold other tensors, from other steps on: they save at once all the same, and get back what they held."""
+"""Ranks that hold different tensors, from different steps on: they still save at once, and get back what they held."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HALF_KNOWN = (4, 9)
 
 
 def run(where: Path, *arguments: str, flags: tuple[str, ...] = ()) -> str:
-    """One job in ``where``; its output."""
+    """Run one job in ``where``. Return its output."""
     result = where / "result"
     result.mkdir(parents=True, exist_ok=True)
     done = run_job(where, RANKS, *flags, JOB, "--result", str(result), *arguments)
@@ -30,12 +30,12 @@ def run(where: Path, *arguments: str, flags: tuple[str, ...] = ()) -> str:
 
 
 def ended(where: Path) -> list[str]:
-    """What each rank had at the end."""
+    """Return what each rank held at the end."""
     return [(where / "result" / f"ended-{rank}").read_text() for rank in range(RANKS)]
 
 
 def sealed(where: Path) -> list[int]:
-    """Steps whose checkpoints are complete, as the controller heard; fails when a share was not written."""
+    """Return the steps of complete checkpoints, from the controller's log. Fail if a share was not written."""
     failed = [event["data"] for event in events(where, "saved") if event["data"]["error"]]
     assert not failed
     return sorted(event["data"]["step"] for event in events(where, "sealed"))
@@ -43,7 +43,7 @@ def sealed(where: Path) -> list[int]:
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
-    """What each rank has at the end of a run that nobody disturbs."""
+    """Return what each rank holds at the end of an undisturbed run."""
 
     @functools.cache
     def ends(*arguments: str) -> list[str]:
@@ -67,7 +67,7 @@ def test_each_step_is_saved_whatever_comes_where(
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of moments at which some ranks have what others lack."""
+    """Return the folder of checkpoints from moments at which some ranks hold what others lack."""
     where = tmp_path_factory.mktemp("saved")
     run(where, *(word for step in HALF_KNOWN for word in ("--save", str(step - 1))))
     return where / "ckpt"
@@ -90,8 +90,8 @@ def test_each_rank_gets_back_what_it_held(
 @pytest.mark.parametrize(
     ("victim", "step", "verify", "arguments"),
     [
-        (1, 7, "50", ("--alike",)),  # it has got what the others have
-        (2, 6, "0", ("--alike",)),  # it has it, and one of the others has not
+        (1, 7, "50", ("--alike",)),  # the victim already has the tensors of the others
+        (2, 6, "0", ("--alike",)),  # the victim has the tensor, and one other rank does not
         pytest.param(2, 5, "0", ("--alike", "--doubt"), marks=pytest.mark.more),
         (1, 6, "0", ()),
         pytest.param(2, 8, "50", ("--doubt",), marks=pytest.mark.more),

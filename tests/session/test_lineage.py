@@ -19,19 +19,19 @@ pytestmark = pytest.mark.torch
 
 
 def aged(root: Path, age_s: float) -> None:
-    """Everything there was written so long ago."""
+    """Set the time of all files there to an earlier one."""
     at = time.time() - age_s
     for path in root.iterdir():
         os.utime(path, (at, at))
 
 
 def steps(root: Path) -> list[int]:
-    """Of all attempts, newest first."""
+    """Return the steps of all saves, newest first."""
     return [v.step for v in Root(root).list()]
 
 
 def leave_after(root: Path, count: int) -> None:
-    """One start that is asked to leave after so many steps, as by a scheduler."""
+    """Run one start that is asked to exit after ``count`` steps, as by a scheduler."""
     job = Job()
     with pytest.raises(SystemExit) as left, job.session(checkpoint=root, keep=1) as s:
         begin = s.step
@@ -47,7 +47,7 @@ def leave_after(root: Path, count: int) -> None:
 
 
 def test_exit_checkpoints_do_not_pile_up(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Each start is a run of its own, and what it came from is its own to prune."""
+    """Each start is a new run, which may prune the checkpoint that it came from."""
     for number in range(4):
         leave_after(tmp_path, 3)
         assert len(steps(tmp_path)) == 1, f"after start {number}"

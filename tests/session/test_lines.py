@@ -15,7 +15,7 @@ log = logging.getLogger("holdfast")
 
 @pytest.fixture
 def root() -> Iterator[logging.Logger]:
-    """The root logger without handlers, and ours as in a new process; both are put back."""
+    """Yield the root logger without handlers, with Holdfast's logger as in a new process. Restore both."""
     root = logging.getLogger()
     kept = [(each, each.handlers[:], each.filters[:], each.level, each.propagate) for each in (root, log)]
     for each in (root, log):

@@ -1,4 +1,4 @@
-"""On one host nothing listens on TCP but gloo, and that on loopback, whatever the host's name means."""
+"""On one host only gloo listens on TCP, and only on loopback, whatever address the host's name has."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOOPBACK = {"0100007F", "00000000000000000000000001000000", "0000000000000000FFF
 
 
 def can() -> bool:
-    """Network namespaces may be made here."""
+    """Return whether network namespaces can be made here."""
     if os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "ip"))):
         return False
     return subprocess.run([*HOST, "true"], capture_output=True, check=False).returncode == 0
@@ -36,7 +36,10 @@ def can() -> bool:
 def test_a_run_on_one_host_listens_at_unix_sockets_and_gloo_on_loopback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gloo used the address of the host's name; agent, controller, zygote and survivors had TCP ports on loopback."""
+    """Regression: gloo used the address of the host's name.
+
+    Agent, controller, zygote and survivors had TCP ports on loopback.
+    """
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
     done = run_job(tmp_path, 2, str(Path(__file__).with_name("listen_job.py")), inside=HOST)

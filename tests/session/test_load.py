@@ -1,4 +1,4 @@
-"""``holdfast.load``: what it converts, what it leaves out, and that a refusal changes nothing."""
+"""``holdfast.load``: conversions, omissions, and refusals that change nothing."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ pytestmark = pytest.mark.torch
 
 
 def net(out: int = 1) -> nn.Sequential:
-    """A small model; ``2`` is its head."""
+    """Return a small model, whose layer ``2`` is its head."""
     torch.manual_seed(out)
     return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, out))
 
 
 def stored(folder: Path, state: dict[str, Tensor]) -> Place:
-    """A checkpoint of these weights."""
+    """Make a checkpoint of these weights."""
     folder.mkdir()
     torch.save(state, folder / "w.pt")
     return import_checkpoint(folder / "w.pt", folder / "ckpts")
 
 
 def copies(model: nn.Module) -> dict[str, Tensor]:
-    """The state now."""
+    """Return copies of the present weights."""
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 
 def equal(model: nn.Module, state: dict[str, Tensor]) -> bool:
-    """Bit for bit."""
+    """Return whether the weights are equal, bit for bit."""
     return all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
@@ -90,7 +90,7 @@ def test_a_number_that_does_not_fit_is_refused_before_anything_changes(tmp_path:
     with pytest.raises(CheckpointMismatch, match=r"0\.weight: it has numbers"):
         holdfast.load(path, mixed, cast=True, strict=False)
     assert equal(mixed, before)
-    mixed[0] = nn.Linear(1, 1).half()  # of another shape: its numbers do not matter
+    mixed[0] = nn.Linear(1, 1).half()  # of another shape, so its values do not matter
     report = holdfast.load(path, mixed, cast=True, optional=["0.*"])
     assert (
         set(report.mismatched) == {"0.weight", "0.bias"} and mixed.get_parameter("2.weight").count_nonzero()
@@ -180,7 +180,7 @@ def test_what_was_healed_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 
 def test_an_empty_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an unset variable of a shell gives: it meant the current directory."""
+    """An unset shell variable gives an empty text. Regression: an empty text meant the current directory."""
     monkeypatch.chdir(tmp_path)
     model = net()
     with pytest.raises(UsageError, match="empty text"):
@@ -193,7 +193,10 @@ def test_an_empty_place_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_a_place_that_no_message_can_name_is_refused_on_entry(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bytes of another encoding: the first periodic save ended the training with an error of the encoder."""
+    """The name has bytes of another encoding.
+
+    Regression: the first periodic save ended the training with an encoder error.
+    """
     odd = tmp_path / os.fsdecode(b"models \xe9t\xe9")
     odd.mkdir()
     model = net()

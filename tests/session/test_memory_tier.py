@@ -1,4 +1,4 @@
-"""Pure FSDP: one rank alone holds its shards. Real kills, torn copies and flipped bits against the memory tier."""
+"""Pure FSDP, where one rank alone holds its shards: kills, torn copies and flipped bits against the memory tier."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ long = pytest.mark.skipif("HOLDFAST_MEMORY" not in os.environ, reason="make memo
 
 
 def lost(where: Path) -> list[int]:
-    """Steps that were done again, by recovery."""
+    """Return how many steps each recovery had to do again."""
     return [event["data"]["steps_lost"] for event in events(where, "restored")][1:]
 
 
 def actions(where: Path) -> list[str]:
-    """Rungs taken."""
+    """Return the rungs that were taken."""
     return [event["data"]["action"] for event in events(where, "verdict")]
 
 
@@ -28,9 +28,9 @@ def actions(where: Path) -> list[str]:
     ("every", "fault", "flags", "rung", "again"),
     [
         pytest.param(1, ("--die", "2@4"), (), "replace_from_memory", 0, marks=long),
-        # No log: all go back, and the optimizer has other tensors, which are compared afterwards.
+        # No log: all ranks go back, and the optimizer has other tensors, which are compared afterwards.
         (3, ("--die", "0@5", "--hook"), ("--verify-every", "2"), "replace_from_memory", 2),
-        # In the update, and the update of another one breaks off.
+        # The rank dies in its update, and the update of another rank breaks off.
         pytest.param(5, ("--die-late", "1@8", "--tear", "3@8"), (), "replace_from_memory", 0, marks=long),
         pytest.param(3, ("--die", "0@5"), (), "replace_from_memory", 0, marks=long),
         pytest.param(4, ("--die-late", "2@2"), (), "replace_from_memory", 0, marks=long),
@@ -59,7 +59,7 @@ def test_a_lost_shard_comes_back(
 
 
 def test_the_others_stay_where_they_are(tmp_path: Path, bare: Callable[..., Result]) -> None:
-    """SGD with momentum; rank 2 dies in its update, two steps after the state that it has in memory."""
+    """The optimizer is SGD with momentum. Rank 2 dies in its update, two steps after its state in memory."""
     arguments = ("--layout", "fsdp", "--memory", "4", "--sgd", "--die-late", "2@6")
     got = start("holdfast", tmp_path, *arguments)
     assert got.code == 0, got.output
@@ -74,7 +74,7 @@ def test_the_others_stay_where_they_are(tmp_path: Path, bare: Callable[..., Resu
 def test_weights_that_the_script_changes_itself_are_in_no_log(
     tmp_path: Path, bare: Callable[..., Result]
 ) -> None:
-    """Rank 1 dies after a step behind which all clamp their weights, before its log could see that."""
+    """Rank 1 dies after a step that all ranks end by clamping their weights, before its log could see the change."""
     arguments = ("--layout", "fsdp", "--memory", "3")
     got = start("holdfast", tmp_path, *arguments, "--clamp", "4", "--die", "1@5")
     assert got.code == 0, got.output

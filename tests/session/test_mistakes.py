@@ -1,4 +1,4 @@
-"""Mistakes that one rank makes: it is named, at once, and the run ends with the cause."""
+"""Mistakes of one rank: the rank is named at once, and the run ends with the cause."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_rank_that_leaves_the_others_alone_is_the_first_that_is_named(
     done = run_job(tmp_path, 2, "--run-id", "it", JOB, mistake)
     assert done.returncode == code, done.stdout
     assert told in " ".join(done.stdout.split("error: run it: ")[-1].split()), done.stdout
-    assert "read the traceback" not in done.stdout, done.stdout  # there is none
+    assert "read the traceback" not in done.stdout, done.stdout  # there is no traceback
     events = event_log.read(tmp_path / "runs/it/events.jsonl").events
     assert next(e.data["rank"] for e in events if e.kind == "detected") == 1, done.stdout
     assert sum(e.kind == "verdict" for e in events) <= 2, done.stdout

@@ -1,4 +1,4 @@
-"""Modules with the names that a checkpoint uses beside the model."""
+"""Modules that have the names which a checkpoint uses beside the model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = ("optimizer", "scheduler", "scaler", "state")
 
 
 class Net(nn.Module):
-    """Some of its modules are called as the parts of a training are."""
+    """A model whose modules may have the names of the parts of a training."""
 
     def __init__(self, *names: str) -> None:
         super().__init__()
@@ -28,14 +28,14 @@ class Net(nn.Module):
             self.add_module(name, nn.BatchNorm1d(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """All of them, one after the other."""
+        """Apply all modules, one after the other."""
         for module in self.children():
             x = module(x)
         return x
 
 
 def train(net: Net, until: int, folder: Path, part: nn.Module | None = None, **arguments: Any) -> None:
-    """Train in a session: all, or a part."""
+    """Train all parameters, or those of a part, in a session."""
     optimizer = torch.optim.AdamW((part or net).parameters(), lr=0.1)
     data = [torch.tensor([[1.0, 2.0], [n, n + 3.0]]) for n in range(6)]
     with holdfast.session(model=net, optimizer=optimizer, checkpoint=folder, **arguments) as s:
@@ -47,7 +47,7 @@ def train(net: Net, until: int, folder: Path, part: nn.Module | None = None, **a
 
 
 def made(*names: str) -> Net:
-    """Always the same weights."""
+    """Return a model with fixed weights."""
     torch.manual_seed(1)
     return Net(*names)
 
@@ -59,7 +59,7 @@ def test_a_module_of_such_a_name_is_missed(tmp_path: Path) -> None:
         with pytest.raises(CheckpointMismatch, match=rf"unexpected: {absent}\.bias"):
             holdfast.load(tmp_path, fewer)
         assert f"{absent}.bias" in holdfast.load(tmp_path, fewer, strict=False).unexpected
-    # An optimizer of other parameters would be refused before: this one updates what both have.
+    # An optimizer of other parameters would be refused first: this one updates the common parameters.
     more, less = made("state"), made()
     train(more, 2, tmp_path / "c", more.first)
     with pytest.raises(CheckpointMismatch, match=r"unexpected: state\.bias"):

@@ -22,7 +22,7 @@ TIMES = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
 
 
 def trained(place: Path, last: int = 12, bad: tuple[int, ...] = (5, 8), what: str = "nan", **how: Any) -> Any:
-    """The weights after ``last`` steps, in which the losses of ``bad`` are ``what``."""
+    """Return the weights after ``last`` steps, in which the losses of the steps ``bad`` are ``what``."""
     torch.manual_seed(0)
     net = nn.Linear(4, 1)
     optimizer = torch.optim.AdamW(net.parameters(), 0.1)

@@ -1,4 +1,4 @@
-"""Scripts that are written in unusual ways: bit for bit the undisturbed run after a kill, or refused by name."""
+"""Scripts in unusual styles: after a kill, the end is that of the undisturbed run, or the script is refused by name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ JOB = str(Path(__file__).with_name("odd_job.py"))
 
 
 class Calm(NamedTuple):
-    """What each rank of an undisturbed run told, and the output."""
+    """The results of each rank of an undisturbed run, and the output."""
 
     told: list[dict[str, Any]]
     output: str
@@ -27,7 +27,7 @@ class Calm(NamedTuple):
 def run(
     where: Path, what: str, *kills: str, flags: tuple[str, ...] = ()
 ) -> tuple[int, str, list[dict[str, Any]]]:
-    """Exit code, output, and what each of three workers told."""
+    """Run a job. Return exit code, output, and the results of each of three workers."""
     where.mkdir(exist_ok=True)
     done = run_job(where, 3, *flags, JOB, "--what", what, "--kill", ",".join(kills), "--result", "result")
     told = [json.loads(path.read_text()) for path in sorted(where.glob("result/rank-*.json"))]
@@ -37,7 +37,7 @@ def run(
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Calm]:
-    """The undisturbed run of a way, started once."""
+    """Return the undisturbed run of a way, started once."""
     known: dict[str, Calm] = {}
 
     def ran(what: str) -> Calm:
@@ -57,7 +57,7 @@ def test_undisturbed_the_first_block_alone_runs_again_for_its_check(calm: Callab
 @pytest.mark.parametrize(
     ("what", "kills"),
     [
-        # A job each: DDP deals its buckets anew after the first step, and after a recovery.
+        # Each has its own job: DDP assigns its buckets again after the first step, and after a recovery.
         ("plain", ["1:0:end"]),
         pytest.param("plain", ["1:0:after"], marks=pytest.mark.more),
         pytest.param("plain", ["1:1:start"], marks=pytest.mark.more),
@@ -106,7 +106,7 @@ def test_kills_leave_the_bits_as_they_are(
 def test_a_block_that_changes_its_batch_finds_it_whole_again(
     tmp_path: Path, calm: Callable[[str], Calm], monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...]
 ) -> None:
-    """In the rehearsal of a resume, and of a spare."""
+    """The block runs first in the rehearsal of a resume, or of a spare."""
     kills = ["1:9:mid"] if flags else []
     if not flags:
         monkeypatch.setenv("UNTIL", "8")
@@ -122,7 +122,7 @@ def test_a_block_that_changes_its_batch_finds_it_whole_again(
 def test_a_survivor_that_takes_long_before_its_block_stays(
     tmp_path: Path, calm: Callable[[str], Calm]
 ) -> None:
-    """It is asked for its digests and for its state, and both wait for the script."""
+    """The survivor gets requests for its digests and its state, and both wait for the script."""
     code, output, told = run(tmp_path / "job", "resting", "1:7:start")
     assert code == 0 and "did not give its state" not in output, output
     assert ", 1 fault, 0 steps lost" in output, output
@@ -130,7 +130,7 @@ def test_a_survivor_that_takes_long_before_its_block_stays(
 
 
 def test_survivors_in_a_long_update_stay(tmp_path: Path, calm: Callable[[str], Calm]) -> None:
-    # A step of its other ones takes a few milliseconds: a thousand of them may be less than the long update.
+    # Another step takes a few milliseconds: even a thousand of them may be shorter than the long update.
     code, output, told = run(tmp_path / "job", "updating", "1:8:update", flags=("--hang-factor", "1e6"))
     assert code == 0 and "did not settle" not in output, output
     assert ", 1 fault, 0 steps lost" in output, output
@@ -147,7 +147,7 @@ def test_survivors_in_a_long_update_stay(tmp_path: Path, calm: Callable[[str], C
 def test_what_comes_before_a_block_is_done_again_by_all_or_none(
     tmp_path: Path, calm: Callable[[str], Calm], kills: list[str]
 ) -> None:
-    """All go back to a kept state: over an evaluation, or not."""
+    """All ranks go back to a kept state, with or without an evaluation on the way."""
     code, output, told = run(tmp_path / "job", "evaluating_shards", *kills)
     assert code == 0 and output.count("from memory") >= len(kills), output
     for rank, undisturbed in zip(told, calm("evaluating_shards").told, strict=True):
@@ -170,7 +170,7 @@ def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path, what: str, why:
 
 
 def test_a_newcomer_that_computes_in_another_type_is_refused(tmp_path: Path) -> None:
-    """Of the same size: it took bfloat16 for float16, and trained."""
+    """The types have the same size. Regression: the newcomer took bfloat16 for float16, and trained."""
     code, output, told = run(tmp_path / "job", "casting", "1:5:mid")
     assert code != 0 and not told, output
     assert "0.weight is BF16 [64, 16] in the survivors, and F16 [64, 16] in this process" in output, output

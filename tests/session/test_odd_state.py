@@ -1,4 +1,4 @@
-"""State of unusual forms: it comes back, or is refused by name when the session is entered."""
+"""State in unusual forms: it is restored, or refused by name when the session is entered."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.torch
 
 
 def net(**buffers: torch.Tensor) -> nn.Module:
-    """A small model with these buffers."""
+    """Return a small model with these buffers."""
     torch.manual_seed(2)
     made = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
     for name, buffer in buffers.items():
@@ -128,7 +128,7 @@ def test_a_buffer_whose_name_is_no_text_is_refused_on_entry(tmp_path: Path) -> N
 
 
 def held() -> dict[str, Any]:
-    """State that the script holds, too."""
+    """Return state that the script also holds references to."""
     return {
         "ema": torch.zeros(3),
         "array": np.zeros((2, 2)),
@@ -143,7 +143,7 @@ def held() -> dict[str, Any]:
 
 
 def change(mine: dict[str, Any], state: dict[str, Any]) -> None:
-    """As a script does: in place where it can, the others by the session's ``state``."""
+    """Change the state as a script does: in place if possible, otherwise by the session's ``state``."""
     mine["ema"].add_(1)
     mine["array"][0, 1] += 2
     mine["alone"] += 3
@@ -158,7 +158,7 @@ def change(mine: dict[str, Any], state: dict[str, Any]) -> None:
 
 
 def told(state: dict[str, Any]) -> str:
-    """To compare."""
+    """Return the state in a form that can be compared."""
     return repr(state)
 
 
@@ -203,12 +203,12 @@ def test_an_aborted_step_takes_plain_state_back() -> None:
     assert told(state.extras) == before
     assert state.extras["ema"] is mine["ema"] and mine["nested"]["inner"][0].tolist() == [6.0] * 2
     change(mine, state.extras)
-    snapshot.restore()  # a second time: the copies are no part of the state
+    snapshot.restore()  # a second time: the copies are not part of the state
     assert told(state.extras) == before
 
 
 class Position:
-    """Says what was committed, whenever it is asked."""
+    """An object that declares that its state is always that of committed steps."""
 
     shows_committed_steps = True
 

@@ -1,4 +1,4 @@
-"""``holdfast.once``: a replaced rank hears what the lost process had made."""
+"""``holdfast.once``: a replaced rank gets the value that the lost process had made."""
 
 from __future__ import annotations
 

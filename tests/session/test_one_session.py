@@ -1,4 +1,4 @@
-"""What a job of several ranks has one of: a session, and a directory of checkpoints."""
+"""Things of which a job of several ranks has one: a session, and a directory of checkpoints."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def train(checkpoint):
 
 
 def run(where: Path, rest: str) -> tuple[int, str]:
-    """A job of two ranks; exit code and output."""
+    """Run a job of two ranks. Return exit code and output."""
     script = where / "train.py"
     script.write_text(HEAD + rest)
     done = run_job(where, 2, str(script))
@@ -40,7 +40,7 @@ def run(where: Path, rest: str) -> tuple[int, str]:
 
 
 def test_a_second_session_is_refused_by_name(tmp_path: Path) -> None:
-    """A newcomer would join in the first one while the others are in the second."""
+    """A newcomer would join in the first session while the others are in the second."""
     code, said = run(tmp_path, 'train("first")\ntrain("second")\n')
     assert code == Exit.BAD_INPUT, said
     assert "a second session in one process" in said and "holdfast.load(path, model)" in said
@@ -49,7 +49,7 @@ def test_a_second_session_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_ranks_that_would_save_in_different_places_are_refused(tmp_path: Path) -> None:
-    """As in a directory per process: each would hold half a checkpoint, which none can load."""
+    """Each process has its own directory, which would hold half of a checkpoint that no process can load."""
     elsewhere = 'os.makedirs(f"out{dist.get_rank()}", exist_ok=True)\nos.chdir(f"out{dist.get_rank()}")\n'
     code, said = run(tmp_path, elsewhere + 'train("ckpt")\n')
     assert code == Exit.BAD_INPUT, said

@@ -1,4 +1,4 @@
-"""Workers whose launcher and agent are both killed leave by themselves, wherever they are."""
+"""Workers whose launcher and agent are both killed exit on their own, whatever they are doing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint meets an optimizer that did not write it."""
+"""A checkpoint is loaded into an optimizer that did not write it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def test_another_optimizer_is_refused_and_nothing_is_written(tmp_path: Path) -> 
 
 
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
-    """torch says so as well; silently the moments of a layer would begin at zero, or be gone at the next save."""
+    """torch refuses such a load, too.
+
+    Otherwise a layer's moments would silently start at zero or be lost at the next save.
+    """
 
     def train(first: list[nn.Parameter], *more: list[nn.Parameter], job: Job) -> list[int]:
         job.optimizer = torch.optim.AdamW([{"params": group} for group in (first, *more)], lr=0.01)
@@ -53,10 +56,10 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
 
 
 class Counting(torch.optim.SGD):
-    """Keeps a number and a tensor of no parameter."""
+    """An optimizer that keeps a number and a tensor that belong to no parameter."""
 
     def step(self, closure: Any = None) -> Any:
-        """Count."""
+        """Count, and update."""
         state: Any = self.state
         state["calls"] = state.get("calls", 0) + 1
         state["pace"] = {"sum": state.get("pace", {"sum": torch.zeros(2)})["sum"] + 1.5}
@@ -80,7 +83,7 @@ def test_what_an_optimizer_keeps_of_no_parameter_goes_on(tmp_path: Path) -> None
 
 def test_one_process_may_search_along_a_line(tmp_path: Path) -> None:
     def train(folder: Path | None) -> list[torch.Tensor]:
-        """In two sessions, or undisturbed."""
+        """Train in two sessions, or undisturbed without a folder."""
         torch.manual_seed(0)
         net = nn.Linear(8, 1)
         optimizer: Any = torch.optim.LBFGS(net.parameters(), max_iter=4, line_search_fn="strong_wolfe")

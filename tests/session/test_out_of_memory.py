@@ -22,7 +22,7 @@ LIMIT_BYTES = 2 << 30
 
 @pytest.fixture
 def control_group() -> Iterator[Path]:
-    """A control group with a limit of memory, where this user may make one."""
+    """Yield a control group with a memory limit, if this user may make one."""
     for base in GROUPS:
         group = base / f"holdfast-test-{os.getpid()}"
         with suppress(OSError):
@@ -34,13 +34,13 @@ def control_group() -> Iterator[Path]:
                 group.rmdir()
                 continue
             yield group
-            group.rmdir()  # fails when a process is left in it
+            group.rmdir()  # fails if a process is left in the group
             return
     pytest.skip("no control group of memory can be made here")
 
 
 def test_the_kernels_kills_are_one_fault_that_is_named(tmp_path: Path, control_group: Path) -> None:
-    """It was tried 16 times, and ended with more faults than the budget and no word of memory."""
+    """Regression: the job was tried 16 times, and ended with more faults than the budget and no mention of memory."""
     enter = ("sh", "-c", f'echo $$ > {control_group}/cgroup.procs && exec "$@"', "sh")
     done = run_job(tmp_path, 2, "--hang-floor", "60", JOB, "all memory in the block", inside=enter)
     assert done.returncode == Exit.FAILED, done.stdout

@@ -1,4 +1,4 @@
-"""A hyperparameter that the script sets otherwise than the script that wrote the checkpoint is told, or taken."""
+"""A hyperparameter whose value in the script differs from that in the checkpoint: reported, or used if requested."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ UNTIL = 6
 
 
 def warm(optimizer: torch.optim.Optimizer, **arguments: Any) -> Any:
-    """A schedule that has moved the learning rate by the time of the checkpoint."""
+    """Return a schedule that has moved the learning rate by the time of the checkpoint."""
     return torch.optim.lr_scheduler.StepLR(optimizer, **{"step_size": 2, "gamma": 0.5, **arguments})
 
 
 def train(
     root: Path, until: int, *, override: list[str] | None = None, scheduler: Any = warm, **arguments: Any
 ) -> tuple[torch.optim.Optimizer, Any, torch.Tensor]:
-    """A training in one process that ends at step ``until``; ``arguments`` of the optimizer."""
+    """Train in one process until step ``until``. ``arguments`` go to the optimizer."""
     torch.manual_seed(3)
     net = nn.Linear(4, 1)
     groups: list[dict[str, Any]] = [{"params": [net.weight]}, {"params": [net.bias], "weight_decay": 0.0}]
@@ -47,7 +47,7 @@ def train(
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Lines on values that differ, since the last call."""
+    """Return the log lines on differing values since the last call."""
     lines = [record.getMessage() for record in caplog.records if "in this script" in record.getMessage()]
     caplog.clear()
     return lines
@@ -68,7 +68,7 @@ def test_a_value_that_the_script_has_changed_is_told_and_the_checkpoint_s_is_use
     caplog.set_level(logging.INFO, "holdfast")
     train(tmp_path, 3)
     changed: dict[str, Any] = {"lr": 0.02, "weight_decay": 0.3, "betas": (0.8, 0.9)}
-    for until in (4, 5):  # it is told at each start
+    for until in (4, 5):  # each start reports it
         optimizer, _, _ = train(tmp_path, until, **changed)
         lines = told(caplog)
         assert [line.split(": ")[0] for line in lines] == [

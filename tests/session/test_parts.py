@@ -1,4 +1,4 @@
-"""A step run in parts is the step of the whole batch: accumulation, clipping, loss scaling and resume included."""
+"""A step that runs in parts equals the step of the whole batch: accumulation, clipping, loss scaling and resume."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SAMPLES = 24
 
 
 class Job:
-    """A model without randomness; ``batch`` samples per block."""
+    """A training without randomness, with ``batch`` samples per block."""
 
     def __init__(self, batch: int) -> None:
         torch.manual_seed(3)
@@ -33,7 +33,7 @@ class Job:
         self.drawn: list[float] = []
 
     def update(self, batch: list[Tensor]) -> None:
-        """Two micro-batches, gradients unscaled and clipped to a norm that binds."""
+        """Compute two micro-batches. Gradients are unscaled and clipped to a norm that binds."""
         self.drawn += batch[0][:, 0].tolist()
         self.optimizer.zero_grad()
         for x, y in zip(batch[0].chunk(2), batch[1].chunk(2), strict=True):

@@ -1,4 +1,4 @@
-"""A checkpoint of a pipeline: each rank finds its stage in it, with one copy or two, and one rank finds all of it."""
+"""A checkpoint of a pipeline: each rank finds its stage in it, with one copy or two, and one rank finds everything."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SAME = ("parameters", "optimizer", "buffers", "scheduler")
 
 
 def train(where: Path, nproc: int, root: Path) -> tuple[list[dict[str, Any]], str]:
-    """What each rank holds after step 6, and the output."""
+    """Train. Return what each rank holds after step 6, and the output."""
     where.mkdir()
     script = ["-m", "holdfast.drill.train", "--layout", "pp", "--steps", str(STEPS)]
     done = run_job(where, nproc, *script, "--checkpoint", str(root), "--result", "out")
@@ -33,13 +33,13 @@ def train(where: Path, nproc: int, root: Path) -> tuple[list[dict[str, Any]], st
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
-    """Two stages, two copies: the root of their checkpoints, and what each rank held."""
+    """Train two stages with two copies. Return the root of their checkpoints, and what each rank held."""
     base = tmp_path_factory.mktemp("pipeline")
     return base / "ckpts", train(base / "first", 4, base / "ckpts")[0]
 
 
 def adapter_of(model: torch.nn.Module) -> TorchAdapter:
-    """One rank that has built ``model``."""
+    """Return the adapter of one rank that has built ``model``."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS)
     return TorchAdapter(model, optimizer, scheduler, None, {}, 0)

@@ -1,4 +1,4 @@
-"""A rank that computes wrong gradients is named by others that compute them again."""
+"""A rank that computes wrong gradients is named by ranks that compute the same gradients again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ JOB = str(Path(__file__).with_name("recompute_job.py"))
 
 
 def ends(where: Path, ranks: int, way: str, every: int) -> tuple[set[str], str]:
-    """With what the ranks end, and the output."""
+    """Run the job. Return the final values of the ranks, and the output."""
     where.mkdir()
     done = run_job(where, ranks, JOB, way, str(every))
     assert done.returncode == Exit.OK, done.stdout
@@ -64,7 +64,7 @@ def test_two_ranks_that_differ_for_good_end_the_run(tmp_path: Path) -> None:
 @pytest.mark.more
 @pytest.mark.processes
 def test_a_block_that_depends_on_its_rank_is_said_to_be_unchecked(tmp_path: Path) -> None:
-    """It is no fault of a device, and the job trains on with the bits that it has without the check."""
+    """A different result is no fault of the device here. The job continues with the same bits as without the check."""
     plain, _ = ends(tmp_path / "plain", 2, "ranked", 0)
     told, output = ends(tmp_path / "ranked", 2, "ranked", 2)
     assert told == plain and output.count("verify_ranks checks nothing") == 1, output

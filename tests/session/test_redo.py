@@ -1,4 +1,4 @@
-"""A framework whose gradients pass a gate inside its graph begins the same step again: ``Session.redo``."""
+"""A framework whose gradients pass a gate inside its graph starts the same step again: ``Session.redo``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.session.steps.voting import VoteCaster
 
 
 class GateAdapter:
-    """Rehearses once in a newcomer, as MindSpore's does; everything else is of no interest."""
+    """An adapter that rehearses once in a newcomer, as MindSpore's does. Its other methods do nothing."""
 
     def __init__(self) -> None:
         self.rehearsed = self.begun = 0
@@ -40,7 +40,7 @@ class GateAdapter:
 
 
 class Newcomer(StepParticipant):
-    """Joins without a control plane."""
+    """The participant of a newcomer that joins without a control plane."""
 
     joins = 0
 

@@ -1,4 +1,4 @@
-"""A loop that another library drives, without that library: where the script is at each of its calls."""
+"""A loop that another library drives, simulated: the position of the script at each call of the library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks say of their state fits into one message, however much there is of it."""
+"""The ranks' descriptions of their state fit into one message, however large they are."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RANKS = 512
 
 
 def said(odd: int = -1) -> Said:
-    """Of a rank with thousands of buffers; that of number ``odd`` is another one."""
+    """Return the description of a rank with thousands of buffers. The buffer of number ``odd`` differs."""
     buffers = {
         f"module.backbone.stage.{n}.norm.running_mean": f"{n + (n == odd) * 7:016x}" for n in range(4000)
     }

@@ -1,4 +1,4 @@
-"""The same training, gone on with by another number of ranks: every sample of the epoch counts once."""
+"""A training that another number of ranks continues: every sample of the epoch counts once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ JOB = str(Path(__file__).with_name("resize_job.py"))
 
 
 def train(where: Path, nproc: int, *arguments: str) -> tuple[int, str]:
-    """Exit code and output; who was seen stands in a file."""
+    """Run the job. Return exit code and output. A file lists the samples that counted."""
     places = ["--checkpoint", str(where / "ckpts"), "--seen", str(where / "seen")]
     done = run_job(where, nproc, JOB, *places, *arguments)
     return done.returncode, done.stdout
@@ -31,9 +31,7 @@ def test_two_ranks_then_four_then_one(tmp_path: Path) -> None:
     assert "give the loader 0.5 times the batch size" in said
     code, said = train(tmp_path, 1, "--batch", "4", "--shift", "100")
     assert code == 0 and "accumulate 3 batches per step" in said, said
-    assert (
-        "as many samples (48), but other ones" in said
-    )  # numbers from 100 on, where there were those from 0 on
+    assert "as many samples (48), but other ones" in said  # the numbers start at 100 and not at 0
     numbers = [int(line) % 100 for line in (tmp_path / "seen").read_text().split()]
     assert sorted(numbers) == list(range(SAMPLES))
 

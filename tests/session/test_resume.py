@@ -1,4 +1,4 @@
-"""One rank alone cannot load a checkpoint: all ranks take the next one, or all stop."""
+"""Only one rank cannot load a checkpoint: all ranks take the next checkpoint, or all stop."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ JOB = str(Path(__file__).with_name("resume_job.py"))
 
 
 def run(where: Path, *arguments: str) -> tuple[int, str]:
-    """Exit code of two ranks, and what they logged."""
+    """Run two ranks. Return the exit code and their logs."""
     done = run_job(where, 2, JOB, "--checkpoint", str(where / "ckpts"), *arguments)
     newest = max((where / "runs").iterdir(), key=lambda p: p.stat().st_mtime_ns)
     return done.returncode, "".join(log.read_text() for log in sorted(newest.glob("attempt-*/rank-*.log")))
@@ -32,9 +32,9 @@ def test_damage_that_one_rank_meets_is_answered_by_all(tmp_path: Path) -> None:
     assert code == 0, said
     newest, before, *_ = Root(
         tmp_path / "ckpts"
-    ).list()  # a save that comes too soon after another one is left out
+    ).list()  # a save that comes too soon after another is skipped
     assert newest.step == 4
-    (shard,) = Path(newest.path).glob("shard-r00001-*.safetensors")  # rank 0 never reads it
+    (shard,) = Path(newest.path).glob("shard-r00001-*.safetensors")  # rank 0 never reads this shard
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
@@ -49,13 +49,16 @@ def test_damage_that_one_rank_meets_is_answered_by_all(tmp_path: Path) -> None:
     code, said = run(tmp_path, "--until", "6", "--odd", "1")
     assert code == Exit.BAD_INPUT, said
     assert "cannot be loaded by 1 rank; rank 1: " in said  # rank 0, whose model fits
-    assert said.count("missing: other.weight") >= 2  # both say what differs
+    assert said.count("missing: other.weight") >= 2  # both ranks report the difference
 
 
 def test_a_first_save_that_was_never_finished_is_no_reason_not_to_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As after a loss of power; once there was a whole one, its damage is a reason."""
+    """An unfinished first save is what a loss of power leaves.
+
+    If the save was complete once (``SEALED``), its damage prevents a start.
+    """
     Job().train(3, checkpoint=tmp_path, save_every_steps=3)
     (only,) = (Path(v.path) for v in Root(tmp_path).list())
     (only / "rank-r00000.json").unlink()
@@ -71,7 +74,7 @@ def test_a_first_save_that_was_never_finished_is_no_reason_not_to_start(
 def test_a_checkpoint_that_anybody_may_have_planted_is_not_taken_unasked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In a directory that every user can write, the highest step of any of them was resumed from."""
+    """Every user can write into the directory. Regression: a session resumed from the highest step of any user."""
     Job().train(2, checkpoint=tmp_path, save_every_steps=2)
     Job().train(4, checkpoint=tmp_path, save_every_steps=2)
     newest, before, *_ = Root(tmp_path).list()

@@ -1,4 +1,4 @@
-"""Arguments of the wrong type: one clear error in the call, not a thread that dies at the first save."""
+"""Arguments of the wrong type: one clear error in the call, and no thread that dies at the first save."""
 
 from __future__ import annotations
 

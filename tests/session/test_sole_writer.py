@@ -1,4 +1,4 @@
-"""Two live runs in one checkpoint directory."""
+"""Two runs that use one checkpoint directory at the same time."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_the_second_live_run_in_a_directory_says_so_once(
         other.send_signal(signal.SIGKILL)
     assert caplog.text.count(TOLD) == 1 and str(tmp_path) in caplog.text
     caplog.clear()
-    for until in (3, 4):  # one after the other, and nothing is left of the one that was killed
+    for until in (3, 4):  # one after the other; the killed one leaves nothing
         Job().train(until, checkpoint=tmp_path)
     assert TOLD not in caplog.text and not [p.name for p in tmp_path.iterdir() if p.is_file()]
 
@@ -54,7 +54,7 @@ def test_a_run_that_goes_on_meets_what_its_lost_rank_has_left(
         tmp_path,
         tmp_path / "absent",
         tmp_path,
-    ):  # also where a session of this process could not open
+    ):  # also if a session of this process could not open
         SoleUse(place, tells=True)
     SoleUse(tmp_path).close()
     assert TOLD not in caplog.text

@@ -41,7 +41,7 @@ pytestmark = pytest.mark.torch
 
 
 class Job:
-    """Model, optimizer, scheduler and a loader without shuffling."""
+    """A training with model, optimizer, scheduler and a loader without shuffling."""
 
     def __init__(self, width: int = 8) -> None:
         torch.manual_seed(3)
@@ -54,14 +54,14 @@ class Job:
         self.loader: Any = DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), 4)
 
     def update(self, batch: Any) -> None:
-        """One ordinary step."""
+        """Run one ordinary step."""
         (self.net(batch[0]) - batch[1]).square().mean().backward()
         self.optimizer.step()
         self.scheduler.step()
         self.optimizer.zero_grad()
 
     def session(self, **arguments: Any) -> Any:
-        """A session of this job, in which each block runs once."""
+        """Return a session of this job in which each block runs once."""
         return holdfast.session(
             model=self.net,
             optimizer=self.optimizer,
@@ -71,12 +71,12 @@ class Job:
         )
 
     def train(self, until: int, **arguments: Any) -> list[int]:
-        """Train in a session; the step numbers that ran."""
+        """Train in a session. Return the step numbers that ran."""
         with self.session(**arguments) as s:
             return self.loop(s, until)
 
     def loop(self, s: Any, until: int) -> list[int]:
-        """The usual loop."""
+        """Run the usual loop. Return the step numbers that ran."""
         seen = []
         for step in s.steps(self.loader, until=until):
             with step as batch:
@@ -86,18 +86,18 @@ class Job:
         return seen
 
     def tensors(self) -> list[Tensor]:
-        """Everything that training changes."""
+        """Return all tensors that training changes."""
         state = [v for p in self.net.parameters() for v in self.optimizer.state[p].values()]
         return [*self.net.state_dict().values(), *state, torch.tensor(self.scheduler.get_last_lr())]
 
 
 def same(one: Job, two: Job) -> bool:
-    """Bit for bit."""
+    """Return whether both jobs are equal, bit for bit."""
     return all(torch.equal(a, b) for a, b in zip(one.tensors(), two.tensors(), strict=True))
 
 
 def bare(until: int) -> Job:
-    """The same training without a session."""
+    """Train without a session. Return the job."""
     job = Job()
     step = 0
     while step < until:
@@ -224,7 +224,7 @@ def test_resume_words(tmp_path: Path) -> None:
 
 
 def flip(path: Path, tensor: str = "") -> None:
-    """Damage one byte of the first shard: of this tensor, or near the end (the optimizer's)."""
+    """Damage one byte of the first shard: in this tensor, or near the end (in the optimizer's state)."""
     shard = next(path.glob("shard-*.safetensors"))
     data = bytearray(shard.read_bytes())
     place = len(data) - 5
@@ -333,7 +333,7 @@ def test_misuse_of_a_step() -> None:
             with step as batch:
                 job.net(batch[0]).sum().backward()
                 stranger.step()
-    job.update(next(iter(job.loader)))  # hooks are gone with the session
+    job.update(next(iter(job.loader)))  # the hooks were removed with the session
 
 
 def test_separate_named_updates() -> None:
@@ -424,7 +424,7 @@ def test_scaler_that_skips() -> None:
 
 
 def leaving(job: Job, tmp_path: Path, ask: Any, **arguments: Any) -> None:
-    """Train, ask to leave at step 3, go on in another session; compare."""
+    """Train, request an exit at step 3, and continue in another session. Compare with the bare training."""
     with pytest.raises(SystemExit) as left, job.session(checkpoint=tmp_path / "c", **arguments) as s:
         for step in s.steps(job.loader, until=1000):
             with step as batch:
@@ -528,7 +528,7 @@ def test_a_section_that_was_cut_off_is_run_again_or_told(
             with s.section("eval"):
                 pass
     assert caplog.text.count('section "eval" after step 1 was cut off') == (form == "after the block")
-    if steps > 2:  # the save at the end no longer notes it
+    if steps > 2:  # the save at the end does not record it any more
         caplog.clear()
         Job().train(steps + 1, checkpoint=tmp_path)
         assert "cut off" not in caplog.text
@@ -552,7 +552,7 @@ def test_compilation_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_parts_copied_for_a_save_are_the_bytes_that_a_view_shows() -> None:
-    """Odd dtypes, strides and sizes; the way a GPU's tensors take into the staging memory."""
+    """The tensors have unusual dtypes, strides and sizes. GPU tensors reach the staging memory by the same copy."""
     state = TorchState(nn.Linear(2, 2), {})
     collected = state.collect()
     transposed = torch.arange(35.0).reshape(5, 7).t()

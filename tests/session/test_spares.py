@@ -1,4 +1,4 @@
-"""Real spares: a killed worker's place is taken by one, bit for bit; they may be killed, and run out."""
+"""Real spares: one takes the place of a killed worker, bit for bit; spares may be killed, or run out."""
 
 from __future__ import annotations
 
@@ -45,38 +45,38 @@ class Job:
         self.output = where / "output"
 
     def events(self, kind: str) -> list[dict[str, Any]]:
-        """Data of all lines of a kind in the event log."""
+        """Return the data of all events of a kind."""
         logs = list(self.where.glob("runs/*/events.jsonl"))
         lines = logs[0].read_text().splitlines(keepends=True) if logs else []
         found = [json.loads(line) for line in lines if line.endswith("\n")]
         return [line["data"] for line in found if line.get("kind") == kind]
 
     def wait(self, kind: str, count: int) -> dict[str, Any]:
-        """The ``count``-th of a kind, when it is there."""
+        """Wait for the ``count``-th event of a kind, and return its data."""
         found: dict[str, Any] = until(kind, lambda: next(iter(self.events(kind)[count - 1 :]), None))
         return found
 
     def kill(self, *ranks: int) -> None:
-        """SIGKILL to the newest process of each of these ranks."""
+        """Kill the newest process of each of these ranks with SIGKILL."""
         pids = {e["rank"]: e["pid"] for e in self.events("member_started")}
         for rank in ranks:
             os.kill(pids[rank], signal.SIGKILL)
 
     def zygote(self) -> int:
-        """Its process id."""
+        """Return the process id of the zygote."""
         (endpoint,) = self.where.glob("runs/*/zygote.json")
         return int(json.loads(endpoint.read_text())["pid"])
 
     def open(self, gate: int) -> None:
-        """Let the job go on beyond a step."""
+        """Let the job pass a step."""
         (self.result / f"go-{gate}").touch()
 
     def digests(self) -> list[str]:
-        """By rank, of the finished job."""
+        """Return the digests of the finished job, by rank."""
         return [self.said(rank)["digest"] for rank in range(self.ranks)]
 
     def said(self, rank: int) -> dict[str, Any]:
-        """What one rank wrote at the end."""
+        """Return what one rank wrote at the end."""
         found: dict[str, Any] = json.loads((self.result / f"rank-{rank}.json").read_text())
         return found
 
@@ -85,7 +85,7 @@ class Job:
 def running(
     where: Path, *arguments: str, spares: int = 0, layout: str = "ddp", code: int = 0
 ) -> Iterator[Job]:
-    """A job that is waited for at the end, and must end well, or as told."""
+    """Yield a running job. At the end, wait for it and check its exit code."""
     job = Job(where, layout)
     job.result.mkdir(parents=True)
     command = [str(BIN / "holdfast"), "run", "--nproc-per-node", str(job.ranks), "--hang-factor", "0"]
@@ -108,7 +108,7 @@ def running(
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """Digests by layout, made at need."""
+    """Return digests of the undisturbed run by layout, each computed when needed."""
     known: dict[str, list[str]] = {}
 
     class Lazy(dict[str, list[str]]):
@@ -122,9 +122,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]
 
 
 def test_spares_take_the_place_of_the_lost(tmp_path: Path, undisturbed: dict[str, list[str]]) -> None:
-    """A spare is killed and built again; a worker is killed and it takes its place; two die at once, with one spare.
+    """A spare is killed and built again. A spare replaces a killed worker. Two workers die at once, with one spare.
 
-    A called spare draws with the loader workers of its rehearsal, then, from the next epoch on, with new ones.
+    A called spare draws with the loader workers of its rehearsal; from the next epoch on it has new ones.
     """
     with running(tmp_path, "--gates", "3,6,9", "--workers", "2", spares=1) as job:
         assert job.wait("spare_waits", 1)["state"] == "ready"
@@ -149,7 +149,10 @@ def test_spares_take_the_place_of_the_lost(tmp_path: Path, undisturbed: dict[str
 def test_a_spare_that_gets_no_state_is_one_more_lost_rank(
     tmp_path: Path, undisturbed: dict[str, list[str]]
 ) -> None:
-    """It says why, which is no bug of the script; so does the newcomer after it, and then all start again."""
+    """The spare reports an error that is no bug of the script.
+
+    Its newcomer also fails, and then all ranks start again.
+    """
     with running(tmp_path, "--gates", "3", "--refuse", spares=1) as job:
         job.wait("spare_waits", 1)
         job.kill(1)
@@ -165,7 +168,10 @@ def test_a_spare_that_gets_no_state_is_one_more_lost_rank(
 def test_a_session_that_never_opened_ends_with_the_error_that_kept_it_closed(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """A spare is called and cannot take its state, by a question in the block or by the end of an empty one."""
+    """A called spare cannot take its state.
+
+    It finds this when the block reads ``s.step``, or when an empty block ends.
+    """
     client: Any = SimpleNamespace(
         **{"generation": Generation(1, 2), "member_id": MemberId(4), "rank": 0, "joining": True},
         **{"world_size": 1, "local_rank": 0, "local_world_size": 1},
@@ -231,7 +237,7 @@ def test_a_stopped_spare_is_not_used(tmp_path: Path, undisturbed: dict[str, list
 def test_a_stopped_zygote_is_replaced_and_forks_the_newcomer(
     tmp_path: Path, undisturbed: dict[str, list[str]]
 ) -> None:
-    """The first newcomer never is a process; the survivors wait for the second one."""
+    """The first newcomer never becomes a process. The survivors wait for the second one."""
     with running(tmp_path, "--gates", "3") as job:
         job.wait("resumed", 1)
         os.kill(job.zygote(), signal.SIGSTOP)

@@ -1,4 +1,4 @@
-"""A lost stage of a pipeline without copies: no other rank names its tensors, and its state in memory is of before."""
+"""A lost stage of a pipeline without copies: only its own state in memory, from an earlier step, has its tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ JOB = str(Path(__file__).with_name("stages_job.py"))
 
 
 def trained(where: Path) -> list[str]:
-    """What each rank ended with."""
+    """Run the job. Return the final values of each rank."""
     where.mkdir(exist_ok=True)
     done = run_job(where, 2, JOB)
     assert done.returncode == 0, done.stdout

@@ -1,4 +1,4 @@
-"""Scripts that neither ``holdfast run`` nor torchrun has started: mpirun's variables, and what cannot be served."""
+"""Scripts that neither ``holdfast run`` nor torchrun has started: mpirun's variables, and starts that are refused."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ with holdfast.session(model=model, optimizer=torch.optim.SGD(model.parameters(),
 
 
 def variables() -> dict[str, str]:
-    """Of all ranks of one start."""
+    """Return the common variables of all ranks of one start."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port())}  # fmt: skip
 
 
 def mpi(rank: int, size: int) -> dict[str, str]:
-    """What mpirun sets for one rank of one node."""
+    """Return the variables that mpirun sets for one rank of one node."""
     names = {"RANK": rank, "SIZE": size, "LOCAL_RANK": rank, "LOCAL_SIZE": size}
     return {f"OMPI_COMM_WORLD_{name}": str(number) for name, number in names.items()}
 
 
 def start(where: Path, *arguments: str) -> list[tuple[int, str]]:
-    """Both ranks with mpirun's variables set by hand: code and output of each."""
+    """Start both ranks with mpirun's variables set by hand. Return exit code and output of each."""
     env = variables()
     command = [sys.executable, JOB, "--steps", str(STEPS), "--result", str(where / "result"), *arguments]
     outputs = [where / f"out-{rank}.log" for rank in range(RANKS)]
@@ -95,7 +95,10 @@ def test_mpirun_itself(tmp_path: Path, bare: Callable[..., Result]) -> None:
 
 
 def start_two_nodes(where: Path, *arguments: str) -> tuple[list[int], str]:
-    """Two torchruns, each for a node of two ranks, both on this machine: their codes and what the ranks said."""
+    """Start two torchruns, one per node of two ranks, on this machine.
+
+    Return their exit codes and the ranks' output.
+    """
     port, path = free_port(), where / "torchrun.log"
     with path.open("wb") as file:
         nodes = [

@@ -1,4 +1,4 @@
-"""A worker dies together with what remembers it: agent and controller. Whoever lives tells their successors."""
+"""A worker dies together with agent and controller, which remember it. Living processes inform their successors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ pathlib.Path(f"end-{dist.get_rank()}").write_text(str(end))
 
 
 def kill(directory: RunDir, run: ObservedRun, daemons: tuple[str, ...]) -> None:
-    """All at once."""
+    """Kill the daemons and the worker at once."""
     pids = [*map(directory.serving, daemons), run.workers()[1].pid]
     assert all(pids)
     for pid in pids:
@@ -50,7 +50,7 @@ def kill(directory: RunDir, run: ObservedRun, daemons: tuple[str, ...]) -> None:
 
 
 def freeze(directory: RunDir, run: ObservedRun, daemons: tuple[str, ...]) -> None:
-    """The agent, when the next controller waits for it: that one hears of the workers from another agent."""
+    """Stop the agent when the next controller waits for it. That controller gets the workers from another agent."""
     controller, agent = map(directory.serving, daemons)
     os.kill(controller, signal.SIGKILL)
     until("the next one is started", lambda: directory.serving("controller") not in (0, controller))
@@ -59,7 +59,7 @@ def freeze(directory: RunDir, run: ObservedRun, daemons: tuple[str, ...]) -> Non
 
 
 def check(place: Path) -> None:
-    """The worker was replaced, and nothing else happened."""
+    """Check that the worker was replaced and nothing else happened."""
     events = [json.loads(line) for line in (place / "runs/it/events.jsonl").read_text().splitlines()]
     assert {e["data"]["action"] for e in events if e["kind"] == "verdict"} == {"replace"}
     assert {e["data"]["steps_lost"] for e in events if e["kind"] == "restored"} == {0}
@@ -68,7 +68,7 @@ def check(place: Path) -> None:
 def train(
     where: Path, *daemons: str, strike: Callable[[RunDir, ObservedRun, tuple[str, ...]], None] = kill
 ) -> list[str]:
-    """What each rank has at the end; these daemons and the worker of rank 1 are struck in the middle.
+    """Train. In the middle, strike these daemons and the worker of rank 1. Return what each rank has at the end.
 
     The training is slow until then.
     """

@@ -1,4 +1,4 @@
-"""A script without a launcher that raises while other weights are in its model."""
+"""A script without a launcher that raises while its model contains other weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The memory tier of one session, alone."""
+"""The memory tier of one session, without other ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_spare_asks_other_nodes_for_the_states_of_the_rank_that_it_became(tmp_
 def test_a_state_of_another_model_is_refused_before_anything_changes(
     tmp_path: Path, kind: torch.dtype, width: int
 ) -> None:
-    """Also where it takes as many bytes: they were taken for numbers of the other type."""
+    """The other model may have the same size. Regression: its bytes were read as numbers of another type."""
 
     def tier_of(net: nn.Module) -> MemoryTier:
         adapter = TorchAdapter(net, torch.optim.SGD(net.parameters()), None, None, {}, seed=0)
@@ -70,7 +70,7 @@ def test_a_state_of_another_model_is_refused_before_anything_changes(
 
 
 class Changed:
-    """Updates of an optimizer; the script may have changed weights."""
+    """Updates of an optimizer whose weights the script may have changed."""
 
     disturbed = False
 
@@ -100,7 +100,7 @@ class Changed:
 
 
 def record_in(where: Path, every: int) -> tuple[UpdateRecord, Changed]:
-    """A record that has started at step 0, with its state in memory."""
+    """Return a record that has started at step 0, with its state in memory."""
     updates = Changed()
     adapter: Any = SimpleNamespace(rank=0, world_size=4, updates=updates)
     record = UpdateRecord(adapter, every)
@@ -116,7 +116,7 @@ def test_nothing_counts_before_an_update_was_made_again(tmp_path: Path) -> None:
     assert reachable(tmp_path, 0, (0,)) == ()
     record.note(1)
     assert reachable(tmp_path, 0, (0,)) == (1, 2)
-    for step in (2, 3, 4, 5):  # no state is kept: what the state of step 0 needs stays
+    for step in (2, 3, 4, 5):  # no state is kept, so entries that the state of step 0 needs stay
         record.note(step)
     assert reachable(tmp_path, 0, (0,)) == (1, 2, 3, 4) and record.full(4) and not record.full(3)
     record.kept(6, 0.0)
@@ -137,7 +137,10 @@ def test_weights_that_the_script_changes_end_the_log(tmp_path: Path) -> None:
 
 
 def test_what_a_kept_state_has_of_the_script_no_log_has(tmp_path: Path) -> None:
-    """The state of step 2 holds it; a lost rank that had not kept it yet would come without."""
+    """The state kept at step 2 contains the script's change.
+
+    A rank without that state must not be rebuilt from its log.
+    """
     record, updates = record_in(tmp_path, 2)
     record.note(0)
     record.note(1)
@@ -152,7 +155,7 @@ def test_what_a_kept_state_has_of_the_script_no_log_has(tmp_path: Path) -> None:
 
 def test_what_is_done_before_the_first_update_makes_the_state_too_old(tmp_path: Path) -> None:
     record, updates = record_in(tmp_path, 2)
-    updates.disturbed = True  # the script loads weights behind session(), say
+    updates.disturbed = True  # the script has loaded weights after session(), for example
     record.note(0)
     record.note(1)
     assert reachable(tmp_path, 0, (0,)) == ()

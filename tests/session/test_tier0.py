@@ -1,4 +1,4 @@
-"""No line changed: a plain torchrun script under ``holdfast run`` is restarted when a rank dies or all hang."""
+"""No changed line: a plain torchrun script under ``holdfast run`` is restarted when a rank dies or all hang."""
 
 from __future__ import annotations
 

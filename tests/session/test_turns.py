@@ -1,4 +1,4 @@
-"""Epochs and phases are done once in the life of the job, whoever runs the script again."""
+"""Epochs and phases are done once in the life of the job, whichever process runs the script again."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ Ends = tuple[list[str], dict[str, list[str]]]
 
 
 def ends(where: Path, *arguments: str) -> tuple[Ends, str]:
-    """What each rank ends with, and the lines of each file of an epoch or phase; the output."""
+    """Run the job.
+
+    Return the final values of each rank, the lines of each file of an epoch or phase, and the output.
+    """
     where.mkdir(exist_ok=True)
     done = run_job(where, RANKS, *arguments)
     assert done.returncode == 0, done.stdout
@@ -39,7 +42,7 @@ def ends(where: Path, *arguments: str) -> tuple[Ends, str]:
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ends]:
-    """The undisturbed run of a way."""
+    """Return the undisturbed run of a way."""
     return cache(lambda way: ends(tmp_path_factory.mktemp("calm"), JOB, way)[0])
 
 
@@ -53,10 +56,10 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ends]:
             "1:7:block",
             (),
             "replace",
-        ),  # an evaluation of all ranks, which the newcomer need not pass
+        ),  # an evaluation of all ranks, which the newcomer need not run
         ("plain", "0:6:after", (), "replace"),  # the file of that epoch is written by the newcomer
         ("shared", "0:6:after", (), "restart last gasp"),
-        # All ranks have ended the turn, and what the lost rank kept of this step is of before or after that.
+        # All ranks have ended the turn. The state that the lost rank kept of this step is from before or after that.
         ("sharded", "1:6:prelude", (), "replace from memory"),
         ("sharded", "1:6:uncopied", (), "replace from memory"),
         pytest.param("sharded", "0:6:after", (), "restart from memory", marks=pytest.mark.more),
@@ -102,26 +105,26 @@ class Script:
         self.done: list[Any] = []
 
     def session(self, root: Path, **arguments: Any) -> Any:
-        """Of this script."""
+        """Return a session of this script."""
         given = {"model": self.net, "optimizer": self.optimizer, "checkpoint": root, "verify_block": 0}
         return holdfast.session(**{**given, **arguments})
 
     def step(self, step: Any) -> None:
-        """One."""
+        """Run one step."""
         with step as (x,):
             self.net(x).square().mean().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
 
     def learn(self, steps: Iterator[holdfast.Step], stop: int = -1) -> None:
-        """A loop; it stops behind this step."""
+        """Run a loop that stops after step ``stop``."""
         for step in steps:
             self.step(step)
             if step.number == stop:
                 break
 
     def train(self, root: Path, epochs: int, **arguments: Any) -> list[Any]:
-        """The idiom; which epochs it was given, and the step at the end of each."""
+        """Train over epochs. Return each epoch with the step at its end."""
         with self.session(root, **arguments) as s:
             for epoch in s.epochs(epochs):
                 self.learn(s.steps(self.loader))
@@ -203,13 +206,13 @@ def test_a_break_behind_a_block_that_does_not_count_is_an_error(tmp_path: Path) 
         script.session(tmp_path, verify_block=2000) as s,
     ):
         for step in s.steps(script.loader):
-            script.step(step)  # the first time it is only a check
+            script.step(step)  # the first time is only a check
             break
 
 
 @pytest.mark.torch
 def test_a_phase_in_a_block_is_an_error_that_says_where_the_script_was(tmp_path: Path) -> None:
-    """The vote on its end was made inside the step, without a word."""
+    """Regression: the vote on the end of the phase was cast inside the step without an error."""
     script = Script()
     with (
         pytest.raises(StepError, match="'loop_ahead' does not fit a script that is in_block") as caught,

@@ -1,4 +1,4 @@
-"""What a block that was left has not assigned: code behind it finds a value."""
+"""Variables that an aborted block has not assigned: the code after the block finds a value in them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from holdfast.session.steps.unassigned_variables import NotComputed, bind
 
 
 class Left:
-    """Swallows what leaves its body, as the block of a step does."""
+    """A context manager that swallows the exception of its body, as the block of a step does."""
 
     def __enter__(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def __exit__(self, kind: object, error: object, trace: TracebackType | None) -> bool:
         bind(trace)
@@ -34,7 +34,7 @@ def test_a_name_that_the_block_did_not_assign_has_a_value(caplog: pytest.LogCapt
         cut, (first, second) = cut_off(), cut_off()
     assert seen == "in the block"
     assert math.isnan(cut) and math.isnan(first + second)
-    inner = [lambda: cut]  # a cell
+    inner = [lambda: cut]  # a closure cell
     assert math.isnan(inner[0]())
     with caplog.at_level(logging.WARNING, "holdfast"):
         assert f"{cut.detach().cpu().item():.4f} {first['sum']}" == "nan nan"

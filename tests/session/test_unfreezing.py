@@ -1,4 +1,4 @@
-"""Groups that are added to an optimizer while it trains: layers that are unfrozen one after the other."""
+"""Groups that are added to an optimizer in training: layers that are unfrozen one after the other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ UNFREEZE_AT = 3
 
 
 class Job:
-    """A head that is trained, and a body that is frozen at first."""
+    """A training with a trained head and a body that is frozen at first."""
 
     def __init__(self, *, all_groups: bool = False) -> None:
         torch.manual_seed(4)
@@ -38,18 +38,18 @@ class Job:
             self.unfreeze()
 
     def unfreeze(self) -> None:
-        """As the script does it, once."""
+        """Unfreeze the body, as a script does once."""
         self.body.requires_grad_(True)
         self.optimizer.add_param_group({"params": list(self.body.parameters()), "lr": 0.01})
 
     def update(self, x: torch.Tensor) -> None:
-        """One ordinary step."""
+        """Run one ordinary step."""
         (self.net(x) - 1).square().mean().backward()
         self.optimizer.step()
         self.optimizer.zero_grad()
 
     def train(self, until: int, folder: Path | None = None, *, inside: bool = False) -> None:
-        """Train; the body joins at a step, before its block or inside of it."""
+        """Train. The body joins at a step, before its block or inside the block."""
         with holdfast.session(model=self.net, optimizer=self.optimizer, checkpoint=folder) as s:
             for step in s.steps(self.data, until=until):
                 if step.number == UNFREEZE_AT and not inside and not step.again:
@@ -60,11 +60,11 @@ class Job:
                     self.update(x)
 
     def state(self) -> TorchState:
-        """What is saved."""
+        """Return the state that is saved."""
         return TorchState(self.net, {"default": self.optimizer})
 
     def same(self, other: Job) -> bool:
-        """Weights, groups and state, bit for bit."""
+        """Return whether weights, groups and state are equal, bit for bit."""
         return same(self.net.state_dict(), other.net.state_dict()) and same(
             self.optimizer.state_dict(), other.optimizer.state_dict()
         )
@@ -159,7 +159,7 @@ def test_a_parameter_of_no_module_is_refused_at_the_next_step(tmp_path: Path) ->
 
 @pytest.mark.processes
 def test_a_newcomer_gets_what_its_script_has_not_built(tmp_path: Path) -> None:
-    """The added group, the extra state of a module, and a tensor that the script itself holds."""
+    """The newcomer gets the added group, a module's extra state, and a tensor that the script itself refers to."""
     ends = []
     for name, dies in (("whole", False), ("cut", True)):
         place = tmp_path / name

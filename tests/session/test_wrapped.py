@@ -1,4 +1,4 @@
-"""What DDP is put around and what is put into it: a compiled module, communication hooks."""
+"""DDP around a compiled module, and DDP with communication hooks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RANKS = 2
 
 
 def digests(where: Path, what: str, *kill: int) -> list[str]:
-    """The weights of the ranks of one job."""
+    """Run the job. Return the digest of the weights of each rank."""
     where.mkdir()
     done = run_job(where, RANKS, JOB, "--what", what, "--kill", *map(str, kill))
     assert done.returncode == 0, done.stdout
@@ -28,7 +28,7 @@ def digests(where: Path, what: str, *kill: int) -> list[str]:
 
 
 def test_ddp_around_a_compiled_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The newcomer finds compiled code, and inductor asks every group for its backend."""
+    """The newcomer finds compiled code in the cache. On loading it, inductor asks every group for its backend."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
     calm = digests(tmp_path / "calm", "compiled")
     assert digests(tmp_path / "struck", "compiled", STEPS - 3) == calm
@@ -52,7 +52,7 @@ def test_a_hook_with_a_state_is_refused_by_name(tmp_path: Path, when: list[str])
 
 
 def test_under_torchrun_nobody_is_replaced_alone(tmp_path: Path) -> None:
-    """A fault ends all ranks there, and all hooks begin anew together."""
+    """Under torchrun, a fault ends all ranks, and all hooks start again together."""
     done = run_torchrun(tmp_path, 2, JOB, "--what", "powerSGD_hook")
     assert done.returncode == 0, done.stdout
     assert len(list(tmp_path.glob("digest-*"))) == 2

@@ -1,5 +1,7 @@
-"""A torchrun script that knows nothing of Holdfast. In its first life rank 1 dies in the middle of the training; with
-the argument ``raise`` by an exception."""
+"""A plain torchrun script without Holdfast. In its first life, rank 1 dies in the middle of the training.
+
+With the argument ``raise`` it dies by an exception.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ STEPS, DEATH = 20, 8
 
 
 def main() -> None:
-    """Train and say so."""
+    """Train, and print the end."""
     dist.init_process_group("gloo")
     rank, life = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     model = DistributedDataParallel(torch.nn.Linear(64, 64))

@@ -1,4 +1,4 @@
-"""A torchrun script without a session; in its first life rank 1 makes another collective than the others do."""
+"""A torchrun script without a session. In its first life, rank 1 calls another collective than the others do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STEPS, WRONG = 60, 50
 
 
 def main() -> None:
-    """Work, and hang once."""
+    """Run the collectives, with one hang."""
     dist.init_process_group("gloo")
     rank, life = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     for step in range(STEPS):

@@ -1,4 +1,4 @@
-"""A torchrun script that writes down what it sees of its process."""
+"""A torchrun script that records the environment of its process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 
 def refusal() -> str:
-    """The error that a wrong device ends in; empty: none."""
+    """Return the type of the error that a wrong device leads to; empty if there is none."""
     try:
         dist.init_process_group("gloo", device_id=torch.device("cpu"))
     except ValueError as error:
@@ -22,7 +22,7 @@ def refusal() -> str:
 
 
 def main() -> None:
-    """Write it down."""
+    """Record the environment."""
     numbers = (signal.SIGUSR1, signal.SIGUSR2)
     seen = {
         "seed": torch.initial_seed(),

@@ -1,11 +1,17 @@
 """Epochs and phases of the session, with work after each loop over steps: an evaluation, a file, the best result.
 
-``python turns_job.py WAY [RANK:STEP:WHERE]``. WAY: ``plain`` (a rank evaluates alone), ``shared`` (all add up),
-``sharded`` (the same, with ``fully_shard`` and the memory tier), ``phased`` (a phase, then epochs, then a phase without
-steps), ``left`` (epochs end by ``break``), ``steps`` (one loop, for comparison), or how a script of before counts:
-``range``, ``start``, ``while``, ``tail``. A rank is killed once, at WHERE of STEP: ``block``, ``after`` (before the
-file of its epoch), ``written`` (after it), ``prelude``, ``uncopied`` (all have ended the epoch, and the memory tier has
-not copied that).
+``python turns_job.py WAY [RANK:STEP:WHERE]``. WAY is one of these:
+
+- ``plain``: each rank evaluates alone;
+- ``shared``: all ranks add up their evaluations;
+- ``sharded``: the same, with ``fully_shard`` and the memory tier;
+- ``phased``: a phase, then epochs, then a phase without steps;
+- ``left``: epochs end by ``break``;
+- ``steps``: one loop, for comparison;
+- ``range``, ``start``, ``while``, ``tail``: the ways in which scripts without ``epochs`` count epochs.
+
+A rank is killed once, at WHERE of STEP: ``block``, ``after`` (before the file of its epoch), ``written`` (after it),
+``prelude``, ``uncopied`` (all have ended the epoch, and the memory tier has not copied that).
 """
 
 from __future__ import annotations
@@ -57,13 +63,13 @@ class Job:
         self.state: dict[str, Any] = {"best": -10.0, "history": []}
 
     def struck(self, step: int, where: str) -> None:
-        """SIGKILL, once."""
+        """Kill this process with SIGKILL if this is its fault, once."""
         if self._kill == f"{self.rank}:{step}:{where}" and not Path("struck").exists():
             Path("struck").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def learn(self, steps: Iterator[holdfast.Step]) -> None:
-        """A loop over steps."""
+        """Run a loop over steps."""
         for step in steps:
             with step as (x, y):
                 loss: Any = functional.cross_entropy(self.model(x), y)
@@ -75,7 +81,7 @@ class Job:
                 self.scheduler.step()
 
     def validate(self, s: Any, name: str) -> None:
-        """What follows a loop: a line and a file, and the best result so far."""
+        """Write a line and a file after a loop, and update the best result so far."""
         self.struck(s.step, "after")
         with torch.no_grad():
             found = self.found()
@@ -92,25 +98,25 @@ class Job:
         self.scheduler.step()
 
     def found(self) -> torch.Tensor:
-        """The loss of all data; of a shard the sum of its weights."""
+        """Return the loss of all data; with shards, the sum of the weights."""
         if isinstance(self.model, DistributedDataParallel):
             return functional.cross_entropy(self.model.module(self.x), self.y)
         return torch.stack([part.sum() for part in self.parts()]).sum()
 
     def parts(self) -> list[torch.Tensor]:
-        """The weights that this rank holds."""
+        """Return the weights that this rank holds."""
         held = self.model.state_dict().values()
         return [each.to_local() if isinstance(each, DTensor) else each for each in held]
 
     def bits(self) -> str:
-        """Of the weights."""
+        """Return a digest of the weights."""
         total = xxhash.xxh3_128()
         for tensor in self.parts():
             total.update(tensor.numpy().tobytes())
         return total.hexdigest()
 
     def epochs(self, s: Any, count: int = EPOCHS) -> None:
-        """The idiom."""
+        """Train over epochs in the documented style."""
         for epoch in s.epochs(count):
             self.struck(s.step, "prelude")
             self.learn(s.steps(self.loader))
@@ -148,7 +154,7 @@ def main(way: str, kill: str) -> None:
             while s.step < EPOCHS * EPOCH_STEPS:
                 job.learn(s.steps(job.loader, epochs=1))
         elif way == "tail":
-            if s.step < EPOCH_STEPS:  # on a resume, it takes what is left for done
+            if s.step < EPOCH_STEPS:  # on a resume, this condition skips the rest of the training
                 job.learn(s.steps(job.loader, epochs=EPOCHS))
         else:
             job.epochs(s)

@@ -1,4 +1,4 @@
-"""A frozen body joins the optimizer while two ranks train; rank 1 is killed afterwards. Prints what all ended with."""
+"""A frozen body joins the optimizer while two ranks train; rank 1 is killed later. Prints the final values of all."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ STEPS, UNFREEZE_AT, KILL_AT = 10, 3, 6
 
 
 class Counting(nn.Linear):
-    """Its output depends on how often it was called."""
+    """A layer whose output depends on how often it was called."""
 
     calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        """One call more."""
+        """Count the call."""
         self.calls += 1
         return super().forward(x) * (1 + self.calls / 10)
 
     def get_extra_state(self) -> Any:
-        """A tensor that grows with the first call."""
+        """Return the state, with a tensor that grows with the first call."""
         return {"calls": self.calls, "seen": torch.ones(min(self.calls, 1))}
 
     def set_extra_state(self, state: Any) -> None:
-        """The inverse."""
+        """Take the state back."""
         self.calls = state["calls"]
 
 
 def main(died: Path) -> None:
-    """Train; a file that exists keeps rank 1 alive."""
+    """Train. An existing file ``died`` keeps rank 1 alive."""
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     body, head = nn.Linear(4, 4), Counting(4, 1)
@@ -50,7 +50,7 @@ def main(died: Path) -> None:
         for step in s.steps(data, until=STEPS):
             if step.number == UNFREEZE_AT:
                 optimizer.add_param_group({"params": list(body.parameters())})
-                optimizer.zero_grad()  # what the earlier backwards have added up there
+                optimizer.zero_grad()  # gradients that earlier backward passes have added up there
             with step as x:
                 model(x).square().mean().backward()
                 optimizer.step()

@@ -1,4 +1,4 @@
-"""A job in which a rank kills the agent and stops, a few steps after the start: no agent has seen a step of it."""
+"""A job in which a rank kills the agent and stops a few steps after the start, so no agent has seen a step of it."""
 
 from __future__ import annotations
 

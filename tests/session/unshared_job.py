@@ -1,5 +1,8 @@
-"""Two ranks: ``python unshared_job.py WAY``. ``shared``: a sampler deals their dataset, ``alone``: none does,
-``lengths``: none does, and that of rank 1 is longer."""
+"""Two ranks and their datasets: ``python unshared_job.py WAY``.
+
+WAY is ``shared``: a sampler divides their dataset; ``alone``: there is no sampler; ``lengths``: there is no sampler,
+and the dataset of rank 1 is longer.
+"""
 
 from __future__ import annotations
 

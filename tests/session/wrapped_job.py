@@ -1,7 +1,8 @@
 """A small DDP training in which rank 1 may be killed; one digest file per rank.
 
 ``python wrapped_job.py --what compiled|HOOK [--late] [--kill STEPS]``: DDP around a compiled module, or DDP with a
-communication hook of torch's, registered before the session or, late, inside it. Killed once at each of the steps.
+communication hook of torch. The hook is registered before the session or, with ``--late``, inside it. Rank 1 is killed
+once at each of the steps.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ STEPS = 10
 
 
 def register(net: Any, what: str) -> None:
-    """One of torch's communication hooks, by its name."""
+    """Register one of torch's communication hooks by its name."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook

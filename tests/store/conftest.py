@@ -1,4 +1,4 @@
-"""Fixtures: a server of objects, and a fresh bucket in it."""
+"""Fixtures: a server of objects, and a new bucket in it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tests.store import s3server
 
 @pytest.fixture(scope="session")
 def s3_url() -> Iterator[str]:
-    """URL of a server of all tests."""
+    """Yield the URL of one server for all tests."""
     with s3server.server() as url:
         yield url
 
 
 @pytest.fixture
 def bucket(s3_url: str, monkeypatch: pytest.MonkeyPatch) -> Url:
-    """A root in a bucket of its own; the environment speaks of its server."""
+    """Make a bucket. Return a root in it, and set the environment to its server."""
     for name, value in s3server.environment(s3_url).items():
         monkeypatch.setenv(name, value)
     name = f"b{secrets.token_hex(6)}"

@@ -1,4 +1,4 @@
-"""What the machine refuses to a test, really; and a process that is halted at the worst moment."""
+"""Real limits of the machine for a test, and a process that is halted at the worst moment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def no_threads() -> Iterator[None]:
-    """No thread can be started: no address space is left for a stack as large as all of it."""
+    """Let every start of a thread fail: no address space is left for a stack of that size."""
     old = threading.stack_size(1 << 47)
     try:
         yield
@@ -42,14 +42,14 @@ class Halted:
         self._process = process
 
     def go_on(self) -> tuple[int, str]:
-        """Have it end: exit code, and what it wrote to stderr."""
+        """Let the process end. Return its exit code and stderr."""
         _, errors = self._process.communicate("\n", timeout=60)
         return self._process.returncode, errors
 
 
 @contextlib.contextmanager
 def halting(script: str, *arguments: object) -> Iterator[Halted]:
-    """Run ``script`` with ``sys.argv[1:]`` until it publishes."""
+    """Run ``script`` with ``sys.argv[1:]`` until it publishes a file."""
     pipe = subprocess.PIPE
     command = [sys.executable, "-c", _HALT + script, *map(str, arguments)]
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
@@ -61,7 +61,7 @@ def halting(script: str, *arguments: object) -> Iterator[Halted]:
 
 
 def descriptors() -> dict[str, str]:
-    """What this process has open, by number: other tests' leftovers may be collected, and closed, at any time."""
+    """Return the open files of this process by number. Leftovers of other tests may be closed at any time."""
     found = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):

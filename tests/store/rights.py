@@ -1,4 +1,4 @@
-"""What a process may read, also where the tests run as root, whom no mode keeps out."""
+"""Rights of a process to read files, also if the tests run as root, which ignores file modes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _OVERRIDE = 1 << 1 | 1 << 2  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
 
 @contextlib.contextmanager
 def of_the_modes() -> Iterator[None]:
-    """In this thread, and those that it starts, the modes of files count: root puts down what it has beyond them."""
+    """Make file modes count in this thread and in threads that it starts: root drops its extra capabilities."""
     if os.geteuid() != 0:
         yield
         return

@@ -1,4 +1,4 @@
-"""A real S3 server on loopback (moto, a process of its own), and a proxy that harms what goes through it."""
+"""A real S3 server on loopback (moto, in its own process), and a proxy that damages the traffic."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ACCESS = "marked-ACCESS-77ab"
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
+    """Return a port of loopback on which no process listens now."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         return int(one.getsockname()[1])
@@ -32,7 +32,7 @@ def free_port() -> int:
 
 @contextlib.contextmanager
 def server() -> Iterator[str]:
-    """URL of a fresh server."""
+    """Yield the URL of a new server."""
     port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
@@ -62,13 +62,13 @@ def make_bucket(url: str, name: str) -> None:
 
 
 def reset(url: str) -> None:
-    """Forget everything."""
+    """Remove all buckets and objects."""
     with urllib.request.urlopen(urllib.request.Request(f"{url}/moto-api/reset", method="POST")) as reply:
         assert reply.status == 200
 
 
 def environment(url: str, retry_s: float = 60.0) -> dict[str, str]:
-    """What a client of the server at ``url`` needs."""
+    """Return the environment that a client of the server at ``url`` needs."""
     return {
         "AWS_ENDPOINT_URL": url,
         "AWS_ACCESS_KEY_ID": ACCESS,
@@ -79,11 +79,11 @@ def environment(url: str, retry_s: float = 60.0) -> dict[str, str]:
 
 
 class Proxy:
-    """Passes bytes to a server; a context manager.
+    """A proxy that passes bytes to a server; a context manager.
 
     Attributes:
-        replace: what to write in place of something in requests (of the same length).
-        answers: cut that many connections in the middle of their answer, after ``after_size_bytes``.
+        replace: bytes to write in place of other bytes of requests (of the same length).
+        answers: cut this number of connections in the middle of their answer, after ``after_size_bytes``.
         delay_s: wait before each piece of a request is passed on.
         read_only: answer every PUT with 403.
         passed_size_bytes: of all requests so far.
@@ -113,12 +113,12 @@ class Proxy:
             thread.join()
 
     def up(self) -> None:
-        """Listen."""
+        """Start to listen."""
         self._listener = socket.create_server(("127.0.0.1", self.port), backlog=64)
         self._start(self._accept, self._listener)
 
     def down(self) -> None:
-        """Cut every connection and listen no more."""
+        """Cut every connection and stop listening."""
         listener, self._listener = self._listener, None
         for one in (*([listener] if listener else []), *self._open):
             with contextlib.suppress(OSError):
@@ -127,7 +127,7 @@ class Proxy:
             listener.close()
 
     def turn_away(self) -> None:
-        """While it is down: return when a client has come in vain."""
+        """Refuse one client while the proxy is down, and return after that."""
         with socket.create_server(("127.0.0.1", self.port)) as listener:
             listener.settimeout(START_S)
             client, _ = listener.accept()
@@ -153,7 +153,7 @@ class Proxy:
             try:
                 self._pass(client, behind)
             except OSError:
-                return  # one of the two has gone, or was cut
+                return  # one end has closed, or was cut
             finally:
                 self._open -= {client, behind}
 
@@ -182,7 +182,7 @@ class Proxy:
 
 
 def refusing(answer: bytes) -> tuple[str, socket.socket]:
-    """A server that answers every request with 403 and this body, until its socket is closed."""
+    """Start a server that answers every request with 403 and this body, until its socket is closed."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve() -> None:

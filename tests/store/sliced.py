@@ -1,4 +1,4 @@
-"""Sliced checkpoints as MindSpore writes them, made without it: strategy files, ``.ckpt`` files, and who holds what."""
+"""Sliced checkpoints in MindSpore's format, made without it: strategy files, ``.ckpt`` files, slices of each rank."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TYPE_OF = {"bool": "Bool", "int32": "Int32", "int64": "Int64", "float32": "Floa
 
 
 class Told(NamedTuple):
-    """What a strategy file says of a parameter; a tensor map of lists: several axes cut a dimension."""
+    """The entry of a strategy file for a parameter. In a tensor map of lists, several axes cut a dimension."""
 
     devices: list[int]
     tensor_map: Sequence[int | list[int]]
@@ -29,7 +29,7 @@ class Told(NamedTuple):
     field: int = 0
 
     def layout(self) -> bytes:
-        """A ``ParallelLayouts``."""
+        """Return the entry as a ``ParallelLayouts``."""
         nested = any(isinstance(entry, list) for entry in self.tensor_map)
         maps = [e if isinstance(e, list) else [e] for e in self.tensor_map] if nested else [self.tensor_map]
         return b"".join(
@@ -50,14 +50,14 @@ def _dims(numbers: Sequence[int]) -> bytes:
 
 
 def strategy_bytes(told: Mapping[str, Told], stage: int = 0) -> bytes:
-    """A ``ParallelStrategyMap``, as a rank of ``stage`` writes it."""
+    """Return a ``ParallelStrategyMap``, as a rank of ``stage`` writes it."""
     operator = tagged(1, b"MatMul-op0") + tagged(2, counted(1, stage) + tagged(2, _dims([1, 1])))
     items = [tagged(3, tagged(1, name.encode()) + tagged(2, one.layout())) for name, one in told.items()]
     return counted(1, stage) + tagged(2, operator) + b"".join(items)
 
 
 def strategy_json(told: Mapping[str, Told], stage: int = 0) -> bytes:
-    """The same in JSON."""
+    """Return the same strategy as JSON."""
     layouts = {
         name: {
             "dev_matrix": one.devices,
@@ -76,7 +76,7 @@ def strategy_json(told: Mapping[str, Told], stage: int = 0) -> bytes:
 
 
 def ckpt_bytes(tensors: Mapping[str, Array], pieces: int = 1) -> bytes:
-    """A ``.ckpt`` file; each tensor comes in ``pieces`` values."""
+    """Return a ``.ckpt`` file. Each tensor is stored in ``pieces`` values."""
     found = []
     for name, array in tensors.items():
         dims = array.shape or (0,)
@@ -91,7 +91,7 @@ def ckpt_bytes(tensors: Mapping[str, Array], pieces: int = 1) -> bytes:
 
 
 def slice_of(whole: Array, told: Told, rank: int) -> Array:
-    """What a rank holds, taken from the definition one coordinate at a time."""
+    """Return the slice of a rank, computed from the definition one coordinate at a time."""
     place: list[int] = []
     rest = rank
     for size in reversed(told.devices):
@@ -130,7 +130,7 @@ def write_slices(
     name: str = "m.ckpt",
     pieces: int = 1,
 ) -> None:
-    """``rank_N/<name>`` of each rank of a stage; what ``told`` does not name is whole on each of them."""
+    """Write ``rank_N/<name>`` of each rank of a stage. Parameters that ``told`` lacks are whole on each rank."""
     count = math.prod(next(iter(told.values())).devices)
     for local in range(count):
         own = folder / f"rank_{stage * count + local}"

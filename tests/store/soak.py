@@ -1,14 +1,15 @@
 """Random kills of saving processes: ``python -m tests.store.soak --kills 1000`` (``make soak-store``).
 
-With ``--s3`` they save to a server of objects on loopback, and what the dead have left behind stays as it is.
+With ``--s3`` they save to a server of objects on loopback, and the remains of killed processes are not removed.
 
-Each trial is a job of two ranks that save one step after the other, as fast as they can, through writer processes of
-their own. At a random moment somebody is killed: one worker, one writer, a worker with its writer, both workers, or all
-four processes. Then the rest is ended and the writers are waited for. What must hold after every trial:
+Each trial is a job of two ranks that save one step after the other, as fast as they can, each through its own writer
+process. The target of a kill at a random moment is one worker, one writer, a worker with its writer, both workers, or
+all four processes. Then the other processes are ended, and the test waits for the writers. These must hold after every
+trial:
 
 1. The newest valid checkpoint loads, and every bit is that of its step: never a mixture.
-2. It is not older than the newest step that anybody was told to be sealed.
-3. When no writer was killed: not older than the newest step that both ranks had handed over.
+2. It is not older than the newest step that was reported as sealed to any rank.
+3. If no writer was killed, it is not older than the newest step that both ranks had handed over.
 4. A killed writer is replaced: later saves of its worker succeed.
 5. No process is left.
 """
@@ -54,13 +55,16 @@ READY_STEP = 2
 
 
 def world_at(step: int) -> World:
-    """The state after ``step`` updates; no two steps share an element but by accident."""
+    """Return the state after ``step`` updates. Two steps share an element only by accident."""
     arrays = {f"w{n}": random_array((300, 400), "float32", 10 * step + n) for n in range(3)}
     return replicated(RANKS, arrays)
 
 
 def work(root: Place, rank: int, report: int) -> NoReturn:
-    """One rank: save and tell, for ever. Reports are lines: ``writer PID``, ``staged STEP``, ``done STEP SEALED``."""
+    """Save and report for ever, as one rank.
+
+    Reports are lines: ``writer PID``, ``staged STEP``, ``done STEP SEALED``.
+    """
 
     def tell(*words: object) -> None:
         os.write(report, (" ".join(map(str, words)) + "\n").encode())
@@ -86,7 +90,7 @@ def work(root: Place, rank: int, report: int) -> NoReturn:
 
 
 class Rank:
-    """A running worker and what it has said so far."""
+    """A running worker and its reports so far."""
 
     def __init__(self, root: Place, rank: int) -> None:
         read, write = os.pipe()
@@ -103,7 +107,7 @@ class Rank:
         self.alive = True
 
     def lines(self) -> Iterator[list[str]]:
-        """All reports so far."""
+        """Yield all reports so far."""
         try:
             while data := os.read(self._read, 65536):
                 self._text += data
@@ -114,31 +118,31 @@ class Rank:
                 yield line.split()
 
     def newest(self, word: str) -> int:
-        """The last number after ``word``, or 0."""
+        """Return the last number after ``word``, or 0."""
         return max((int(line[1]) for line in self.lines() if line[0] == word), default=0)
 
     def newest_sealed(self) -> int:
-        """The newest step that this rank was told to be sealed."""
+        """Return the newest step that was reported as sealed to this rank."""
         return max((int(w[1]) for w in self.lines() if w[0] == "done" and w[2] == "1"), default=0)
 
     def writers(self) -> list[int]:
-        """Process ids of its writers, in order."""
+        """Return the process ids of its writers, in order."""
         return [int(line[1]) for line in self.lines() if line[0] == "writer"]
 
     def kill(self) -> None:
-        """SIGKILL, and reap; twice is harmless."""
+        """Kill and reap the worker. A second call does nothing."""
         if self.alive:
             os.kill(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
             self.alive = False
 
     def close(self) -> None:
-        """Drop the pipe."""
+        """Close the pipe of the reports."""
         os.close(self._read)
 
 
 def wait_for(what: str, condition: Callable[[], bool]) -> None:
-    """Poll ``condition()``; faster than ``until`` of the other tests."""
+    """Poll ``condition()``, faster than ``until`` of the other tests."""
     deadline_s = time.monotonic() + BOUND_S
     while not condition():
         if time.monotonic() > deadline_s:
@@ -147,19 +151,19 @@ def wait_for(what: str, condition: Callable[[], bool]) -> None:
 
 
 def writers_of(root: Place) -> list[int]:
-    """Writer processes of this trial, those too that replaced another one a moment before their worker died."""
+    """Return the writer processes of this trial, including any that replaced another just before their worker died."""
     mark, found = f"{MARK}={root}".encode(), []
     for entry in os.listdir("/proc"):
         try:
             if entry.isdigit() and mark in Path(f"/proc/{entry}/environ").read_bytes().split(b"\0"):
                 found.append(int(entry))
         except OSError:
-            continue  # it has ended, or belongs to somebody else
+            continue  # the process has ended, or belongs to another user
     return found
 
 
 def strike(target: str, ranks: list[Rank], draw: random.Random) -> None:
-    """Kill whom the target names."""
+    """Kill the processes that the target names."""
     chosen = draw.choice(ranks)
     if target in ("writer", "worker and its writer", "everything"):
         for rank in ranks if target == "everything" else [chosen]:
@@ -181,7 +185,7 @@ def strike(target: str, ranks: list[Rank], draw: random.Random) -> None:
 
 @contextmanager
 def fresh_root(server: str) -> Iterator[Place]:
-    """An empty root: in a directory, or on the server of this URL, which forgets everything else."""
+    """Yield an empty root: a directory, or a bucket on the server at this URL, which drops everything else."""
     if server:
         s3server.reset(server)
         s3server.make_bucket(server, "soak")
@@ -192,7 +196,7 @@ def fresh_root(server: str) -> Iterator[Place]:
 
 
 def trial(target: str, draw: random.Random, server: str) -> str:
-    """One job, one strike; returns which state was found."""
+    """Run one job and one kill. Returns the kind of state that was found."""
     with fresh_root(server) as root:
         ranks = [Rank(root, number) for number in range(RANKS)]
         try:
@@ -215,7 +219,7 @@ def trial(target: str, draw: random.Random, server: str) -> str:
             assert found.step >= sealed, f"step {sealed} was sealed, {found.step} is found"
             if "writer" not in target and target != "everything":
                 assert found.step >= handed_over, f"step {handed_over} was handed over, {found.step} is found"
-            # A kill may come between the handing over and its report.
+            # A kill may come between the handover of a save and its report.
             if found.step > handed_over:
                 return "newer than reported"
             return "newest handed over" if found.step == handed_over else "an older one, exactly"
@@ -226,7 +230,7 @@ def trial(target: str, draw: random.Random, server: str) -> str:
 
 
 def lane(kills: int, seed: int, server: str) -> None:
-    """Trials one after the other; prints the counts as JSON."""
+    """Run trials one after the other, and print the counts as JSON."""
     os.environ.update(s3server.environment(server) if server else {})
     draw = random.Random(seed)
     counts: Counter[str] = Counter()
@@ -237,7 +241,7 @@ def lane(kills: int, seed: int, server: str) -> None:
 
 
 def main() -> None:
-    """Run lanes beside each other and print the table."""
+    """Run several series of trials in parallel, and print the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=1000)
     parser.add_argument("--lanes", type=int, default=2)

@@ -1,4 +1,4 @@
-"""Saving in the background: the state at the call is what is written, one save at a time."""
+"""Saves in the background: the written state is that of the call, and one save runs at a time."""
 
 from __future__ import annotations
 

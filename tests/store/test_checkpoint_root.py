@@ -1,4 +1,4 @@
-"""Choosing the newest valid checkpoint, and pruning."""
+"""The choice of the newest valid checkpoint, and pruning."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORLD = pipeline(edge=8)
 
 
 def wreck(root: Path, step: int, age_s: float = 0.0, *, run: str = "run", n: int = 1) -> Path:
-    """An attempt whose last rank never finished."""
+    """Write a save whose last rank never finished. Return its path."""
     save(root, WORLD, save_id(step, run=run, n=n))
     path = root / save_id(step, run=run, n=n).directory()
     (path / "SEALED").unlink()
@@ -51,7 +51,7 @@ def test_newest_valid_and_the_reason_of_each_rejected_one(tmp_path: Path) -> Non
 def test_a_checkpoint_that_a_newer_one_replaces_while_the_root_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The newest attempt was unfinished when it was looked at, and the one before it was removed after that."""
+    """The newest save is unfinished when it is inspected. The save before it is then removed by a newer one."""
     save(tmp_path, WORLD, save_id(1))
     unfinished = wreck(tmp_path, 2)
     swapped: list[Path] = []
@@ -151,7 +151,7 @@ def test_prune_spares_what_is_being_read_and_finishes_interrupted_removals(tmp_p
 
 
 def test_an_interrupted_removal_is_not_in_the_way_of_the_next_one_of_that_name(tmp_path: Path) -> None:
-    """A failed import, say, removed and made again: nothing could be pruned in this root any more."""
+    """Regression: after an import failed, was removed and was made again, nothing could be pruned in this root."""
     left = tmp_path / f".removing-{save_id(5).directory()}"
     left.mkdir()
     (left / "shard-r00000-000.safetensors").touch()
@@ -162,7 +162,10 @@ def test_an_interrupted_removal_is_not_in_the_way_of_the_next_one_of_that_name(t
 
 
 def test_nobody_holds_what_has_been_removed(tmp_path: Path) -> None:
-    """Opened before, locked after: what a writer put into it was lost, and reported as sealed."""
+    """Regression: a writer opened the save before the removal and locked it after.
+
+    Its data was lost, but reported as sealed.
+    """
     store, name = LocalStore(tmp_path), save_id(5).directory()
     with store.create(name) as writer:
         assert store.remove(name)
@@ -172,7 +175,7 @@ def test_nobody_holds_what_has_been_removed(tmp_path: Path) -> None:
 
 
 def test_prune_spares_what_is_being_verified(tmp_path: Path) -> None:
-    """Reading it all takes long, and a job goes on to save and prune meanwhile."""
+    """A complete read takes long. Meanwhile a job continues to save and to prune."""
     for step in (10, 20):
         save(tmp_path, WORLD, save_id(step))
     root = Root(tmp_path)
@@ -232,7 +235,7 @@ def test_files_are_private(tmp_path: Path) -> None:
 
 
 def test_many_try_a_root_at_the_same_time(tmp_path: Path) -> None:
-    """Of one process number, as two containers have it that share the directory."""
+    """All processes have the same id, as those of two containers that share the directory may have."""
 
     def probe(_: int) -> None:
         open_store(tmp_path / "root").probe()

@@ -1,4 +1,4 @@
-"""Merging, repairing, policies and the ckpt commands on real checkpoints."""
+"""Merge, repair, save policies and the ckpt commands on real checkpoints."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ARRAYS = {
 
 
 def sharded(tmp_path: Path) -> tuple[Path, World]:
-    """Three ranks: one tensor by rows, the others everywhere."""
+    """Save a job of three ranks: one tensor cut by rows, the others whole on all ranks. Return its path and the job."""
     world = World(3, dict(ARRAYS), [[] for _ in range(3)])
     for rank in range(3):
         whole = [(f, grid(a.shape, {})[0]) for f, a in ARRAYS.items() if f != "w"]
@@ -50,7 +50,7 @@ def sharded(tmp_path: Path) -> tuple[Path, World]:
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """Bytes of each tensor of a safetensors file."""
+    """Return the bytes of each tensor of a safetensors file."""
     data = path.read_bytes()
     return {t.fqn: data[t.start : t.stop] for t in decode_header(data, len(data), str(path)).tensors}
 
@@ -126,7 +126,7 @@ with Directory.open(Path(sys.argv[2]).parent) as directory, directory.temporary(
 
 @pytest.mark.processes
 def test_a_file_system_without_hard_links(tmp_path: Path) -> None:
-    """An audit hook says what FAT says: no such file system can be mounted by anybody."""
+    """An audit hook raises the error of FAT, because a test cannot mount such a file system."""
     path, world = sharded(tmp_path)
     command = [sys.executable, "-c", NO_LINKS, str(path), str(tmp_path / "one")]
     done = subprocess.run(command, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
@@ -154,7 +154,7 @@ def test_holdings_name_the_redundancy_groups(tmp_path: Path) -> None:
 def test_a_catalogue_that_says_millions_of_holders_takes_no_memory_for_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """300 KB of catalogue, 300 tensors x 2049 boxes: rank 0 holds everything, 2048 others a part of each."""
+    """300 KB of catalogue: 300 tensors of 2049 boxes; rank 0 holds everything, 2048 ranks hold a part of each."""
     names, parts = [f"w{n:03d}" for n in range(300)], 2048
     state = NumpyState.whole({name: np.zeros(parts, np.uint8) for name in names})
     layouts = {0: state.layout(0, parts + 1)}
@@ -212,7 +212,7 @@ def test_youngs_interval() -> None:
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
-    """One ``holdfast ckpt`` command: exit code, output, errors."""
+    """Run one ``holdfast ckpt`` command. Return exit code, output and errors."""
     code = answer(["ckpt", *args])
     printed = capsys.readouterr()
     return code, printed.out, printed.err

@@ -1,4 +1,4 @@
-"""The cover of a tensor by boxes: exact, and bounded in work."""
+"""Coverage of a tensor by boxes: exact, and bounded in work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.store.worlds import cut
 
 @st.composite
 def drawn(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
-    """A shape and boxes inside it."""
+    """Draw a shape and boxes inside it."""
     shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
     boxes = []
     for _ in range(draw(st.integers(0, 8))):

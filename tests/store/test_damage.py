@@ -1,4 +1,4 @@
-"""Real damage to real files: every kind is seen, named, and healed where copies allow."""
+"""Real damage to real files: every kind is detected, named, and repaired where copies allow it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def flip(path: Path, position: int, bit: int = 0) -> None:
 
 
 def load(path: Place, world: World) -> tuple[str, ...]:
-    """Load everything on every rank and compare; returns what was healed."""
+    """Load everything on every rank and compare. Returns the healed parts."""
     healed: tuple[str, ...] = ()
     for rank in range(world.size):
         state = world.state(rank, empty=True)
@@ -41,14 +41,14 @@ def load(path: Place, world: World) -> tuple[str, ...]:
 
 @pytest.fixture
 def saved(tmp_path: Path) -> tuple[Path, World]:
-    """A sealed checkpoint of two pipeline stages with two replicas each."""
+    """Save a checkpoint of two pipeline stages with two replicas each."""
     world = pipeline()
     save(tmp_path, world, save_id())
     return tmp_path / save_id().directory(), world
 
 
 def test_what_is_said_of_a_hole_is_what_made_it(tmp_path: Path) -> None:
-    """Other damage, which a copy makes up for, is found first, and is not the reason."""
+    """Other damage, which a copy can repair, is found first. The message must not name it as the reason."""
     world = replicated(2, {name: random_array((20, 10), "float32", n) for n, name in enumerate("ab")})
     save(tmp_path, world, save_id(), copies=2)
     path = tmp_path / save_id().directory()
@@ -110,7 +110,7 @@ def test_deleting_or_truncating_any_file_but_the_seal_invalidates(saved: tuple[P
             if file.name == "SEALED":
                 assert found.valid and not found.sealed
             elif len(pristine) == 4096 and size_bytes is None and "stage" not in str(found.damage):
-                # a shard without a tensor: nothing is lost, but it is told
+                # a shard without a tensor: nothing is lost, but a message names it
                 assert file.name in " ".join((found.reason, *found.damage))
             else:
                 assert not found.valid and file.name in found.reason, (file.name, size_bytes, found)
@@ -118,7 +118,7 @@ def test_deleting_or_truncating_any_file_but_the_seal_invalidates(saved: tuple[P
 
 
 def test_a_file_that_is_cut_off_while_it_is_loaded_is_a_typed_error_and_no_signal(tmp_path: Path) -> None:
-    """It was whole, and in the page cache, when the manifests were compared with it."""
+    """The file was whole, and in the page cache, when the manifests were compared with it."""
     world = replicated(2, {"a": random_array((1024, 1024), "float32", 1)})
     save(tmp_path, world, save_id(), copies=2)
     path = tmp_path / save_id().directory()
@@ -152,7 +152,7 @@ def _swap_catalogue(path: Path, other: Path) -> None:
 def test_files_of_another_attempt_are_refused(
     saved: tuple[Path, World], swap: Callable[[Path, Path], None]
 ) -> None:
-    """Same run, same step, same layout, other attempt: sizes match, content does not."""
+    """The other save has the same run, step and layout: the sizes match, the content does not."""
     path, world = saved
     save(path.parent, world, save_id(attempt=1))
     save(path.parent, pipeline(edge=32), save_id(run="foreign"))
@@ -228,7 +228,7 @@ def test_a_bad_extent_is_healed_from_the_other_copy(tmp_path: Path) -> None:
 
 
 def test_what_is_judged_valid_loads_wherever_two_extents_are_bad(tmp_path: Path) -> None:
-    """Copies that are cut differently: the rest of a damaged box makes up for another one."""
+    """The copies are cut into different extents: intact parts of one copy repair a damaged extent of another."""
     world = replicated(3, {"w": random_array((3, 140_000), "float64", 1)})
     save(tmp_path, world, save_id(), copies=2)
     path = tmp_path / save_id().directory()
@@ -267,7 +267,7 @@ def test_two_bad_copies_of_one_extent_are_fatal(tmp_path: Path) -> None:
 
 
 def test_saving_the_same_again_heals_what_was_damaged_meanwhile(saved: tuple[Path, World]) -> None:
-    """A share is never believed to be there because its manifest is."""
+    """A save must check the share itself: an existing manifest does not prove that its share is intact."""
     path, world = saved
     before = {p.name: p.read_bytes() for p in path.iterdir()}
     for file in path.glob("shard-*"):

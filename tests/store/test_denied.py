@@ -1,4 +1,4 @@
-"""What cannot be read now is not damaged: no right to, no descriptor left, a file system whose server is gone."""
+"""Files that cannot be read now do not count as damaged: missing rights, no free descriptor, a lost file server."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FILES = ("", "catalogue.json", "rank-r00001.json", "shard-r00000-000.safetensors
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
-    """Steps 10 and 20, with two copies of everything."""
+    """Save steps 10 and 20, with two copies of everything."""
     for step in (10, 20):
         save(tmp_path / "root", WORLD, save_id(step), copies=2)
     return tmp_path / "root"
@@ -39,7 +39,7 @@ def test_a_file_that_may_not_be_read_stops_a_load_and_is_left_alone(root: Path, 
     before, mode = contents(newest), (newest / name).stat().st_mode
     (newest / name).chmod(0)
     asks: list[Callable[[], object]] = [lambda: inspect(newest), lambda: repair(newest), lambda: find(root)]
-    if name != "SEALED":  # what is only judged by it
+    if name != "SEALED":  # only judgements of a checkpoint read SEALED
         asks.append(lambda: load_values(newest))
     with of_the_modes():
         for ask in asks:
@@ -110,7 +110,7 @@ def test_no_descriptor_left_is_no_damage(root: Path) -> None:
 
 
 def _open_all(stack: ExitStack, spare: int) -> None:
-    """Use up the descriptors of this process but ``spare``."""
+    """Use up the descriptors of this process except ``spare``."""
     held: list[int] = []
     try:
         while True:
@@ -133,7 +133,7 @@ def test_a_file_system_whose_server_is_gone_is_no_damage(tmp_path: Path) -> None
         pytest.skip(f"no file systems of processes here: {error}")
     told = f"fd={fd},rootmode=40000,user_id=0,group_id=0".encode()
     mounted = libc.mount(b"none", os.fsencode(place), b"fuse", 0, told)
-    os.close(fd)  # nobody serves it any more
+    os.close(fd)  # no process serves it any more
     if mounted != 0:
         pytest.skip(f"mounting is not allowed here: {os.strerror(ctypes.get_errno())}")
     try:

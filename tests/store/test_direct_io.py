@@ -1,4 +1,4 @@
-"""Files written past the page cache hold exactly what was put."""
+"""Files that are written past the page cache contain exactly the bytes that were put in."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.store.worlds import random_array, replicated, save_id
 
 @pytest.fixture(params=["disk", "memory"])
 def place(request: pytest.FixtureRequest) -> Iterator[Path]:
-    """A directory on a disk (as far as the temporary directory is on one), and one in memory."""
+    """Yield a directory on a disk (if the temporary directory is on one), and one in memory."""
     base = "/dev/shm" if request.param == "memory" else None
     with tempfile.TemporaryDirectory(prefix="holdfast-", dir=base) as name:
         yield Path(name)
@@ -35,7 +35,10 @@ def place(request: pytest.FixtureRequest) -> Iterator[Path]:
 
 @pytest.mark.parametrize("shift", [0, 4096, 64, 1])
 def test_memory_that_lies_like_the_file_is_written_from_there(place: Path, shift: int) -> None:
-    """A header, then one long run from ``shift`` bytes behind a page on, in blocks; what is not aligned is copied."""
+    """A header is followed by one long run in blocks, ``shift`` bytes after a page boundary.
+
+    Unaligned parts are copied.
+    """
     memory = mmap.mmap(-1, 3 * BUFFER_SIZE_BYTES)
     memory[:] = os.urandom(len(memory))
     run = memoryview(memory)[shift : 2 * BUFFER_SIZE_BYTES + 5000]
@@ -127,7 +130,7 @@ def test_a_limit_in_the_middle_is_a_typed_error(place: Path) -> None:
 def test_a_system_that_takes_no_direct_write_after_all_gets_buffered_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The third direct write is refused for its alignment; nothing is lost or written twice."""
+    """The third direct write is refused for its alignment. No byte is lost or written twice."""
     real, calls = os.pwrite, 0
 
     def refusing(fd: int, data: memoryview, offset: int) -> int:

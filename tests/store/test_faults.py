@@ -42,7 +42,10 @@ print(calls)
 
 
 def run_writer(root: Path, call: str, kill_before: int) -> tuple[int, str]:
-    """Save step 2 in another process, killed before its n-th system call of one kind; exit code and output."""
+    """Save step 2 in another process that is killed before its n-th system call of one kind.
+
+    Return exit code and output.
+    """
     done = subprocess.run(
         [sys.executable, "-c", KILLED_WRITER, call, str(kill_before), str(root)],
         cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60, check=False,
@@ -52,7 +55,10 @@ def run_writer(root: Path, call: str, kill_before: int) -> tuple[int, str]:
 
 
 def test_killed_at_every_sync_rename_and_write_leaves_old_or_new(tmp_path: Path) -> None:
-    """After SIGKILL at any point the newest valid state is step 1 or exactly step 2; saving again completes step 2."""
+    """After SIGKILL at any point, the newest valid state is step 1 or exactly step 2.
+
+    The next save completes step 2.
+    """
     world = pipeline(stages=1, edge=16)
     outcomes = set()
     for call in ("fsync", "rename", "pwrite"):

@@ -1,4 +1,4 @@
-"""Every write of a save fails once, space runs out, power is lost: the store in memory is told to do it."""
+"""Every write of a save fails once, space runs out, power is lost: a store in memory simulates these faults."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tests.store.worlds import newest_of, save, save_id, world_at
 
 
 def with_one_save(seed: int = 0) -> FaultyStore:
-    """A store that holds step 1."""
+    """Return a store that holds step 1."""
     store = FaultyStore("it", seed=seed)
     save(store.path, world_at(1), save_id(1))
     return store
 
 
 def writes_of_a_save() -> int:
-    """How many writes one save takes."""
+    """Return how many writes one save takes."""
     store = with_one_save()
     before = store.writes
     save(store.path, world_at(2), save_id(2))
@@ -44,7 +44,7 @@ def test_every_write_that_fails_is_a_typed_error_and_a_second_try_succeeds(code:
 
 
 def test_power_lost_at_every_write() -> None:
-    """What was sealed before stays; what was under way is there exactly or not at all."""
+    """Saves that were sealed before stay. The save in progress exists exactly or not at all."""
     ends = {1: 0, 2: 0}
     for number in range(1, writes_of_a_save() + 2):
         for seed in range(3):

@@ -1,4 +1,4 @@
-"""docs/format.md and its schema describe what is written: checked by a small reader that knows only the document."""
+"""docs/format.md and its schema describe the files: a small reader that follows only the document checks them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ DOCUMENT = (DOCS / "format.md").read_text()
 
 
 def world() -> World:
-    """Two ranks, a tensor by rows and one by columns, a scalar, an empty one; two ranks hold the scalar."""
+    """Return a job of two ranks: a tensor by rows, one by columns, an empty one, and a scalar that both hold."""
     arrays = {
         "rows": random_array((5, 4), "float32", 1),
         "columns": random_array((3, 6), "int16", 2),
@@ -40,7 +40,7 @@ def world() -> World:
 
 
 def body_of(path: Path) -> Any:
-    """The body of a JSON file, by the document's byte positions."""
+    """Return the body of a JSON file, by the document's byte positions."""
     data = path.read_bytes()
     envelope = json.loads(data)
     assert list(envelope) == ["digest", "body"]
@@ -50,7 +50,7 @@ def body_of(path: Path) -> Any:
 
 
 def conforms(value: Any, schema: dict[str, Any], where: str = "$") -> None:
-    """The part of JSON Schema that the schema file uses; key order counts too."""
+    """Check a value against the part of JSON Schema that the schema file uses. Key order also counts."""
     if "$ref" in schema:
         return conforms(value, SCHEMA["$defs"][schema["$ref"].rpartition("/")[2]], where)
     if "const" in schema:

@@ -1,4 +1,4 @@
-"""MindSpore's group_info.pb: a real file, round trips, damage, and the same answer as our own holders."""
+"""MindSpore's group_info.pb: a real file, round trips, damage, and agreement with Holdfast's own holders."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_cut_file_never_gives_another_answer() -> None:
 
 
 def test_a_rank_list_in_many_pieces_takes_no_longer_than_in_one() -> None:
-    """Each piece made a new tuple of all before it: a file of a megabyte took minutes."""
+    """Regression: each piece made a new tuple of all pieces before it, so a file of a megabyte took minutes."""
     count = RANKS_TOLD_MAX
     assert decode_group_info(b"\x12\x02\x08\x01" * count, "x").ranks == (1,) * count
 
@@ -84,7 +84,7 @@ def test_a_rank_list_in_many_pieces_takes_no_longer_than_in_one() -> None:
     ],
 )
 def test_more_ranks_than_any_job_has_are_refused(made: Callable[[], bytes]) -> None:
-    data = made()  # a second of work that who only collects the tests does not need
+    data = made()  # a second of work, which a mere collection of the tests must not do
     with pytest.raises(CheckpointInvalid, match="more than 1048576 ranks"):
         decode_group_info(data, "x")
 

@@ -1,4 +1,4 @@
-"""Other programs read our shard files, and the silent failures of today's tools do not happen with ours."""
+"""Other programs read Holdfast's shard files, and silent failures of other tools do not happen with Holdfast."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.torch
 
 
 def mesh_world() -> World:
-    """2 x 2 grid of a matrix, a row-sharded one of uneven length, a strided one, a scalar and a replica."""
+    """Return a job with a matrix on a 2 x 2 grid, uneven rows, a strided tensor, a scalar and a replica."""
     arrays = {
         "grid": random_array((8, 6), "float32", 1),
         "rows": random_array((7, 3), "int64", 2),
@@ -83,7 +83,7 @@ def test_our_header_is_aligned_and_decodes_to_what_was_encoded() -> None:
 
 
 def test_two_saves_of_one_step_never_overwrite_each_other(tmp_path: Path) -> None:
-    """DCP: the second save replaces the first, and dying half-way destroys the committed one."""
+    """In DCP, the second save replaces the first one, and a death in the middle destroys the committed save."""
     world = mesh_world()
     save(tmp_path, world, save_id())
     before = {p: p.read_bytes() for p in (tmp_path / save_id().directory()).iterdir()}
@@ -93,7 +93,7 @@ def test_two_saves_of_one_step_never_overwrite_each_other(tmp_path: Path) -> Non
 
 
 def test_a_missing_middle_shard_is_noticed(tmp_path: Path) -> None:
-    """DCP's Hugging Face reader leaves what was in the target."""
+    """DCP's Hugging Face reader silently leaves the old values in the target."""
     world = mesh_world()
     save(tmp_path, world, save_id())
     path = tmp_path / save_id().directory()

@@ -1,4 +1,4 @@
-"""Plain values survive exactly, everything else is refused by its key path."""
+"""Plain values are restored exactly. All other values are refused, with their key path."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TREES = st.recursive(
 
 
 def typed(value: object) -> object:
-    """A form in which 1, 1.0 and True, lists and tuples differ, and dict order counts."""
+    """Return a form in which 1, 1.0 and True, lists and tuples differ, and dict order counts."""
     if isinstance(value, dict):
         return (type(value).__name__, [(typed(k), typed(v)) for k, v in value.items()])
     if isinstance(value, list | tuple):
@@ -113,7 +113,7 @@ def test_longer_integers_are_refused_when_they_are_saved(value: int) -> None:
 
 @pytest.mark.parametrize("opened", [b"[", b'{"a":', b'{"$tuple":[', b'{"$map":[[1,'])
 def test_the_depth_that_is_read_is_the_depth_that_is_written(opened: bytes) -> None:
-    """Deeper values were read, and ended in a RecursionError where they were put together."""
+    """Regression: deeper values were read, and their assembly ended in a RecursionError."""
     shut = opened.translate(bytes.maketrans(b"[{", b"]}"), b'"a:$tuplemap1,')[::-1]
     for depth in (63, 64):
         value = decode_values(opened * depth + b"0" + shut * depth)

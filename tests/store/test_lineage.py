@@ -1,4 +1,4 @@
-"""Retention of one run among others in a root: what it came from counts, what is not its own stays."""
+"""Retention of one run among others in a root: the run's origin counts, and checkpoints of other runs stay."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from tests.store.worlds import save, save_id
 
 
 def name(step: int, run: str) -> str:
-    """Of an attempt."""
+    """Return the name of a save."""
     return save_id(step, run=run).directory()
 
 
 def held(root: Path, steps: range, run: str, age_s: float = 0.0) -> None:
-    """Checkpoints of a run."""
+    """Save checkpoints of a run."""
     for step in steps:
         save(root, WORLD, save_id(step, run=run))
         at = time.time() - age_s
@@ -36,7 +36,7 @@ def test_an_ancestor_counts_up_to_where_it_was_left() -> None:
     assert two.holds(name(7, "one")) and not two.holds(name(8, "one")) and two.holds(name(9, "two"))
     three = Lineage.of_run("three", {"lineage": two.ancestors}, name(9, "two"))
     assert list(three.ancestors.items()) == [("two", 9), ("one", 7)]
-    # A restart within the run, from its own checkpoint or from memory, changes nothing.
+    # A restart within the run, from its own checkpoint or from memory, changes no lineage.
     for where in (name(12, "three"), "memory@12", "peers"):
         assert Lineage.of_run("three", {"lineage": three.ancestors}, where) == three
 
@@ -64,7 +64,7 @@ def test_of_a_checkpoint_without_a_session(tmp_path: Path) -> None:
 
 
 def test_pruning_for_a_lineage_leaves_others_alone(tmp_path: Path) -> None:
-    """However old they are, and whatever their steps."""
+    """Other runs may be of any age and have any steps."""
     held(tmp_path, range(90, 93), "other", age_s=1e6)
     held(tmp_path, range(1, 4), "base", age_s=1e6)
     held(tmp_path, range(3, 7), "mine")

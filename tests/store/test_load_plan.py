@@ -1,4 +1,4 @@
-"""Which extents are read, and where their bytes go: exactly what is wanted, whatever the extents cut."""
+"""The extents that a load reads, and the places of their bytes: exactly the wanted parts, for any cuts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Boxes = tuple[tuple[int, ...], Box, list[tuple[Box, Box]]]
 
 @st.composite
 def inside(draw: st.DrawFn, box: Box) -> Box:
-    """A box with elements in another one."""
+    """Draw a box with elements inside another one."""
     offsets, sizes = [], []
     for offset, size in zip(box.offsets, box.sizes, strict=True):
         first = draw(st.integers(0, size - 1))
@@ -28,7 +28,7 @@ def inside(draw: st.DrawFn, box: Box) -> Box:
 
 @st.composite
 def cases(draw: st.DrawFn) -> Boxes:
-    """A shape, a stored box, and targets with the region that they want of it."""
+    """Draw a shape, a stored box, and targets, each with the region that it wants of the box."""
     shape = tuple(draw(st.lists(st.integers(1, 6), max_size=4)))
     stored = draw(inside(Box.whole(shape)))
     pieces = []

@@ -1,4 +1,4 @@
-"""States in shared memory: kept, torn, damaged, out of room; a process killed in the middle of a copy among them."""
+"""States in shared memory: kept, torn, damaged, without room; also a process that is killed during a copy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYOUT = RankLayout(2, tuple(TensorMeta(n, "U8", (8 << 20,), Box((0,), (s,))) fo
 
 
 class State:
-    """What a rank holds after ``step`` updates."""
+    """The state of a rank after ``step`` updates."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -38,7 +38,7 @@ def keep(slots: Slots, step: int) -> None:
 
 
 def proves(directory: Path, step: int) -> None:
-    """The state of ``step`` is there, every byte of it."""
+    """Check that the state of ``step`` exists, with every byte."""
     with open_kept(directory, 2, step) as kept:
         assert kept.values == b'{"step": %d}' % step and kept.step == step
         for meta in LAYOUT.tensors:
@@ -72,7 +72,7 @@ def test_a_state_is_whole_when_it_is_said_and_until_the_next_copy(tmp_path: Path
     assert slots.steps() == (1,) and kept_steps(tmp_path, 2, whole=True) == ()
     with open_kept(tmp_path, 2, 1) as kept:
         assert not kept.whole
-    keep(slots, 1)  # amended
+    keep(slots, 1)  # amended with a change after the block
     slots.finish()
     assert kept_steps(tmp_path, 2, whole=True) == (1,)
     with open_kept(tmp_path, 2, 1) as kept:

@@ -1,4 +1,4 @@
-"""What copies allow is loaded and rebuilt; the rest is refused, and nothing is changed."""
+"""State that copies allow to restore is loaded and rebuilt. Other state is refused, and nothing is changed."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ ARRAYS = {
 
 @pytest.fixture(autouse=True)
 def small_extents(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several extents in each tensor."""
+    """Make extents small, so that each tensor has several."""
     monkeypatch.setattr(writer, "EXTENT_SIZE_BYTES", 4096)
 
 
 def saved(tmp_path: Path, copies: int) -> tuple[Path, World]:
-    """A sealed checkpoint of three ranks that hold the same."""
+    """Save a checkpoint of three ranks that hold the same tensors."""
     world = replicated(3, ARRAYS)
     save(tmp_path, world, save_id(), copies=copies)
     return tmp_path / save_id().directory(), world
 
 
 def contents(path: Path) -> dict[str, bytes]:
-    """All files."""
+    """Return the contents of all files."""
     return {file.name: file.read_bytes() for file in sorted(path.iterdir())}
 
 
 def shards(path: Path) -> list[Path]:
-    """The shard files that hold ``w``."""
+    """Return the shard files that hold ``w``."""
     found = [p for p in sorted(path.glob("shard-*")) if p.stat().st_size > 50_000]
     assert len(found) == 2
     return found
@@ -178,7 +178,7 @@ def test_damage_to_both_copies_is_refused_and_nothing_changes(
     tmp_path: Path, harm: Callable[[Path], None]
 ) -> None:
     path, world = saved(tmp_path, copies=2)
-    flip(path / "SEALED", 60)  # repairable in itself
+    flip(path / "SEALED", 60)  # repairable on its own
     harm(path)
     before = contents(path)
     assert not inspect(path, deep=True).valid

@@ -1,4 +1,4 @@
-"""What is compared when: the same bytes on all holders, all of it in K turns."""
+"""The schedule of comparisons: all holders compare the same bytes at a step, and K steps cover everything."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WORLD = 4
 
 
 def layouts(sizes: list[int], sharded: bool) -> Catalogue:
-    """``sizes`` tensors on all ranks; with ``sharded`` each cut in two, ranks r and r + 2 hold the same half."""
+    """Return layouts of ``sizes`` tensors on all ranks. With ``sharded``, ranks r and r + 2 hold the same half."""
     found = {}
     for rank in range(WORLD):
         metas = []

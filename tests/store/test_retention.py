@@ -1,4 +1,4 @@
-"""Save policies: pure answers to "is a save due?"."""
+"""Save policies: pure functions that answer whether a save is due."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.store.manage.retention import BestInterval, EverySeconds, EverySte
 
 
 def moment(step: int = 10, since_steps: int = 1, since_s: float = 1.0, **more: float) -> Moment:
-    """A moment of a job."""
+    """Return a moment of a job."""
     return Moment(step=step, since_steps=since_steps, since_s=since_s, **more)  # type: ignore[arg-type]
 
 
@@ -22,7 +22,7 @@ def moment(step: int = 10, since_steps: int = 1, since_s: float = 1.0, **more: f
 def test_every_steps_saves_each_multiple_as_soon_as_the_disk_is_free(
     count: int, busy: list[bool], start: int
 ) -> None:
-    """However long a save is put off, it is made at the first free step, once, and the grid stays the multiples."""
+    """A delayed save is made at the first free step, once. The grid of due steps stays the multiples."""
     policy, last, saved = EverySteps(count), start, []
     for step, occupied in enumerate(busy, start + 1):
         due = policy(moment(step, step - last))

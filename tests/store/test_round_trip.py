@@ -1,4 +1,4 @@
-"""Any layout into any layout: what was saved is what is loaded, bit for bit."""
+"""Saves in any layout load into any layout, bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real job that saves to a bucket: killed altogether, resumed, a rank killed, looked at; and no secret anywhere."""
+"""A real job that saves to a bucket: all killed, resumed, one rank killed, inspected; no secret in any file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STEPS = 40
 
 
 def start(where: Path, mark: str, *flags: str, arguments: tuple[str, ...] = ()) -> subprocess.Popen[str]:
-    """The job, with two ranks."""
+    """Start the job with two ranks."""
     where.mkdir(exist_ok=True)
     return subprocess.Popen(
         [HOLDFAST, "run", "--nproc-per-node", "2", *flags, JOB, "--result", str(where / "result"),
@@ -43,12 +43,12 @@ def start(where: Path, mark: str, *flags: str, arguments: tuple[str, ...] = ()) 
 
 
 def digests(where: Path) -> list[str]:
-    """What the ranks ended with."""
+    """Return the final digests of the ranks."""
     return [json.loads(p.read_text())["digest"] for p in sorted((where / "result").glob("rank-*.json"))]
 
 
 def marked(mark: str) -> list[int]:
-    """Processes of the job that carries this mark."""
+    """Return the processes of the job that carries this mark."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
@@ -58,7 +58,7 @@ def marked(mark: str) -> list[int]:
 
 
 def kill_all(mark: str) -> None:
-    """Until none is left: some may be starting others."""
+    """Kill all processes until none is left, because a living one may start others."""
     while pids := marked(mark):
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -67,14 +67,14 @@ def kill_all(mark: str) -> None:
 
 
 def holdfast(*arguments: str) -> str:
-    """Output of a command that succeeds."""
+    """Run a command that succeeds. Return its output."""
     done = CliRunner().invoke(cli, arguments)
     assert done.exit_code == 0, (done.output, done.exception)
     return done.output
 
 
 def disturbed(where: Path, bucket: Url) -> list[str]:
-    """A run that is killed altogether after its first save, and one that resumes from it and loses a rank: outputs."""
+    """Kill a whole run after its first save, then resume and lose a rank. Return the outputs of both runs."""
     mark, every = secrets.token_hex(8), ("--save-every", "4")
     killed = start(where, mark, "--root", str(bucket), arguments=every)
     deadline_s = time.monotonic() + BOUND_S
@@ -96,7 +96,7 @@ def disturbed(where: Path, bucket: Url) -> list[str]:
 
 
 def test_a_rank_is_lost_in_a_job_in_a_bucket(tmp_path: Path, bucket: Url) -> None:
-    """All start again from the last-gasp checkpoint in the bucket, and end with the bits of a bare run."""
+    """All ranks start again from the last-gasp checkpoint in the bucket, and end with the bits of a bare run."""
     where, flags = tmp_path / "run", ("--root", str(bucket), "--on-fault", "restart")
     job = start(where, secrets.token_hex(8), *flags, arguments=("--die", "1@6"))
     output, _ = job.communicate(timeout=BOUND_S)
@@ -135,7 +135,10 @@ def test_the_result_is_that_of_an_undisturbed_job(tmp_path: Path, bucket: Url) -
 def test_a_server_that_is_away_costs_saves_and_no_step(
     s3_url: str, bucket: Url, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The save fails by name, training goes on, a later save succeeds; others resume where they are told."""
+    """The save fails by name, training continues, and a later save succeeds.
+
+    Another session resumes from a named place.
+    """
     import torch
     from torch import nn
 
@@ -179,7 +182,7 @@ def test_a_server_that_is_away_costs_saves_and_no_step(
 
 
 def look_at(bucket: Url, where: Path) -> None:
-    """The commands that look at checkpoints."""
+    """Run the commands that inspect checkpoints."""
     listed = json.loads(holdfast("ckpt", "ls", str(bucket), "--json"))
     valid = [one for one in listed if one["valid"]]
     assert valid[0]["step"] == STEPS and len(valid) <= 4
@@ -194,7 +197,7 @@ def look_at(bucket: Url, where: Path) -> None:
     assert "removed s3://" in said
     left = [one["path"] for one in json.loads(holdfast("ckpt", "ls", str(bucket), "--json"))]
     assert left[0] == valid[0]["path"]
-    for path in left[1:]:  # those who were killed while they wrote it have left leases
+    for path in left[1:]:  # processes that were killed while they wrote it have left leases
         assert f"spared {path}: is being read or written" in said
     assert "with conditional writes" in holdfast("doctor", "--checkpoint", str(bucket))
 

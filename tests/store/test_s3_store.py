@@ -47,12 +47,12 @@ WORLD = pipeline(edge=8)
 
 
 def large(step: int = 0) -> World:
-    """One rank, one tensor of one and a half parts of an upload."""
+    """Return a job of one rank with one tensor of one and a half upload parts."""
     return replicated(1, {"a": random_array((PART_SIZE_BYTES * 3 // 8,), "float32", step)})
 
 
 def check(world: World, path: Place | str) -> None:
-    """Every rank loads exactly its part."""
+    """Check that every rank loads exactly its part."""
     for rank in range(world.size):
         state = world.state(rank, empty=True)
         load_into(path, state.targets(), known=list(world.arrays))
@@ -60,7 +60,7 @@ def check(world: World, path: Place | str) -> None:
 
 
 def keys(root: Url) -> list[str]:
-    """All objects below a root."""
+    """Return all objects below a root."""
     return sorted(e.key for name in ("", ".leases", ".removing") for e in Bucket(root).entries(name))
 
 
@@ -220,7 +220,7 @@ def test_removal_takes_the_proofs_first(bucket: Url, monkeypatch: pytest.MonkeyP
 
 @long
 def test_readers_and_removers_race(bucket: Url) -> None:
-    """Whoever got hold of a checkpoint reads all of it, whatever a remover does at the same time."""
+    """A reader that has opened a checkpoint reads all of it, whatever a remover does at the same time."""
     results: list[str] = []
 
     def read(path: Place) -> None:
@@ -259,7 +259,7 @@ for step in range(first, first + 4):
 
 
 def child(script: str, *arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """A process of its own that runs ``script``."""
+    """Start a process that runs ``script``."""
     path = os.pathsep.join([str(REPOSITORY / "src"), str(REPOSITORY)])
     return subprocess.Popen(
         [sys.executable, "-c", script, *arguments],
@@ -340,7 +340,7 @@ def test_a_killed_writer_process_is_replaced(
 
 @contextlib.contextmanager
 def in_the_middle(proxy: Proxy, action: Callable[[], None]) -> Iterator[None]:
-    """Do something when one part and a bit of what the block sends has gone up; an error when it never did."""
+    """Run ``action`` when the block has uploaded one part and a little more. Raise an error if it never did."""
     goal = proxy.passed_size_bytes + PART_SIZE_BYTES * 9 // 8
 
     def wait() -> None:
@@ -359,7 +359,10 @@ def in_the_middle(proxy: Proxy, action: Callable[[], None]) -> Iterator[None]:
 def test_a_server_that_goes_away_and_comes_back(
     s3_url: str, bucket: Url, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Soon: the save goes on. Too late: it fails by name, nothing of it counts, and the next one succeeds."""
+    """If the server is back soon, the save continues.
+
+    Otherwise it fails by name, leaves nothing, and the next one succeeds.
+    """
     with Proxy(s3_url) as proxy:
         proxy.delay_s = 0.005
         monkeypatch.setenv("AWS_ENDPOINT_URL", proxy.url)
@@ -398,7 +401,7 @@ def test_an_answer_cut_in_the_middle(s3_url: str, bucket: Url, monkeypatch: pyte
 
 
 def test_a_bucket_is_a_witness(s3_url: str, bucket: Url, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two nodes that lost each other the first one goes on, and both are told the same, for ever."""
+    """If two nodes lose each other, the first one to claim continues. Every later claim gets the same answer."""
     first, second = Claim(1, (NodeId("a"),)), Claim(1, (NodeId("b"),))
     assert claim_once(bucket, "job", first) == claim_once(bucket, "job", second) == ("a",)
     assert claim_once(bucket, "other", second) == ("b",)
@@ -503,7 +506,7 @@ def test_a_time_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, text: s
     ],
 )
 def test_an_endpoint_that_is_no_url_is_refused(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-    """obstore panics over some of them: an exception that no `except Exception` sees."""
+    """obstore panics on some texts, with an exception that `except Exception` does not catch."""
     monkeypatch.delenv("AWS_ENDPOINT_URL_S3", raising=False)
     monkeypatch.setenv("AWS_ENDPOINT_URL", url)
     with pytest.raises(UsageError, match=r"AWS_ENDPOINT_URL=.* is no URL of a server") as caught:
@@ -539,6 +542,6 @@ def test_an_upload_needs_bounded_memory(bucket: Url) -> None:
 
 def test_without_obstore_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "obstore.store", None)
-    monkeypatch.setenv("AWS_REGION", "nowhere-1")  # a client that was made before is of no use
+    monkeypatch.setenv("AWS_REGION", "nowhere-1")  # a client that was made before is not used
     with pytest.raises(HoldfastError, match="obstore is not installed"):
         open_store("s3://bucket/x")

@@ -1,4 +1,4 @@
-"""Whatever fails while step 2 is saved: load gives exactly step 2 once it is sealed, else exactly step 1."""
+"""After any failure in the save of step 2, load gives exactly step 2 if it is sealed, otherwise exactly step 1."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CALLS = ("open", "mkdir", "pwrite", "fsync", "rename", "posix_fadvise")
 
 
 class Failing:
-    """Lets the n-th call of one function of ``os`` fail, once; counts the calls."""
+    """A patch of one function of ``os``: its n-th call fails, once. Counts the calls."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str, number: int, code: int) -> None:
         self.calls = 0
@@ -61,7 +61,7 @@ def test_every_call_that_fails_is_a_typed_error_and_a_second_try_succeeds(
         save(root, world_at(1), save_id(1))
         with monkeypatch.context() as patch:
             Failing(patch, call, number, code)
-            # Making a root that is there already may fail as it likes.
+            # The creation of a root that exists may fail in any way.
             harmless = call == "mkdir" and number % 2 == 1
             with nullcontext() if harmless else pytest.raises(StoreWriteError, match="cannot write"):
                 save(root, world_at(2), save_id(2))
@@ -72,11 +72,11 @@ def test_every_call_that_fails_is_a_typed_error_and_a_second_try_succeeds(
 
 
 class PowerLoss:
-    """What is left of a directory tree when the machine's memory is lost, at every moment of what runs inside.
+    """A simulation of power loss: the remains of a directory tree at every moment of the code that runs inside.
 
-    Before each call that changes the tree three copies of it are made and judged: ``least`` (only what was synced: a
-    file's content at its last fsync, a directory's entries at theirs), ``entries`` (all names, but of the contents only
-    what was synced), ``all``. A real disk keeps something in between.
+    Before each call that changes the tree, three copies of it are made and judged. ``least`` has only synced data: a
+    file's content at its last fsync, a directory's entries at theirs. ``entries`` has all names, but only synced
+    contents. ``all`` has everything. A real disk keeps something in between.
     """
 
     def __init__(self, root: Path, judge: Callable[[Path], None]) -> None:
@@ -90,7 +90,7 @@ class PowerLoss:
             self._synced(path)
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Stand between the store and the system."""
+        """Patch the system calls of the store."""
         for call in ("mkdir", "pwrite", "fsync", "rename", "unlink"):
             monkeypatch.setattr(os, call, self._around(call, getattr(os, call)))
 
@@ -111,7 +111,7 @@ class PowerLoss:
             self._contents[path.stat().st_ino] = path.read_bytes()
 
     def strike(self) -> None:
-        """The power is lost now."""
+        """Lose the power now, and judge the remains."""
         if self._striking:
             return
         self._striking = True
@@ -149,7 +149,7 @@ def test_power_lost_at_every_moment_leaves_one_exact_state(
     assert found[0] == 1 and set(found) == {1, 2} and loss.moments >= 20
     durable = PowerLoss(root, lambda after: found.append(newest_of(after, {2})))
     durable._contents, durable._names = loss._contents, loss._names
-    durable.strike()  # told to be sealed: it survives the loss of everything that was not synced
+    durable.strike()  # reported as sealed: it survives the loss of all data that was not synced
     assert found[-3:] == [2, 2, 2]
 
 
@@ -180,7 +180,7 @@ def test_a_writer_killed_at_any_step_is_replaced_and_the_save_sealed(
         root, marker = tmp_path / f"{number}", tmp_path / f"killed-{number}"
         site = (
             tmp_path / f"site-{number}"
-        )  # else the bytecode of the same second, of the same length, would count
+        )  # otherwise Python would use the bytecode of a file of the same second and length
         site.mkdir()
         monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), paths]))
         text = KILLED.format(call=call, number=number, marker=str(marker))
@@ -214,7 +214,7 @@ for step in range(1, 13):
 
 
 def rivals(root: Path, runs: tuple[str, str]) -> list[str]:
-    """Two jobs save into one root at once; their outputs."""
+    """Run two jobs that save into one root at the same time. Return their outputs."""
     jobs = [
         subprocess.Popen(
             [sys.executable, "-c", RIVAL, str(root), run, str(seed)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
@@ -227,7 +227,7 @@ def rivals(root: Path, runs: tuple[str, str]) -> list[str]:
 
 
 def is_of(seed: int, step: int, path: str) -> bool:
-    """True when a checkpoint holds exactly the state of that job."""
+    """Return True when a checkpoint holds exactly the state of that job."""
     world = replicated(1, {"a": random_array((300, 200), "float32", 1000 * seed + step)})
     state = world.state(0, empty=True)
     load_into(path, state.targets())
@@ -246,7 +246,7 @@ def test_two_jobs_in_one_root_do_not_touch_each_other(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 def test_two_jobs_under_one_name_never_mix(tmp_path: Path) -> None:
-    """A user's mistake: the same run id and root twice. Each step is the one job's or the other's, or is refused."""
+    """A user gave two jobs the same run id and root by mistake. Each step belongs to one of the jobs, or is refused."""
     rivals(tmp_path, ("same", "same"))
     for name in Root(tmp_path).names():
         found = inspect(tmp_path / name, deep=True)

@@ -1,4 +1,4 @@
-"""The planner: who writes what, for any layout and any set of the dead."""
+"""The planner: the writer of every part, for any layout and any set of dead ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.store.worlds import World, cut, pipeline, replicated, worlds
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Boxes of the tests are small: let them be cut all the same."""
+    """Let the planner cut the tests' small boxes, too."""
     monkeypatch.setattr(planner, "PART_SIZE_BYTES_MIN", 16)
 
 
@@ -142,7 +142,10 @@ def test_missing_sees_holes_in_regular_and_irregular_cuts() -> None:
 
 
 def parallel(kind: str, world: int, tensors: int) -> dict[int, Layout]:
-    """What ``world`` ranks declare: ``tensors`` weights of four shapes and a step count, as a framework cuts them."""
+    """Return the layouts that ``world`` ranks declare:
+
+    ``tensors`` weights of four shapes and a step count, framework-like.
+    """
     shapes = [(4096, 1024), (1024, 4096), (1000, 1024), (1024,)]
     layouts = {}
     for rank in range(world):
@@ -194,7 +197,7 @@ def test_the_work_grows_with_ranks_and_tensors_and_not_with_their_product(
 
 
 def test_every_share_of_a_large_job_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All stretches of all ranks cover each tensor once, and no rank has much more than another."""
+    """The byte ranges of all ranks cover each tensor once, and no rank has much more than another."""
     monkeypatch.undo()
     for kind in ("ddp", "hsdp", "tensor", "pipeline"):
         catalogue = Catalogue.from_encoded(parallel(kind, 64, 24))
@@ -209,5 +212,5 @@ def test_every_share_of_a_large_job_is_whole(monkeypatch: pytest.MonkeyPatch) ->
             assert written == {t.fqn: copies * prod(t.shape) for t in catalogue.tensors}
             stage = [max(loads[rank : rank + 8]) - min(loads[rank : rank + 8]) for rank in range(0, 64, 8)]
             assert 4 * max(stage) <= 2 * planner.PART_SIZE_BYTES_MIN
-            if kind != "pipeline":  # there, stages differ in what they hold
+            if kind != "pipeline":  # in a pipeline, stages differ in what they hold
                 assert 4 * max(loads) <= 4 * sum(loads) / 64 + 2 * planner.PART_SIZE_BYTES_MIN

@@ -1,4 +1,4 @@
-"""The file of the update log: what it says after torn copies, damage and steps that are run again."""
+"""The file of the update log: its content after torn copies, damage and steps that are run again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RANK = 3
 
 
 def update(step: int, salt: int = 0, size: int = 100) -> Update:
-    """Of two gradients, one of them empty."""
+    """Return an update of two gradients, one of them empty."""
     numbers = np.arange(size, dtype=np.float32) + step + salt
     data = memoryview(numbers.tobytes())
     return Update(
@@ -33,7 +33,7 @@ def update(step: int, salt: int = 0, size: int = 100) -> Update:
 
 
 def filled(where: Path, entries: int, *steps: int) -> UpdateLog:
-    """A proven log with the updates of these steps."""
+    """Return a proven log with the updates of these steps."""
     log = UpdateLog(where, RANK, entries)
     for step in steps:
         log.append(update(step))
@@ -52,7 +52,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     [
         (4, (5, 6, 7), (5,), (6, 7, 8)),
         (4, (5, 6, 7), (6,), (7, 8)),
-        (4, (5, 6, 7), (4,), ()),  # the update of step 4 is lacking
+        (4, (5, 6, 7), (4,), ()),  # the update of step 4 is missing
         (4, (5, 7), (5,), (6,)),
         (4, (5, 6, 7), (8,), ()),
         (4, (5, 6, 7), (5, 8), (6, 7, 8)),
@@ -75,7 +75,7 @@ def test_a_log_that_was_not_proven_counts_for_nothing(tmp_path: Path) -> None:
     assert reachable(tmp_path, RANK, (5,)) == ()
     log.prove()
     assert reachable(tmp_path, RANK, (5,)) == (6,)
-    again = UpdateLog(tmp_path, RANK, 4)  # of the process that took the rank's place
+    again = UpdateLog(tmp_path, RANK, 4)  # the log of the process that took the rank's place
     again.append(update(6))
     assert reachable(tmp_path, RANK, (5,)) == (6, 7)
 
@@ -118,7 +118,7 @@ def test_updates_that_did_not_happen_are_dropped(tmp_path: Path) -> None:
 def test_an_update_with_more_gradients_begins_a_new_file(tmp_path: Path) -> None:
     log = filled(tmp_path, 4, 5)
     log.append(update(6, size=10_000))
-    assert reachable(tmp_path, RANK, (5, 6)) == ()  # to be proven again
+    assert reachable(tmp_path, RANK, (5, 6)) == ()  # it must be proven again
     log.prove()
     assert reachable(tmp_path, RANK, (5, 6)) == (7,)
 

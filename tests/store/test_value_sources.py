@@ -1,4 +1,4 @@
-"""Who is asked for plain values: the fewest ranks that hold what the asking one holds."""
+"""The ranks that are asked for plain values: the fewest that hold everything that the asking rank holds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from holdfast.store.layouts.value_sources import speakers
 
 
 def catalogue(*held: str) -> Catalogue:
-    """Each rank's tensors, one letter each; a digit after it is the half of it that the rank holds."""
+    """Return a catalogue.
+
+    Each argument lists a rank's tensors: a letter each, with a digit for the half that is held.
+    """
     layouts = {}
     for rank, names in enumerate(held):
         metas = []

@@ -57,7 +57,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def large() -> World:
-    """24 MB in 3 tensors: enough for a kill to come first."""
+    """Return a job of 24 MB in 3 tensors, large enough that a kill comes before the end of its save."""
     return replicated(1, {f"w{i}": random_array((2000, 1000), "float32", i) for i in range(3)})
 
 
@@ -160,7 +160,7 @@ def test_a_copy_that_fails_takes_the_order_back(tmp_path: Path) -> None:
 
 
 def kill_writers(saver: BackgroundSaver, count: int, done: threading.Event) -> int:
-    """SIGKILL the writer, and those that follow it; returns how many were killed before the save was done."""
+    """Kill the writer and those that replace it. Returns how many were killed before the save was done."""
     killed: list[int] = []
     while len(killed) < count and not done.is_set():
         pid = saver.writer_pid
@@ -208,7 +208,7 @@ def test_a_killed_writer_is_replaced_and_the_save_done_again(tmp_path: Path, cou
 
 @contextlib.contextmanager
 def no_interpreter(tmp_path: Path) -> Iterator[None]:
-    """No writer can be started: exec finds nothing."""
+    """Let every start of a writer fail: exec finds no interpreter."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "executable", str(tmp_path / "nothing"))
         yield
@@ -216,7 +216,7 @@ def no_interpreter(tmp_path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def no_descriptor(_: Path) -> Iterator[None]:
-    """No writer can be started: this process may not open anything more."""
+    """Let every start of a writer fail: this process may not open any more files."""
     old = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, old[1]))
     try:

@@ -1,4 +1,4 @@
-"""Random jobs for the tests: global tensors, who holds which box of them, and saving a checkpoint of all."""
+"""Random jobs for the tests: global tensors, the holders of their boxes, and the save of a checkpoint by all ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class World:
     cuts: dict[tuple[int, str, Box], Cuts] = field(default_factory=dict)  # what a rank knows of its box
 
     def state(self, rank: int, *, empty: bool = False) -> NumpyState:
-        """Arrays of one rank: cut from the global ones, or zeroed to be loaded into."""
+        """Return the arrays of one rank: cut from the global ones, or zeroed as targets of a load."""
         shards = []
         for fqn, box in self.held[rank]:
             whole = self.arrays[fqn]
@@ -54,7 +54,7 @@ class World:
         return NumpyState(shards)
 
     def layouts(self) -> dict[int, RankLayout]:
-        """What each rank declares."""
+        """Return what each rank declares."""
         return {
             rank: RankLayout(
                 rank,
@@ -68,23 +68,23 @@ class World:
         }
 
     def catalogue(self) -> Catalogue:
-        """The catalogue of all ranks."""
+        """Return the catalogue of all ranks."""
         return Catalogue.from_layouts(self.layouts())
 
     def check(self, state: NumpyState) -> None:
-        """Every element of ``state`` equals the global tensors, bit for bit."""
+        """Check that every element of ``state`` equals the global tensors, bit for bit."""
         for shard in state.shards:
             expected = np.array(self.arrays[shard.fqn][cut(shard.box)], order="C").reshape(shard.box.sizes)
             assert expected.tobytes() == shard.array.tobytes(), (shard.fqn, shard.box)
 
 
 def cut(box: Box) -> tuple[slice, ...]:
-    """A box as an index."""
+    """Return a box as an index."""
     return tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))
 
 
 def random_array(shape: Shape, dtype: str, seed: int) -> Array:
-    """Reproducible content that no two places share by accident."""
+    """Return reproducible content in which no two places are equal by accident."""
     data = np.random.default_rng(seed).bytes(prod(shape) * np.dtype(dtype).itemsize)
     if dtype == "bool":
         return np.array(np.frombuffer(data, np.uint8) % 2 == 0).reshape(shape)
@@ -92,20 +92,20 @@ def random_array(shape: Shape, dtype: str, seed: int) -> Array:
 
 
 def intervals(length: int, parts: int) -> list[tuple[int, int]]:
-    """``length`` cut like torch.chunk: (offset, size), trailing ones may be empty."""
+    """Return ``length`` cut like torch.chunk, as (offset, size). Parts at the end may be empty."""
     chunk = -(-length // parts) if length else 0
     return [(min(i * chunk, length), max(0, min(chunk, length - i * chunk))) for i in range(parts)]
 
 
 def grid(shape: Shape, cuts: Mapping[int, int]) -> list[Box]:
-    """All cells when dimension d is cut into ``cuts[d]`` parts."""
+    """Return all cells when dimension d is cut into ``cuts[d]`` parts."""
     per_dim = [intervals(n, cuts[d]) if d in cuts else [(0, n)] for d, n in enumerate(shape)]
     return [Box(tuple(o for o, _ in cell), tuple(s for _, s in cell)) for cell in product(*per_dim)]
 
 
 @st.composite
 def on_mesh(draw: st.DrawFn, shape: Shape, size: int, ranks: list[int]) -> list[list[Part]]:
-    """For each rank its box when each dimension of a mesh replicates or cuts; both may cut the same dimension."""
+    """Draw the box of each rank on a mesh whose dimensions replicate or cut. Both may cut the same dimension."""
     second = draw(st.sampled_from([n for n in (1, 2, 3) if len(ranks) % n == 0]))
     axes = [draw(st.none() | st.integers(0, len(shape) - 1)) for _ in range(2)]
     boxes: list[list[Part]] = [[] for _ in range(size)]
@@ -125,7 +125,7 @@ def on_mesh(draw: st.DrawFn, shape: Shape, size: int, ranks: list[int]) -> list[
 
 @st.composite
 def placements(draw: st.DrawFn, shape: Shape, size: int) -> list[list[Part]]:
-    """For each rank the boxes of one tensor (and what it knows of them); together they cover it."""
+    """Draw the boxes of one tensor for each rank, with what the rank knows of them. Together they cover the tensor."""
     ranks = sorted(draw(st.sets(st.integers(0, size - 1), min_size=1)))  # a pipeline stage, or all
     boxes: list[list[Part]] = [[] for _ in range(size)]
     kind = draw(st.sampled_from(["replicated", "sharded", "grid", "strided", "flat", "mesh", "mesh"]))
@@ -154,7 +154,7 @@ def placements(draw: st.DrawFn, shape: Shape, size: int) -> list[list[Part]]:
 
 @st.composite
 def tensors(draw: st.DrawFn, edge_max: int = 7) -> dict[str, Array]:
-    """One to five global tensors, scalars and empty ones among them."""
+    """Draw one to five global tensors, also scalars and empty ones."""
     found: dict[str, Array] = {}
     for index in range(draw(st.integers(1, 5))):
         shape = tuple(draw(st.lists(st.integers(0, edge_max), max_size=3)))
@@ -166,7 +166,7 @@ def tensors(draw: st.DrawFn, edge_max: int = 7) -> dict[str, Array]:
 def worlds(
     draw: st.DrawFn, arrays: Mapping[str, Array] | None = None, size_max: int = 5, edge_max: int = 7
 ) -> World:
-    """A job of one to ``size_max`` ranks holding the tensors in random layouts."""
+    """Draw a job of one to ``size_max`` ranks that hold the tensors in random layouts."""
     size = draw(st.integers(1, size_max))
     world = World(
         size, dict(draw(tensors(edge_max)) if arrays is None else arrays), [[] for _ in range(size)]
@@ -181,7 +181,7 @@ def worlds(
 
 
 def pipeline(stages: int = 2, replicas: int = 2, edge: int = 64) -> World:
-    """A fixed job: ``stages`` x ``replicas`` ranks; stage p holds ``stage{p}.weight``, all hold ``step``."""
+    """Return a job of ``stages`` x ``replicas`` ranks. Stage p holds ``stage{p}.weight``, all ranks hold ``step``."""
     arrays: dict[str, Array] = {
         f"stage{p}.weight": random_array((edge, edge), "float32", p) for p in range(stages)
     }
@@ -194,19 +194,19 @@ def pipeline(stages: int = 2, replicas: int = 2, edge: int = 64) -> World:
 
 
 def replicated(size: int, arrays: Mapping[str, Array]) -> World:
-    """Data parallelism: every rank holds everything."""
+    """Return a job with data parallelism: every rank holds everything."""
     return World(
         size, dict(arrays), [[(f, Box.whole(a.shape)) for f, a in arrays.items()] for _ in range(size)]
     )
 
 
 def world_at(step: int) -> World:
-    """Two ranks; every element depends on the step."""
+    """Return a job of two ranks in which every element depends on the step."""
     return replicated(2, {"a": random_array((30, 20), "float32", step), "b": np.full(3, step)})
 
 
 def newest_of(root: Place, steps: set[int]) -> int:
-    """The newest valid state is exactly that of one of ``steps``; returns which."""
+    """Check that the newest valid state is exactly that of one of ``steps``. Returns which."""
     found = Root(root).newest_valid(deep=True).require()
     assert found.step in steps
     world = world_at(found.step)
@@ -217,7 +217,7 @@ def newest_of(root: Place, steps: set[int]) -> int:
 
 
 def save_id(step: int = 12, attempt: int = 0, run: str = "run", n: int = 1) -> SaveId:
-    """An identity."""
+    """Return the id of a save."""
     return SaveId(run, Generation(1, n), step, attempt, "periodic")
 
 
@@ -243,5 +243,5 @@ def save(
 
 
 def dtype_name(array: Array) -> str:
-    """Name in the store."""
+    """Return the name of the array's dtype in the store."""
     return DTYPE_NAMES[array.dtype.name]

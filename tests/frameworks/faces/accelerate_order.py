@@ -1,4 +1,4 @@
-"""What accelerate draws in two epochs, and what our feed draws from the same loader; one JSON file per rank."""
+"""Batches of accelerate in two epochs, and of Holdfast's feed from the same loader; one JSON file per rank."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main() -> None:
     )
     torch.manual_seed(0)
     loader = accelerator.prepare(DataLoader(TensorDataset(torch.arange(SAMPLES)), 2, shuffle=True))
-    torch.manual_seed(accelerator.process_index)  # ranks differ; what they draw together must not
+    torch.manual_seed(accelerator.process_index)  # ranks differ, but their common random choices must not
     stock = []
     for epoch in range(2):
         loader.set_epoch(epoch)

@@ -1,4 +1,4 @@
-"""Gradient accumulation in the idiom of accelerate or of Fabric: ``python accumulation_job.py WAY [STEP]``.
+"""Gradient accumulation in the style of accelerate or of Fabric: ``python accumulation_job.py WAY [STEP]``.
 
 Rank 1 is killed once, in the middle of STEP. ``accelerate-turns``: one batch in each turn of the loop.
 """
@@ -23,7 +23,7 @@ BATCHES, STEPS = 4, 9
 
 
 def pieces() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
-    """Model, optimizer and 10 batches of each of two ranks."""
+    """Return a model, an optimizer and 10 batches for each of two ranks."""
     torch.manual_seed(0)
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(80, 8, generator=draw)
@@ -33,14 +33,14 @@ def pieces() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
 
 
 def struck(kill: int, step: int, at: int) -> None:
-    """SIGKILL, once, at the second batch."""
+    """Kill rank 1 once, at the second batch."""
     if (step, at) == (kill, 1) and os.environ["RANK"] == "1" and not Path("struck").exists():
         Path("struck").touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def accelerated(way: str, kill: int) -> Any:
-    """``with accelerator.accumulate(net)``, as accelerate's documentation has it."""
+    """Train with ``with accelerator.accumulate(net)``, as in accelerate's documentation."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=BATCHES)
@@ -59,7 +59,7 @@ def accelerated(way: str, kill: int) -> Any:
 
 
 def fabricated(kill: int) -> nn.Module:
-    """``fabric.no_backward_sync``, as Fabric's documentation has it."""
+    """Train with ``fabric.no_backward_sync``, as in Fabric's documentation."""
     from lightning.fabric import Fabric
 
     fabric = Fabric(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy="ddp")

@@ -1,11 +1,12 @@
-"""The Trainer of ``examples/hf_trainer.py`` without dropout, protected or not, with a fault of our making.
+"""The Trainer of ``examples/hf_trainer.py`` without dropout, protected or not, with an injected fault.
 
 ``hf_job.py --output DIR [--plain] [--cut RANK@CALL] [--leave RANK@CALL] [--kill RANK@CALL]``:
-CALL counts micro-batches, however often a check or a rehearsal repeats them.
+CALL counts micro-batches, without their repetitions by a check or a rehearsal.
 ``--evaluate steps|epoch``: every three steps, or after each epoch. ``--save``: every three steps.
-``--kill-in evaluation|save``: CALL counts batches evaluated, or saves half written.
-``--resume``: a checkpoint of the Trainer's own. ``--plateau``: the scores of evaluations decide on the learning rate.
-``--other-data``: a process that starts when DIR/other exists, or behind a kill, has samples in another order.
+``--kill-in evaluation|save``: CALL counts evaluated batches, or half-written saves.
+``--resume``: start from a checkpoint of the Trainer. ``--plateau``: the scores of evaluations decide on the learning
+rate.
+``--other-data``: a process that starts when DIR/other exists, or after a kill, has its samples in another order.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TIMES = ("train_runtime", "train_tokens_per_second")
 
 
 class Pieces(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Tokens that only their index decides; how many count differs."""
+    """A dataset of tokens that depend on their index only; the number of counted tokens differs per sample."""
 
     def __init__(self, shift: int = 0) -> None:
         self._shift = shift
@@ -48,10 +49,10 @@ class Pieces(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Job(Trainer):  # type: ignore[misc]
-    """With a fault in the middle of a micro-batch, once."""
+    """A Trainer with one fault in the middle of a micro-batch."""
 
     def arm(self, given: argparse.Namespace) -> None:
-        """Which call of ``training_step`` meets what."""
+        """Read which fault comes at which call of ``training_step``."""
         self.calls = self.elsewhere = 0
         self.first = sys.maxsize
         self.killed = given.output / "killed"
@@ -63,7 +64,7 @@ class Job(Trainer):  # type: ignore[misc]
                 self.faults[int(call)] = kind
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's."""
+        """Run a training step with its fault."""
         self.calls += 1
         number = self.state.global_step * ACCUMULATED + 1 + self.accelerator.sync_gradients
         self.first = min(self.first, number)
@@ -78,20 +79,20 @@ class Job(Trainer):  # type: ignore[misc]
         return super().training_step(*args, **kwargs)
 
     def kill(self) -> None:
-        """This process, once."""
+        """Kill this process, once in the run."""
         if not self.killed.exists():
             self.killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def meet(self, where: str) -> None:
-        """Between two steps."""
+        """Count a call between two steps, and kill this process at its fault."""
         if self.kill_in == where:
             self.elsewhere += 1
             if self.elsewhere in self.faults:
                 self.kill()
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's."""
+        """Run a prediction step with its fault."""
         self.meet("evaluation")
         return super().prediction_step(*args, **kwargs)
 
@@ -120,7 +121,7 @@ def main() -> None:
     no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
     model = GPT2LMHeadModel(GPT2Config(**size, **no_dropout, bos_token_id=0, eos_token_id=0))
     schedule: dict[str, Any] = {}
-    if given.plateau:  # it halves with each loss that is not greater than the one before
+    if given.plateau:  # the rate halves with each loss that is not greater than the last one
         schedule = {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"}
         schedule["lr_scheduler_kwargs"] = {"mode": "max", "patience": 0, "factor": 0.5}
     args = TrainingArguments(

@@ -1,6 +1,6 @@
-"""A Lightning script that goes on after its fit: ``lightning_after_job.py RANK`` kills that rank once in the fit.
+"""A Lightning script with work after its fit: ``lightning_after_job.py RANK`` kills that rank once in the fit.
 
-Its loggers and callbacks decide where they write before the session opens; it writes what they made of it.
+Its loggers and callbacks choose their directories before the session opens. The script writes down their choices.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SAMPLES, BATCH, DEATH = 40, 4, 7
 
 
 class Net(pl.LightningModule):  # type: ignore[misc]
-    """One layer; rank ``victim`` dies in its training step number ``DEATH``."""
+    """A model of one layer. Rank ``victim`` dies in its training step number ``DEATH``."""
 
     def __init__(self, victim: str) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class Net(pl.LightningModule):  # type: ignore[misc]
         self.dies = victim == os.environ["RANK"] and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 
     def training_step(self, batch: tuple[Tensor], index: int) -> Tensor:
-        """The mean square."""
+        """Return the mean square of the output."""
         self.calls += 1
         killed = Path("killed")
         if self.dies and self.calls == DEATH and not killed.exists():
@@ -44,25 +44,25 @@ class Net(pl.LightningModule):  # type: ignore[misc]
         return loss
 
     def validation_step(self, batch: tuple[Tensor], index: int) -> None:
-        """The same."""
+        """Log the mean square."""
         self.log("held_out", self.net(batch[0]).square().mean(), sync_dist=True)
 
     def test_step(self, batch: tuple[Tensor], index: int) -> None:
-        """The same."""
+        """Log the mean square."""
         self.log("tested", self.net(batch[0]).square().mean(), sync_dist=True)
 
     def predict_step(self, batch: tuple[Tensor], index: int) -> Tensor:
-        """The output."""
+        """Return the output."""
         output: Tensor = self.net(batch[0])
         return output
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Plain SGD."""
+        """Return a plain SGD optimizer."""
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 
 class Parser:
-    """What ``SaveConfigCallback`` needs of the parser of a ``LightningCLI``."""
+    """The part of a ``LightningCLI``'s parser that ``SaveConfigCallback`` needs."""
 
     def save(self, config: Any, path: str, **options: Any) -> None:
         """Write the configuration."""

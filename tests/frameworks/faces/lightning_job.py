@@ -1,11 +1,11 @@
-"""A Lightning training with accumulation, clipping and validation, protected or not, with a fault of our making.
+"""A Lightning training with accumulation, clipping and validation, protected or not, with an injected fault.
 
 ``lightning_job.py --output DIR [--plain] [--cut RANK@CALL] [--leave RANK@CALL] [--kill RANK@CALL]``:
-CALL counts batches that this process trains, however often a check or a rehearsal repeats them; with
-``--kill-in validation``, ``validation_step``; with ``--kill-in epoch``, epochs that begin. ``--check N``: validates
-every N batches, and not at the end of an epoch. ``--plateau``: the scores that this gives decide on the learning rate.
-``--other-data``: a process that starts when DIR/other exists, or behind a kill, has other samples. ``--all``: one
-checkpoint of Lightning's own stays for each epoch; ``--resume FILE``.
+CALL counts the batches that this process trains, without their repetitions by a check or a rehearsal. With ``--kill-in
+validation`` it counts calls of ``validation_step``, with ``--kill-in epoch`` epochs that begin. ``--check N``: validate
+every N batches, and not at the end of an epoch. ``--plateau``: the validation scores decide on the learning rate.
+``--other-data``: a process that starts when DIR/other exists, or after a kill, has other samples. ``--all``: keep one
+Lightning checkpoint per epoch. ``--resume FILE``: start from such a checkpoint.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from holdfast.frameworks.torch.comm.comm_state import fabric
 from holdfast.integrations.lightning import Holdfast
 
 EPOCHS = 3
-BATCHES = 5  # per epoch and rank, of four; two make a step, the last one is a step of its own
+BATCHES = 5  # per epoch and rank, for four ranks; a step has two of them, the last step has one
 SAMPLES = 4 * 4 * BATCHES
 
 
 class Net(pl.LightningModule):  # type: ignore[misc]
-    """Batch norm, and dropout where asked for: a plain run draws other random numbers."""
+    """A model with batch norm, and with dropout if requested: a plain run draws other random numbers."""
 
     def __init__(self, faults: dict[int, str], given: argparse.Namespace) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Net(pl.LightningModule):  # type: ignore[misc]
         )
 
     def training_step(self, batch: tuple[Tensor, Tensor], index: int) -> Tensor:
-        """Mean square error."""
+        """Return the mean square error."""
         self.calls += 1
         number = self.trainer.fit_loop.epoch_loop.batch_progress.total.ready
         self.first = min(self.first, number)
@@ -63,31 +63,31 @@ class Net(pl.LightningModule):  # type: ignore[misc]
             for inner in fabric()._inners():
                 inner.sever()
         loss: Tensor = (self.net(batch[0]) - batch[1]).square().mean()
-        self.log("own", loss)  # each rank has another
+        self.log("own", loss)  # a different value on each rank
         return loss
 
     def kill(self) -> None:
-        """This process, once."""
+        """Kill this process, once in the run."""
         if not self.killed.exists():
             self.killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
-        """The same, of held-out data."""
+        """Log the mean square error of held-out data."""
         self.validations += 1
         if self.kill_in == "validation" and self.validations in self.faults_between:
             self.kill()
         self.log("held_out", (self.net(batch[0]) - batch[1]).square().mean(), sync_dist=True)
 
     def on_train_epoch_start(self) -> None:
-        """The end of the epoch before has changed the learning rate; nobody is in the next step."""
+        """Kill this process when an epoch starts: the learning rate has changed, and no rank is in the next step."""
         if self.kill_in == "epoch":
             if self.current_epoch + 1 in self.faults_between:
                 self.kill()
             self.trainer.strategy.barrier()
 
     def configure_optimizers(self) -> Any:
-        """AdamW; a schedule by epoch, or one that halves where two scores are not better."""
+        """Return AdamW with a schedule by epoch, or with one that halves if two scores in a row are not better."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
         if self.plateau:
             schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", factor=0.5, patience=1)
@@ -96,29 +96,29 @@ class Net(pl.LightningModule):  # type: ignore[misc]
 
 
 class Count(pl.Callback):  # type: ignore[misc]
-    """Of batches, validations and epochs."""
+    """A callback that counts batches, validations and epochs."""
 
     def __init__(self) -> None:
         self.seen = {"batches": 0, "validations": 0, "epochs": 0}
 
     def on_train_batch_end(self, *args: Any) -> None:
-        """One more."""
+        """Count a batch."""
         self.seen["batches"] += 1
 
     def on_validation_end(self, *args: Any) -> None:
-        """One more."""
+        """Count a validation."""
         self.seen["validations"] += 1
 
     def on_train_epoch_end(self, *args: Any) -> None:
-        """One more."""
+        """Count an epoch."""
         self.seen["epochs"] += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """For checkpoints."""
+        """Return the counts for a checkpoint."""
         return dict(self.seen)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """From one."""
+        """Take the counts from a checkpoint."""
         self.seen = dict(state_dict)
 
 
@@ -154,7 +154,8 @@ def main() -> None:
     best = pl.callbacks.ModelCheckpoint(
         dirpath=given.output / "best", monitor="held_out", save_top_k=-1 if given.all else 1
     )
-    early = pl.callbacks.EarlyStopping("held_out", patience=3 * EPOCHS, mode="max")  # counts what gets better
+    # counts validations without an improvement
+    early = pl.callbacks.EarlyStopping("held_out", patience=3 * EPOCHS, mode="max")
     count = Count()
     theirs = [best, early, count]
     trainer = pl.Trainer(

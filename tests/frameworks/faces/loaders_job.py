@@ -1,6 +1,6 @@
-"""A Lightning training over two data loaders of different lengths, alone: ``loaders_job.py MODE STEPS``.
+"""A Lightning training over two data loaders of different lengths, in one process: ``loaders_job.py MODE STEPS``.
 
-Prints how each batch begins, one line per step; STEPS: stop there.
+Prints the first number of each batch, one line per step, and stops after STEPS.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ from holdfast.integrations.lightning import Holdfast
 
 
 class Net(pl.LightningModule):  # type: ignore[misc]
-    """A weight for each loader."""
+    """A model with one weight per loader."""
 
     def __init__(self) -> None:
         super().__init__()
         self.net = nn.Linear(1, 1)
 
     def training_step(self, batch: dict[str, Tensor | None], index: int) -> Tensor:
-        """Says what it was given."""
+        """Print the first number of each batch that was given."""
         found = {name: None if part is None else int(part[0]) for name, part in batch.items()}
         print("batch", self.global_step, found["long"], found["short"], flush=True)
         loss: Tensor = sum(self.net(part).square().mean() for part in batch.values() if part is not None)
         return loss
 
     def configure_optimizers(self) -> Any:
-        """Any."""
+        """Return an optimizer."""
         return torch.optim.SGD(self.parameters(), lr=0.01)
 
 

@@ -17,7 +17,7 @@ TENSOR_PARALLEL = 2
 
 
 def weights(model: Any) -> dict[str, Any]:
-    """Tensors by name; Megatron's extra state is None on a CPU."""
+    """Return the tensors by name. Megatron's extra state is None on a CPU."""
     return {name: value for name, value in model.state_dict().items() if value is not None}
 
 
@@ -38,7 +38,7 @@ def save(model: Any, folder: Path) -> None:
 
 
 def load(model: Any, folder: Path, checkpoint: str) -> None:
-    """Put other values into the model, load, compare."""
+    """Put other values into the model, load the checkpoint, and compare."""
     import torch
     import torch.distributed as dist
 

@@ -1,8 +1,9 @@
-"""Megatron-core's GPT on CPU: two tensor-parallel ranks times two replicas, or a sharded optimizer over four replicas.
+"""Megatron-core's GPT on CPU: two tensor-parallel ranks times two replicas, or an optimizer sharded over four replicas.
 
-``megatron_job.py --mode tensor``: weights split by Megatron, AdamW beside them, gradients averaged over the replicas.
-``megatron_job.py --mode zero``: ZeRO-1 with copies: each rank updates half of one flat vector of all weights, two ranks
-hold each half; the whole is gathered at the start of the next step, as with Megatron's ``overlap_param_gather``.
+``megatron_job.py --mode tensor``: weights split by Megatron, each rank with AdamW for its part, gradients averaged over
+the replicas.
+``megatron_job.py --mode zero``: ZeRO-1 with copies. Each rank updates half of one flat vector of all weights, and two
+ranks hold each half. The whole is gathered at the start of the next step, as with Megatron's ``overlap_param_gather``.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ VOCABULARY = 64
 
 
 class CpuAttention(nn.Module):
-    """In the place of Megatron's, which asks for a CUDA device. Tensors: (sequence, batch, heads, width)."""
+    """An attention in place of Megatron's, which needs a CUDA device. Tensors: (sequence, batch, heads, width)."""
 
     def __init__(self, config: Any, **arguments: Any) -> None:
         super().__init__()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, *arguments: Any, **more: Any) -> Tensor:
-        """Causal attention; out: (sequence, batch, heads x width)."""
+        """Compute causal attention. Returns a tensor of shape (sequence, batch, heads x width)."""
         heads = [t.permute(1, 2, 0, 3) for t in (query, key, value)]
         out = scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
         return out.permute(2, 0, 1, 3).flatten(2)
 
 
 def build(tensor_parallel: int) -> nn.Module:
-    """A GPT of two layers."""
+    """Build a GPT of two layers."""
     config = TransformerConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, hidden_dropout=0.1, attention_dropout=0.0,
         tensor_model_parallel_size=tensor_parallel, use_cpu_initialization=True, gradient_accumulation_fusion=False,
@@ -58,7 +59,7 @@ def build(tensor_parallel: int) -> nn.Module:
 
 
 class Shard(nn.Module):
-    """This rank's half of all weights as one vector, and the groups it travels in."""
+    """This rank's half of all weights as one vector, with its process groups."""
 
     def __init__(self, model: nn.Module, rank: int) -> None:
         super().__init__()
@@ -77,7 +78,7 @@ class Shard(nn.Module):
         return torch.cat([t.reshape(-1) for t in tensors])
 
     def gather(self) -> None:
-        """All weights from the parts."""
+        """Gather all weights from the two halves."""
         parts = [torch.empty_like(self.weights.data) for _ in range(2)]
         dist.all_gather(parts, self.weights.data, group=self.group)
         flat, at = torch.cat(parts), 0
@@ -87,7 +88,7 @@ class Shard(nn.Module):
             at += parameter.numel()
 
     def scatter(self) -> None:
-        """The mean gradient of this rank's part."""
+        """Average the gradients, and keep this rank's half."""
         flat = self._flat([p.grad for p in self.whole if p.grad is not None])
         flat = nn.functional.pad(flat, (0, 2 * self.part - len(flat)))
         dist.all_reduce(flat)
@@ -95,7 +96,7 @@ class Shard(nn.Module):
 
 
 def average(model: nn.Module, group: Any) -> None:
-    """Gradients over the replicas of one tensor-parallel rank."""
+    """Average gradients over the replicas of one tensor-parallel rank."""
     for parameter in model.parameters():
         assert parameter.grad is not None
         dist.all_reduce(parameter.grad, group=group)
@@ -121,7 +122,7 @@ def main() -> None:
     with holdfast.session(model=trained, optimizer=optimizer) as s:
         for step in s.steps(until=given.steps):
             with step:
-                # Ranks of one tensor-parallel group draw the same dropout: a function of (step, replica).
+                # Ranks of one tensor-parallel group draw the same dropout: its seed depends on (step, replica).
                 torch.manual_seed(1000 * step.number + replica)
                 text = torch.randint(0, VOCABULARY, (4, CONTEXT))
                 if shard is not None:

@@ -1,4 +1,4 @@
-"""Start a job, of four ranks where nothing is said, with the launchers of this environment; and the faults it makes."""
+"""Starts of a job (four ranks by default) with the launchers of this environment and of ``holdfast drill``."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def run(
     ranks: int = RANKS,
     bound_s: float = BOUND_S,
 ) -> tuple[int, str]:
-    """Exit code and output of ``script``; ``launcher``: ``["torchrun"]`` or ``["holdfast", "run"]``."""
+    """Run ``script``. Return exit code and output. ``launcher`` is ``["torchrun"]`` or ``["holdfast", "run"]``."""
     where.mkdir(parents=True, exist_ok=True)
     command = [str(BIN / launcher[0]), *launcher[1:], "--nproc-per-node", str(ranks), str(script), *arguments]
     return _start(command, where, bound_s)
 
 
 def drill(where: Path, fault: str, script: Path, *arguments: str) -> tuple[int, str]:
-    """Exit code and output of ``script`` under ``holdfast drill``: undisturbed and with ``fault``, compared."""
+    """Run ``script`` under ``holdfast drill``, undisturbed and with ``fault``. Return exit code and output."""
     where.mkdir(parents=True, exist_ok=True)
     command = [
         str(BIN / "holdfast"),

@@ -1,4 +1,4 @@
-"""An Accelerate loop needs nothing but the plain session."""
+"""An Accelerate loop needs only the plain session."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def test_batches_of_prepared_loaders(tmp_path: Path, seedable: bool) -> None:
         half = len(one["ours"]) // 2
         assert one["again"] == one["ours"][half + 1 :]
         assert one["ours"][:half] != one["ours"][half:]
-        if seedable:  # then the order is a function of the epoch, for accelerate too
+        if seedable:  # then the order depends on the epoch only, also in accelerate
             assert one["ours"] == one["stock"]
     halves = [index for one in drawn for batch in one["ours"][: len(one["ours"]) // 2] for index in batch]
     assert set(halves) == set(range(SAMPLES))
-    assert len(halves) < SAMPLES + 2 * RANKS  # even batches: few are drawn twice
+    assert len(halves) < SAMPLES + 2 * RANKS  # batches are made even: few samples are drawn twice

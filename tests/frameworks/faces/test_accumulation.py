@@ -1,4 +1,4 @@
-"""Gradient accumulation over several batches of the loader, in the idioms of accelerate and Fabric."""
+"""Gradient accumulation over several batches of the loader, in the styles of accelerate and Fabric."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LAUNCH = ["holdfast", "run"]
 
 
 def ends(where: Path, *arguments: str) -> tuple[list[str], str]:
-    """What each of two ranks ends with; the output."""
+    """Run a job of two ranks. Return the final values of each rank, and the output."""
     code, output = run(where, LAUNCH, JOB, *arguments, ranks=2)
     assert code == 0, output
     logs = sorted(where.glob("runs/*/attempt-*/rank-*.log"))
@@ -24,7 +24,7 @@ def ends(where: Path, *arguments: str) -> tuple[list[str], str]:
 
 @pytest.mark.parametrize("way", ["accelerate", "fabric"])
 def test_a_kill_in_the_middle_of_a_step_repeats_all_of_its_batches(tmp_path: Path, way: str) -> None:
-    """Step 2 is the last one of an epoch, with two batches of the four."""
+    """Step 4 has all batches. Step 2 is the last step of an epoch and has two batches only."""
     calm, _ = ends(tmp_path / "calm", way)
     for kill in ("2", "4"):
         told, output = ends(tmp_path / kill, way, kill)

@@ -1,4 +1,4 @@
-"""The environment is what the tests here are written for."""
+"""The environment has the packages that these tests are written for."""
 
 from __future__ import annotations
 

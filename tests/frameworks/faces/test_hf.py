@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: as it is without us, and the same bits when ranks die or connections break."""
+"""Hugging Face's Trainer: unchanged without faults, and the same bits when ranks die or connections break."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from holdfast.integrations.huggingface import protect
 from holdfast.store.manage.checkpoint_root import Root
 from tests.frameworks.faces.running import BOUND_S, EXAMPLES, drill, run
 
-pytestmark = pytest.mark.timeout(4 * BOUND_S)  # each run is bounded alone
+pytestmark = pytest.mark.timeout(4 * BOUND_S)  # each run has its own bound
 
 JOB = Path(__file__).with_name("hf_job.py")
 STEPS = 9
@@ -24,14 +24,14 @@ CALLS_A_STEP = 2
 
 
 def results(where: Path) -> tuple[bytes, dict[str, Any]]:
-    """The weights that the Trainer saved, and what it knew of its progress."""
+    """Return the weights that the Trainer saved, and its record of its progress."""
     seen: dict[str, Any] = json.loads((where / "out" / "seen.json").read_text())
     return (where / "out" / "model.safetensors").read_bytes(), seen
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[bytes, dict[str, Any]]:
-    """The stock Trainer under torchrun."""
+    """Run the stock Trainer under torchrun. Return its results."""
     where = tmp_path_factory.mktemp("plain")
     code, output = run(where, ["torchrun"], JOB, "--output", "out", "--plain")
     assert code == 0, output
@@ -55,7 +55,7 @@ def test_protected_trainer_computes_what_the_stock_one_does(
 
 
 def compare(where: Path, plain: tuple[bytes, dict[str, Any]]) -> None:
-    """Weights, progress and everything that was logged are those of the stock Trainer."""
+    """Check that weights, progress and all logged values are those of the stock Trainer."""
     weights, seen = results(where)
     assert weights == plain[0]
     assert {**seen, "calls": 0} == {**plain[1], "calls": 0}
@@ -109,7 +109,7 @@ def test_a_save_that_a_kill_cuts_off_is_done_again(
 
 @pytest.mark.parametrize(("where", "kill"), [("save", "0@1"), ("step", "0@7")])
 def test_a_score_that_decides_on_the_learning_rate_counts_once(tmp_path: Path, where: str, kill: str) -> None:
-    """Killed when it has decided and the evaluation is still told as due, and when it is told as done."""
+    """The kill comes after the decision, before or after the evaluation is recorded as done."""
     given = ("--output", "out", "--evaluate", "steps", "--save", "--plateau")
     code, output = run(tmp_path / "plain", ["torchrun"], JOB, *given, "--plain", ranks=2)
     assert code == 0, output
@@ -153,7 +153,7 @@ def test_cut_connections_are_answered_with_the_same_batches(
     compare(tmp_path, plain)
     seen = results(tmp_path)[1]
     assert "retry in place" in output
-    assert seen["calls"] > plain[1]["calls"]  # micro-batches ran again, in the same processes
+    assert seen["calls"] > plain[1]["calls"]  # micro-batches ran again in the same processes
     assert len(list(tmp_path.glob("runs/*/attempt-*"))) == 1
 
 
@@ -170,18 +170,18 @@ def test_graceful_exit_and_the_next_run(
     assert code == 0, output
     weights, seen = results(tmp_path)
     assert weights == plain[0]
-    # The first step is repeated to prove the block, and to let DDP have its final buckets.
+    # The first step is repeated to prove the block and to let DDP build its final buckets.
     repeated = seen["calls"] - (STEPS - left.step) * CALLS_A_STEP
     assert 0 < repeated <= 4 * CALLS_A_STEP and repeated % CALLS_A_STEP == 0
-    # What is logged at a step comes after its end: of the step that the exit came after, nothing.
+    # Values are logged after the end of their step. The step before the exit has logged none.
     logged = [[line["step"] for line in lines] for lines in (plain[1]["logged"], seen["logged"])]
     assert set(logged[0]) - set(logged[1]) <= {left.step}
-    assert seen["trained"] == pytest.approx(plain[1]["trained"])  # one sum more or less on the way
+    assert seen["trained"] == pytest.approx(plain[1]["trained"])  # the run adds one sum more or less
     assert all(seen[key] == plain[1][key] for key in ("step", "epoch", "rate"))
 
 
 def test_a_replacement_with_other_data_ends_the_run(tmp_path: Path) -> None:
-    """It trained on, with other weights, and exit code 0."""
+    """Regression: the job continued with other weights, and ended with exit code 0."""
     given = ("--output", "out", "--other-data", "--kill", "1@10")
     code, output = run(tmp_path, ["holdfast", "run"], JOB, *given, ranks=2)
     assert code == Exit.BAD_INPUT, output

@@ -1,4 +1,4 @@
-"""Lightning: as it is without us, and the same bits when ranks die or connections break."""
+"""Lightning: unchanged without faults, and the same bits when ranks die or connections break."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from holdfast.integrations.lightning import Holdfast
 from holdfast.store.manage.checkpoint_root import Root
 from tests.frameworks.faces.running import BOUND_S, EXAMPLES, drill, run
 
-pytestmark = pytest.mark.timeout(4 * BOUND_S)  # each run is bounded alone
+pytestmark = pytest.mark.timeout(4 * BOUND_S)  # each run has its own bound
 
 JOB = Path(__file__).with_name("lightning_job.py")
 AFTER = Path(__file__).with_name("lightning_after_job.py")
@@ -31,14 +31,14 @@ STEPS = 9
 
 
 def results(where: Path) -> dict[str, Any]:
-    """What rank 0 saw at the end."""
+    """Return what rank 0 recorded at the end."""
     seen: dict[str, Any] = json.loads((where / "out" / "seen.json").read_text())
     return seen
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Stock Lightning under torchrun."""
+    """Run stock Lightning under torchrun. Return its results."""
     where = tmp_path_factory.mktemp("plain")
     code, output = run(where, ["torchrun"], JOB, "--output", "out", "--plain")
     assert code == 0, output
@@ -48,7 +48,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def validated(
     where: Path, plain: dict[str, Any], check: int, *more: str
 ) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Arguments of a job that validates every ``check`` batches (0: after each epoch), and its end without us."""
+    """Return the arguments of a job that validates every ``check`` batches, and its results without Holdfast.
+
+    ``check`` 0: after each epoch.
+    """
     given = ("--output", "out", *(("--check", str(check)) if check else ()), *more)
     if check or more:
         code, output = run(where / "plain", ["torchrun"], JOB, *given, "--plain")
@@ -114,14 +117,14 @@ def test_cut_connections_are_answered_with_the_same_batches(
     seen = results(tmp_path)
     assert {**seen, "calls": 0} == {**plain, "calls": 0}
     assert "retry in place" in output
-    assert seen["calls"] > plain["calls"]  # micro-batches ran again, in the same processes
+    assert seen["calls"] > plain["calls"]  # micro-batches ran again in the same processes
     assert len(list(tmp_path.glob("runs/*/attempt-*"))) == 1
 
 
 @pytest.mark.parametrize(
     ("check", "kill", "flags"),
     [
-        (0, "1@6", ()),  # at the end of an epoch; rank 0 writes what ModelCheckpoint keeps
+        (0, "1@6", ()),  # at the end of an epoch, where rank 0 writes the checkpoint of ModelCheckpoint
         (0, "0@11", ("--on-fault", "restart")),
         (2, "0@3", ()),  # every two batches
         (2, "2@10", ()),
@@ -130,7 +133,7 @@ def test_cut_connections_are_answered_with_the_same_batches(
 def test_killed_in_the_first_step_after_a_validation(
     tmp_path: Path, plain: dict[str, Any], check: int, kill: str, flags: tuple[str, ...]
 ) -> None:
-    """A newcomer begins after the validation, with what the callbacks made of it."""
+    """A newcomer begins after the validation, with the results of the callbacks."""
     given, plain = validated(tmp_path, plain, check)
     code, output = run(tmp_path, ["holdfast", "run", *flags], JOB, *given, "--kill", kill)
     assert code == 0, output
@@ -157,11 +160,11 @@ def test_a_validation_that_a_kill_cuts_off_is_done_after_the_restart(
 
 
 def test_a_score_that_decides_on_the_learning_rate_counts_once(tmp_path: Path, plain: dict[str, Any]) -> None:
-    """Killed when it has decided, before the next step."""
+    """The kill comes after the decision, before the next step."""
     given, plain = validated(tmp_path, plain, 0, "--plateau")
     code, output = run(tmp_path, ["holdfast", "run"], JOB, *given, "--kill-in", "epoch", "--kill", "1@3")
     assert code == 0, output
-    # What was saved of that epoch is saved again, under another name.
+    # The checkpoint of that epoch is saved again under another name.
     ended = {"calls": 0, "files": []}
     assert {**results(tmp_path), **ended} == {**plain, **ended}
     assert "restart last gasp" in output
@@ -183,13 +186,13 @@ def test_graceful_exit_and_the_next_run(
     epoch, steps = divmod(left.step, 3)
     left_to_do = 3 * BATCHES - epoch * BATCHES - 2 * steps
     rehearsed = seen["calls"] - left_to_do  # the first step, without effect, until DDP has its final buckets
-    calls = 1 if steps == 2 else 2  # of that step: the last one of an epoch has a single batch
+    calls = 1 if steps == 2 else 2  # calls of that step: the last step of an epoch has a single batch
     assert 0 < rehearsed <= 3 * calls and rehearsed % calls == 0
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Checkpoints of Lightning's own, one of each epoch."""
+    """Return Lightning's own checkpoints, one of each epoch."""
     where = tmp_path_factory.mktemp("saved")
     code, output = run(where, ["torchrun"], JOB, "--output", "out", "--plain", "--all")
     assert code == 0, output
@@ -197,7 +200,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def test_a_replacement_with_other_data_ends_the_run(tmp_path: Path) -> None:
-    """It trained on, with other weights, and exit code 0."""
+    """Regression: the job continued with other weights, and ended with exit code 0."""
     given = ("--output", "out", "--other-data", "--kill", "1@8")
     code, output = run(tmp_path, ["holdfast", "run"], JOB, *given, ranks=2)
     assert code == Exit.BAD_INPUT, output
@@ -222,7 +225,7 @@ def test_a_resume_with_other_data_is_an_error(tmp_path: Path, monkeypatch: pytes
 def test_a_checkpoint_of_lightnings_own_is_gone_on_from(
     tmp_path: Path, saved: list[Path], rung: str, kill: str
 ) -> None:
-    """Once: who comes in later, or starts again, has the optimizer and the place of the job."""
+    """The file is read once. A newcomer, or a later start, has the optimizer and the position of the job."""
     given = ("--output", "out", "--resume", str(saved[0]))
     code, output = run(tmp_path / "plain", ["torchrun"], JOB, *given, "--plain")
     assert code == 0, output
@@ -243,7 +246,7 @@ def test_a_checkpoint_of_lightnings_own_with_nothing_left_to_train(tmp_path: Pat
 
 
 def batches(where: Path, mode: str, steps: int) -> list[str]:
-    """What a training of one process, over two loaders, was given until ``steps``."""
+    """Train one process over two loaders. Return the batches that it was given until ``steps``."""
     command = [sys.executable, str(LOADERS), mode, str(steps)]
     done = subprocess.run(command, cwd=where, capture_output=True, text=True, timeout=BOUND_S)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -255,7 +258,7 @@ def batches(where: Path, mode: str, steps: int) -> list[str]:
     [("max_size_cycle", ["100", "102", "100", "102", "100"]), ("max_size", ["100", "102", *["None"] * 3])],
 )
 def test_the_shorter_of_two_loaders_ends_within_an_epoch(tmp_path: Path, mode: str, short: list[str]) -> None:
-    """As Lightning has it, in one go (the second epoch) and where the job starts again behind that end (the first)."""
+    """Holdfast agrees with Lightning in one run (second epoch) and after a restart beyond that end (first epoch)."""
     given = batches(tmp_path, mode, 3) + batches(tmp_path, mode, -1)
     # The first step of a process is repeated to prove its block.
     assert [line for line, _ in groupby(given)] == [

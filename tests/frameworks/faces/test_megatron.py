@@ -1,4 +1,4 @@
-"""Megatron-core's GPT on CPU: which rank holds what is declared, and a lost rank's part comes from its replica."""
+"""Megatron-core's GPT on CPU: the boxes of each rank are declared, and a lost rank's part comes from its replica."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_checkpoint_in_megatron_s_distributed_format_is_loaded(
 
 
 def test_megatron_s_distributed_optimizer_is_refused_before_the_first_update() -> None:
-    """Its constructor needs a GPU; the class is what is looked at."""
+    """The constructor of the optimizer needs a GPU, so the test uses its class only."""
     optimizer = DistributedOptimizer.__new__(DistributedOptimizer)
     with pytest.raises(UnsupportedError, match="DistributedOptimizer of Megatron communicates inside step"):
         holdfast.session(model=nn.Linear(2, 2), optimizer=optimizer).__enter__()

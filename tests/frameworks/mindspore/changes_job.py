@@ -1,4 +1,4 @@
-"""A MindSpore training whose learning rate and own state change outside of its blocks; see ``changes.py``."""
+"""A MindSpore training that changes its learning rate and its own state outside of its blocks; see ``changes.py``."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class Job:
         self.changes = Changes(self.rank, self.average)
 
     def change(self, step: int) -> None:
-        """A schedule goes on, an average follows."""
+        """Advance the schedule and update the average."""
         self.changes.made(step)
         rate = self.optimizer.learning_rate
         ops.assign(rate, ms.Tensor(rate.asnumpy() * np.float32(0.5)))
         ops.assign(self.average, ms.Tensor((self.average.asnumpy() + self.weight.asnumpy()) / 2))
 
     def learn(self, step: Any) -> None:
-        """Its block, and what is behind it."""
+        """Run the block of a step and the code after it."""
         rng = np.random.default_rng(100 * step.number + self.rank)
         x = rng.standard_normal((8, 8)).astype(np.float32)
         self.changes.learn(step, lambda _: self.cell(ms.Tensor(x), ms.Tensor(x[:, :1].copy())), self.change)
 
     def digest(self) -> str:
-        """Of all parameters."""
+        """Return a digest of all parameters."""
         whole = b"".join(p.asnumpy().tobytes() for p in self.cell.get_parameters())
         return hashlib.sha256(whole).hexdigest()[:16]
 
@@ -52,7 +52,7 @@ def main() -> None:
     """Train."""
     job = Job()
     changes = job.changes
-    save = {"save_every_steps": 6} if "save" in sys.argv else {}  # one, so none has to wait
+    save = {"save_every_steps": 6} if "save" in sys.argv else {}  # one save only, so that no save has to wait
     arguments: dict[str, Any] = {"checkpoint": "ckpts", "state": changes.state, **save}
     with holdfast.mindspore.session(job.cell, **arguments) as s:
         changes.loops(s, lambda until: s.steps(until=until), job.learn, job.change)

@@ -13,7 +13,7 @@ from tests.frameworks.mindspore.seeds.data import write_cifar10
 
 @pytest.fixture(scope="session")
 def cifar10(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A data set in CIFAR-10's binary files."""
+    """Write a data set in the format of CIFAR-10's binary files. Return its folder."""
     folder = tmp_path_factory.mktemp("cifar-10-batches-bin")
     write_cifar10(folder)
     return folder
@@ -21,7 +21,7 @@ def cifar10(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def drop_in() -> Iterator[None]:
-    """Leave this environment for a module as `holdfast compat install` does."""
+    """Install the drop-in modules in this environment, as `holdfast compat install` does."""
     write(site())
     yield
     remove(site())

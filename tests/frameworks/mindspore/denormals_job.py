@@ -1,6 +1,6 @@
-"""A MindSpore training that computes a denormal number in the thread of the script, outside of the session and in it.
+"""A MindSpore training that computes denormal numbers in the script's thread, before the session and in it.
 
-Each rank prints how often the number was not flushed to zero: before the session, and during its steps.
+Each rank prints how often the number was not flushed to zero, before the session and during its steps.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SMALL = ms.Tensor(np.full(64, 1.2e-38, np.float32))
 
 
 class Halved(nn.Cell):  # type: ignore[misc]
-    """Halves its parameter, which then is below the smallest normal number."""
+    """A cell that halves its parameter, which then is below the smallest normal number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,12 +32,12 @@ class Halved(nn.Cell):  # type: ignore[misc]
         self.assign = ops.Assign()
 
     def construct(self, factor: Any) -> Any:
-        """One run."""
+        """Multiply the parameter by ``factor``."""
         self.assign(self.value, self.value * factor)
         return factor
 
     def kept(self) -> int:
-        """The runs that did not flush the result to zero."""
+        """Return how many runs did not flush the result to zero."""
         found = 0
         for _ in range(RUNS):
             ops.assign(self.value, SMALL)
@@ -47,14 +47,14 @@ class Halved(nn.Cell):  # type: ignore[misc]
 
 
 class Watch(ms.train.Callback):  # type: ignore[misc]
-    """Counts in each step."""
+    """A callback that counts unflushed results in each step."""
 
     def __init__(self, halved: Halved) -> None:
         self.halved = halved
         self.kept = 0
 
     def on_train_step_end(self, run_context: Any) -> None:
-        """After each step."""
+        """Count the results of this step."""
         self.kept += self.halved.kept()
 
 

@@ -1,8 +1,9 @@
-"""A MindSpore training as scripts are: no seed, random crops and flips, shuffles. What it trained on is its result.
+"""A typical MindSpore training: no seed, random crops and flips, shuffles. Its result is the list of trained samples.
 
-``python exact_job.py [crop] [shuffle] [random] [broadcast] [differ] [names] [draws]``: random crops and flips; a
-shuffle after the sharding; weights that each rank draws; ``parameter_broadcast=True``; another value in one copy at
-step 4; print the samples of each step; a Python function that draws.
+``python exact_job.py [crop] [shuffle] [random] [broadcast] [differ] [names] [draws]``. ``crop``: random crops and
+flips. ``shuffle``: a shuffle after the sharding. ``random``: weights that each rank draws. ``broadcast``:
+``parameter_broadcast=True``. ``differ``: another value in one copy at step 4. ``names``: print the samples of each
+step. ``draws``: a Python function that draws random numbers.
 ``JOB_DIE`` and ``JOB_TERM`` (RANK@STEP): how a rank ends, once.
 """
 
@@ -31,10 +32,10 @@ EPOCHS = 2
 
 
 class Watch(ms.train.Callback):  # type: ignore[misc]
-    """Faults, and a line for each step."""
+    """A callback that injects faults and prints a line for each step."""
 
     def on_train_step_begin(self, run_context: Any) -> None:
-        """What comes is trained on."""
+        """Print the samples of the next step, and change a copy if requested."""
         about = run_context.original_args()
         if "names" in OPTIONS:
             numbers = about.train_dataset_element[1].asnumpy().reshape(-1).tolist()
@@ -44,7 +45,7 @@ class Watch(ms.train.Callback):  # type: ignore[misc]
             ops.assign(weight, ms.Tensor(weight.asnumpy() + np.float32(1)))
 
     def on_train_step_end(self, run_context: Any) -> None:
-        """Slowly enough to be hit."""
+        """Print the step, kill this process if this is its fault, and wait so that a kill can hit the step."""
         step = run_context.original_args().cur_step_num
         print("step", step, flush=True)
         for variable, number in (("JOB_DIE", signal.SIGKILL), ("JOB_TERM", signal.SIGTERM)):
@@ -56,7 +57,7 @@ class Watch(ms.train.Callback):  # type: ignore[misc]
 
 
 def batches() -> Any:
-    """8 samples a step for all ranks, each of which knows its number."""
+    """Return 8 numbered samples per step for all ranks."""
     rng = np.random.default_rng(0)
     images = rng.integers(0, 255, (SAMPLES, 8, 8, 3), np.uint8)
     numbers = np.arange(SAMPLES, dtype=np.int32)

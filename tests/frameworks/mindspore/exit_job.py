@@ -1,4 +1,4 @@
-"""MindSpore's own OnRequestExit in two processes: only rank 1 finds the file that asks, after its third step."""
+"""MindSpore's own OnRequestExit in two processes: only rank 1 finds the exit file, after its third step."""
 
 import json
 import os
@@ -22,7 +22,7 @@ ms.set_seed(1)
 
 
 class Ask(train.Callback):  # type: ignore[misc]
-    """Asks rank 1, and says where the training was left."""
+    """A callback that writes the request for rank 1, and prints where the training was left."""
 
     def on_train_step_end(self, run_context: train.RunContext) -> None:
         self.step = run_context.original_args().cur_step_num

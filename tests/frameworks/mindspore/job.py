@@ -1,4 +1,4 @@
-"""A small MindSpore training with shuffling, BatchNorm and Adam: the digest of all its parameters is its result.
+"""A small MindSpore training with shuffling, BatchNorm and Adam. Its result is the digest of all its parameters.
 
 ``python job.py [native] [pynative] [guarded]``: MindSpore's own AllReduce, no graph, a training cell of our own.
 """
@@ -27,7 +27,7 @@ OPTIONS = frozenset(sys.argv[1:])
 
 
 class Bare(nn.Cell):  # type: ignore[misc]
-    """A training cell that knows no ``grad_reducer``."""
+    """A training cell without a ``grad_reducer``."""
 
     def __init__(self, network: Any, optimizer: Any) -> None:
         super().__init__(auto_prefix=False)
@@ -38,26 +38,26 @@ class Bare(nn.Cell):  # type: ignore[misc]
         self.grad = ops.GradOperation(get_by_list=True)
 
     def construct(self, x: Any, y: Any) -> Any:
-        """One step."""
+        """Run one step."""
         loss = self.network(x, y)
         grads = self.grad(self.network, self.weights)(x, y)
         return ops.depend(loss, self.optimizer(grads))
 
 
 class Watch(ms.train.Callback):  # type: ignore[misc]
-    """Prints each step, slowly enough to be hit; the learning rate falls with each epoch.
+    """A callback that prints each step, slowly enough to be hit by a kill. The learning rate falls with each epoch.
 
-    ``JOB_DIE`` and ``JOB_CUT`` (RANK@STEP) hit from the inside, once.
+    ``JOB_DIE`` and ``JOB_CUT`` (RANK@STEP) inject a fault from inside, once.
     """
 
     def on_train_epoch_begin(self, run_context: Any) -> None:
-        """A schedule that follows from what the rate is."""
+        """Halve the learning rate, as a schedule that depends on the present rate."""
         for parameter in run_context.original_args().train_network.get_parameters():
             if parameter.name == "learning_rate":
                 ops.assign(parameter, ms.Tensor(parameter.asnumpy() * np.float32(0.5)))
 
     def on_train_step_begin(self, run_context: Any) -> None:
-        """Faults."""
+        """Inject the fault of this step."""
         at = f"{place()[0]}@{run_context.original_args().cur_step_num - 1}"
         if os.environ.get("JOB_DIE") == at:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -65,13 +65,13 @@ class Watch(ms.train.Callback):  # type: ignore[misc]
             cut_connections()
 
     def on_train_step_end(self, run_context: Any) -> None:
-        """After each step."""
+        """Print the step and wait."""
         print("step", run_context.original_args().cur_step_num, flush=True)
         time.sleep(0.03)
 
 
 def cut_connections() -> None:
-    """Every connection between this rank and another breaks; nobody dies."""
+    """Break every connection between this rank and another one. No process dies."""
     for found in gc.get_objects():
         if isinstance(found, TcpGroup):
             for peer in found._peers.values():
@@ -79,7 +79,7 @@ def cut_connections() -> None:
 
 
 def place() -> tuple[int, int]:
-    """Rank and world size under holdfast run, under msrun or in a shell loop, and under mpirun."""
+    """Return rank and world size under holdfast run, under msrun or in a shell loop, and under mpirun."""
     ranks = ("RANK", "RANK_ID", "OMPI_COMM_WORLD_RANK")
     sizes = ("WORLD_SIZE", "RANK_SIZE", "OMPI_COMM_WORLD_SIZE")
     rank, size = ([int(os.environ[name]) for name in names if name in os.environ] for names in (ranks, sizes))

@@ -1,7 +1,7 @@
-"""One step of SGD on ``w``, of which each rank holds a slice, and ``v``, which all hold: what the update sees.
+"""One step of SGD on ``w``, of which each rank holds a slice, and on ``v``, which all ranks hold. Prints both.
 
-``python slices_job.py [undeclared] [sum] [native] [halves]``: say nothing of the slice; ``gradients_mean=False``;
-MindSpore's own AllReduce; two ranks hold each slice.
+``python slices_job.py [undeclared] [sum] [native] [halves]``. ``undeclared``: do not declare the slice. ``sum``:
+``gradients_mean=False``. ``native``: MindSpore's own AllReduce. ``halves``: two ranks hold each slice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OPTIONS = frozenset(sys.argv[1:])
 
 
 class Net(nn.Cell):  # type: ignore[misc]
-    """The loss is x * (sum of w and of v), so each gradient is x."""
+    """A model with the loss x * (sum of w and of v), so that each gradient is x."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Net(nn.Cell):  # type: ignore[misc]
         self.v = Parameter(Tensor(zeros), name="v")
 
     def construct(self, x: Any) -> Any:
-        """The loss."""
+        """Return the loss."""
         return ops.reduce_sum(self.w * x) + ops.reduce_sum(self.v * x)
 
 

@@ -1,4 +1,4 @@
-"""What is not supported is refused by one typed error that names what is."""
+"""Unsupported input is refused by one typed error, which names what is supported."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from holdfast.mindspore import Slice
 
 
 def cell() -> Any:
-    """A training cell."""
+    """Return a training cell."""
     net = nn.Dense(4, 1)
     return nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), nn.SGD(net.trainable_params(), 0.1))
 
@@ -101,7 +101,7 @@ def test_a_callback_that_was_not_resumed() -> None:
 
 
 def test_an_update_without_a_vote(tmp_path: Path) -> None:
-    """A cell that was compiled before the session began has no gate."""
+    """A cell that was compiled before the session began has no gate, which is the place of the vote in the graph."""
     trained = cell()
     x, y = ms.Tensor(np.ones((2, 4), np.float32)), ms.Tensor(np.ones((2, 1), np.float32))
     with pytest.raises(StepError, match="did not pass the gate"):

@@ -1,4 +1,4 @@
-"""What a MindSpore script changes outside of its blocks counts once, whoever runs the script again."""
+"""Changes that a MindSpore script makes outside of its blocks count once, whichever process runs the script again."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
     [
         ("between", "1:6:changed", ()),
         ("between", "0:6:changed", RESTART),
-        ("between", "1:7:mid", RESTART),  # the loop before is passed over, and its change made again
+        ("between", "1:7:mid", RESTART),  # the earlier loop is skipped, and its change is made again
         ("between", "0:7:mid", ()),
-        ("before", "1:6:changed", ()),  # a newcomer would have the state of after, and change it again
+        ("before", "1:6:changed", ()),  # a newcomer would get the state after the change, and change it again
         ("before", "0:6:changed", RESTART),
         ("behind", "1:5:behind", ()),
         ("behind", "0:5:changed", RESTART),
@@ -56,14 +56,14 @@ def test_a_periodic_save_has_it_too(tmp_path: Path, ends: Ends) -> None:
 
 
 def held(extras: dict[str, object]) -> MindSporeState:
-    """The state of a small training."""
+    """Return the state of a small training."""
     net = nn.Dense(2, 1)
     cell = nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), nn.SGD(net.trainable_params(), 0.1))
     return MindSporeState(cell, cell.optimizer, extras, {}, copy_all=False)
 
 
 def test_what_is_written_shows_in_the_writes() -> None:
-    """The memory tier asks so whether the script changed something behind the block."""
+    """The memory tier compares ``writes()`` to see whether the script changed anything after the block."""
     average = ms.Parameter(ms.Tensor(np.zeros(3, np.float32)), name="average")
     state = held({"average": average, "sums": np.zeros(2)})
     before = state.collect(frozen=False).writes()

@@ -1,4 +1,4 @@
-"""MindSpore's own TrainFaultTolerance and msrun's own agent hook, unchanged, over our mindio_ttp and taskd, on CPU."""
+"""MindSpore's own TrainFaultTolerance and msrun's agent hook, unchanged, with Holdfast's mindio_ttp and taskd."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.timeout(3 * BOUND_S), pytest.mark.usefixtures("drop_in
 
 
 def msrun(folder: Path, flags: str, *options: str, die: str = "") -> str:
-    """Run the job to its end; what msrun printed. No process of it is left."""
+    """Run the job to its end, and check that no process of it is left. Return the output of msrun."""
     folder.mkdir(exist_ok=True)
     env = {**os.environ, "PATH": f"{BIN}:{os.environ['PATH']}", "JOB_FOLDER": str(folder), "MS_ENABLE_TFT": flags,
            "MINDIO_FOR_MINDSPORE": "1", "JOB_PORT": str(quiet_port()), **({"JOB_DIE": die} if die else {})}  # fmt: skip
@@ -43,13 +43,13 @@ def msrun(folder: Path, flags: str, *options: str, die: str = "") -> str:
 
 
 def log(folder: Path) -> list[event_log.Event]:
-    """The controllers' log."""
+    """Return the log of the controllers."""
     path = folder / "ttp_controller.jsonl"
     return list(event_log.read(path).events) if path.exists() else []
 
 
 def final(folder: Path) -> set[bytes]:
-    """Final weights of all ranks."""
+    """Return the final weights of all ranks."""
     files = list(folder.glob("final-*"))
     assert len(files) == WORLD
     return {path.read_bytes() for path in files}

@@ -1,4 +1,4 @@
-"""Trainings as scripts are, without a seed and with random operations: the right weights, or a refusal by name."""
+"""Typical trainings without a seed and with random operations: the right weights, or a refusal by name."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def flags(world: int, *more: str) -> tuple[str, ...]:
 
 
 def digests(run: Launched, world: int = 2) -> set[str]:
-    """One digest per rank, all of them."""
+    """Return the digests of all ranks. Fail if one is missing."""
     found = run.said(r"digest (\w+)")
     assert len(found) == world, run.output
     return set(found)
 
 
 def samples(run: Launched) -> dict[int, list[int]]:
-    """What all ranks trained on, by step: in the last attempt that came to the step."""
+    """Return the samples that all ranks trained on, by step, from the last attempt that reached the step."""
     found: dict[tuple[int, str], list[int]] = {}
     for path in sorted(run.run.glob("attempt-*/rank-*.log")):
         for line in path.read_text().splitlines():
@@ -45,7 +45,7 @@ def samples(run: Launched) -> dict[int, list[int]]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The digest of a run without faults: the same on both ranks."""
+    """Return the digest of a run without faults, which is equal on both ranks."""
     with Launched(tmp_path_factory.mktemp("undisturbed"), *flags(2), JOB, *RANDOM) as run:
         assert run.wait() == 0, run.output
         found = digests(run)
@@ -103,7 +103,7 @@ def test_a_python_function_that_draws_is_refused_by_name(tmp_path: Path) -> None
 
 
 def test_other_ranks_go_on_at_the_right_sample(tmp_path: Path) -> None:
-    """4 ranks leave after 3 steps, 2 ranks do the rest of the epoch."""
+    """4 ranks exit after 3 steps, and 2 ranks do the rest of the epoch."""
     env = {"JOB_CHECKPOINT": str(tmp_path / "ckpts"), "JOB_BATCH": "2"}
     with Launched(tmp_path, *flags(4), JOB, "crop", "names", env={**env, "JOB_TERM": "0@3"}) as run:
         assert run.wait() == 75, run.output
@@ -143,7 +143,10 @@ def test_or_made_equal_where_the_script_says_so(tmp_path: Path) -> None:
 
 
 def test_a_copy_that_changes_alone_is_found(tmp_path: Path) -> None:
-    """At the same step in each attempt: the run ends, and no checkpoint holds one of the two."""
+    """The copy changes at the same step in each attempt.
+
+    The run ends, and no checkpoint holds either of the two values.
+    """
     with Launched(tmp_path, *flags(2, "--verify-every", "2"), JOB, "differ") as run:
         assert run.wait() == 1, run.output
         assert "holds a wrong copy of the state: 1.weight" in run.output

@@ -1,4 +1,4 @@
-"""MindSpore's own tools on what Holdfast wrote, and its files as a start for Holdfast."""
+"""MindSpore's own tools on files that Holdfast wrote, and MindSpore's files as a start for Holdfast."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ FULL: dict[str, NDArray[Any]] = {
     "optimizer.learning_rate": np.array(0.5, np.float32),
 }
 CUT = {"w1": 1, "w2": 0, "optimizer.moments.w1": 1}
-WORLD = 4  # 2 replicas of 2 parts: ranks 0 and 2 hold the same, ranks 1 and 3 too
+WORLD = 4  # 2 replicas of 2 parts: ranks 0 and 2 hold the same part, ranks 1 and 3 the other
 
 
 class Net(nn.Cell):  # type: ignore[misc]
-    """Parameters to load into."""
+    """A cell with parameters to load into."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Net(nn.Cell):  # type: ignore[misc]
 
 @pytest.fixture
 def exported(tmp_path: Path) -> Path:
-    """A checkpoint of four ranks in MindSpore's files."""
+    """Export a checkpoint of four ranks to MindSpore's files. Return their folder."""
     states = {}
     for rank in range(WORLD):
         shards = []
@@ -72,7 +72,7 @@ def exported(tmp_path: Path) -> Path:
 
 
 def same(loaded: dict[str, Any]) -> bool:
-    """``loaded`` is everything, whole and equal."""
+    """Return whether ``loaded`` has every tensor, whole and equal."""
     names = {fqn.removeprefix("optimizer."): array for fqn, array in FULL.items()}
     return set(loaded) == set(names) and all(np.array_equal(loaded[n].asnumpy(), a) for n, a in names.items())
 
@@ -108,12 +108,13 @@ def test_load_distributed_checkpoint(exported: Path) -> None:
     files = [str(exported / f"rank_{rank}" / "m.ckpt") for rank in range(WORLD)]
     strategy = str(exported / "strategy" / "src_strategy_0.ckpt")
     ms.load_distributed_checkpoint(net, files, None, strategy)
-    net.learning_rate.set_data(ms.Tensor(FULL["optimizer.learning_rate"]))  # a scalar: MindSpore does not
+    # a scalar, which MindSpore does not load
+    net.learning_rate.set_data(ms.Tensor(FULL["optimizer.learning_rate"]))
     assert same(net.parameters_dict())
 
 
 def test_get_ckpt_path_with_strategy(exported: Path) -> None:
-    """The file of rank 0 is gone: that of a rank with the same slices is named."""
+    """The file of rank 0 is removed. The function names the file of a rank with the same slices."""
     shutil.rmtree(exported / "rank_0")
     strategy = str(exported / "strategy" / "src_strategy_0.ckpt")
     found = ms.get_ckpt_path_with_strategy(str(exported / "rank_0" / "m.ckpt"), strategy)
@@ -132,21 +133,21 @@ def test_uneven_layouts_are_refused_by_name() -> None:
 
 
 def test_a_grid_in_two_dimensions() -> None:
-    """Eight ranks: rows by the second axis, columns by the fourth, the others replicate."""
+    """Eight ranks: rows are cut by the second axis, columns by the fourth; the other axes replicate."""
     tensor = TensorEntry("w", "F32", (4, 6), 0)
     boxes = [Box((2 * (rank // 4 % 2), 3 * (rank % 2)), (2, 3)) for rank in range(8)]
     assert describe(tensor, boxes) == ([2, 2, 2], [2, 0])
 
 
 def cell() -> Any:
-    """A training cell with optimizer state."""
+    """Return a training cell with optimizer state."""
     ms.set_seed(1)
     net = nn.SequentialCell(nn.Dense(4, 3), nn.ReLU(), nn.Dense(3, 1))
     return nn.TrainOneStepCell(nn.WithLossCell(net, nn.MSELoss()), nn.Adam(net.trainable_params(), 0.1))
 
 
 def values(trained: Any) -> dict[str, Any]:
-    """All parameters."""
+    """Return all parameters by name."""
     return {p.name: p.asnumpy().copy() for p in trained.get_parameters()}
 
 

@@ -1,4 +1,4 @@
-"""MindSpore under ``holdfast run``: whatever is killed, the end is that of the undisturbed run, bit for bit."""
+"""MindSpore under ``holdfast run``: after any kill, the final bits are those of the undisturbed run."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ RUN = ("--framework", "mindspore", "--nproc-per-node", str(WORLD))
 
 
 def digests(run: Launched) -> set[str]:
-    """One digest per rank of the last attempt, all of them."""
+    """Return the digests of all ranks of the last attempt. Fail if one is missing."""
     found = run.said(r"digest (\w+)")
     assert len(found) == WORLD, run.output
     return set(found)
 
 
 def replaced_alone(run: Launched) -> None:
-    """The others kept their processes: they waited inside the graph and summed again with the newcomer."""
+    """Check that the other ranks kept their processes, waited in the graph, and summed again with the newcomer."""
     assert [e.data["action"] for e in run.events("verdict")] == ["replace"]
     assert len(run.events("member_started")) == WORLD + 1
     assert run.events("restored")[-1].data["steps_lost"] == 0
-    assert run.events("sealed")[0].data["save_kind"] == "final"  # nothing was written for it
+    assert run.events("sealed")[0].data["save_kind"] == "final"  # the recovery wrote nothing
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The digest of a run without faults: the same on all ranks."""
+    """Return the digest of a run without faults, which is equal on all ranks."""
     with Launched(tmp_path_factory.mktemp("undisturbed"), *RUN, JOB) as run:
         assert run.wait() == 0, run.output
         found = digests(run)
@@ -68,7 +68,7 @@ def test_in_pynative_and_with_a_cell_of_our_own(
 
 
 def test_mindspores_own_group_is_never_used_after_a_fault(tmp_path: Path) -> None:
-    """With its AllReduce a fault that kills nobody is answered by new processes as well."""
+    """If MindSpore's own AllReduce is used, even a fault that kills no process is answered with new processes."""
     with Launched(tmp_path / "calm", *RUN, JOB, "native") as run:
         assert run.wait() == 0, run.output
         calm = digests(run)
@@ -76,12 +76,15 @@ def test_mindspores_own_group_is_never_used_after_a_fault(tmp_path: Path) -> Non
         assert run.wait() == 0, run.output
         pids = [e.data["pid"] for e in run.events("member_started")]
         assert digests(run) == calm
-        assert len(set(pids)) == 2 * WORLD  # nobody went on
+        assert len(set(pids)) == 2 * WORLD  # no process continued
         assert "gives wrong sums after a fault" in (run.run / "events.jsonl").read_text()
 
 
 def test_the_dying_save_does_not_wait_for_a_hanging_allreduce(tmp_path: Path) -> None:
-    """PYNATIVE: parameters cannot be read while MindSpore waits for the dead rank (30 s); the copies can."""
+    """In PYNATIVE mode, parameters cannot be read while MindSpore waits 30 s for the dead rank.
+
+    The copies can be read.
+    """
     with Launched(tmp_path, *RUN, JOB, "native", "pynative") as run:
         run.wait_log("step 9\n")
         run.kill(0)
@@ -110,7 +113,7 @@ def test_graceful_exit_asked_of_one_rank(tmp_path: Path, undisturbed: set[str], 
     for rank in range(WORLD):
         for kind in ("ckpt", "mindir"):
             assert (tmp_path / f"rank_{rank}" / f"Net_train.{kind}").stat().st_size > 0
-    # The same command goes on at the next step, and the file that asked does not stop it again.
+    # The same command continues at the next step. The file that requested the exit does not stop it again.
     with Launched(tmp_path, *RUN, JOB, env=env, name="u") as run:
         assert run.wait() == 0, run.output
         assert digests(run) == undisturbed
@@ -130,7 +133,7 @@ def test_a_rank_that_does_not_come_is_named(tmp_path: Path) -> None:
 
 
 def test_msrun_seals_before_its_own_kill(tmp_path: Path) -> None:
-    """msrun ends all workers within a second of the first death; the checkpoint is there by then."""
+    """msrun ends all workers within a second of the first death. The checkpoint exists by then."""
     from holdfast.store.manage.checkpoint_root import Root
 
     bin_dir = Path(sys.executable).parent
@@ -154,7 +157,7 @@ def test_msrun_seals_before_its_own_kill(tmp_path: Path) -> None:
 
 
 def test_a_cut_connection_is_answered_inside_the_graph(tmp_path: Path, undisturbed: set[str]) -> None:
-    """Nobody dies, nobody restarts: the same gradients are summed again over new connections."""
+    """No process dies or restarts: the same gradients are summed again over new connections."""
     with Launched(tmp_path, *RUN, JOB, env={"JOB_CUT": "1@9"}) as run:
         assert run.wait() == 0, run.output
         assert digests(run) == undisturbed

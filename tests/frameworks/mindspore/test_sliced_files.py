@@ -1,4 +1,4 @@
-"""Slices and strategy files of MindSpore's own, merged to the same bits as by its own tools."""
+"""Slices and strategy files that MindSpore itself wrote, merged to the same bits as by MindSpore's own tools."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ GRIDS: dict[str, dict[str, Told]] = {
 
 
 def strategy(told: dict[str, Told], stage: int = 0) -> bytes:
-    """By MindSpore's own message classes."""
+    """Return a strategy file, made by MindSpore's own message classes."""
     made = ParallelStrategyMap()
     made.current_stage = stage
     operator = made.parallel_strategy_item.add()
@@ -74,21 +74,21 @@ def strategy(told: dict[str, Told], stage: int = 0) -> bytes:
 
 
 def save(file: Path, arrays: Arrays, **given: Any) -> None:
-    """By MindSpore's own ``save_checkpoint``."""
+    """Save with MindSpore's own ``save_checkpoint``."""
     file.parent.mkdir(parents=True, exist_ok=True)
     listed = [{"name": name, "data": ms.Tensor(array)} for name, array in arrays.items()]
     ms.save_checkpoint(listed, str(file), **given)
 
 
 def sliced(folder: Path, wholes: Arrays, told: Path) -> Path:
-    """The slices that ``transform_checkpoints`` makes of one whole file."""
+    """Return the folder of the slices that ``transform_checkpoints`` makes of one whole file."""
     save(folder / "whole" / "rank_0" / "m.ckpt", wholes)
     ms.transform_checkpoints(str(folder / "whole"), str(folder / "out"), "m_", None, str(told))
     return folder / "out"
 
 
 def merged(source: Path, told: Path) -> Arrays:
-    """As we put them together."""
+    """Return the tensors as Holdfast merges them."""
     found = read_slices(source, told, lambda line: None)
     return {
         n: t.bits().view(WHOLES[n].dtype if n in WHOLES else np.float32) for n, t in found.tensors.items()
@@ -96,13 +96,13 @@ def merged(source: Path, told: Path) -> Arrays:
 
 
 def same(found: Arrays, wholes: Arrays) -> bool:
-    """Bit for bit."""
+    """Return whether tensors are equal, bit for bit."""
     return found.keys() == wholes.keys() and all(np.array_equal(found[n], a) for n, a in wholes.items())
 
 
 @pytest.mark.parametrize("grid", GRIDS)
 def test_slices_of_transform_checkpoints(tmp_path: Path, grid: str) -> None:
-    """Ours is what was cut, and what MindSpore's own merge gives."""
+    """Holdfast's merge equals the tensors that were cut, and MindSpore's own merge."""
     told = tmp_path / "s.ckpt"
     told.write_bytes(strategy(GRIDS[grid]))
     source = sliced(tmp_path, WHOLES, told)
@@ -115,7 +115,7 @@ def test_slices_of_transform_checkpoints(tmp_path: Path, grid: str) -> None:
 
 
 def test_pipeline_stages_merged_by_mindspore(tmp_path: Path) -> None:
-    """Strategy files of four ranks in two stages, joined by ``merge_pipeline_strategys``, as protobuf and as JSON."""
+    """``merge_pipeline_strategys`` joins the strategy files of four ranks in two stages, as protobuf and as JSON."""
     first, second = (
         {"w": Told([2], [-1, 0])},
         {"v": Told([2], [0, -1]), "b": Told([2], [-1], step=1, size=-1)},
@@ -147,7 +147,7 @@ def test_pipeline_stages_merged_by_mindspore(tmp_path: Path) -> None:
 
 
 def test_uneven_parts_as_merge_sliced_parameter(tmp_path: Path) -> None:
-    """Rows of 3, 1 and 4: what MindSpore merges by ``param_split_shape``."""
+    """The parts have 3, 1 and 4 rows, which MindSpore merges with ``param_split_shape``."""
     told = {"w": Told([3], [0, -1], rows=[3, 1, 4])}
     (tmp_path / "s.ckpt").write_bytes(strategy(told))
     starts = [0, 3, 4, 8]
@@ -166,7 +166,7 @@ def test_uneven_parts_as_merge_sliced_parameter(tmp_path: Path) -> None:
 
 
 def test_a_training_goes_on_from_slices(tmp_path: Path) -> None:
-    """A cell that was trained, cut by MindSpore, and taken back: the next step has the bits of an undisturbed one."""
+    """A trained cell is cut by MindSpore and imported. The next step has the bits of an undisturbed step."""
     x, y = ms.Tensor(np.ones((2, 4), np.float32)), ms.Tensor(np.ones((2, 1), np.float32))
     first = cell()
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""A gradient reaches the ranks that hold the same part of a parameter, and no other."""
+"""Gradients are exchanged among the ranks that hold the same part of a parameter, and with no other rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ JOB = str(Path(__file__).with_name("slices_job.py"))
 
 
 def trained(folder: Path, world: int, *options: str) -> list[tuple[str, ...]]:
-    """``w`` and ``v`` of each rank."""
+    """Return ``w`` and ``v`` of each rank."""
     flags = ("--framework", "mindspore", "--nproc-per-node", str(world))
     with Launched(folder, *flags, JOB, *options) as run:
         assert run.wait() == 0, run.output

@@ -21,23 +21,26 @@ WORLD = 2
 
 
 def run_sh(rank: int) -> dict[str, str]:
-    """What the loop of a ``run.sh`` sets for one rank."""
+    """Return the variables that the loop of a ``run.sh`` sets for one rank."""
     return {"RANK_ID": str(rank), "RANK_SIZE": str(WORLD), "DEVICE_ID": str(rank)}
 
 
 def mpi(rank: int) -> dict[str, str]:
-    """What mpirun sets for one rank."""
+    """Return the variables that mpirun sets for one rank."""
     names = {"RANK": rank, "SIZE": WORLD, "LOCAL_RANK": rank, "LOCAL_SIZE": WORLD}
     return {f"OMPI_COMM_WORLD_{name}": str(number) for name, number in names.items()}
 
 
 def variables(root: Path, die: str) -> dict[str, str]:
-    """Of all ranks of one start. A port of its own tells it from every other job of this user."""
+    """Return the common variables of all ranks of one start.
+
+    Its own port distinguishes it from other jobs of this user.
+    """
     return {**os.environ, "JOB_CHECKPOINT": str(root), "JOB_DIE": die, "MASTER_PORT": str(quiet_port())}
 
 
 def start(where: Path, kind: str, die: str = "", root: Path | None = None) -> list[tuple[int, str]]:
-    """All ranks, each in a directory of its own, as such a loop does it: code and output of each."""
+    """Start all ranks, each in its own directory, as such a loop does. Return exit code and output of each."""
     env = variables(root or where / "ckpts", die)
     with ExitStack() as stack:
         ranks, outputs = [], []
@@ -62,7 +65,10 @@ def start(where: Path, kind: str, die: str = "", root: Path | None = None) -> li
 
 
 def digests(said: list[str]) -> set[str]:
-    """Of all ranks: one value, if they have trained together, as each has other samples."""
+    """Return the digests of all ranks.
+
+    Ranks have different samples, so a single value shows that they trained together.
+    """
     found = [match for text in said for match in re.findall(r"digest (\w+)", text)]
     assert len(found) == WORLD, said
     return set(found)
@@ -70,7 +76,7 @@ def digests(said: list[str]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The digest of a loop without faults."""
+    """Return the digest of a loop without faults."""
     ended = start(tmp_path_factory.mktemp("undisturbed"), "run.sh")
     assert [code for code, _ in ended] == [0, 0], ended
     found = digests([text for _, text in ended])
@@ -131,7 +137,7 @@ def test_one_of_several_never_trains_alone(
 
 
 def test_ranks_that_would_save_to_different_places_are_refused(tmp_path: Path) -> None:
-    """A path that is not absolute is another one in each directory of the loop."""
+    """A relative path is a different place in each directory of the loop."""
     ended = start(tmp_path, "run.sh", root=Path("ckpts"))
     assert all(code != 0 for code, _ in ended), ended
     assert any("no checkpoint would be complete" in text for _, text in ended), ended

@@ -1,6 +1,7 @@
-"""MindSpore's own fault tolerance as its documents write it: OptTFTWrapper, TFTRegister, msrun; on CPU.
+"""MindSpore's own fault tolerance as its documents show it: OptTFTWrapper, TFTRegister, msrun; on CPU.
 
-JOB_FOLDER gets the results, JOB_DIE=RANK@STEP kills a rank once. Resumes from the newest dying checkpoint.
+JOB_FOLDER is the folder of the results. JOB_DIE=RANK@STEP kills a rank once. The job resumes from the newest dying
+checkpoint.
 """
 
 import os
@@ -26,7 +27,7 @@ ms.set_seed(1)
 
 
 class Pace(train.Callback):  # type: ignore[misc]
-    """Slow steps, and the fault."""
+    """A callback that slows the steps down and injects the fault."""
 
     def on_train_step_begin(self, run_context: train.RunContext) -> None:
         params = run_context.original_args()

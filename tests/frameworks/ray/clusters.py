@@ -32,33 +32,33 @@ DRIVER = Path(__file__).with_name("driver.py")
 
 
 def pids_with(variable: str) -> set[int]:
-    """All processes that have ``NAME=VALUE`` in the environment that they were started with."""
+    """Return all processes that were started with ``NAME=VALUE`` in their environment."""
     found = set()
     for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):  # gone meanwhile
+        with suppress(OSError):  # the process has ended
             if variable.encode() in (entry / "environ").read_bytes().split(b"\0"):
                 found.add(int(entry.name))
     return found
 
 
 def family_of(pid: int) -> set[int]:
-    """A process and all its descendants."""
+    """Return a process and all its descendants."""
     found = {pid}
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # gone meanwhile
+        with suppress(OSError):  # the process has ended
             found |= {each for child in children.read_text().split() for each in family_of(int(child))}
     return found
 
 
 def kill(pids: set[int]) -> None:
-    """All at once."""
+    """Kill all these processes at once."""
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 class RayNodes:
-    """A cluster; ``nodes`` are those that may hold a node of a job."""
+    """A cluster. ``nodes`` are those that may hold a node of a job."""
 
     def __init__(self, dashboard: bool = False) -> None:
         head = {"num_cpus": 0, "object_store_memory": OBJECTS_SIZE_BYTES, "include_dashboard": dashboard,
@@ -68,7 +68,7 @@ class RayNodes:
         self.dashboard = str(self.cluster.head_node.webui_url)
 
     def add(self, count: int = 1, **resources: int) -> None:
-        """Further nodes."""
+        """Add nodes."""
         self.nodes += [
             self.cluster.add_node(num_cpus=1, object_store_memory=OBJECTS_SIZE_BYTES, resources=resources)
             for _ in range(count)
@@ -76,7 +76,7 @@ class RayNodes:
         self.cluster.wait_for_nodes()
 
     def lose(self, ray_node: str) -> None:
-        """A node loses its power: its raylet and all that it has started, by whatever way, are killed at once."""
+        """Kill the raylet of a node and all processes that it has started by any way, as a loss of power would."""
         node = next(each for each in self.nodes if each.node_id == ray_node)
         self.nodes.remove(node)
         (raylet,) = (each.process.pid for each in node.all_processes["raylet"])
@@ -84,13 +84,13 @@ class RayNodes:
         self.cluster.remove_node(node, allow_graceful=False)
 
     def stop(self) -> None:
-        """End of the cluster."""
+        """Stop the cluster."""
         self.cluster.shutdown()
 
 
 @contextmanager
 def ray_nodes(count: int, dashboard: bool = False) -> Iterator[RayNodes]:
-    """A cluster with ``count`` nodes and a head."""
+    """Yield a cluster with ``count`` nodes and a head."""
     made = RayNodes(dashboard)
     try:
         made.add(count)
@@ -102,7 +102,7 @@ def ray_nodes(count: int, dashboard: bool = False) -> Iterator[RayNodes]:
 
 
 class SubmittedJob:
-    """What is seen of a job; its driver is another process's child."""
+    """A job as its files show it. Another process started its driver."""
 
     def __init__(self, cluster: RayNodes, base: Path, name: str = "job", **settings: Any) -> None:
         self.cluster = cluster
@@ -119,7 +119,7 @@ class SubmittedJob:
         }  # fmt: skip
 
     def kill_node(self, number: int, *pids: int) -> None:
-        """Kill what the actor of a node has started, at once, and ``pids``."""
+        """Kill all processes that the actor of a node has started, and ``pids``."""
         place, found = self.place(number), set(pids)
         if place.path.exists() and place.kept:
             found |= family_of(int((place.path / "keeper").read_text()))
@@ -127,35 +127,35 @@ class SubmittedJob:
         sweep(self.run(number))
 
     def run(self, number: int) -> RunDir:
-        """The run directory of a node of the job."""
+        """Return the run directory of a node of the job."""
         return RunDir(self.run_dir / f"{self.name}-node{number}")
 
     def place(self, number: int) -> KeptPlace:
-        """Where its actor and keeper meet."""
+        """Return the place where the actor and the keeper of a node meet."""
         return KeptPlace(self.run_dir / f"{self.name}-node{number}.ray")
 
     def events(self, number: int, kind: str) -> list[Event]:
-        """Those in the log of a node, of its present start."""
+        """Return the events of a kind in the log of a node, for its present start."""
         log = self.run(number).journal
         return [each for each in event_log.read(log).events if each.kind == kind] if log.exists() else []
 
     def wait_event(self, number: int, kind: str, count: int = 1) -> None:
-        """Until there are so many."""
+        """Wait until there are ``count`` events of a kind."""
         until(f"{kind} on node{number}", lambda: len(self.events(number, kind)) >= count, BOUND_S)
 
     def ray_node(self, number: int) -> str:
-        """The node of the cluster on which a node of the job is."""
+        """Return the node of the cluster on which a node of the job runs."""
         owner = self.place(number).owner
         assert owner is not None
         return owner.ray_node
 
     def workers(self, number: int) -> set[int]:
-        """Processes of all ranks that a node has started."""
+        """Return the processes of all ranks that a node has started."""
         return {int(event.data["pid"]) for event in self.events(number, "member_started")}
 
 
 class RayJob(SubmittedJob):
-    """A driver process beside it; a context manager that leaves nothing behind."""
+    """A job and the process of its driver; a context manager that leaves nothing behind."""
 
     def __init__(self, cluster: RayNodes, base: Path, name: str = "job", **settings: Any) -> None:
         super().__init__(cluster, base, name, **settings)
@@ -182,11 +182,11 @@ class RayJob(SubmittedJob):
 
     @property
     def output(self) -> str:
-        """Everything that the driver has shown."""
+        """The whole output of the driver."""
         return self._log.read_text(errors="replace")
 
     def trains(self, step: int) -> None:
-        """Until the job is beyond a step."""
+        """Wait until the job has passed a step."""
 
         def reached() -> bool:
             return any(int(number) >= step for number in re.findall(r"at step (\d+)", self.output))
@@ -194,19 +194,19 @@ class RayJob(SubmittedJob):
         until(f"step {step}", reached, BOUND_S)
 
     def ends(self) -> dict[str, Any]:
-        """Its last line, in haste."""
+        """Tell the job to finish quickly, and return the driver's last line."""
         self.hurry.touch()
         return self.ended()
 
     def ended(self) -> dict[str, Any]:
-        """Its last line."""
+        """Wait for the driver's end and return its last line."""
         until("the driver ends", lambda: self.process.poll() is not None, BOUND_S)
         line = next(line for line in reversed(self.output.splitlines()) if line.startswith("{"))
         answer: dict[str, Any] = msgspec.json.decode(line)
         return answer
 
     def digests(self) -> set[str]:
-        """Digests that the ranks return at the end."""
+        """Return the digests that the ranks return at the end."""
         answer = self.ends()
         assert "returned" in answer, self.output
         assert sorted(answer["returned"]) == ["0", "1"], answer

@@ -1,4 +1,4 @@
-"""The driver of a job: what a user of Ray writes. ``python driver.py NAME SETTINGS``, settings as JSON."""
+"""The driver of a job, as a user of Ray writes it: ``python driver.py NAME SETTINGS``, settings as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def train(config: dict[str, Any]) -> dict[str, Any]:
-    """DDP with dropout; returns the digest of the final weights. It makes haste when there is a file ``hurry``."""
+    """Train with DDP and dropout. Return the digest of the final weights. A file ``hurry`` makes the steps short."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel

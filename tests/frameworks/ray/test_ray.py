@@ -20,14 +20,14 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayNodes]:
-    """Three nodes and a head; a test that loses one adds another."""
+    """Yield three nodes and a head. A test that loses a node adds another one."""
     with ray_nodes(3) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
 def undisturbed(cluster: RayNodes, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Digest of the final weights of the same training without a fault."""
+    """Return the digest of the final weights of the same training without a fault."""
     with RayJob(cluster, tmp_path_factory.mktemp("undisturbed") / "job", spares=1) as job:
         (digest,) = job.digests()
         assert job.process.returncode == 0
@@ -36,12 +36,12 @@ def undisturbed(cluster: RayNodes, tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def steps_lost(job: RayJob, number: int) -> set[int]:
-    """Of all faults that a node knows of."""
+    """Return the numbers of lost steps over all recoveries in a node's log."""
     return {event.data["steps_lost"] for event in job.events(number, "recovered")}
 
 
 def owner_of(job: RayJob, number: int) -> Owner:
-    """The actor of a node."""
+    """Return the actor of a node."""
     owner = job.place(number).owner
     assert owner is not None
     return owner
@@ -53,7 +53,7 @@ def test_a_lost_node_is_replaced_by_the_spare_and_comes_back_as_one(
     with RayJob(cluster, tmp_path / "job", spares=1) as job:
         job.trains(10)
         lost = job.ray_node(0)
-        cluster.lose(lost)  # rank 0, the first contact, and what was elected there
+        cluster.lose(lost)  # rank 0, the first contact, and the controller that was elected there
         job.wait_event(1, "recovered")
         until("Ray has noticed", lambda: "node0: its actor is lost" in job.output, 60)
         cluster.add()
@@ -74,7 +74,7 @@ def test_a_lost_node_without_a_spare_is_waited_for(cluster: RayNodes, tmp_path: 
         job.trains(10)
         with RayJob(cluster, tmp_path / "other", "other") as other:
             until("the other job waits", lambda: "in use by other jobs" in other.output, 60)
-            other.process.kill()  # before it has anything
+            other.process.kill()  # before the driver has any node
         cluster.lose(job.ray_node(1))
         until("Ray has noticed", lambda: "node1: its actor is lost" in job.output, 60)
         cluster.add()
@@ -112,7 +112,8 @@ def test_an_actor_that_is_killed_with_all_it_holds_joins_again(cluster: RayNodes
 def test_one_of_two_nodes_is_lost_and_the_job_continues_with_another(
     cluster: RayNodes, tmp_path: Path, undisturbed: str
 ) -> None:
-    with RayJob(cluster, tmp_path / "job", resources={"last": 1}) as job:  # no other node will do
+    # no other node satisfies the request
+    with RayJob(cluster, tmp_path / "job", resources={"last": 1}) as job:
         cluster.add(2, last=1)
         job.trains(10)
         cluster.lose(job.ray_node(1))
@@ -177,7 +178,7 @@ def test_a_job_that_has_shrunk_grows_when_the_cluster_does(cluster: RayNodes, tm
         assert steps_lost(job, 0) == {0}
 
 
-@pytest.mark.smoke  # short beside the other frameworks; the losses: make ray
+@pytest.mark.smoke  # short compared with the other frameworks; the losses are in make ray
 def test_too_few_nodes_are_named_in_time(cluster: RayNodes, tmp_path: Path) -> None:
     with RayJob(
         cluster, tmp_path / "job", num_nodes=5, resources={"CPU": 1, "xpu": 2}, node_timeout_s=2

@@ -1,4 +1,4 @@
-"""A driver that ``ray job submit`` has started, on a real cluster."""
+"""A driver that ``ray job submit`` started, on a real cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.timeout(900)]
 
 @pytest.fixture
 def jobs_cluster() -> Iterator[RayNodes]:
-    """A cluster that takes jobs."""
+    """Yield a cluster that accepts submitted jobs."""
     with ray_nodes(2, dashboard=True) as made:
         yield made
 
@@ -40,7 +40,7 @@ def test_a_ray_job_is_submitted_and_one_that_is_stopped_has_saved(
     def logs() -> str:
         return str(client.get_job_logs(submitted))
 
-    until("steps", lambda: re.search(r"at step [1-9]", logs()), BOUND_S)  # Ray shows equal lines once
+    until("steps", lambda: re.search(r"at step [1-9]", logs()), BOUND_S)  # Ray shows equal lines only once
     assert status("job")["state"] == "running"
     client.stop_job(submitted)
     job.wait_event(0, "run_ended")

@@ -1,4 +1,4 @@
-"""A TensorFlow training whose learning rate and own state change outside of its blocks; see ``changes.py``."""
+"""A TensorFlow training that changes its learning rate and its own state outside of its blocks; see ``changes.py``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BATCH = 16
 
 
 def batches(epoch: int) -> Any:
-    """Of one epoch."""
+    """Return the batches of one epoch."""
     x = np.random.default_rng(epoch).standard_normal((EPOCH_STEPS * BATCH, 8)).astype("float32")
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
@@ -65,14 +65,14 @@ class Job:
         return train_step
 
     def change(self, step: int) -> None:
-        """A schedule goes on, an average follows."""
+        """Advance the schedule and update the average."""
         self.changes.made(step)
         self.model.optimizer.learning_rate = float(self.model.optimizer.learning_rate.numpy()) / 2
         weight = self.model.get_layer("first").kernel.numpy()
         self.average.assign((self.average.numpy() + weight) / 2)
 
     def digest(self) -> str:
-        """Of all variables."""
+        """Return a digest of all variables."""
         from holdfast.frameworks.tensorflow.state import TensorFlowState
 
         state = TensorFlowState(self.model, self.model.optimizer, {})
@@ -85,7 +85,7 @@ def main() -> None:
     """Train."""
     job = Job()
     changes = job.changes
-    save = {"save_every_steps": 6} if "save" in sys.argv else {}  # one, so none has to wait
+    save = {"save_every_steps": 6} if "save" in sys.argv else {}  # one save only, so that no save has to wait
     arguments: dict[str, Any] = {"checkpoint": "ckpts", "state": changes.state, **save}
     with holdfast.tensorflow.session(job.model, strategy=job.strategy, **arguments) as s:
         changes.loops(

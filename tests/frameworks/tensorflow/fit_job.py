@@ -1,6 +1,6 @@
 """``fit`` with callbacks that count over the epochs and an optimizer that keeps an average, protected or not.
 
-``fit_job.py [--plain]``: what the callbacks saw, and a digest of the weights at the end, as one line of JSON.
+``fit_job.py [--plain]`` prints one line of JSON: what the callbacks saw, and a digest of the final weights.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ BATCHES = 4
 
 
 class Hooks(tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """Notes when the training begins and ends."""
+    """A callback that records the start and the end of the training, and each epoch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[str] = []
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Once."""
+        """Record the start."""
         self.seen.append("begin")
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """For each epoch."""
+        """Record an epoch."""
         self.seen.append(f"epoch {epoch}")
 
     def on_train_end(self, logs: Any = None) -> None:
-        """Once."""
+        """Record the end."""
         self.seen.append("end")
 
 
@@ -57,7 +57,7 @@ def main() -> None:
     )
     data = tf.data.Dataset.from_tensor_slices(pairs).batch(8).repeat()
     hooks = Hooks()
-    # No loss is better by so much: three epochs without a better one, and it stops.
+    # No loss improves by this much, so the training stops after three epochs without improvement.
     patient = tf.keras.callbacks.EarlyStopping("loss", min_delta=1e6, patience=3)
     theirs = [hooks, patient, tf.keras.callbacks.CSVLogger("log.csv")]
     if "--plain" in sys.argv:

@@ -1,4 +1,4 @@
-"""A small TensorFlow training with shuffling and BatchNorm: the digest of its variables is its result.
+"""A small TensorFlow training with shuffling and BatchNorm. Its result is the digest of its variables.
 
 ``python job.py loop|fit``: a custom loop with Keras 3, or ``fit`` (needs TF_USE_LEGACY_KERAS=1).
 ``JOB_DIFFER`` (RANK@STEP): after this step of the loop one worker holds another weight.
@@ -27,7 +27,7 @@ BATCH = 32
 
 
 def batches(epoch: int) -> Any:
-    """Shuffled anew in each epoch."""
+    """Return the batches of an epoch, shuffled again in each epoch."""
     rng = np.random.default_rng(epoch)
     x = rng.standard_normal((EPOCH_STEPS * BATCH, 8)).astype("float32")
     data = tf.data.Dataset.from_tensor_slices((x, x[:, :1].copy())).shuffle(1000, seed=epoch).batch(BATCH)
@@ -37,13 +37,13 @@ def batches(epoch: int) -> Any:
 
 
 def say(step: int) -> None:
-    """One line per step, slowly enough to be hit."""
+    """Print one line per step, slowly enough to be hit by a kill."""
     print("step", step, flush=True)
     time.sleep(0.05)
 
 
 def loop(strategy: Any, model: Any, options: dict[str, Any]) -> None:
-    """A custom training loop."""
+    """Train with a custom loop."""
     loss = tf.keras.losses.MeanSquaredError(reduction="none")
 
     @tf.function  # type: ignore[untyped-decorator]
@@ -69,10 +69,10 @@ def loop(strategy: Any, model: Any, options: dict[str, Any]) -> None:
 
 
 class Watch(tf.keras.callbacks.Callback):  # type: ignore[misc]
-    """Prints each step of ``fit``."""
+    """A callback that prints each step of ``fit``."""
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """After each batch."""
+        """Print the step."""
         say(int(self.model.optimizer.iterations.numpy()))
 
 

@@ -1,4 +1,4 @@
-"""What a TensorFlow script changes outside of its blocks counts once, whoever runs the script again."""
+"""Changes that a TensorFlow script makes outside of its blocks count once, whichever process runs the script again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
     ("way", "kill"),
     [
         ("between", "1:6:changed"),
-        ("between", "1:7:mid"),  # the loop before is passed over, and its change made again
+        ("between", "1:7:mid"),  # the earlier loop is skipped, and its change is made again
         ("before", "0:6:changed"),
         ("behind", "1:5:behind"),
         ("behind", "0:5:changed"),
@@ -47,7 +47,7 @@ def test_a_periodic_save_has_it_too(tmp_path: Path, ends: Ends) -> None:
 
 
 def held(extras: dict[str, object]) -> TensorFlowState:
-    """The state of a small training."""
+    """Return the state of a small training."""
     model = tf.keras.Sequential([tf.keras.layers.Input((2,)), tf.keras.layers.Dense(1)])
     model.compile("adam", "mse")
     model.optimizer.build(model.trainable_variables)
@@ -55,7 +55,7 @@ def held(extras: dict[str, object]) -> TensorFlowState:
 
 
 def test_what_is_written_shows_in_the_writes() -> None:
-    """The memory tier asks so whether the script changed something behind the block."""
+    """The memory tier compares ``writes()`` to see whether the script changed anything after the block."""
     average = tf.Variable(tf.zeros(3))
     state = held({"average": average, "sums": np.zeros(2)})
     before = state.collect(frozen=False).writes()

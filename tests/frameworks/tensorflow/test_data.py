@@ -1,4 +1,4 @@
-"""A pipeline that draws something else from each new iterator is refused by name."""
+"""A pipeline that draws different batches from each new iterator is refused by name."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ NUMBERS = tf.data.Dataset.range(20)
 
 
 def noise(x: tf.Tensor, seed: int | None = None) -> tf.Tensor:
-    """A random operation with a state of its own."""
+    """Add noise from a random operation with its own state."""
     return x + tf.random.uniform((), 0, 100, tf.int64, seed=seed)
 
 
 def drawn(source: Source, first: int) -> list[int]:
-    """What comes after ``first`` batches, in a process that begins there."""
+    """Return the values after ``first`` batches, in a process that begins there."""
     feed = DatasetFeed(source, lambda dataset: dataset, lambda: None)
     feed.seek({"epoch": 0, "batch": first})
     return [int(feed.draw()) for _ in range(20 - first)]

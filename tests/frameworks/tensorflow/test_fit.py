@@ -1,4 +1,4 @@
-"""What a protected ``fit`` is to Keras' callbacks and optimizer: one fit, although each epoch is one of its own."""
+"""A protected ``fit`` looks like one fit to Keras' callbacks and optimizer, although it runs one fit per epoch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.timeout(3 * BOUND_S)
 
 
 def seen(where: Path, legacy: str, *arguments: str) -> dict[str, Any]:
-    """What one run has seen."""
+    """Run the job, and return its JSON line."""
     where.mkdir()
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TF_USE_LEGACY_KERAS": legacy}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""TensorFlow under ``holdfast run``: all workers come back by themselves, the end is that of the undisturbed run."""
+"""TensorFlow under ``holdfast run``: all workers restart automatically, and the end is that of the undisturbed run."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ LEGACY = {"TF_USE_LEGACY_KERAS": "1"}
 
 
 def digests(run: Launched) -> set[str]:
-    """One digest per rank of the last attempt, all of them."""
+    """Return the digests of all ranks of the last attempt. Fail if one is missing."""
     found = run.said(r"digest (\w+)")
     assert len(found) == WORLD, run.output
     return set(found)
 
 
 def undisturbed(folder: Path, api: str) -> set[str]:
-    """The digest of a run without faults: the same on all ranks."""
+    """Return the digest of a run without faults, which is equal on all ranks."""
     with Launched(folder / "undisturbed", *RUN, JOB, api, env=LEGACY if api == "fit" else None) as run:
         assert run.wait() == 0, run.output
         found = digests(run)
@@ -75,7 +75,10 @@ def test_graceful_exit_and_on(tmp_path: Path, api: str) -> None:
 
 
 def test_a_worker_whose_weights_differ_is_found(tmp_path: Path) -> None:
-    """At the same step in each attempt: the run ends, and no checkpoint holds one of the two."""
+    """The worker differs at the same step in each attempt.
+
+    The run ends, and no checkpoint holds either of the two weights.
+    """
     with Launched(tmp_path, *RUN, "--verify-every", "2", JOB, "loop", env={"JOB_DIFFER": "1@3"}) as run:
         assert run.wait() == 1, run.output
         assert "holds a wrong copy of the state" in run.output

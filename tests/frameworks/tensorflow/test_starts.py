@@ -1,4 +1,4 @@
-"""TensorFlow without ``holdfast run``: a process that is one of several never trains alone."""
+"""TensorFlow without ``holdfast run``: one of several processes never trains alone."""
 
 from __future__ import annotations
 

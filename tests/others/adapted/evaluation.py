@@ -27,7 +27,7 @@ scores: list[float] = []
 
 
 def evaluate() -> float:
-    """The loss on data of this rank's own, of all ranks."""
+    """Return the mean loss of all ranks, each on its own data."""
     model.eval()
     with torch.no_grad():
         x = torch.randn(8, 6, generator=torch.Generator().manual_seed(100 + rank))

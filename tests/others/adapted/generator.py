@@ -1,4 +1,4 @@
-"""Batches of a generator."""
+"""Batches come from a generator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ torch.manual_seed(7)
 
 
 class Batches:
-    """One epoch of this rank, each time that it is iterated."""
+    """Batches of one epoch of this rank. Each iteration starts again."""
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         draw = torch.Generator().manual_seed(1 + rank)

@@ -22,7 +22,7 @@ criterion = nn.CrossEntropyLoss()
 
 
 def get_batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Random pieces of the text."""
+    """Return random pieces of the text."""
     starts = torch.randint(len(text) - 9, (4,)).tolist()
     return torch.stack([text[i : i + 8] for i in starts]), torch.stack([text[i + 1 : i + 9] for i in starts])
 

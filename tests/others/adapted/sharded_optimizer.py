@@ -1,4 +1,4 @@
-"""An optimizer that cuts its state by itself: reduce-scatter of the gradient, update of the part, all-gather (Muon)."""
+"""An optimizer that shards its own state: reduce-scatter of the gradient, update of the part, all-gather (Muon)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.Tanh(), nn.Linear(16, 4, 
 
 
 class ShardedMomentum(torch.optim.Optimizer):
-    """Each rank has the momentum of its rows."""
+    """Momentum with its state sharded: each rank has the momentum of its rows."""
 
     def __init__(self, parameters: Any, lr: float) -> None:
         super().__init__(parameters, {"lr": lr})
@@ -45,7 +45,7 @@ optimizer = ShardedMomentum(model.parameters(), lr=1e-2)
 
 
 def get_batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Other samples on each rank."""
+    """Return samples that differ between ranks."""
     generator = torch.Generator().manual_seed(int(torch.randint(1 << 30, ())) + rank)
     x = torch.randn(6, 8, generator=generator)
     return x, x[:, :4].sin()

@@ -19,7 +19,7 @@ optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e
 
 
 def get_batch() -> tuple[torch.Tensor, torch.Tensor]:
-    """Other samples on each rank."""
+    """Return samples that differ between ranks."""
     generator = torch.Generator().manual_seed(int(torch.randint(1 << 30, ())) + rank)
     x = torch.randn(6, 8, generator=generator)
     return x, x[:, :4].sin()

@@ -1,4 +1,4 @@
-"""Batches of a generator."""
+"""Batches come from a generator."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ torch.manual_seed(7)
 
 
 def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """One epoch of this rank."""
+    """Yield the batches of one epoch of this rank."""
     draw = torch.Generator().manual_seed(1 + rank)
     for _ in range(5):
         x = torch.randn(4, 6, generator=draw)

@@ -1,4 +1,4 @@
-"""An iterable dataset, whose lines are dealt to the ranks."""
+"""An iterable dataset, whose lines are distributed to the ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ torch.manual_seed(7)
 
 
 class Stream(IterableDataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Each rank reads its own lines."""
+    """The lines of one rank."""
 
     def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         draw = torch.Generator().manual_seed(1)

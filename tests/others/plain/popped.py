@@ -1,4 +1,4 @@
-"""The labels are taken out of the batch, a dict."""
+"""The labels are removed from the batch, a dict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = tuple[torch.Tensor, torch.Tensor]
 
 
 def named(rows: list[Row]) -> dict[str, torch.Tensor]:
-    """By name."""
+    """Return the batch as a dict."""
     x, y = zip(*rows, strict=True)
     return {"x": torch.stack(x), "labels": torch.stack(y)}
 

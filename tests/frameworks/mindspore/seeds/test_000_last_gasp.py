@@ -24,26 +24,29 @@ pytestmark = [pytest.mark.timeout(5 * BOUND_S), pytest.mark.usefixtures("drop_in
 
 
 def sample(folder: Path) -> Path:
-    """The document's directory, data set included."""
+    """Copy the document's directory and add the data set."""
     copied("000_last_gasp", folder)
     write_mnist(folder / "MNIST_Data", IMAGES)
     return folder
 
 
 def log(folder: Path, rank: int) -> str:
-    """What a worker printed."""
+    """Return the output of a worker."""
     return (folder / "msrun_log" / f"worker_{rank}.log").read_text()
 
 
 def train(folder: Path, script: str, env: dict[str, str]) -> str:
-    """Run a start script until its workers end; what rank 0 printed."""
+    """Run a start script until its workers end. Return the output of rank 0."""
     with Started(folder, "bash", script, env=env) as job:
         job.wait_workers()
         return log(folder, 0)
 
 
 def interrupted(folder: Path, script: str, text: str) -> tuple[int, int]:
-    """Run a start script and kill rank 1 when it has printed ``text``; epoch and step of the dying checkpoint."""
+    """Run a start script, and kill rank 1 when it has printed ``text``.
+
+    Return epoch and step of the dying checkpoint.
+    """
     before = set(folder.glob(SAVED))
     with Started(folder, "bash", script, env=SEEDED) as job:
         job.wait_said(text, folder / "msrun_log" / "worker_1.log")
@@ -56,7 +59,7 @@ def interrupted(folder: Path, script: str, text: str) -> tuple[int, int]:
 
 
 def set_to(folder: Path, epoch: int, step: int) -> None:
-    """The document: set `cur_epoch` and `cur_step` to the values of the exception save."""
+    """Do as the document says: set `cur_epoch` and `cur_step` to the values of the exception save."""
     case = folder / "mindio_ttp_case.py"
     text = re.sub(r"cur_epoch = \d+ ", f"cur_epoch = {epoch} ", case.read_text())
     case.write_text(re.sub(r"cur_step = \d+ ", f"cur_step = {step} ", text))

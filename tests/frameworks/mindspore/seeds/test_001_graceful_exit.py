@@ -1,4 +1,4 @@
-"""Seed 001: the file asks from the first step on; all processes save that step and leave; the next start continues."""
+"""Seed 001: the file requests an exit at once; all processes save that step and exit; the next start continues."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ pytestmark = [pytest.mark.timeout(4 * BOUND_S), pytest.mark.usefixtures("drop_in
 
 
 def ask(folder: Path, value: int) -> None:
-    """What a health monitor does, and takes back."""
+    """Request an exit as a health monitor does, or withdraw the request."""
     (folder / "graceful_exit.json").write_text(json.dumps({"GracefulExit": value}))
 
 
 def by_train_sh(folder: Path) -> str:
-    """The document's start script; what rank 1 printed."""
+    """Run the document's start script. Return the output of rank 1."""
     with Started(folder, "bash", "train.sh", env={"DATASET_PATH": str(folder / "MNIST_Data")}) as job:
         assert job.wait() == 0, job.output
     return (folder / "comm_subgraph_logs" / "worker_1.log").read_text()
 
 
 def by_holdfast_run(folder: Path) -> str:
-    """The same script under `holdfast run`; what rank 1 printed."""
+    """Run the same script under `holdfast run`. Return the output of rank 1."""
     env = {"DATASET_PATH": str(folder / "MNIST_Data"), "MS_ENABLE_GRACEFUL_EXIT": "1"}
     name = f"t{len(list(folder.glob('runs/*')))}"
     options = ("--run-id", name, "--framework", "mindspore", "--nproc-per-node", "2")

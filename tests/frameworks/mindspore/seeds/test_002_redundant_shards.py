@@ -1,4 +1,4 @@
-"""Seed 002: the file of rank 0 is lost; `group_info.pb` and the strategy file name a rank that holds the same."""
+"""Seed 002: the file of rank 0 is lost; `group_info.pb` and the strategy file name a rank with the same slices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.timeout(4 * BOUND_S)
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the document's first script leaves."""
+    """Run the document's first script. Return the folder with its files."""
     folder = copied("002_redundant_shards", tmp_path_factory.mktemp("saved"))
     write_mnist(folder / "MNIST_Data", IMAGES)
     start(folder, "run_parallel_save_ckpt.sh")
@@ -34,7 +34,7 @@ def start(folder: Path, script: str, *arguments: str) -> None:
 
 
 def recovered(saved: Path, folder: Path, file: Path) -> Path:
-    """A copy of what was saved, in which the document's second script has trained on from ``file``."""
+    """Copy the saved files, and train on from ``file`` with the document's second script."""
     shutil.copytree(saved, folder, dirs_exist_ok=True)
     start(folder, "run_parallel_recover_ckpt.sh", str(file))
     return folder

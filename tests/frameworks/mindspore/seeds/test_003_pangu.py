@@ -1,4 +1,4 @@
-"""Seed 003, Pangu chapter: a rank is killed, then the job is taken away; its own checkpoints lie beside."""
+"""Seed 003, Pangu chapter: a rank is killed, then the job is ended; the script's own checkpoints stay beside."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.timeout(3 * BOUND_S)
 
 
 def started(folder: Path, name: str) -> Started:
-    """The training under `holdfast run`, two workers."""
+    """Start the training under `holdfast run` with two workers."""
     options = ("--run-id", name, "--framework", "mindspore", "--nproc-per-node", "2")
     return Started(folder, "holdfast", "run", *options, "train.py")
 

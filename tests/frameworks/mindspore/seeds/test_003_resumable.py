@@ -1,4 +1,4 @@
-"""Seed 003, MindSpore chapter: the job is taken away; the next start skips a damaged file and resumes exactly."""
+"""Seed 003, MindSpore chapter: the job is ended by SIGTERM; the next start skips a damaged file and resumes exactly."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ pytestmark = pytest.mark.timeout(3 * BOUND_S)
 
 
 def sample(folder: Path) -> Path:
-    """The document's directory, with what it takes from seed 004."""
+    """Copy the document's directory, with the files that it takes from seed 004."""
     copied("004_parallel", folder)
     return copied("003_resumable", folder)
 
 
 def started(folder: Path, name: str, cifar10: Path) -> Started:
-    """The training under `holdfast run`, two workers."""
+    """Start the training under `holdfast run` with two workers."""
     env = {"DATA_PATH": str(cifar10), "EXECUTE_PATH": str(folder)}
     options = ("--run-id", name, "--framework", "mindspore", "--rank-table", "rank_table_2pcs.json")
     return Started(folder, "holdfast", "run", *options, "train.py", env=env)
@@ -34,7 +34,7 @@ def test_taken_away_and_resumed(tmp_path: Path, cifar10: Path) -> None:
     folder = sample(tmp_path / "disturbed")
     with started(folder, "a", cifar10) as job:
         job.wait_said("epoch: 3 step: 1, loss is", log_of(folder / "runs" / "a", 0))
-        job.process.send_signal(signal.SIGTERM)  # what a scheduler sends when it takes the node
+        job.process.send_signal(signal.SIGTERM)  # as a scheduler does when it takes the node
         assert job.wait() == 75, job.output
     (folder / "output" / "ckpt_0" / "resnet50-9_9.ckpt").write_bytes(b"\x0a\xff\xff cut off")
     with started(folder, "b", cifar10) as job:

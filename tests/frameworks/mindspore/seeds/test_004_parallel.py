@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(4 * BOUND_S)
 
 
 def sample(folder: Path) -> Path:
-    """The document's directory, data sets included."""
+    """Copy the document's directories and add the data sets."""
     copied("001_graceful_exit", folder)
     copied("004_parallel", folder)
     write_mnist(folder / "MNIST_Data", IMAGES)
@@ -33,13 +33,13 @@ def sample(folder: Path) -> Path:
 
 
 def variables(folder: Path, cifar10: Path) -> dict[str, str]:
-    """What the samples read from the environment."""
+    """Return the variables that the samples read."""
     mnist = str(folder / "MNIST_Data")
     return {"DATASET_PATH": mnist, "DATA_PATH": str(cifar10), "EXECUTE_PATH": str(folder)}
 
 
 def launched(folder: Path, script: str, cifar10: Path, lose: str = "") -> Path:
-    """Under `holdfast run`; rank 1 is killed when it has printed ``lose``."""
+    """Run a script under `holdfast run`. Rank 1 is killed when it has printed ``lose``."""
     run = folder / "runs" / "t"
     command = ("holdfast", "run", "--run-id", "t", "--framework", "mindspore", "--rank-table", TABLE, script)
     with Started(sample(folder), *command, env=variables(folder, cifar10)) as job:
@@ -53,12 +53,12 @@ def launched(folder: Path, script: str, cifar10: Path, lose: str = "") -> Path:
 
 @pytest.fixture(scope="module")
 def resnet(tmp_path_factory: pytest.TempPathFactory, cifar10: Path) -> Path:
-    """The undisturbed run of the ResNet."""
+    """Run the ResNet without a fault."""
     return launched(tmp_path_factory.mktemp("resnet"), RESNET, cifar10)
 
 
 def check(undisturbed: Path, folder: Path) -> None:
-    """Both ranks end with the weights of the undisturbed run."""
+    """Check that both ranks end with the weights of the undisturbed run."""
     for rank in range(RANKS):
         assert same(undisturbed / f"final-{rank}.ckpt", folder / f"final-{rank}.ckpt")
 
@@ -83,7 +83,7 @@ def test_each_rank_has_the_documents_checkpoint(resnet: Path) -> None:
 
 
 def kill_in_second_epoch(folder: Path, log: Path, variable: str) -> None:
-    """SIGKILL to the process of rank 1, which the variable names, in the second epoch of its log."""
+    """Kill rank 1, which the variable identifies, with SIGKILL in the second epoch of its log."""
     until("the second epoch", lambda: log.exists() and "epoch: 2 step: 3," in log.read_text(), BOUND_S)
     for pid in processes(folder, **{variable: "1"}):
         if b"train_cifar\0" not in Path(f"/proc/{pid}/cmdline").read_bytes():

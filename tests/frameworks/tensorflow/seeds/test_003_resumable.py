@@ -1,4 +1,4 @@
-"""Seed 003, TensorFlow chapter: the script's own checkpoints, and a worker that is killed: all workers start again."""
+"""Seed 003, TensorFlow chapter: the script's own checkpoints, and a killed worker, after which all workers restart."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(2 * BOUND_S)
 
 
 def train(folder: Path, lose: str = "") -> str:
-    """Run to the end; rank 1 is killed when it has printed ``lose``. What all ranks printed."""
+    """Run the script to its end. Rank 1 is killed when it has printed ``lose``. Return the output of all ranks."""
     shutil.copytree(SAMPLE, folder)
     run = folder / "runs" / "t"
     options = ("--run-id", "t", "--framework", "tensorflow", "--nproc-per-node", "2", "--max-restarts", "5")
