@@ -8,8 +8,9 @@ from holdfast.core.protocol.health_messages import Active
 from holdfast.core.protocol.messages import KillMember, Send
 from holdfast.core.watch.activity import SAY_S
 from holdfast.sim.invariants import Violation
+from holdfast.sim.sim_agent import SimAgent
 from holdfast.sim.worker import SimWorker
-from holdfast.sim.world import SimAgent, World
+from holdfast.sim.world import World
 
 
 class LargeWorker(SimWorker):

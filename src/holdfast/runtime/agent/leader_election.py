@@ -251,7 +251,9 @@ class LeaderElection:
             self._driver.post(message)
             return
         if isinstance(message, ControllerHere) and self._settings.several:
-            term, number = self._mirrored
+            # A controller that ran on this node has written to this log itself: its lines are not sent again.
+            self._mirror.flush()
+            term, number = self._mirrored = max(self._mirrored, last_line(self._run))
             self._link.send(MirrorFrom(node_id=self._me, term=term, number=number))
         self._post(message)
 

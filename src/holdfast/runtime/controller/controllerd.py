@@ -231,7 +231,9 @@ class ControllerDaemon:
                 data = msgspec.json.encode(event.data)
                 self._lines.append(Mirror(term=term, number=number, kind=event.kind, data=data))
         log = ControllerLog.open(self._run.journal, "controller", room_wait_s=event_log.ROOM_WAIT_S)
-        log.begin(past, lines, self._term, self._show if self._settings.several else None)
+        # The lines of a controller that is alone are for this node only: the leader of its term has their numbers.
+        mirrored = self._settings.several and not self._alone
+        log.begin(past, lines, self._term, self._show if mirrored else None)
         return log, past
 
     def _show(self, line: Mirror) -> None:

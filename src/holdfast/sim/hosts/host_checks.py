@@ -1,0 +1,165 @@
+"""The invariants of a run, where several controllers may decide, each for the ranks that it has not lost.
+
+Theory. A rank on a host that a controller gave up may live on and train until it is fenced: what it does is none of the
+job's, as that controller sees it. So each controller is judged by the ranks that are left in its own view, and two ranks
+may part over a step only where one of them was given up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from holdfast.core.controller import Controller
+from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.protocol.messages import LogRecord, Message, RankState, ResumeInPlace, Send, Settle
+from holdfast.core.protocol.peer_messages import VoteReply
+from holdfast.sim.invariants import CheckedScene, Checks, Violation
+from holdfast.sim.sim_memory_tier import Memory
+from holdfast.sim.sim_store import SimStore
+from holdfast.sim.worker import SimWorker
+
+
+class DecidingProcess(Protocol):
+    """A controller, as far as the checks look at it."""
+
+    term: int
+    alone: bool
+    lost: set[MemberId]
+    machine: Controller
+
+
+class HostsScene(CheckedScene, Protocol):
+    """What the checks may look at."""
+
+    @property
+    def workers(self) -> Mapping[MemberId, SimWorker]: ...
+
+
+class HostView:
+    """A run as one controller sees it: without the ranks that it has given up. A controller that is alone decides for
+    the processes that it knows: elsewhere others may have been started in their seats."""
+
+    def __init__(self, scene: HostsScene) -> None:
+        self._scene = scene
+        self._process: DecidingProcess | None = None
+
+    def of(self, process: DecidingProcess) -> None:
+        """From now on it is the view of this controller."""
+        self._process = process
+
+    @property
+    def _lost(self) -> set[MemberId]:
+        return self._process.lost if self._process is not None else set()
+
+    @property
+    def now(self) -> float:
+        """Virtual seconds."""
+        return self._scene.now
+
+    @property
+    def events(self) -> int:
+        """Events so far."""
+        return self._scene.events
+
+    @property
+    def store(self) -> SimStore:
+        """All checkpoints."""
+        return self._scene.store
+
+    @property
+    def memory(self) -> Memory:
+        """States in memory."""
+        return self._scene.memory
+
+    @property
+    def save_errors(self) -> int:
+        """Saves that were made to fail."""
+        return self._scene.save_errors
+
+    @property
+    def memory_losses(self) -> set[str]:
+        """Kinds of processes that died with what they knew."""
+        return self._scene.memory_losses
+
+    @property
+    def journal(self) -> list[LogRecord]:
+        """Of all controllers."""
+        return self._scene.journal
+
+    @property
+    def seated(self) -> dict[int, SimWorker]:
+        """The processes in their seats that are not given up."""
+        seated, process = self._scene.seated, self._process
+        if process is not None and process.alone:
+            members = process.machine.job.roster.members
+            workers = self._scene.workers  # an order to start may never have come
+            seated = {m.rank: workers[m.member_id] for m in members if m.member_id in workers}
+        return {rank: worker for rank, worker in seated.items() if worker.member_id not in self._lost}
+
+    @property
+    def replaced(self) -> list[SimWorker]:
+        """The dead beside whom newcomers sit."""
+        alone = self._process is not None and self._process.alone
+        return [w for w in self._scene.replaced if w.member_id not in self._lost and not alone]
+
+    @replaced.setter
+    def replaced(self, workers: list[SimWorker]) -> None:
+        self._scene.replaced = workers
+
+
+class HostChecks(Checks):
+    """See the module."""
+
+    def __init__(self, scene: HostsScene) -> None:
+        self.view = HostView(scene)
+        super().__init__(self.view)
+        self._given_up: set[MemberId] = set()
+        self._fates: dict[tuple[Generation, int], dict[bool, list[SimWorker]]] = {}
+        self._leaders: dict[int, NodeId] = {}
+        self._votes: dict[tuple[NodeId, int], str] = {}
+
+    def decided(self, process: DecidingProcess, record: LogRecord) -> None:
+        """A controller has written a line."""
+        self._given_up |= process.lost
+        self.view.of(process)
+        self.recorded(record)
+
+    def sends(self, process: DecidingProcess, message: Message) -> None:
+        """A controller sends an order."""
+        self.view.of(process)
+        if isinstance(message, Settle):
+            self.sending(message)
+        elif isinstance(message, ResumeInPlace):
+            self.resuming(message)
+
+    def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
+        """A rank moved in the step protocol: two ranks part over a step only where one of them was given up."""
+        updates = new == "updating" and old != "updating"
+        discards = new == "aborted" and old in ("voting", "in_doubt", "compute")
+        if not (updates or discards):
+            return
+        machine = worker.machine
+        fates = self._fates.setdefault((machine.generation, machine.step), {True: [], False: []})
+        fates[updates].append(worker)
+        if worker.member_id in self._given_up:
+            return
+        others = [w.rank for w in fates[not updates] if w.member_id not in self._given_up]
+        if others:
+            does, did = ("updates", "discarded") if updates else ("discards", "updated")
+            text = f"rank {worker.rank} {does} step {machine.step}, ranks {sorted(others)} {did} it"
+            raise Violation("one_fate_per_step", text)
+
+    def elected(self, node_id: NodeId, term: int) -> None:
+        """An election was won."""
+        if self._leaders.setdefault(term, node_id) != node_id:
+            raise Violation("one_leader_per_term", f"{self._leaders[term]} and {node_id} lead in term {term}")
+
+    def voted(self, node_id: NodeId, command: Send) -> None:
+        """An election sends a message."""
+        reply = command.message
+        if isinstance(reply, VoteReply) and reply.granted and not reply.trial:
+            first = self._votes.setdefault((node_id, reply.term), command.to)
+            if first != command.to:
+                text = f"{node_id} grants term {reply.term} to {first} and {command.to}"
+                raise Violation("one_vote_per_term", text)
