@@ -106,13 +106,13 @@ REMEMBERED = (
     Settled,
     SaveReported,
     Finished,
+    JoinAsked,
+    Joined,
     MemberExited,
 )
-"""Kinds of which the last word of each member is repeated to a new controller, in this order."""
-REPEATED = (
-    *(kind for kind in REMEMBERED if kind not in (WorkerHello, WorkerFailed, MemberExited)),
-    *(JoinAsked, Joined),
-)
+"""Kinds of which the last word of each member is repeated after each hello, in this order: to a new controller, or to
+one whose line was lost with what was on it."""
+REPEATED = tuple(kind for kind in REMEMBERED if kind not in (WorkerHello, WorkerFailed, MemberExited))
 """Kinds of which a worker itself says its last word again, after its hello to the next agent: the one before may have
 died with it. Not those that answer a standing order, which a hello has repeated."""
 LEAVE_TIMER = "leave"
@@ -123,8 +123,6 @@ UPWARD = (
         ExitAgreed,
         StateOffered,
         StateRefused,
-        JoinAsked,
-        Joined,
         StateDigests,
         OnceAsked,
         HoldReached,

@@ -8,7 +8,11 @@ from holdfast.core.protocol.messages import LogRecord
 
 
 class SimResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a run. ``forward`` and ``back`` count decisions that moved ranks in doubt."""
+    """What came of a run.
+
+    ``forward`` and ``back`` count decisions that moved ranks in doubt, ``coverage`` how often each fault struck in each
+    phase of the job.
+    """
 
     code: int
     reason: str
@@ -21,3 +25,4 @@ class SimResult(msgspec.Struct, frozen=True, kw_only=True):
     recovered: int
     spares_called: int
     records: tuple[LogRecord, ...]
+    coverage: dict[tuple[str, str], int]

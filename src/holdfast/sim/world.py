@@ -47,7 +47,7 @@ from holdfast.core.protocol.peer_messages import JobFormed
 from holdfast.errors import InternalError
 from holdfast.sim.collectives import FEW_RANKS, Collectives
 from holdfast.sim.faults import SimFault
-from holdfast.sim.injector import SimInjector
+from holdfast.sim.injector import NO_PHASE, SimInjector
 from holdfast.sim.invariants import Checks, Violation
 from holdfast.sim.sim_agent import SimAgent
 from holdfast.sim.sim_memory_tier import Memory
@@ -181,6 +181,10 @@ class World:
     def controllers(self) -> list[Controller]:
         """The controllers that run."""
         return [] if self._controller is None else [self._controller]
+
+    def phase(self) -> str:
+        """Of the job, as its controller sees it."""
+        return str(self.controllers[0].snapshot()["phase"]) if self.controllers else NO_PHASE
 
     def check(self) -> None:
         """Every invariant that can be tested at any moment."""
@@ -592,4 +596,5 @@ def run_sim(
         spares_called=scene.spares.calls,
         recovered=sum(r.kind == "recovered" for r in scene.journal),
         records=tuple(scene.journal),
+        coverage=dict(scene.injector.coverage),
     )

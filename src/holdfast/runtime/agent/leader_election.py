@@ -223,6 +223,25 @@ class LeaderElection:
         self._on_job(peers.job)
         if founds:
             self._driver.post(Founded(voters=tuple(sorted(peers.here)), witness=bool(settings.witness)))
+        else:
+            await self._meet_leader(peers)
+
+    async def _meet_leader(self, peers: Peers) -> None:
+        """Wait for the leader of the job that was joined.
+
+        An agent that knows no electorate has no vote. When the others leave before they elect a leader, there is none.
+        """
+        deadline = time.monotonic() + self._settings.join_s
+        while self._election.lead is None and self._kept.electorate is None:
+            if time.monotonic() > deadline:
+                reason = (
+                    f"the job {peers.job} has no leader: {self._me} joined it {self._settings.join_s:g} s ago and "
+                    f"has heard of none; other agents here: {len(peers.here) - 1}\n"
+                    "  next: start the run again on every host"
+                )
+                self._on_end(Exit.UNMET, reason)
+                return
+            await asyncio.sleep(POLL_S)
 
     def _not_met(self, peers: Peers) -> tuple[Exit, str]:
         """The code of a job that was not formed in time, and why."""

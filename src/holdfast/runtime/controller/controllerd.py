@@ -21,6 +21,7 @@ from holdfast import event_log as event_log
 from holdfast.core.config import Config
 from holdfast.core.controller import Controller
 from holdfast.core.ids import MemberId, NodeId
+from holdfast.core.job.agent_lines import AgentLines
 from holdfast.core.job.log_replay import SNAPSHOT, ReplayedState
 from holdfast.core.protocol.layout_messages import Layouts
 from holdfast.core.protocol.messages import (
@@ -164,7 +165,7 @@ class ControllerDaemon:
         self._offsets_ns: dict[NodeId, int] = {}  # our clock minus that of the node
         self._log: EventLog | None = None
         self._probing: asyncio.Task[None] | None = None
-        self._nodes: dict[NodeId, Channel[WireMessage]] = {}
+        self._agents: AgentLines[Channel[WireMessage]] = AgentLines()
         self._homes: dict[MemberId, NodeId] = {}
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._driver: Driver | None = None
@@ -187,7 +188,7 @@ class ControllerDaemon:
         hub: Hub[WireMessage] = Hub(
             MESSAGES,
             self._run.token(),
-            on_open=lambda channel: None,
+            on_open=self._agents.opened,
             on_message=self._heard,
             on_close=self._closed,
         )
@@ -272,7 +273,7 @@ class ControllerDaemon:
         since_s = time.monotonic()
         while time.monotonic() - since_s < LONELY_S:
             await asyncio.sleep(1.0)
-            if self._nodes:
+            if self._agents.nodes:
                 since_s = time.monotonic()
 
     def _heard(self, channel: Channel[WireMessage], message: WireMessage) -> None:
@@ -281,15 +282,19 @@ class ControllerDaemon:
         if isinstance(message, MirrorFrom):
             self._catch_up(channel, message)
             return
-        if isinstance(message, AgentHello | AgentBeat):
-            self._set_clock(message)
         if isinstance(message, AgentHello):
-            self._nodes[message.node_id] = channel
+            if not self._agents.hello(channel, message.node_id):
+                return
             for seen in message.members:
                 self._homes[seen.member_id] = message.node_id
+        node_id = self._agents.node_of(channel)
+        if node_id is None:  # of a line that broke: what counts was repeated on the newer one
+            return
+        if isinstance(message, AgentHello | AgentBeat):
+            self._set_clock(message)
         elif (member_id := getattr(message, "member_id", None)) is not None:
-            self._homes[member_id] = self._node_of(channel)
-        self._driver.post(self._in_our_time(message, channel))
+            self._homes[member_id] = node_id
+        self._driver.post(self._in_our_time(message, node_id))
 
     def _catch_up(self, channel: Channel[WireMessage], wanted: MirrorFrom) -> None:
         """Lines that the log of this agent's node lacks; one that shares ours lacks none."""
@@ -307,10 +312,10 @@ class ControllerDaemon:
             known_ns = self._offsets_ns.get(message.node_id, offset_ns)
             self._offsets_ns[message.node_id] = min(known_ns, offset_ns)
 
-    def _in_our_time(self, message: WireMessage, channel: Channel[WireMessage]) -> WireMessage:
+    def _in_our_time(self, message: WireMessage, node_id: NodeId) -> WireMessage:
         if not isinstance(message, MemberExited | Settled):
             return message
-        offset_ns = self._offsets_ns.get(self._node_of(channel), 0)
+        offset_ns = self._offsets_ns.get(node_id, 0)
         if abs(offset_ns) < SAME_CLOCK_NS:
             return message
         if isinstance(message, MemberExited):
@@ -319,15 +324,11 @@ class ControllerDaemon:
         freed_ns = message.freed_ns + offset_ns if message.freed_ns else 0
         return msgspec.structs.replace(message, freed_ns=freed_ns)
 
-    def _node_of(self, channel: Channel[WireMessage]) -> NodeId:
-        return next((node for node, current in self._nodes.items() if current is channel), NodeId(""))
-
     def _closed(self, channel: Channel[WireMessage]) -> None:
         self._mirrors.discard(channel)
-        for node_id, current in list(self._nodes.items()):
-            if current is channel and self._driver is not None:
-                del self._nodes[node_id]
-                self._driver.post(AgentGone(node_id=node_id))
+        node_id = self._agents.closed(channel)
+        if node_id is not None and self._driver is not None:
+            self._driver.post(AgentGone(node_id=node_id))
 
     def _execute(self, command: Command) -> None:
         if isinstance(command, Finish | StepDown):
@@ -349,7 +350,7 @@ class ControllerDaemon:
             node_id = self._homes.get(MemberId(int(name)))
         else:
             raise InternalError(f"the controller cannot send to {command.to}")
-        channel = self._nodes.get(node_id) if node_id is not None else None
+        channel = self._agents.line_of(node_id) if node_id is not None else None
         if channel is not None:  # a lost message is answered by what its node says in its next hello
             channel.send(message)  # type: ignore[arg-type]  # the machine sends wire messages only
 

@@ -10,6 +10,7 @@ import msgspec
 from holdfast.core.config import Config
 from holdfast.core.controller import Controller
 from holdfast.core.ids import MemberId, NodeId
+from holdfast.core.job.agent_lines import AgentLines
 from holdfast.core.job.log_replay import ReplayedState
 from holdfast.core.protocol.messages import (
     AgentBeat,
@@ -65,7 +66,8 @@ class ControllerProcess:
         self._scene = scene
         self._disk = disk
         self._number = 0
-        self._ends: dict[End, NodeId] = {}  # every line, with the node that said hello on it
+        self._ends: dict[End, None] = {}
+        self._agents: AgentLines[End] = AgentLines()
         self._mirrors: dict[End, None] = {}  # in the order in which they asked
         self._homes: dict[MemberId, NodeId] = {}
         self._offsets_s: dict[NodeId, float] = {}
@@ -86,7 +88,8 @@ class ControllerProcess:
 
     def accept(self, end: End) -> None:
         """An agent has connected."""
-        self._ends[end] = NodeId("")
+        self._ends[end] = None
+        self._agents.opened(end)
         end.on_message = partial(self._heard, end)
         end.on_closed = partial(self._closed, end)
 
@@ -110,17 +113,19 @@ class ControllerProcess:
         if isinstance(message, MirrorFrom):
             self._catch_up(end, message)
             return
+        if isinstance(message, AgentHello):
+            if not self._agents.hello(end, message.node_id):
+                return
+            self._homes.update((seen.member_id, message.node_id) for seen in message.members)
+        node_id = self._agents.node_of(end)
+        if node_id is None:
+            return
         if isinstance(message, AgentHello | AgentBeat):
             self._heard_s = self._scene.clock(self.host)
             self._set_clock(message)
-        if isinstance(message, AgentHello):
-            self._ends = {e: n for e, n in self._ends.items() if n != message.node_id} | {
-                end: message.node_id
-            }
-            self._homes.update((seen.member_id, message.node_id) for seen in message.members)
         elif (member_id := getattr(message, "member_id", None)) is not None:
-            self._homes[member_id] = self._ends.get(end, NodeId(""))
-        self._driver.post(self._in_own_time(message, self._ends.get(end, NodeId(""))))
+            self._homes[member_id] = node_id
+        self._driver.post(self._in_own_time(message, node_id))
 
     def _catch_up(self, end: End, wanted: MirrorFrom) -> None:
         if wanted.node_id == self.host:
@@ -145,8 +150,9 @@ class ControllerProcess:
 
     def _closed(self, end: End) -> None:
         self._mirrors.pop(end, None)
-        node_id = self._ends.pop(end, None)
-        if node_id and self.lives:
+        self._ends.pop(end, None)
+        node_id = self._agents.closed(end)
+        if node_id is not None and self.lives:
             self._driver.post(AgentGone(node_id=node_id))
 
     def _beat(self) -> None:
@@ -154,7 +160,7 @@ class ControllerProcess:
             return
         for end in list(self._ends):
             end.send(ControllerBeat(term=self.term))
-        if any(self._ends.values()):
+        if self._agents.nodes:
             self._heard_s = self._scene.clock(self.host)
         elif self._scene.clock(self.host) - self._heard_s > LONELY_S:
             self.die()
@@ -191,9 +197,9 @@ class ControllerProcess:
         if isinstance(message, StartMembers):
             self._homes.update((seat.member_id, message.node_id) for seat in message.members)
         self._scene.sends(self, message)
-        for end, known in list(self._ends.items()):
-            if known == node_id and known:
-                end.send(message)
+        end = self._agents.line_of(node_id)
+        if end is not None:
+            end.send(message)
 
 
 def _mirror(line: LogLine) -> Mirror:

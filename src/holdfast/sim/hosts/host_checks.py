@@ -1,8 +1,8 @@
 """The invariants of a run, where several controllers may decide, each for the ranks that it has not lost.
 
-Theory. A rank on a host that a controller gave up may live on and train until it is fenced: what it does is none of the
-job's, as that controller sees it. So each controller is judged by the ranks that are left in its own view, and two ranks
-may part over a step only where one of them was given up.
+Theory. A rank on a host that a controller gave up may live on and train until it is fenced. It does not belong to the
+job, as that controller sees it. So each controller is judged by the ranks in its own view, and two ranks may part over
+a step only where one of them was given up.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class HostView:
     def seated(self) -> dict[int, SimWorker]:
         """The processes in their seats that are not given up."""
         seated, process = self._scene.seated, self._process
-        if process is not None and process.alone:
+        if process is not None:
             members = process.machine.job.roster.members
             workers = self._scene.workers  # an order to start may never have come
             seated = {m.rank: workers[m.member_id] for m in members if m.member_id in workers}
@@ -116,6 +116,8 @@ class HostChecks(Checks):
         super().__init__(self.view)
         self._given_up: set[MemberId] = set()
         self._fates: dict[tuple[Generation, int], dict[bool, list[SimWorker]]] = {}
+        self._committed: dict[Generation, int] = {}  # steps that a rank has
+        self._is_judged = False  # since the last start there was a verdict
         self._leaders: dict[int, NodeId] = {}
         self._votes: dict[tuple[NodeId, int], str] = {}
 
@@ -124,6 +126,13 @@ class HostChecks(Checks):
         self._given_up |= process.lost
         self.view.of(process)
         self.recorded(record)
+        self._is_judged |= record.kind == "verdict"
+        if record.kind == "session_opened":
+            step, opened = int(str(record.data["step"])), Generation.parse(str(record.data["generation"]))
+            before = max((s for g, s in self._committed.items() if g < opened), default=0)
+            if step < before and not self._is_judged:
+                raise Violation("no_step_is_lost_unjudged", f"{before} steps, starts at {step}")
+            self._committed, self._is_judged = {opened: step}, False
 
     def sends(self, process: DecidingProcess, message: Message) -> None:
         """A controller sends an order."""
@@ -135,6 +144,10 @@ class HostChecks(Checks):
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
         """A rank moved in the step protocol: two ranks part over a step only where one of them was given up."""
+        if old == "updating" and new == "ready":
+            generation = worker.machine.generation
+            steps = max(self._committed.get(generation, 0), worker.machine.step)
+            self._committed[generation] = steps
         updates = new == "updating" and old != "updating"
         discards = new == "aborted" and old in ("voting", "in_doubt", "compute")
         if not (updates or discards):
@@ -142,7 +155,8 @@ class HostChecks(Checks):
         machine = worker.machine
         fates = self._fates.setdefault((machine.generation, machine.step), {True: [], False: []})
         fates[updates].append(worker)
-        if worker.member_id in self._given_up:
+        # One that was given up and comes back proves a fate that others may have parted from; all start again then.
+        if any(w.member_id in self._given_up for w in (worker, *fates[True])):
             return
         others = [w.rank for w in fates[not updates] if w.member_id not in self._given_up]
         if others:

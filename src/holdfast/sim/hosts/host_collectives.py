@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
-from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
 from holdfast.core.worker.vote import Ballot
 from holdfast.sim.collectives import Collectives, CollectivesScene, Round, SimGroup, Voter
 from holdfast.sim.hosts.network import Network
 from holdfast.sim.hosts.step_history import Contribution
+from holdfast.sim.invariants import Violation
 
 RETRY_S = 0.2
 
@@ -31,6 +32,7 @@ class HostCollectives(Collectives):
     def __init__(self, scene: HostCollectivesScene) -> None:
         super().__init__(scene)
         self._made_of: dict[tuple[Generation, int], dict[int, Contribution]] = {}
+        self._newest = NO_GENERATION  # in which a step has passed
         self._last: dict[MemberId, tuple[Generation, int]] = {}  # the newest vote of a step
 
     def vote(self, worker: Voter, ballot: Ballot, number: int) -> None:
@@ -39,6 +41,13 @@ class HostCollectives(Collectives):
             where = self._last[worker.member_id] = (worker.machine.generation, number)
             self._made_of.setdefault(where, {})[worker.rank] = Contribution(worker.rank, worker.applied)
         super().vote(worker, ballot, number)
+        group = self.group(worker.machine.generation)
+        if group.broken or ballot.between or group.round(number).tally is None:
+            return
+        if group.generation < self._newest:
+            text = f"step {ballot.step} passes in generation {group.generation}, {self._newest} trains"
+            raise Violation("one_side_trains", text)
+        self._newest = group.generation
 
     def loss(self, member_id: MemberId) -> tuple[Contribution, ...]:
         """What the last update of a rank is made of, by rank."""

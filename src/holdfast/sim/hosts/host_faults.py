@@ -12,6 +12,7 @@ import msgspec
 
 from holdfast.core.ids import NodeId
 from holdfast.sim.hosts.network import Network
+from holdfast.sim.injector import SimInjector
 
 HostFaultKind = Literal[
     "lose_host",  # power is lost; the host returns after the duration with its disk, 0: never
@@ -58,12 +59,11 @@ class HostFaultTarget(Protocol):
 
     network: Network
 
-    @property
-    def rng(self) -> random.Random: ...
     def later(self, delay_s: float, label: str, action: Callable[[], None]) -> None: ...
     def jitter(self, low_s: float, high_s: float) -> float: ...
     def phase(self) -> str: ...
-    def struck(self, kind: str) -> None: ...
+    @property
+    def injector(self) -> SimInjector: ...
     def lose_host(self, node_id: NodeId, back_s: float, *, empty: bool) -> None: ...
     def pause(self, node_id: NodeId, duration_s: float) -> None: ...
     def jump(self, node_id: NodeId, ahead_s: float) -> None: ...
@@ -103,7 +103,7 @@ class HostInjector:
         node = self._nodes[fault.node % count]
         other = self._nodes[fault.other % count]
         rest = [name for name in self._nodes if name != node]
-        world.struck(fault.kind)
+        world.injector.struck(fault.kind)
         match fault.kind:
             case "lose_host" | "reinstall_host":
                 world.lose_host(node, fault.duration_s, empty=fault.kind == "reinstall_host")
@@ -161,7 +161,7 @@ def random_host_faults(
 ) -> tuple[HostFault, ...]:
     """``count`` faults, most of them close to the one before."""
     faults: list[HostFault] = []
-    at_s = rng.uniform(0.4, 2.0)
+    at_s = rng.uniform(0.4, 1.6)
     for _ in range(count):
         kind = rng.choice(kinds)
         back_s = rng.choice((0.0, *DURATIONS_S)) if "host" in kind and "pause" not in kind else 1.0
@@ -172,7 +172,7 @@ def random_host_faults(
                 node=rng.randrange(nodes),
                 other=rng.randrange(nodes),
                 duration_s=0.0 if not back_s else rng.choice(DURATIONS_S),
-                phase=rng.choice(PHASES),
+                phase=rng.choice(PHASES) if faults else "",
             )
         )
         at_s += rng.expovariate(1 / rng.choice((0.05, 0.5, 2.0)))

@@ -6,7 +6,6 @@ run, as in ``sim/world.py``, whose workers, store, spares and checks these hosts
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
@@ -30,6 +29,7 @@ from holdfast.core.protocol.messages import (
     StartMembers,
 )
 from holdfast.core.protocol.peer_messages import Claim, JobFormed, WitnessReply
+from holdfast.exit_codes import Exit
 from holdfast.sim.faults import SimFault
 from holdfast.sim.hosts.controller_process import ControllerProcess
 from holdfast.sim.hosts.host_checks import HostChecks
@@ -40,6 +40,7 @@ from holdfast.sim.hosts.sim_council import SimCouncil
 from holdfast.sim.hosts.sim_disk import SimDisk
 from holdfast.sim.hosts.sim_host import SimHost
 from holdfast.sim.hosts.step_history import StepHistory
+from holdfast.sim.injector import NO_PHASE
 from holdfast.sim.sim_agent import SimAgent
 from holdfast.sim.worker import SimWorker
 from holdfast.sim.world import PIDS_PER_NODE, World
@@ -50,7 +51,6 @@ UNMET_S = 30.0
 END_S = 5.0
 CLOCK_OFFSET_S_MAX = 1e6
 CLOCK_RATE_ERROR_MAX = 2e-4
-NO_PHASE = "electing"
 
 
 class HostsCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -60,6 +60,8 @@ class HostsCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         nodes: hosts that hold ranks; ``spares``: hosts that wait.
         per_node: ranks of each host.
         shards: distinct boxes; rank r holds box ``r % shards``.
+        nodes_min: with fewer hosts the job continues with fewer ranks, down to this number of hosts; 0: never. It
+            needs a job in which each rank holds all (``shards`` 1).
         witness: two agents have a witness.
     """
 
@@ -69,7 +71,7 @@ class HostsCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     shards: int = 1
     nodes_min: int = 0
     witness: bool = False
-    until: int = 12
+    until: int = 16
     faults: tuple[SimFault, ...] = ()
     host_faults: tuple[HostFault, ...] = ()
 
@@ -90,7 +92,6 @@ class HostsWorld(World):
         self.hosts: dict[NodeId, SimHost] = {}
         self.network = Network(self)
         self.history = StepHistory()
-        self.coverage: Counter[tuple[str, str]] = Counter()
         self.finishes: list[tuple[bool, Finish]] = []  # (alone, end) of each controller that ended the run
         super().__init__(case.nodes * case.per_node, seed, case.faults, case.until, case.shards)
         names = [NodeId(f"n{number}") for number in range(case.nodes + case.spares)]
@@ -100,10 +101,17 @@ class HostsWorld(World):
             self.hosts[name] = SimHost(name, case.per_node, offset_s, rate)
         self._with_spares = seed % 5 in (1, 3)
         self._agents = {n: self._make_agent(n, 1 + i * PIDS_PER_NODE) for i, n in enumerate(names)}
+        self._founded = False  # a job whose hosts were all installed again is another one
         self._claims: dict[int, tuple[NodeId, ...]] = {}
         self._lives: dict[MemberId, int] = {}  # life of its host in which a process was started
         self._faults = HostInjector(self, names)
         self._faults.start(case.host_faults)
+
+    def resume(self, before: HostsWorld) -> None:
+        """This run is the next one of a job that asked to be queued again: its checkpoints are there."""
+        self.store.saves = {f"before/{name}": save for name, save in before.store.saves.items()}
+        self.history = before.history
+        self.history.requeued()
 
     # ---------------------------------------------------------------- hosts
 
@@ -183,15 +191,18 @@ class HostsWorld(World):
                 )
             else:
                 self._feed_agent(agent, self._exit_of(worker, None, None))
-        founders = len(self.hosts) if name == next(iter(self.hosts)) and not host.in_job else 0
+        first = name == next(iter(self.hosts)) and not any(each.in_job for each in self.hosts.values())
+        founders = len(self.hosts) if first and not self._founded else 0
         host.council = SimCouncil(self, name, host.disk, founders)
         host.council.in_job = host.in_job
-        if not host.in_job:
+        if host.disk.ballot.electorate is None:
             self.later_on(name, UNMET_S, f"unmet {name}", partial(self._unmet, agent, host))
         host.council.begin()
 
     def _unmet(self, agent: SimAgent, host: SimHost) -> None:
-        if agent.alive and not host.in_job:
+        """An agent that has met nobody, or no leader of the job, ends."""
+        knows = host.disk.ballot.electorate is not None
+        if agent.alive and not knows and host.council is not None and host.council.election.lead is None:
             self._leave(host)
 
     def _leave(self, host: SimHost) -> None:
@@ -210,10 +221,6 @@ class HostsWorld(World):
         """Of the job, as its newest controller sees it."""
         leading = self._leading()
         return NO_PHASE if leading is None else str(leading.machine.snapshot()["phase"])
-
-    def struck(self, kind: str) -> None:
-        """A fault strikes now."""
-        self.coverage[kind, self.phase()] += 1
 
     def _leading(self) -> ControllerProcess | None:
         processes = [host.process for host in self.hosts.values() if host.process is not None]
@@ -276,17 +283,13 @@ class HostsWorld(World):
         """The newest controller dies."""
         leading = self._leading()
         if leading is not None:
-            self.struck("controller")
             self.memory_losses.add("controller")
             leading.die()
 
     def kill_agent(self, node_id: NodeId) -> None:
         """The agent dies; workers and controller of its host live, the launcher starts a successor."""
-        host, agent = self.hosts[node_id], self._agents[node_id]
-        if not agent.alive or not host.is_up or agent.machine.ended:
-            return
-        self.struck("agent")
-        self.agent_broke(node_id)
+        if self.hosts[node_id].is_up and not self._agents[node_id].machine.ended:
+            self.agent_broke(node_id)
 
     def agent_broke(self, node_id: NodeId) -> None:
         """An agent process ends with an error."""
@@ -346,6 +349,8 @@ class HostsWorld(World):
     def run_controller(self, node_id: NodeId, term: int, alone: bool) -> ControllerProcess | None:
         """Start a controller process on a host; None: its disk is full."""
         host = self.hosts[node_id]
+        if alone or term > 1:
+            self.memory_losses.add("controller")
         process = host.process = ControllerProcess(self, node_id, host.disk, term, alone)
         process.begin()
         return process
@@ -353,6 +358,8 @@ class HostsWorld(World):
     def decided(self, process: ControllerProcess, record: LogRecord) -> None:
         """A controller has written a line."""
         self.journal.append(record)
+        if process.lost:
+            self.memory_losses.add("node")
         self.checks.decided(process, record)
         self._faults.moved()
 
@@ -372,7 +379,7 @@ class HostsWorld(World):
 
     def joined(self, node_id: NodeId) -> None:
         """The job has a name on this host."""
-        self.hosts[node_id].in_job = True
+        self.hosts[node_id].in_job = self._founded = True
         self._feed_agent(self._agents[node_id], JobFormed())
 
     def elected(self, node_id: NodeId, term: int) -> None:
@@ -421,10 +428,15 @@ class HostsWorld(World):
         super().moved(worker, old, new)
         if old == "updating" and new == "ready":
             loss = self.collectives.loss(worker.member_id)
-            self.history.commits(worker, worker.machine.step - 1, loss, self.world_size)
+            ranks = self.collectives.group(worker.machine.generation).world_size
+            self.history.commits(worker, worker.machine.step - 1, loss, ranks)
 
     def spawn(self, node_id: NodeId, order: StartMembers, delay_s: float = 0.0) -> None:
-        """Start workers on a host."""
+        """Start workers on a host; with another number of ranks the job has that many from now on."""
+        if order.world_size != self.world_size:
+            self.world_size = order.world_size
+            self.everyone = tuple(range(order.world_size))
+            self.seated = {rank: worker for rank, worker in self.seated.items() if rank < order.world_size}
         super().spawn(node_id, order, delay_s)
         for seat in order.members:
             self._lives[seat.member_id] = self.hosts[node_id].life
@@ -459,11 +471,31 @@ def run_hosts(seed: int, case: HostsCase, *, world: type[HostsWorld] = HostsWorl
     """
     scene = world(seed, case)
     scene.run()
+    return _result(scene)
+
+
+def run_requeued(seed: int, case: HostsCase, *, world: type[HostsWorld] = HostsWorld) -> HostsResult:
+    """Simulate a job that is queued again each time it asks for it, from the second time on without faults.
+
+    Raises:
+        Violation: an invariant is broken.
+    """
+    scene = world(seed, case)
+    scene.run()
+    while (result := _result(scene)).code == Exit.REQUEUE:
+        before, case = scene, msgspec.structs.replace(case, faults=(), host_faults=())
+        scene = world(seed, case)
+        scene.resume(before)
+        scene.run()
+    return result
+
+
+def _result(scene: HostsWorld) -> HostsResult:
     ends = sorted(scene.finishes, key=lambda end: end[0])
     finish = ends[0][1] if ends else scene.outcome or Finish(code=-1, reason="no host is left")
     steps = [int(str(r.data["step"])) for r in scene.journal if r.kind == "finished"]
     step = steps[-1] if steps else -1
-    if finish.code == 0:
+    if finish.code == Exit.OK:
         scene.history.ends(step, scene.world_size)
     return HostsResult(
         code=finish.code,
@@ -472,6 +504,6 @@ def run_hosts(seed: int, case: HostsCase, *, world: type[HostsWorld] = HostsWorl
         time_s=scene.now,
         events=scene.events,
         digest=scene.digest(),
-        coverage=dict(scene.coverage),
+        coverage=dict(scene.injector.coverage),
         records=tuple(scene.journal),
     )

@@ -1,4 +1,4 @@
-"""One agent among the others: a model of ``runtime/agent/leader_election.py`` and ``peers.py`` around the real election.
+"""One agent among the others: the real election in a model of ``runtime/agent/leader_election.py`` and ``peers.py``.
 
 An agent that dies leaves its file of promises and its event log; its successor begins with them.
 """

@@ -26,8 +26,11 @@ class DiskFullError(OSError):
 
 
 class LogLine(NamedTuple):
-    """One line of a controller. ``at_s``: on the clock of this host, when it was written here. Term and number are 0 for
-    a controller that is alone: its lines are for this host only."""
+    """One line of a controller.
+
+    ``at_s``: on the clock of this host, when it was written here. Term and number are 0 for a controller that is alone:
+    its lines are for this host only.
+    """
 
     term: int
     number: int

@@ -2,7 +2,8 @@
 
 Theory. The loss of a step is a function of the state before it and of the gradients of all ranks, so a step that is
 made again has the digest that it had before, and all ranks see those of the run without faults. A rank whose process
-was lost inside an update may never have shown that step, although the job has made it.
+was lost inside an update may never have shown that step, although the job has made it; a rank that a smaller job did
+not have has not shown the steps of that job.
 
 Invariants:
 1. A rank commits step k only after it, or processes of its rank before it, have shown every step before k.
@@ -17,7 +18,7 @@ from holdfast.core.ids import MemberId
 from holdfast.core.worker.step import StepMachine
 from holdfast.sim.invariants import Violation
 
-OWED = ("voting", "updating", "in_doubt", "torn")
+OWED = ("voting", "updating", "in_doubt", "torn", "aborted")
 
 
 class Trainer(Protocol):
@@ -47,6 +48,7 @@ class StepHistory:
         self._shown: dict[int, int] = {}  # rank -> steps shown without a gap
         self._lives: dict[int, list[Trainer]] = {}
         self._next: dict[MemberId, int] = {}
+        self._fewest: dict[int, int] = {}  # step -> ranks that made it, at the least
 
     def commits(self, worker: Trainer, step: int, loss: tuple[Contribution, ...], ranks: int) -> None:
         """A rank has committed ``step`` with this loss, in a job of so many ranks.
@@ -54,6 +56,7 @@ class StepHistory:
         Raises:
             Violation: a user would see a gap, or another loss than without faults.
         """
+        self._fewest[step] = min(ranks, self._fewest.get(step, ranks))
         undisturbed = tuple(Contribution(rank, step) for rank in range(ranks))
         if loss != undisturbed:
             raise Violation("loss_of_the_undisturbed_run", f"rank {worker.rank}, step {step}: {loss}")
@@ -72,6 +75,10 @@ class StepHistory:
             raise Violation("no_gap_in_the_history", f"rank {worker.rank} shows {step}, {expected} was next")
         self._next[worker.member_id] = step + 1
         self._shown[worker.rank] = max(shown, step + 1)
+
+    def requeued(self) -> None:
+        """The job starts again in another run, whose processes have names of their own."""
+        self._next.clear()
 
     def begins(self, worker: Trainer) -> None:
         """A process of a rank exists."""
@@ -92,7 +99,10 @@ class StepHistory:
 
     def _is_owed(self, worker: Trainer | None, step: int, rank: int = -1) -> bool:
         """A process of this rank, not this one, was lost in ``step``: the job may have made it without showing it."""
-        lives = self._lives.get(worker.rank if worker is not None else rank, [])
+        rank = worker.rank if worker is not None else rank
+        if rank >= self._fewest.get(step, rank + 1):
+            return True  # a job of fewer ranks made it
+        lives = self._lives.get(rank, [])
         return any(
             life is not worker and life.machine.step == step and life.machine.state in OWED for life in lives
         )
