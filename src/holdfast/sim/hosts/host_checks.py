@@ -7,17 +7,29 @@ a step only where one of them was given up.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Protocol
 
 from holdfast.core.controller import Controller
 from holdfast.core.ids import Generation, MemberId, NodeId
-from holdfast.core.protocol.messages import LogRecord, Message, RankState, ResumeInPlace, Send, Settle
+from holdfast.core.protocol.messages import (
+    KillMember,
+    LogRecord,
+    Message,
+    RankState,
+    ResumeInPlace,
+    Send,
+    Settle,
+)
 from holdfast.core.protocol.peer_messages import VoteReply
 from holdfast.sim.invariants import CheckedScene, Checks, Violation
 from holdfast.sim.sim_memory_tier import Memory
 from holdfast.sim.sim_store import SimStore
 from holdfast.sim.worker import SimWorker
+
+BOUND = re.compile(r"^did not (.*) (?:within|in another) ([0-9.e+]+) s$")
+"""Why a process is killed for a time-out (``core/job/wait_bounds.py``)."""
 
 
 class DecidingProcess(Protocol):
@@ -118,6 +130,7 @@ class HostChecks(Checks):
         self._fates: dict[tuple[Generation, int], dict[bool, list[SimWorker]]] = {}
         self._committed: dict[Generation, int] = {}  # steps that a rank has
         self._is_judged = False  # since the last start there was a verdict
+        self._acted_s: dict[MemberId, float] = {}
         self._leaders: dict[int, NodeId] = {}
         self._votes: dict[tuple[NodeId, int], str] = {}
 
@@ -163,6 +176,21 @@ class HostChecks(Checks):
             does, did = ("updates", "discarded") if updates else ("discards", "updated")
             text = f"rank {worker.rank} {does} step {machine.step}, ranks {sorted(others)} {did} it"
             raise Violation("one_fate_per_step", text)
+
+    def acts(self, worker: SimWorker) -> None:
+        """A process sends a message, or moves in the step protocol."""
+        self._acted_s[worker.member_id] = self.scene.now
+
+    def kills(self, worker: SimWorker, order: KillMember) -> None:
+        """A process is killed: not for a bound in which it made progress, and not for what it has done."""
+        bound = BOUND.search(order.reason)
+        if bound is None or worker.stopped or not worker.alive:
+            return
+        idle_s = self.scene.now - self._acted_s.get(worker.member_id, 0.0)
+        done = {"join": worker.opened, "settle": worker.machine.settled}.get(bound[1], False)
+        if done or idle_s < float(bound[2]):
+            text = f"rank {worker.rank}, active {idle_s:.3g} s ago: {order.reason}"
+            raise Violation("no_progress_is_killed", text)
 
     def elected(self, node_id: NodeId, term: int) -> None:
         """An election was won."""

@@ -21,6 +21,7 @@ from holdfast.core.protocol.messages import (
     Command,
     ExitRun,
     Finish,
+    KillMember,
     LogRecord,
     MemberStarted,
     Message,
@@ -423,8 +424,18 @@ class HostsWorld(World):
 
     # ---------------------------------------------------------------- workers
 
+    def uplink(self, worker: SimWorker, message: Message) -> None:
+        """From a worker to the agent of its node."""
+        self.checks.acts(worker)
+        super().uplink(worker, message)
+
+    def _carry_out_kill(self, worker: SimWorker, order: KillMember) -> None:
+        self.checks.kills(worker, order)
+        super()._carry_out_kill(worker, order)
+
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
         """A rank moved in the step protocol."""
+        self.checks.acts(worker)
         super().moved(worker, old, new)
         if old == "updating" and new == "ready":
             loss = self.collectives.loss(worker.member_id)
