@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import msgspec
 
@@ -55,6 +55,7 @@ class ControllerProcess:
 
     Attributes:
         lost: members that it gave up without a page.
+        seats: the member of each rank, as the lines so far say.
     """
 
     def __init__(self, scene: ControllerScene, host: NodeId, disk: SimDisk, term: int, alone: bool) -> None:
@@ -73,6 +74,7 @@ class ControllerProcess:
         self._offsets_s: dict[NodeId, float] = {}
         self._heard_s = 0.0
         past = disk.read(scene.clock(host))
+        self.seats = {seat.rank: seat.member_id for seat in (*past.seats, *past.newcomers)}
         self.machine = scene.make_controller(scene.controller_config(disk, host, term, alone), past)
         driver = SimDriver(scene, host, f"c{term}", self.machine, self._carry_out, self.die)
         driver.journal = self._record
@@ -178,6 +180,11 @@ class ControllerProcess:
         if record.kind == "member_lost":
             self.lost.add(MemberId(int(str(record.data["member_id"]))))
         self._scene.decided(self, record)
+        members = record.data.get("members")
+        if record.kind in ("generation_started", "members_replaced") and isinstance(members, list):
+            ranks = record.data.get("ranks", list(range(len(members))))
+            fresh = {int(r): MemberId(int(m)) for r, m in zip(cast(list[int], ranks), members, strict=True)}
+            self.seats = fresh if record.kind == "generation_started" else self.seats | fresh
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Finish | StepDown):

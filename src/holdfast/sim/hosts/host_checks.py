@@ -11,7 +11,6 @@ import re
 from collections.abc import Mapping
 from typing import Protocol
 
-from holdfast.core.controller import Controller
 from holdfast.core.ids import Generation, MemberId, NodeId
 from holdfast.core.protocol.messages import (
     KillMember,
@@ -38,7 +37,7 @@ class DecidingProcess(Protocol):
     term: int
     alone: bool
     lost: set[MemberId]
-    machine: Controller
+    seats: dict[int, MemberId]
 
 
 class HostsScene(CheckedScene, Protocol):
@@ -102,11 +101,9 @@ class HostView:
     @property
     def seated(self) -> dict[int, SimWorker]:
         """The processes in their seats that are not given up."""
-        seated, process = self._scene.seated, self._process
-        if process is not None:
-            members = process.machine.job.roster.members
-            workers = self._scene.workers  # an order to start may never have come
-            seated = {m.rank: workers[m.member_id] for m in members if m.member_id in workers}
+        process, workers = self._process, self._scene.workers
+        seats = process.seats if process is not None else {}  # an order to start may never have come
+        seated = {rank: workers[member] for rank, member in sorted(seats.items()) if member in workers}
         return {rank: worker for rank, worker in seated.items() if worker.member_id not in self._lost}
 
     @property

@@ -27,7 +27,7 @@ HostFaultKind = Literal[
     "jump_clock",  # the clock of a host is ahead by the duration from now on, as after a suspension
     "late_timers",  # timers of a host fire late
     "slow_disk",  # a sync takes seconds
-    "full_disk",  # nothing can be written
+    "full_disk",  # no file can be written; event logs have room that was kept for them
 ]
 KINDS: tuple[HostFaultKind, ...] = (
     *("lose_host", "lose_host", "reinstall_host", "split", "split", "one_way_out", "one_way_in", "bridge"),

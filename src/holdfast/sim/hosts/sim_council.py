@@ -40,7 +40,7 @@ from holdfast.core.protocol.peer_messages import (
 )
 from holdfast.errors import InternalError
 from holdfast.sim.hosts.network import End
-from holdfast.sim.hosts.sim_disk import DiskFullError, LogLine, SimDisk
+from holdfast.sim.hosts.sim_disk import LogLine, SimDisk
 from holdfast.sim.hosts.sim_driver import SimDriver
 from holdfast.sim.hosts.sim_link import LinkScene, SimLink
 
@@ -191,11 +191,7 @@ class SimCouncil:
     def _mirror(self, mirror: Mirror) -> None:
         data = msgspec.json.decode(mirror.data, type=dict[str, Any])
         record = LogRecord(kind=mirror.kind, data=data)
-        try:
-            self._disk.append(LogLine(mirror.term, mirror.number, record, self._scene.clock(self._host)))
-        except DiskFullError:
-            self._scene.agent_broke(self._host)
-            return
+        self._disk.append(LogLine(mirror.term, mirror.number, record, self._scene.clock(self._host)))
         self._mirrored = (mirror.term, mirror.number)
 
     # ---------------------------------------------------------------- out
