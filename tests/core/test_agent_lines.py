@@ -34,7 +34,8 @@ def test_the_end_of_an_older_line_does_not_lose_the_node() -> None:
     lines = two_lines()
     assert lines.hello("first", NODE) and lines.hello("second", NODE)
     assert lines.closed("first") is None and lines.nodes == (NODE,)
-    assert lines.closed("second") == NODE and lines.nodes == () and lines.line_of(NODE) is None
+    assert lines.closed("second") == NODE
+    assert lines.line_of(NODE) is None
 
 
 def test_lines_of_several_nodes_do_not_meet() -> None:

@@ -35,7 +35,7 @@ class LargeWorker(SimWorker):
     def _say(self) -> None:
         if self.alive and not self.stopped and self._scene.now < self.busy_until_s:
             self._scene.tell_agent(self.node_id, Active(self.node_id, moving=(self.member_id,)))
-            self.world.later(SAY_S, f"moves:{self.rank}", self._say)
+            self.world.later_on(self.node_id, SAY_S, f"moves:{self.rank}", self._say)
 
 
 class LargeWorld(World):

@@ -11,9 +11,11 @@ import pytest
 import holdfast.core.agent as agent_module
 import holdfast.core.job.job_state as job_state_module
 from holdfast.core.config import Config
+from holdfast.core.election import Election
 from holdfast.core.ids import NodeId
 from holdfast.core.job.log_replay import ReplayedState
-from holdfast.core.protocol.messages import JoinAsked, Joined
+from holdfast.core.protocol.messages import Command, JoinAsked, Joined, Message
+from holdfast.core.protocol.peer_messages import LogHeld
 from holdfast.exit_codes import Exit
 from holdfast.sim.faults import SimFault
 from holdfast.sim.hosts.host_faults import KINDS, HostFault, HostFaultKind
@@ -151,3 +153,19 @@ def test_mirroring_lines_that_a_host_has_written_itself(monkeypatch: pytest.Monk
     monkeypatch.setattr(SimDisk, "last_place", (0, 0))
     cut = HostFault(kind="split", at_s=1.0, node=0, duration_s=4.0)
     assert caught([(seed, HostsCase(host_faults=(cut,))) for seed in range(4)]) == "a_line_is_logged_once"
+
+
+def test_electing_a_host_that_has_lost_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two hosts one loses power, and what it had not synced; it returns when the other one leads no more."""
+    lost = HostFault(kind="lose_host", at_s=1.2, node=1, duration_s=9.0)
+    cases = [(seed, HostsCase(nodes=2, host_faults=(lost,))) for seed in range(8)]
+    assert caught(cases) == ""
+
+    class Mutant(Election):
+        """Votes for any log."""
+
+        def handle(self, now: float, event: Message) -> list[Command]:
+            return [] if isinstance(event, LogHeld) else super().handle(now, event)
+
+    monkeypatch.setattr(HostsWorld, "election_type", Mutant)
+    assert caught(cases) == "no_step_is_lost_unjudged"

@@ -78,8 +78,8 @@ class World:
     worker_type = SimWorker
     store_type = SimStore
     memory_type = Memory
-    collectives_type = Collectives
-    checks_type = Checks
+    collectives_type: type[Collectives] = Collectives
+    checks_type: type[Checks] = Checks
 
     def __init__(
         self, ranks: int, seed: int, faults: tuple[SimFault, ...], until: int, shards: int, memory: int = 0

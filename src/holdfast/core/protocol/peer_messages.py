@@ -96,12 +96,17 @@ class VoterSet(msgspec.Struct, frozen=True, order=True):
 
 
 class RequestVote(Message, frozen=True):
-    """An agent wants to lead in ``term``. A ``trial`` asks only whether it would be elected: it binds nobody."""
+    """An agent wants to lead in ``term``. A ``trial`` asks only whether it would be elected: it binds no voter.
+
+    Attributes:
+        log: (term, number) of the newest line of a controller in the event log of the candidate's node.
+    """
 
     candidate: NodeId
     term: int
     electorate: VoterSet
     trial: bool
+    log: tuple[int, int] = (0, 0)
 
 
 class VoteReply(Message, frozen=True):
@@ -154,6 +159,13 @@ class Founded(Message, frozen=True):
 
 class LeaderLost(Message, frozen=True):
     """The line to the controller is gone, or silent (event for an election)."""
+
+
+class LogHeld(Message, frozen=True):
+    """The newest line of a controller in the event log of this node (event for an election)."""
+
+    term: int
+    number: int
 
 
 class ControllerUp(Message, frozen=True):

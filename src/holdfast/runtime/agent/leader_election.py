@@ -39,6 +39,7 @@ from holdfast.core.protocol.peer_messages import (
     KvBack,
     KvForward,
     LeaderLost,
+    LogHeld,
     PeerHere,
     PeerMessage,
     PersistHardState,
@@ -155,12 +156,21 @@ class LeaderElection:
     def begin(self) -> None:
         """Look for the controller; found the electorate if that is this agent's part."""
         if self._settings.several:
-            self._mirrored = last_line(self._run)
+            self._look_at_log()
         self._spawn(self._begin())
 
     def restart(self) -> None:
         """The controller is gone."""
+        if self._settings.several:
+            self._look_at_log()
         self._driver.post(LeaderLost())
+
+    def _look_at_log(self) -> tuple[int, int]:
+        """(term, number) of the newest line here. A controller of this node writes to its log itself: no mirror counts
+        its lines."""
+        term, number = self._mirrored = max(self._mirrored, last_line(self._run))
+        self._driver.post(LogHeld(term=term, number=number))
+        return self._mirrored
 
     def send(self, message: Message) -> bool:
         """To the controller; False when it is away."""
@@ -270,9 +280,7 @@ class LeaderElection:
             self._driver.post(message)
             return
         if isinstance(message, ControllerHere) and self._settings.several:
-            # A controller that ran on this node has written to this log itself: its lines are not sent again.
-            self._mirror.flush()
-            term, number = self._mirrored = max(self._mirrored, last_line(self._run))
+            term, number = self._look_at_log()
             self._link.send(MirrorFrom(node_id=self._me, term=term, number=number))
         self._post(message)
 

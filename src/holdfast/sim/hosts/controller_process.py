@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Protocol, cast
+from typing import Protocol
 
 import msgspec
 
@@ -180,11 +180,12 @@ class ControllerProcess:
         if record.kind == "member_lost":
             self.lost.add(MemberId(int(str(record.data["member_id"]))))
         self._scene.decided(self, record)
-        members = record.data.get("members")
-        if record.kind in ("generation_started", "members_replaced") and isinstance(members, list):
-            ranks = record.data.get("ranks", list(range(len(members))))
-            fresh = {int(r): MemberId(int(m)) for r, m in zip(cast(list[int], ranks), members, strict=True)}
-            self.seats = fresh if record.kind == "generation_started" else self.seats | fresh
+        members, ranks = record.data.get("members"), record.data.get("ranks")
+        if record.kind == "generation_started" and isinstance(members, list):
+            self.seats = {rank: MemberId(int(str(member))) for rank, member in enumerate(members)}
+        elif record.kind == "members_replaced" and isinstance(members, list) and isinstance(ranks, list):
+            pairs = zip(ranks, members, strict=True)
+            self.seats |= {int(str(rank)): MemberId(int(str(member))) for rank, member in pairs}
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Finish | StepDown):

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, cast
 
+from holdfast.core.decide.decision import committed_floor
 from holdfast.core.ids import Generation, MemberId, NodeId
 from holdfast.core.protocol.messages import (
     KillMember,
@@ -27,6 +28,7 @@ from holdfast.sim.sim_memory_tier import Memory
 from holdfast.sim.sim_store import SimStore
 from holdfast.sim.worker import SimWorker
 
+LEFT_OVER = "a process from before a recovery"
 BOUND = re.compile(r"^did not (.*) (?:within|in another) ([0-9.e+]+) s$")
 """Why a process is killed for a time-out (``core/job/wait_bounds.py``)."""
 
@@ -58,6 +60,11 @@ class HostView:
     def of(self, process: DecidingProcess) -> None:
         """From now on it is the view of this controller."""
         self._process = process
+
+    def given_up(self, members: set[MemberId]) -> list[SimWorker]:
+        """These processes, as far as they ever existed."""
+        workers = self._scene.workers
+        return [workers[member] for member in sorted(members) if member in workers]
 
     @property
     def _lost(self) -> set[MemberId]:
@@ -122,11 +129,12 @@ class HostChecks(Checks):
 
     def __init__(self, scene: HostsScene) -> None:
         self.view = HostView(scene)
-        super().__init__(self.view)
+        super().__init__(cast(CheckedScene, self.view))  # whose attributes the checks only read
         self._given_up: set[MemberId] = set()
         self._fates: dict[tuple[Generation, int], dict[bool, list[SimWorker]]] = {}
         self._committed: dict[Generation, int] = {}  # steps that a rank has
         self._is_judged = False  # since the last start there was a verdict
+        self._thrown_away = -1  # step of a living process that a controller did not know
         self._acted_s: dict[MemberId, float] = {}
         self._leaders: dict[int, NodeId] = {}
         self._votes: dict[tuple[NodeId, int], str] = {}
@@ -140,9 +148,9 @@ class HostChecks(Checks):
         if record.kind == "session_opened":
             step, opened = int(str(record.data["step"])), Generation.parse(str(record.data["generation"]))
             before = max((s for g, s in self._committed.items() if g < opened), default=0)
-            if step < before and not self._is_judged:
+            if step < before and not self._is_judged and self._thrown_away >= before:
                 raise Violation("no_step_is_lost_unjudged", f"{before} steps, starts at {step}")
-            self._committed, self._is_judged = {opened: step}, False
+            self._committed, self._is_judged, self._thrown_away = {opened: step}, False, -1
 
     def sends(self, process: DecidingProcess, message: Message) -> None:
         """A controller sends an order."""
@@ -151,6 +159,15 @@ class HostChecks(Checks):
             self.sending(message)
         elif isinstance(message, ResumeInPlace):
             self.resuming(message)
+
+    def _planned(self, record: LogRecord) -> None:
+        """A rank that was given up may be heard once more: what it proves is true as well."""
+        try:
+            super()._planned(record)
+        except Violation as violation:
+            proofs = [committed_floor(worker.report()) for worker in self.view.given_up(self._given_up)]
+            if violation.name != "decision_is_true" or record.data["step"] not in proofs:
+                raise
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
         """A rank moved in the step protocol: two ranks part over a step only where one of them was given up."""
@@ -180,6 +197,8 @@ class HostChecks(Checks):
 
     def kills(self, worker: SimWorker, order: KillMember) -> None:
         """A process is killed: not for a bound in which it made progress, and not for what it has done."""
+        if order.reason == LEFT_OVER and worker.alive and worker.member_id not in self._given_up:
+            self._thrown_away = max(self._thrown_away, worker.machine.step)
         bound = BOUND.search(order.reason)
         if bound is None or worker.stopped or not worker.alive:
             return

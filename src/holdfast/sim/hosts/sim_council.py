@@ -31,6 +31,7 @@ from holdfast.core.protocol.peer_messages import (
     Founded,
     GiveUp,
     LeaderLost,
+    LogHeld,
     PeerHere,
     PeerList,
     PersistHardState,
@@ -88,7 +89,7 @@ class SimCouncil:
 
     def begin(self) -> None:
         """Look for the controller and the other agents."""
-        self._mirrored = self._disk.last_place
+        self._look_at_log()
         self._dial()
         process = self._link.join_local()
         if process is not None:
@@ -104,7 +105,13 @@ class SimCouncil:
 
     def restart(self) -> None:
         """The controller is gone."""
+        self._look_at_log()
         self._driver.post(LeaderLost())
+
+    def _look_at_log(self) -> tuple[int, int]:
+        term, number = self._mirrored = max(self._mirrored, self._disk.last_place)
+        self._driver.post(LogHeld(term=term, number=number))
+        return self._mirrored
 
     def send(self, message: Message) -> bool:
         """To the controller."""
@@ -184,7 +191,7 @@ class SimCouncil:
             self._driver.post(message)
             return
         if isinstance(message, ControllerHere):
-            term, number = self._mirrored = max(self._mirrored, self._disk.last_place)
+            term, number = self._look_at_log()
             self._link.send(MirrorFrom(node_id=self._host, term=term, number=number))
         self._scene.agent_hears(self._host, message)
 
