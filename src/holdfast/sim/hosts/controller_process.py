@@ -66,10 +66,8 @@ class ControllerProcess:
         self.lost: set[MemberId] = set()
         self._scene = scene
         self._disk = disk
-        self._number = 0
-        self._ends: dict[End, None] = {}
+        self._ends: dict[End, bool] = {}  # every line; True: its agent mirrors the log
         self._agents: AgentLines[End] = AgentLines()
-        self._mirrors: dict[End, None] = {}  # in the order in which they asked
         self._homes: dict[MemberId, NodeId] = {}
         self._offsets_s: dict[NodeId, float] = {}
         self._heard_s = 0.0
@@ -90,7 +88,7 @@ class ControllerProcess:
 
     def accept(self, end: End) -> None:
         """An agent has connected."""
-        self._ends[end] = None
+        self._ends[end] = False
         self._agents.opened(end)
         end.on_message = partial(self._heard, end)
         end.on_closed = partial(self._closed, end)
@@ -135,7 +133,7 @@ class ControllerProcess:
         for line in list(self._disk.lines):
             if line.place > (wanted.term, wanted.number):
                 end.send(_mirror(line))
-        self._mirrors[end] = None
+        self._ends[end] = True
 
     def _set_clock(self, message: AgentHello | AgentBeat) -> None:
         offset_s = self._scene.clock(self.host) - message.clock_ns / 1e9
@@ -151,7 +149,6 @@ class ControllerProcess:
         return message
 
     def _closed(self, end: End) -> None:
-        self._mirrors.pop(end, None)
         self._ends.pop(end, None)
         node_id = self._agents.closed(end)
         if node_id is not None and self.lives:
@@ -171,11 +168,10 @@ class ControllerProcess:
     # ---------------------------------------------------------------- out
 
     def _record(self, record: LogRecord) -> None:
-        self._number += 1
-        term, number = (0, 0) if self.alone else (self.term, self._number)
+        term, number = (0, 0) if self.alone else (self.term, self._disk.next_number(self.term))
         line = LogLine(term, number, record, self._scene.clock(self.host))
         self._disk.append(line)
-        for end in self._mirrors if term else ():
+        for end in [end for end, mirrors in self._ends.items() if mirrors and term]:
             end.send(_mirror(line))
         if record.kind == "member_lost":
             self.lost.add(MemberId(int(str(record.data["member_id"]))))

@@ -49,7 +49,7 @@ class HostsScene(CheckedScene, Protocol):
     def workers(self) -> Mapping[MemberId, SimWorker]: ...
 
 
-class HostView:
+class JudgedView:
     """A run as one controller sees it: without the ranks that it has given up. A controller that is alone decides for
     the processes that it knows: elsewhere others may have been started in their seats."""
 
@@ -128,7 +128,7 @@ class HostChecks(Checks):
     """See the module."""
 
     def __init__(self, scene: HostsScene) -> None:
-        self.view = HostView(scene)
+        self.view = JudgedView(scene)
         super().__init__(cast(CheckedScene, self.view))  # whose attributes the checks only read
         self._given_up: set[MemberId] = set()
         self._fates: dict[tuple[Generation, int], dict[bool, list[SimWorker]]] = {}

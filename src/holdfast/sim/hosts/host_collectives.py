@@ -37,11 +37,12 @@ class HostCollectives(Collectives):
 
     def vote(self, worker: Voter, ballot: Ballot, number: int) -> None:
         """A rank enters a vote, after the all-reduce of its gradients."""
+        group = self.group(worker.machine.generation)
+        group.broken |= any(self._has_left(group, self.scene.workers[member]) for member in group.members)
         if not ballot.between:
             where = self._last[worker.member_id] = (worker.machine.generation, number)
             self._made_of.setdefault(where, {})[worker.rank] = Contribution(worker.rank, worker.applied)
         super().vote(worker, ballot, number)
-        group = self.group(worker.machine.generation)
         if group.broken or ballot.between or group.round(number).tally is None:
             return
         if group.generation < self._newest:
@@ -65,6 +66,11 @@ class HostCollectives(Collectives):
     def _break(self, worker: Voter, chance: float) -> None:
         connected = self._is_connected(self.group(worker.machine.generation), worker.node_id)
         super()._break(worker, chance if connected else 0.0)
+
+    @staticmethod
+    def _has_left(group: SimGroup, voter: Voter) -> bool:
+        """A rank that was fenced has closed its connections: a rank that was paused meanwhile votes in vain."""
+        return voter.machine.fenced is not None or voter.machine.generation != group.generation
 
     def _is_connected(self, group: SimGroup, node_id: NodeId) -> bool:
         hosts = {self.scene.workers[member_id].node_id for member_id in group.members}

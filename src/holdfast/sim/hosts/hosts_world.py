@@ -102,7 +102,6 @@ class HostsWorld(World):
             self.hosts[name] = SimHost(name, case.per_node, offset_s, rate)
         self._with_spares = seed % 5 in (1, 3)
         self._agents = {n: self._make_agent(n, 1 + i * PIDS_PER_NODE) for i, n in enumerate(names)}
-        self._founded = False  # a job whose hosts were all installed again is another one
         self._claims: dict[int, tuple[NodeId, ...]] = {}
         self._lives: dict[MemberId, int] = {}  # life of its host in which a process was started
         self._faults = HostInjector(self, names)
@@ -193,7 +192,8 @@ class HostsWorld(World):
             else:
                 self._feed_agent(agent, self._exit_of(worker, None, None))
         first = name == next(iter(self.hosts)) and not any(each.in_job for each in self.hosts.values())
-        founders = len(self.hosts) if first and not self._founded else 0
+        # A job whose hosts were all installed again is another one.
+        founders = len(self.hosts) if first and not self.journal else 0
         host.council = SimCouncil(self, name, host.disk, founders)
         host.council.in_job = host.in_job
         if host.disk.ballot.electorate is None:
@@ -201,7 +201,7 @@ class HostsWorld(World):
         host.council.begin()
 
     def _unmet(self, agent: SimAgent, host: SimHost) -> None:
-        """An agent that has met nobody, or no leader of the job, ends."""
+        """An agent that has met no other agent, or no leader of the job, ends."""
         knows = host.disk.ballot.electorate is not None
         if agent.alive and not knows and host.council is not None and host.council.election.lead is None:
             self._leave(host)
@@ -380,7 +380,7 @@ class HostsWorld(World):
 
     def joined(self, node_id: NodeId) -> None:
         """The job has a name on this host."""
-        self.hosts[node_id].in_job = self._founded = True
+        self.hosts[node_id].in_job = True
         self._feed_agent(self._agents[node_id], JobFormed())
 
     def elected(self, node_id: NodeId, term: int) -> None:

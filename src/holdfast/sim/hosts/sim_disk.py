@@ -59,6 +59,10 @@ class SimDisk:
         """Of the newest line; (0, 0): none."""
         return max(self._places, default=(0, 0))
 
+    def next_number(self, term: int) -> int:
+        """Of the next line of the controller of ``term``, which runs here."""
+        return 1 + sum(place[0] == term for place in self._places)
+
     def append(self, line: LogLine) -> None:
         """Write one line.
 
