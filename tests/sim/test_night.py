@@ -8,10 +8,11 @@ import msgspec
 import pytest
 
 from holdfast.sim.faults import SimFault
-from holdfast.sim.hosts import host_schedules, night
+from holdfast.sim.hosts import host_schedules
 from holdfast.sim.hosts.host_schedules import FoundSchedule
 from holdfast.sim.hosts.hosts_world import HostsCase, run_hosts
 from holdfast.sim.invariants import Violation
+from tests.sim import night
 
 FOUND = [
     msgspec.json.decode(line, type=FoundSchedule)

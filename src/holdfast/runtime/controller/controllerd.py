@@ -23,6 +23,7 @@ from holdfast.core.controller import Controller
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.job.agent_lines import AgentLines
 from holdfast.core.job.log_replay import SNAPSHOT, ReplayedState
+from holdfast.core.job.membership import place_alone
 from holdfast.core.protocol.layout_messages import Layouts
 from holdfast.core.protocol.messages import (
     AgentBeat,
@@ -181,8 +182,7 @@ class ControllerDaemon:
         log.append("controller_started", {"term": self._term, "pid": os.getpid()}, durable=True)
         kept = load_kept(self._run)
         voters = kept.electorate.voters if kept.electorate is not None else ()
-        me = self._settings.node
-        place = (1 + (voters.index(NodeId(me)) if me in voters else len(voters))) if self._alone else 0
+        place = place_alone(NodeId(self._settings.node)) if self._alone else 0
         config = config_of(self._settings, self._term, voters, place)
         self._driver = Driver(Controller(config, past, uncovered), log, self._execute, log.sync)
         hub: Hub[WireMessage] = Hub(

@@ -17,6 +17,7 @@ from holdfast.core.controller import Controller
 from holdfast.core.election import Election, ElectionConfig, HardState
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.job.log_replay import ReplayedState
+from holdfast.core.job.membership import place_alone
 from holdfast.core.protocol.messages import (
     Command,
     ExitRun,
@@ -330,14 +331,13 @@ class HostsWorld(World):
     def controller_config(self, disk: SimDisk, node_id: NodeId, term: int, alone: bool) -> Config:
         """As ``controllerd.config_of`` makes it."""
         voters = disk.ballot.electorate.voters if disk.ballot.electorate is not None else ()
-        place = 1 + (voters.index(node_id) if node_id in voters else len(voters))
         return Config(
             run_id="sim",
             world_size=self.world_size,
             nnodes=self.case.nodes,
             nodes_min=self.case.nodes_min,
             voters=voters if len(voters) > 1 else (),
-            alone=place if alone else 0,
+            alone=place_alone(node_id) if alone else 0,
             term=term,
             max_restarts=64,
             on_fault=self.on_fault,
