@@ -360,7 +360,10 @@ class HostsWorld(World):
         """A controller has written a line."""
         self.journal.append(record)
         if process.lost:
-            self.memory_losses.add("node")
+            self.memory_losses |= {
+                "node",
+                "page",
+            }  # a layout that was published to no controller is gone as well
         self.checks.decided(process, record)
         self._faults.moved()
 
