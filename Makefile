@@ -106,8 +106,8 @@ spares: venv  ## spares in every kind of script, killed, stopped, orphaned (2 mi
 s3: venv  ## all tests with a real S3 server on loopback: races, kills in the middle of uploads, memory (1 minute)
 	HOLDFAST_S3=1 $(VENV)/bin/python -m pytest tests/store/test_s3_store.py tests/store/test_s3_job.py
 
-sim-night: venv  ## a million fresh seeds of the simulator, faults close together; failing ones shrunk (1.5 core-hours; RUNS=20000: fewer)
-	$(VENV)/bin/python -m tests.sim.night $(if $(RUNS),--runs $(RUNS))
+sim-night: venv  ## a million fresh seeds of the simulator, every second one on several hosts (12 core-hours; RUNS=20000 or MINUTES=5: fewer)
+	$(VENV)/bin/python -m tests.sim.night $(if $(RUNS),--runs $(RUNS)) $(if $(MINUTES),--minutes $(MINUTES))
 
 soak-store: venv  ## 1000 kills of workers and of their writer processes at random moments of a save (6 minutes)
 	$(VENV)/bin/python -m tests.store.soak --kills 1000

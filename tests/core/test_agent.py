@@ -27,6 +27,8 @@ from holdfast.core.protocol.messages import (
     FaultSeen,
     Fence,
     Finish,
+    JoinAsked,
+    Joined,
     KillMember,
     LauncherGone,
     LayoutPublished,
@@ -173,6 +175,19 @@ def test_a_new_controller_hears_everything_that_matters_and_then_a_beat() -> Non
     assert {"SessionOpened", "LayoutPublished", "MemberExited", "ExitRun"} < set(told)
     (greeting,) = desk.sent("controller", AgentHello)
     assert [(m.member_id, m.state, m.step) for m in greeting.members] == [(1, "ready", 3)]
+
+
+def test_what_a_newcomer_said_on_a_line_that_broke_is_repeated_on_the_next_one() -> None:
+    """The controller lives and waits for it: it would kill the newcomer when its bound is over."""
+    desk = Desk()
+    desk.post(ControllerHere())
+    desk.post(order(G1, 1))
+    desk.post(JoinAsked(member_id=MemberId(1), generation=G1))
+    desk.post(Joined(member_id=MemberId(1), generation=G1, step=3))
+    desk.post(ControllerGone())
+    desk.post(ControllerHere())
+    assert [m.member_id for m in desk.sent("controller", JoinAsked)] == [1]
+    assert [m.step for m in desk.sent("controller", Joined)] == [3]
 
 
 def test_a_successor_adopts_what_the_dead_agent_left() -> None:

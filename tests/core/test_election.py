@@ -25,6 +25,7 @@ from holdfast.core.protocol.peer_messages import (
     GiveUp,
     Lead,
     LeaderLost,
+    LogHeld,
     PeerHere,
     PersistHardState,
     RequestVote,
@@ -250,3 +251,26 @@ def test_a_voter_that_has_lost_its_files_hears_who_votes_and_replaces_the_leader
     asked = [*post(restarted, LeaderLost()), *post(restarted, Tick(name="campaign"))]
     assert {to for to, _ in said(asked, RequestVote)} == {f"node:{A}", f"node:{C}"}
     assert not said(post(leader, PeerHere(node_id=NodeId("stranger"))), ConfigChange)
+
+
+def test_a_candidate_with_an_older_log_is_refused() -> None:
+    """Its host lost power, and the lines that it had not synced: it would take the job for a new one."""
+    voter = agent(B, nodes(A, B, C))
+    post(voter, LogHeld(term=1, number=7))
+    for trial in (True, False):
+        for log, granted in (((0, 0), False), ((1, 6), False), ((1, 7), True), ((2, 1), True)):
+            ask = RequestVote(candidate=A, term=3, electorate=VoterSet(0, 1, (A, B, C)), trial=trial, log=log)
+            (_, reply), *_ = said(post(agent_like(voter), ask), VoteReply)
+            assert isinstance(reply, VoteReply) and reply.granted is granted, f"{log}, trial {trial}"
+
+
+def test_a_candidate_names_the_newest_line_of_its_log() -> None:
+    candidate = agent(A, nodes(A, B, C))
+    post(candidate, LogHeld(term=1, number=7))
+    asks = said(post(candidate, Tick(name="campaign")), RequestVote)
+    assert asks and all(isinstance(ask, RequestVote) and ask.log == (1, 7) for _, ask in asks)
+
+
+def agent_like(machine: Election) -> Election:
+    """A copy, which votes on its own."""
+    return machine.copy()

@@ -8,8 +8,8 @@ import pytest
 from holdfast.core.config import Config
 from holdfast.core.ids import EVERYBODY, NO_VERSION, Generation, LayoutVersion, MemberId, NodeId
 from holdfast.core.job.liveness import Liveness
-from holdfast.core.job.membership import Member, Roster, assign, is_stale
-from holdfast.core.protocol.layout_messages import Layout
+from holdfast.core.job.membership import Member, Roster, assign, is_stale, place_alone
+from holdfast.core.protocol.layout_messages import Layout, Layouts
 from holdfast.core.protocol.messages import Catalogued, LayoutPublished
 from holdfast.errors import InternalError
 
@@ -78,9 +78,9 @@ def test_layouts_survive_a_restart_but_make_a_catalogue_only_together() -> None:
     successor = Roster()
     layouts = roster.all_layouts()
     catalogued = Catalogued(member_id=EVERYBODY, generation=G1.next(), version=second, layouts=layouts)
-    successor.recall(catalogued)
+    successor.recall(catalogued, 2)
     other = Roster()
-    other.recall(msgspec.structs.replace(catalogued, member_id=MemberId(1)))
+    other.recall(msgspec.structs.replace(catalogued, member_id=MemberId(1)), 2)
     roster = other
     assert publish(0, second), "one worker had it, and nobody knows of the others"
     roster = successor
@@ -88,3 +88,18 @@ def test_layouts_survive_a_restart_but_make_a_catalogue_only_together() -> None:
     assert not publish(0, NO_VERSION) and roster.agreed(2) == NO_VERSION
     roster.forget_layouts()
     assert roster.agreed(2) == NO_VERSION and not publish(0, first)
+
+
+def test_layouts_of_another_number_of_ranks_are_not_recalled() -> None:
+    """The job shrank, then its controller died: an agent still has those of the larger job."""
+    roster = Roster()
+    version = LayoutVersion(G1, 4)
+    layouts = Layouts.of({rank: Layout(b"old", b"") for rank in range(4)})
+    catalogued = Catalogued(member_id=EVERYBODY, generation=G1, version=version, layouts=layouts)
+    roster.recall(catalogued, 2)
+    assert roster.layouts == {} and roster.agreed(2) == NO_VERSION
+
+
+def test_the_place_of_an_agent_that_is_alone_follows_from_its_name() -> None:
+    """Sides that are cut off know different electorates."""
+    assert [place_alone(NodeId(name)) for name in ("node0", "node3", "node12")] == [1, 4, 13]

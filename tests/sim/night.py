@@ -1,15 +1,19 @@
 """Fresh seeds of the simulator: ``python -m tests.sim.night --runs 1000000``.
 
-Faults are drawn close together, so that most of them meet the recovery that the one before has caused. A schedule that
-breaks an invariant is shrunk, and printed.
+Faults are drawn close together, so that most of them meet the recovery that the one before has caused. Every second
+seed is a job on several hosts. A schedule that breaks an invariant is shrunk and printed. That of a job on several
+hosts is one line for ``tests/sim/found_schedules.jsonl``, whose lines are tests. At the end comes a table: how often
+each fault struck in each phase of the job.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
@@ -17,14 +21,18 @@ from typing import NamedTuple
 import msgspec
 
 from holdfast.sim.faults import FaultKind, SimFault, random_faults
+from holdfast.sim.hosts.host_schedules import FoundSchedule, hosts_breach, hosts_case, shrunk_hosts_case
+from holdfast.sim.hosts.hosts_world import HostsCase, run_hosts
 from holdfast.sim.invariants import Violation
 from holdfast.sim.world import run_sim
 
 RUNS_PER_TASK = 200
+HOSTS_EVERY = 2
 CLUSTERED: tuple[FaultKind, ...] = (
     *("kill", "kill", "kill", "controller", "controller", "agent", "raise", "glitch", "exit", "stop"),
     *("save_error", "ask_exit"),
 )
+Coverage = Counter[tuple[str, str]]
 
 
 class Case(NamedTuple):
@@ -34,6 +42,13 @@ class Case(NamedTuple):
     memory: int
     shards: int
     faults: tuple[SimFault, ...]
+
+
+class Found(NamedTuple):
+    """A line for each seed that breaks an invariant, and how often each fault struck in each phase."""
+
+    lines: list[str]
+    coverage: Coverage
 
 
 def case_of(seed: int) -> Case:
@@ -71,18 +86,54 @@ def shrunk(seed: int, case: Case) -> Case:
     return case
 
 
-def run(first_seed: int, runs: int) -> list[str]:
-    """A line for each seed that breaks an invariant."""
-    found = []
+def run_one(seed: int, coverage: Coverage) -> str:
+    """One job on one or two nodes; the line of a breach, or nothing."""
+    case = case_of(seed)
+    try:
+        result = run_sim(case.ranks, seed, case.faults, memory=case.memory, shards=case.shards)
+    except Violation:
+        case = shrunk(seed, case)
+        faults = msgspec.json.encode(case.faults).decode()
+        return (
+            f"VIOLATION seed {seed}, {case.ranks} ranks, memory {case.memory}, shards {case.shards}: "
+            f"{breach(seed, case)[:300]}; faults {faults}"
+        )
+    coverage.update(result.coverage)
+    return ""
+
+
+def run_one_on_hosts(seed: int, coverage: Coverage) -> str:
+    """One job on several hosts; the line of a breach, or nothing."""
+    case: HostsCase = hosts_case(seed)
+    try:
+        coverage.update(run_hosts(seed, case).coverage)
+    except Violation as violation:
+        found = FoundSchedule(seed=seed, broke=violation.name, case=shrunk_hosts_case(seed, case))
+        seen = hosts_breach(seed, found.case)[:300]
+        return f"VIOLATION {seen}; the line of its test:\n{msgspec.json.encode(found).decode()}"
+    return ""
+
+
+def run(first_seed: int, runs: int) -> Found:
+    """All seeds of a task."""
+    lines, coverage = list[str](), Coverage()
     for seed in range(first_seed, first_seed + runs):
-        if breach(seed, case_of(seed)):
-            case = shrunk(seed, case_of(seed))
-            faults = msgspec.json.encode(case.faults).decode()
-            found.append(
-                f"VIOLATION seed {seed}, {case.ranks} ranks, memory {case.memory}, shards {case.shards}: "
-                f"{breach(seed, case)[:300]}; faults {faults}"
-            )
-    return found
+        one = run_one if seed % HOSTS_EVERY else run_one_on_hosts
+        if line := one(seed, coverage):
+            lines.append(line)
+    return Found(lines, coverage)
+
+
+def table(coverage: Coverage) -> str:
+    """Faults in lines, phases in columns."""
+    phases = sorted({phase for _, phase in coverage})
+    kinds = sorted({kind for kind, _ in coverage})
+    wide = max([len(kind) for kind in kinds], default=0)
+    rows = [" " * wide + "".join(f" {phase:>10}" for phase in phases)]
+    rows += [
+        f"{kind:<{wide}}" + "".join(f" {coverage[kind, phase]:>10}" for phase in phases) for kind in kinds
+    ]
+    return "\n".join(rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -90,18 +141,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=1_000_000)
     parser.add_argument("--first-seed", type=int, default=int(time.time() // 86400) * 10_000_000)
-    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--minutes", type=float, default=0.0, help="end after this; 0: after all runs")
     given = parser.parse_args(arguments)
-    firsts = range(given.first_seed, given.first_seed + given.runs, RUNS_PER_TASK)
-    counts = [min(RUNS_PER_TASK, given.first_seed + given.runs - first) for first in firsts]
-    print(f"{given.runs} runs from seed {given.first_seed}", flush=True)
-    failed = 0
+    until_s = time.monotonic() + 60 * given.minutes if given.minutes else float("inf")
+    print(f"up to {given.runs} runs from seed {given.first_seed}", flush=True)
+    failed = done = 0
+    coverage = Coverage()
     with ProcessPoolExecutor(given.processes) as pool:
-        for lines in pool.map(run, firsts, counts):
-            failed += len(lines)
-            if lines:
-                print("\n".join(lines), flush=True)
-    print("no invariant was broken" if not failed else f"{failed} seeds broke an invariant")
+        while done < given.runs and time.monotonic() < until_s:
+            firsts = range(given.first_seed + done, given.first_seed + given.runs, RUNS_PER_TASK)
+            firsts = firsts[: given.processes]
+            counts = [min(RUNS_PER_TASK, given.first_seed + given.runs - first) for first in firsts]
+            for found in pool.map(run, firsts, counts):
+                failed += len(found.lines)
+                coverage += found.coverage
+                if found.lines:
+                    print("\n".join(found.lines), flush=True)
+            done += sum(counts)
+    print(table(coverage))
+    what = "no invariant was broken" if not failed else f"{failed} seeds broke an invariant"
+    print(f"{done} runs: {what}")
     return min(failed, 1)
 
 

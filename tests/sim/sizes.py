@@ -8,8 +8,9 @@ from holdfast.core.protocol.health_messages import Active
 from holdfast.core.protocol.messages import KillMember, Send
 from holdfast.core.watch.activity import SAY_S
 from holdfast.sim.invariants import Violation
+from holdfast.sim.sim_agent import SimAgent
 from holdfast.sim.worker import SimWorker
-from holdfast.sim.world import SimAgent, World
+from holdfast.sim.world import World
 
 
 class LargeWorker(SimWorker):
@@ -34,7 +35,7 @@ class LargeWorker(SimWorker):
     def _say(self) -> None:
         if self.alive and not self.stopped and self._scene.now < self.busy_until_s:
             self._scene.tell_agent(self.node_id, Active(self.node_id, moving=(self.member_id,)))
-            self.world.later(SAY_S, f"moves:{self.rank}", self._say)
+            self.world.later_on(self.node_id, SAY_S, f"moves:{self.rank}", self._say)
 
 
 class LargeWorld(World):

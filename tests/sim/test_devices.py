@@ -10,8 +10,10 @@ from holdfast.core.ids import Generation, NodeId
 from holdfast.core.protocol.messages import Assignment, StartMembers, WorkerFailed
 from holdfast.exit_codes import Exit
 from holdfast.sim.faults import SimFault
+from holdfast.sim.sim_agent import SimAgent
+from holdfast.sim.sim_result import SimResult
 from holdfast.sim.worker import SimWorker, Surroundings
-from holdfast.sim.world import SimAgent, SimResult, World, run_sim
+from holdfast.sim.world import World, run_sim
 
 ECC = "CUDA error: uncorrectable ECC error encountered"
 ACCESS = "CUDA error: an illegal memory access was encountered"

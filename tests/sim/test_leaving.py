@@ -15,7 +15,9 @@ from holdfast.core.protocol.messages import JoinAsked, Message
 from holdfast.core.protocol.notices import DrainNode
 from holdfast.exit_codes import Exit
 from holdfast.sim.faults import SimFault, random_faults
-from holdfast.sim.world import SimAgent, SimResult, World, run_sim
+from holdfast.sim.sim_agent import SimAgent
+from holdfast.sim.sim_result import SimResult
+from holdfast.sim.world import World, run_sim
 
 SEEDS = 120
 SPARE = NodeId("n9")

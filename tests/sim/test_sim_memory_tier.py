@@ -11,8 +11,9 @@ from holdfast.core.protocol.messages import RankState, ResumeInPlace
 from holdfast.sim.faults import SimFault, random_faults
 from holdfast.sim.invariants import Violation
 from holdfast.sim.sim_memory_tier import Memory
+from holdfast.sim.sim_result import SimResult
 from holdfast.sim.worker import SimWorker
-from holdfast.sim.world import SimResult, World, run_sim
+from holdfast.sim.world import World, run_sim
 
 RANKS = 4
 SEEDS = 80

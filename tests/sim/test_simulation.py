@@ -15,8 +15,9 @@ from holdfast.core.protocol.health_messages import StateDigests
 from holdfast.core.protocol.messages import JoinAsked, Joined, LogRecord, Message, StateOffered
 from holdfast.exit_codes import Exit
 from holdfast.sim.faults import SimFault, random_faults
+from holdfast.sim.sim_result import SimResult
 from holdfast.sim.worker import SimWorker
-from holdfast.sim.world import SimResult, World, run_sim
+from holdfast.sim.world import World, run_sim
 
 SEEDS = 200
 SIZES = (4, 4, 4, 6, 8, 8, 12, 16)

@@ -10,7 +10,8 @@ from holdfast.core.job.wait_bounds import Bounds
 from holdfast.exit_codes import Exit
 from holdfast.sim.faults import SimFault, random_faults
 from holdfast.sim.invariants import Violation
-from holdfast.sim.world import SimResult, run_sim
+from holdfast.sim.sim_result import SimResult
+from holdfast.sim.world import run_sim
 from tests.sim.sizes import world_of
 
 KILL = (SimFault(kind="kill", at_s=0.95, rank=1, state="compute"),)

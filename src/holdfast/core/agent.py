@@ -107,13 +107,15 @@ REMEMBERED = (
     Settled,
     SaveReported,
     Finished,
+    JoinAsked,
+    Joined,
     MemberExited,
 )
-"""Kinds of messages. The last one of each kind and member is repeated to a new controller, in this order."""
-REPEATED = (
-    *(kind for kind in REMEMBERED if kind not in (WorkerHello, WorkerFailed, MemberExited)),
-    *(JoinAsked, Joined),
-)
+"""Kinds of messages. The last one of each kind and member is repeated after each hello, in this order.
+
+The hello is to a new controller, or to one whose connection was lost with the messages on it.
+"""
+REPEATED = tuple(kind for kind in REMEMBERED if kind not in (WorkerHello, WorkerFailed, MemberExited))
 """Kinds of messages. A worker sends its last one of each kind again after its hello to the next agent.
 
 That message may have been lost with the previous agent.
@@ -128,8 +130,6 @@ UPWARD = (
         ExitAgreed,
         StateOffered,
         StateRefused,
-        JoinAsked,
-        Joined,
         StateDigests,
         OnceAsked,
         HoldReached,

@@ -150,7 +150,7 @@ class Controller:
             case StopRun():
                 self.ending.stop(event.reason)
             case Catalogued():
-                self.job.roster.recall(event)
+                self.job.roster.recall(event, self.job.world_size)
             case VotersAre():
                 self.fleet.voters = event.voters
                 self.departures.look(now)

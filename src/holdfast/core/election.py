@@ -6,6 +6,10 @@ cannot decide anything, because a decision needs a word or the confirmed death o
 counts only while a majority of the agents is heard. A *trial* vote, which binds nobody, comes before the real one, so
 an agent behind a broken cable does not depose a leader that everybody else hears.
 
+A leader decides by the event log of its node. A host that lost power, or was installed again, may come back with an
+older one, or with none: a controller there would take the job for a new one, and end the processes that hold its state.
+So a voter refuses a candidate whose log ends before its own.
+
 The electorate changes one voter at a time. A change is in force for whoever has kept it, it is committed when a
 majority of the new voters keep it, and the next one waits for that; a leader first issues the electorate anew in its
 own term. Whoever knows less than a voter is refused by it. Any two successive majorities therefore share a voter.
@@ -18,6 +22,7 @@ Invariants:
 2. (term, voted_for) of a voter never changes within a term, except from nobody to somebody.
 3. At most one agent leads in each term.
 4. The terms and the electorates that an agent keeps never go backwards.
+5. No voter of a leader had a newer line in its log than the leader, when it voted.
 """
 
 from __future__ import annotations
@@ -47,6 +52,7 @@ from holdfast.core.protocol.peer_messages import (
     GiveUp,
     Lead,
     LeaderLost,
+    LogHeld,
     PeerHere,
     PersistHardState,
     RequestVote,
@@ -95,6 +101,7 @@ class Election:
         self._claimed = 0
         self._waits = False  # for the controller of the one that got its vote
         self._starting_s = 0.0
+        self._log = (0, 0)  # the newest line of a controller here
         self._out: list[Command] = []
 
     def start(self, now: float) -> list[Command]:
@@ -118,6 +125,8 @@ class Election:
                     founded = VoterSet(0, 1, event.voters, event.witness)
                     self._keep(electorate=founded, committed=True)
                     self._campaign()
+            case LogHeld():
+                self._log = (event.term, event.number)
             case LeaderLost():
                 self._search(was_leader=self.role == "leader")
             case Lead():
@@ -201,7 +210,7 @@ class Election:
         self._count(electorate)
 
     def _ask(self, electorate: VoterSet, term: int, *, trial: bool) -> None:
-        ask = RequestVote(candidate=self.me, term=term, electorate=electorate, trial=trial)
+        ask = RequestVote(candidate=self.me, term=term, electorate=electorate, trial=trial, log=self._log)
         for voter in electorate.voters:
             if voter != self.me:
                 self._send(voter, ask)
@@ -237,6 +246,7 @@ class Election:
             not ask.trial and ask.term == kept.term and kept.voted_for in ("", ask.candidate)
         )
         outdated = kept.electorate is not None and ask.electorate < kept.electorate
+        outdated = outdated or ask.log < self._log
         granted = unspent and not outdated and self.lead is None and self.role != "leader"
         granted = granted and not (ask.trial and self._waits)
         if granted and not ask.trial:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Protocol
 
-from holdfast.core.ids import Generation, MemberId
+from holdfast.core.ids import Generation, MemberId, NodeId
 from holdfast.core.worker.step import StepMachine
 from holdfast.core.worker.vote import Ballot, Tally
 
@@ -22,9 +23,11 @@ class Voter(Protocol):
     """What a collective needs of a rank."""
 
     member_id: MemberId
+    node_id: NodeId
     rank: int
     alive: bool
     machine: StepMachine
+    applied: int | None
 
     flipped: bool
     comparing: bool
@@ -43,7 +46,7 @@ class CollectivesScene(Protocol):
 
     @property
     def workers(self) -> Mapping[MemberId, Voter]: ...
-    def later(self, delay_s: float, label: str, action: Callable[[], None]) -> None: ...
+    def later_on(self, node_id: NodeId, delay_s: float, label: str, action: Callable[[], None]) -> None: ...
     def jitter(self, low_s: float, high_s: float) -> float: ...
 
 
@@ -104,18 +107,22 @@ class Collectives:
         round_.wrong |= worker.flipped
         if not round_.enter(worker.member_id, ballot) or round_.tally is None:
             return
-        tally = round_.tally
         for member_id in sorted(round_.waiting):
             voter = self.scene.workers[member_id]
+            deliver = partial(self.deliver, group, round_, voter)
+            self._later(voter, self.scene.jitter(0.0005, 0.006), "voted", deliver)
 
-            def deliver(voter: Voter = voter) -> None:
-                round_.waiting.discard(voter.member_id)
-                if ballot.between:
-                    voter.compared(tally)
-                else:
-                    voter.vote_result(tally)
+    def deliver(self, group: SimGroup, round_: Round, voter: Voter) -> None:
+        """The all-reduce completes at one rank of ``group``."""
+        assert round_.tally is not None
+        round_.waiting.discard(voter.member_id)
+        if round_.ballots[voter.member_id].between:
+            voter.compared(round_.tally)
+        else:
+            voter.vote_result(round_.tally)
 
-            self.scene.later(self.scene.jitter(0.0005, 0.006), f"voted:{voter.rank}", deliver)
+    def _later(self, voter: Voter, delay_s: float, label: str, action: Callable[[], None]) -> None:
+        self.scene.later_on(voter.node_id, delay_s, f"{label}:{voter.rank}", action)
 
     def forget_wrong(self) -> None:
         """What a flipped bit did to the gradients is in all copies alike from now on: nothing can tell."""
@@ -133,7 +140,7 @@ class Collectives:
 
         soon = self.scene.rng.random() < chance
         delay_s = self.scene.jitter(0.0, 0.004) if soon else COLLECTIVE_TIMEOUT_S
-        self.scene.later(delay_s, f"broken:{worker.rank}", broken)
+        self._later(worker, delay_s, "broken", broken)
 
     def break_off(self, generation: Generation) -> None:
         """A member is gone, or a connection is: some ranks notice, others hang until they are fenced."""
@@ -148,4 +155,4 @@ class Collectives:
             if worker.machine.state == "voting" or worker.comparing:
                 self._break(worker, 0.5)
             elif worker.machine.state == "compute" and self.scene.rng.random() < 0.5:
-                self.scene.later(self.scene.jitter(0.0, 0.03), f"glitch:{worker.rank}", worker.glitch)
+                self._later(worker, self.scene.jitter(0.0, 0.03), "glitch", worker.glitch)

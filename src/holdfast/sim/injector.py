@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Protocol
@@ -16,6 +17,8 @@ from holdfast.sim.spares import SimSpares
 from holdfast.sim.worker import SimWorker
 
 STOPPED_S = 1.5  # until the agent is sure
+NO_PHASE = "electing"
+"""There is no controller."""
 
 
 class FaultTarget(Protocol):
@@ -26,6 +29,7 @@ class FaultTarget(Protocol):
     save_errors: int
     flips: int
 
+    def phase(self) -> str: ...
     @property
     def seated(self) -> Mapping[int, SimWorker]: ...
     def later(self, delay_s: float, label: str, action: Callable[[], None]) -> None: ...
@@ -38,12 +42,17 @@ class FaultTarget(Protocol):
 
 
 class SimInjector:
-    """See the module."""
+    """See the module. ``coverage``: how often each fault struck in each phase of the job."""
 
     def __init__(self, world: FaultTarget, faults: tuple[SimFault, ...]) -> None:
         self.world = world
         self._faults = faults
         self._armed: list[SimFault] = []
+        self.coverage: Counter[tuple[str, str]] = Counter()
+
+    def struck(self, kind: str) -> None:
+        """A fault strikes now."""
+        self.coverage[kind, self.world.phase()] += 1
 
     def start(self) -> None:
         """Set the clock of each fault."""
@@ -83,6 +92,7 @@ class SimInjector:
 
     def _strike(self, fault: SimFault) -> None:
         worker = self.world.seated.get(fault.rank)
+        self.struck(fault.kind)
         match fault.kind:
             case "controller":
                 self.world.kill_controller()

@@ -231,7 +231,7 @@ class Checks:
         """Going back to the disk, or to the start: no newer state may be in memory for all ranks."""
         seated = [worker for _, worker in sorted(self.scene.seated.items())]
         kept = [set(self.scene.memory.steps(worker.rank)) for worker in seated]
-        newest = max(set.intersection(*kept), default=-1)
+        newest = max(set.intersection(*kept), default=-1) if kept else -1
         unknown = [w for w in seated if w.alive and not w.opened]  # may have died without a word
         trusted = not self.distrusted  # else what is in memory may be wrong as well
         if (

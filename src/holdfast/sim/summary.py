@@ -8,12 +8,14 @@ import msgspec
 
 from holdfast.sim.elections import ElectionSearch
 from holdfast.sim.faults import SimFault, random_faults
+from holdfast.sim.hosts.host_schedules import hosts_breach, hosts_case
 from holdfast.sim.invariants import Violation
 from holdfast.sim.model_checker import search
 from holdfast.sim.world import run_sim
 
 HORIZON_S = 2.0
 FAULTS_MAX = 4
+HOSTS_EVERY = 4
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,7 +39,8 @@ def faults_of(ranks: int, seed: int) -> tuple[SimFault, ...]:
 
 
 def summarize(ranks: int, seeds: range) -> Summary:
-    """Simulate one run per seed with one to four random faults, and search one step and two elections exhaustively."""
+    """Simulate one run per seed with one to four random faults, every fourth seed also on several hosts, and search one
+    step and two elections exhaustively."""
     events = recoveries = forward = back = states = elections = 0
     virtual_s = 0.0
     violations: list[str] = []
@@ -51,6 +54,8 @@ def summarize(ranks: int, seeds: range) -> Summary:
         virtual_s += result.time_s
         recoveries += result.recovered
         forward += result.forward
+        if seed % HOSTS_EVERY == 0 and (breach := hosts_breach(seed, hosts_case(seed))):
+            violations.append(f"seed {seed} on several hosts: {breach}"[:500])
         back += result.back
     try:
         states = search(ranks=3, deaths=2).states

@@ -15,10 +15,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
-import msgspec
-
-from holdfast.core.agent import REPEATED, Agent
-from holdfast.core.config import AgentConfig, Config
+from holdfast.core.agent import REPEATED
+from holdfast.core.config import Config
 from holdfast.core.controller import Controller
 from holdfast.core.ids import LayoutVersion, MemberId, NodeId, SaveId
 from holdfast.core.job.log_replay import ReplayedState
@@ -49,9 +47,11 @@ from holdfast.core.protocol.peer_messages import JobFormed
 from holdfast.errors import InternalError
 from holdfast.sim.collectives import FEW_RANKS, Collectives
 from holdfast.sim.faults import SimFault
-from holdfast.sim.injector import SimInjector
+from holdfast.sim.injector import NO_PHASE, SimInjector
 from holdfast.sim.invariants import Checks, Violation
+from holdfast.sim.sim_agent import SimAgent
 from holdfast.sim.sim_memory_tier import Memory
+from holdfast.sim.sim_result import SimResult
 from holdfast.sim.sim_store import SimStore
 from holdfast.sim.spares import SimSpares
 from holdfast.sim.worker import SimWorker
@@ -62,25 +62,6 @@ PIDS_PER_NODE = 100
 CHECK_EVERY = 1000
 TIME_S_MAX = 3600.0
 EVENTS_MAX = 5_000_000
-
-
-class SimAgent:
-    """An agent machine with its timers and its connection to the controller."""
-
-    def __init__(self, node_id: NodeId, slots: int, spares: int, world_size: int, pid: int = 1) -> None:
-        self.node_id = node_id
-        config = AgentConfig(
-            node_id=node_id,
-            slots=slots,
-            grace_s=30.0,
-            spares=spares,
-            world_size=world_size,
-            pid=pid,
-            spare_delay_s=0.1,
-        )
-        self.machine = Agent(config)
-        self.alive = True
-        self.timers: dict[str, int] = {}
 
 
 class World:
@@ -97,6 +78,8 @@ class World:
     worker_type = SimWorker
     store_type = SimStore
     memory_type = Memory
+    collectives_type: type[Collectives] = Collectives
+    checks_type: type[Checks] = Checks
 
     def __init__(
         self, ranks: int, seed: int, faults: tuple[SimFault, ...], until: int, shards: int, memory: int = 0
@@ -109,7 +92,7 @@ class World:
         self.whims = random.Random(seed)
         # Both rungs are searched.
         self.on_fault: Literal["auto", "restart"] = "restart" if seed % 4 == 3 else "auto"
-        self.checks = Checks(self)
+        self.checks = self.checks_type(self)
         self.store = self.store_type(shards, self.checks.sealed)
         self.memory = self.memory_type(memory, self.checks.loaded)
         self.journal: list[LogRecord] = []
@@ -125,7 +108,7 @@ class World:
         self._number = 0
         self._digest = hashlib.blake2b(digest_size=16)
         self._links: dict[tuple[str, str], float] = {}
-        self.collectives = Collectives(self)
+        self.collectives = self.collectives_type(self)
         self.injector = SimInjector(self, faults)
         self._term = 0
         self._controller: Controller | None = None
@@ -150,6 +133,14 @@ class World:
         self._number += 1
         heapq.heappush(self._heap, (self.now + delay_s, self._number, label, action))
 
+    def later_on(self, node_id: NodeId, delay_s: float, label: str, action: Callable[[], None]) -> None:
+        """Do ``action`` on a host. Here all hosts always run."""
+        self.later(delay_s, label, action)
+
+    def clock(self, node_id: NodeId) -> float:
+        """CLOCK_MONOTONIC of a host, in seconds. Here all hosts have one."""
+        return self.now
+
     def jitter(self, low_s: float, high_s: float) -> float:
         """A random duration."""
         return self.rng.uniform(low_s, high_s)
@@ -160,11 +151,7 @@ class World:
         Raises:
             Violation: an invariant is broken, or the run does not end.
         """
-        for agent in self._agents.values():
-            self._execute_agent(agent, agent.machine.start(self.now))
-            if len(self._agents) > 1:
-                self._feed_agent(agent, JobFormed())
-        self._start_controller()
+        self.begin()
         while self._heap and not self._is_over():
             self.now, number, label, action = heapq.heappop(self._heap)
             self.events += 1
@@ -182,10 +169,27 @@ class World:
         if any(w.alive for w in self.workers.values()):
             raise Violation("nobody_is_left", self._where())
 
+    def begin(self) -> None:
+        """Start the agents, which start a controller."""
+        for agent in self._agents.values():
+            self._execute_agent(agent, agent.machine.start(self.now))
+            if len(self._agents) > 1:
+                self._feed_agent(agent, JobFormed())
+        self._start_controller()
+
+    @property
+    def controllers(self) -> list[Controller]:
+        """The controllers that run."""
+        return [] if self._controller is None else [self._controller]
+
+    def phase(self) -> str:
+        """Of the job, as its controller sees it."""
+        return str(self.controllers[0].snapshot()["phase"]) if self.controllers else NO_PHASE
+
     def check(self) -> None:
         """Every invariant that can be tested at any moment."""
-        if self._controller is not None:
-            self._controller.check()
+        for controller in self.controllers:
+            controller.check()
         for worker in self.seated.values():
             worker.machine.check()
         self.checks.step_spread(self.seated.values())
@@ -202,7 +206,8 @@ class World:
             f"{rank}:{w.machine.state}({w.machine.step}){'' if w.alive else ' dead'}"
             for rank, w in sorted(self.seated.items())
         )
-        return f"{self._controller.snapshot() if self._controller else 'no controller'}; {ranks}"
+        deciding = ", ".join(str(each.snapshot()) for each in self.controllers)
+        return f"{deciding or 'no controller'}; {ranks}"
 
     # ---------------------------------------------------------------- controller
 
@@ -281,7 +286,7 @@ class World:
             if timers.get(command.name) == token and (owner[0] != "c" or owner == f"c{self._term}"):
                 feed(Tick(name=command.name))
 
-        self.later(command.delay_s, f"tick {owner} {command.name}", fire)
+        self.later_on(NodeId(owner), command.delay_s, f"tick {owner} {command.name}", fire)
 
     def _downlink(self, command: Send) -> None:
         kind, _, name = command.to.partition(":")
@@ -298,19 +303,21 @@ class World:
             if agent.alive and agent.machine is instance and self.now < self._cut_s.get(term, math.inf):
                 self._feed_agent(agent, message)
 
-        self._link("controller", agent.node_id, type(message).__name__, deliver)
+        self._link("controller", agent.node_id, type(message).__name__, deliver, agent.node_id)
 
-    def _link(self, source: str, target: str, label: str, deliver: Callable[[], None]) -> None:
-        """In order per link, with a random delay."""
+    def _link(
+        self, source: str, target: str, label: str, deliver: Callable[[], None], node_id: NodeId
+    ) -> None:
+        """In order per link, with a random delay; ``node_id``: the host of the receiver."""
         at_s = max(self.now + self.jitter(0.0002, 0.003), self._links.get((source, target), 0.0) + 1e-6)
         self._links[source, target] = at_s
-        self.later(at_s - self.now, f"{source}>{target} {label}", deliver)
+        self.later_on(node_id, at_s - self.now, f"{source}>{target} {label}", deliver)
 
     # ---------------------------------------------------------------- agents
 
     def _feed_agent(self, agent: SimAgent, event: Message) -> None:
         if agent.alive and not agent.machine.ended:
-            self._execute_agent(agent, agent.machine.handle(self.now, event))
+            self._execute_agent(agent, agent.machine.handle(self.clock(agent.node_id), event))
             agent.machine.check()
 
     def _execute_agent(self, agent: SimAgent, commands: list[Command]) -> None:
@@ -319,15 +326,21 @@ class World:
                 case SetTimer() | CancelTimer():
                     self._set_timer(agent.timers, command, agent.node_id, partial(self._feed_agent, agent))
                 case RestartController():
-                    term = self._term
-                    self.later(0.1, "restart controller", partial(self._successor, term))
+                    self._want_controller(agent)
                 case Send():
                     self._send_for_agent(agent, command)
-                case Finish() if self.outcome is None and all(a.machine.ended for a in self._agents.values()):
-                    self.outcome = command  # all have left without a controller
-                    self._controller = None
+                case Finish():
+                    self._agent_ended(command)
                 case _:
                     continue
+
+    def _want_controller(self, agent: SimAgent) -> None:
+        self.later(0.1, "restart controller", partial(self._successor, self._term))
+
+    def _agent_ended(self, finish: Finish) -> None:
+        if self.outcome is None and all(a.machine.ended for a in self._agents.values()):
+            self.outcome = finish  # all have left without a controller
+            self._controller = None
 
     def _successor(self, term: int) -> None:
         if self._term == term and self._controller is None and self.outcome is None:
@@ -337,13 +350,7 @@ class World:
         message = command.message
         if command.to == "controller":
             self.checks.goes_up(message)
-            term = self._term
-
-            def up() -> None:
-                if self._term == term:
-                    self._feed_controller(message)
-
-            self._link(agent.node_id, "controller", type(message).__name__, up)
+            self._to_controller(agent, message)
         elif command.to == "shell" and self.spares.carry_out(agent.node_id, message):
             return
         elif command.to == "shell" and isinstance(message, StartMembers):
@@ -351,7 +358,7 @@ class World:
         elif command.to == "shell" and isinstance(message, KillMember):
             worker = self.workers.get(message.member_id)
             if worker is not None:
-                self.later(0.001, f"kill:{worker.rank}", partial(self.died, worker, None, 9))
+                self._carry_out_kill(worker, message)
         elif command.to.startswith("member:"):
             worker = self.workers.get(MemberId(int(command.to[7:])))
             if worker is not None:
@@ -360,7 +367,21 @@ class World:
                     f"w{worker.member_id}",
                     type(message).__name__,
                     lambda: worker.receive(message) if agent.alive else None,
+                    agent.node_id,
                 )
+
+    def _to_controller(self, agent: SimAgent, message: Message) -> None:
+        term = self._term
+
+        def up() -> None:
+            if self._term == term:
+                self._feed_controller(message)
+
+        self._link(agent.node_id, "controller", type(message).__name__, up, agent.node_id)
+
+    def _carry_out_kill(self, worker: SimWorker, order: KillMember) -> None:
+        """An agent kills a process of its node."""
+        self.later_on(worker.node_id, 0.001, f"kill:{worker.rank}", partial(self.died, worker, None, 9))
 
     def tell_agent(self, node_id: NodeId, event: Message) -> None:
         """A shell says something to its machine."""
@@ -384,7 +405,7 @@ class World:
                     self._feed_agent(self._agents[worker.node_id], started)
                     worker.start()
 
-            self.later(delay_s or self.jitter(0.005, 0.03), f"start:{seat.rank}", start)
+            self.later_on(node_id, delay_s or self.jitter(0.005, 0.03), f"start:{seat.rank}", start)
 
     def kill_controller(self) -> None:
         """The controller dies; every agent sees its connection close."""
@@ -410,7 +431,8 @@ class World:
         agent.alive = False
         self.spares.agent_died(node_id)
         self.memory_losses.add("agent")
-        self._link(node_id, "controller", "closed", lambda: self._feed_controller(AgentGone(node_id=node_id)))
+        gone = AgentGone(node_id=node_id)
+        self._link(node_id, "controller", "closed", lambda: self._feed_controller(gone), node_id)
         self.later(self.jitter(0.2, 0.5), f"successor {node_id}", lambda: self._adopt(node_id))
 
     def _adopt(self, node_id: NodeId) -> None:
@@ -464,13 +486,14 @@ class World:
             worker.node_id,
             type(message).__name__,
             lambda: self._feed_agent(agent, message),
+            worker.node_id,
         )
 
     def updates(self, worker: SimWorker) -> None:
         """A rank begins an update."""
         self.checks.updates(worker)
 
-    def fetch(self, rank: int) -> int | None:
+    def fetch(self, newcomer: SimWorker, rank: int) -> int | None:
         """What a newcomer is given by the living process of ``rank``: the updates that its parameters hold."""
         if not self.seated[rank].alive:
             return None
@@ -518,7 +541,8 @@ class World:
         self.collectives.break_off(worker.machine.generation)
         agent = self._agents[worker.node_id]
         event = self._exit_of(worker, code, killed_by)
-        self.later(
+        self.later_on(
+            worker.node_id,
             self.jitter(0.0005, 0.004),
             f"exited:{worker.rank}",
             lambda: self._feed_agent(agent, event),
@@ -535,26 +559,10 @@ class World:
             state=machine.state,
             step=machine.step,
             detail=machine.state,
-            died_ns=int(self.now * 1e9),
+            died_ns=int(self.clock(worker.node_id) * 1e9),
             kept=self.memory.steps(worker.rank),
             replays=self.memory.replays(worker.rank),
         )
-
-
-class SimResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a run. ``forward`` and ``back`` count decisions that moved ranks in doubt."""
-
-    code: int
-    reason: str
-    step: int
-    digest: str
-    events: int
-    time_s: float
-    forward: int
-    back: int
-    recovered: int
-    spares_called: int
-    records: tuple[LogRecord, ...]
 
 
 def run_sim(
@@ -588,4 +596,5 @@ def run_sim(
         spares_called=scene.spares.calls,
         recovered=sum(r.kind == "recovered" for r in scene.journal),
         records=tuple(scene.journal),
+        coverage=dict(scene.injector.coverage),
     )

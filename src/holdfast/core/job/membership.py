@@ -249,8 +249,13 @@ class Roster:
         version, ranks = max(self._versions.items(), key=itemgetter(1), default=(NO_VERSION, 0))
         return version if ranks == world_size else NO_VERSION
 
-    def recall(self, catalogued: Catalogued) -> None:
-        """Take over layouts that an earlier controller sent, for the ranks that have not sent theirs to this one."""
+    def recall(self, catalogued: Catalogued, world_size: int) -> None:
+        """Take over layouts that an earlier controller sent, for the ranks that have not sent theirs to this one.
+
+        Layouts of another number of ranks are left out: they are from before the job was resized.
+        """
+        if len(catalogued.layouts.ranks) != world_size:
+            return
         if catalogued.version != self._recalled:  # every agent sends it, and it is as large as the job
             self._recalled = catalogued.version
             for rank, layout in catalogued.layouts.by_rank().items():
@@ -295,6 +300,20 @@ class Roster:
 def node_order(node_id: NodeId) -> tuple[int, str]:
     """Return the sort key that orders nodes by number: node2 before node10."""
     return len(node_id), node_id
+
+
+def place_alone(node_id: NodeId) -> int:
+    """The place of an agent that is alone, from 1, for ``Config.alone``.
+
+    It follows from the name alone: sides that are cut off know different electorates. With one place for two of them
+    their generations would be equal, and so the names of their checkpoints.
+
+    Example:
+        >>> place_alone(NodeId("node3"))
+        4
+    """
+    digits = node_id[len(node_id.rstrip("0123456789")) :]
+    return 1 + int(digits or 0)
 
 
 def assign(

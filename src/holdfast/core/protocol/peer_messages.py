@@ -105,12 +105,16 @@ class RequestVote(Message, frozen=True):
     """Request of an agent that wants to lead in ``term``.
 
     A ``trial`` only asks for the likely answer and binds no voter.
+
+    Attributes:
+        log: (term, number) of the newest line of a controller in the event log of the candidate's node.
     """
 
     candidate: NodeId
     term: int
     electorate: VoterSet
     trial: bool
+    log: tuple[int, int] = (0, 0)
 
 
 class VoteReply(Message, frozen=True):
@@ -163,6 +167,13 @@ class Founded(Message, frozen=True):
 
 class LeaderLost(Message, frozen=True):
     """Event for an election: the connection to the controller closed or is silent."""
+
+
+class LogHeld(Message, frozen=True):
+    """The newest line of a controller in the event log of this node (event for an election)."""
+
+    term: int
+    number: int
 
 
 class ControllerUp(Message, frozen=True):

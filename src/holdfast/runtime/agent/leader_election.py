@@ -40,6 +40,7 @@ from holdfast.core.protocol.peer_messages import (
     KvBack,
     KvForward,
     LeaderLost,
+    LogHeld,
     PeerHere,
     PeerMessage,
     PersistHardState,
@@ -160,12 +161,21 @@ class LeaderElection:
     def begin(self) -> None:
         """Start to look for the controller, and name the first voters if this agent is the one to do that."""
         if self._settings.several:
-            self._mirrored = last_line(self._run)
+            self._look_at_log()
         self._spawn(self._begin())
 
     def restart(self) -> None:
         """Report to the election that the controller is gone."""
+        if self._settings.several:
+            self._look_at_log()
         self._driver.post(LeaderLost())
+
+    def _look_at_log(self) -> tuple[int, int]:
+        """(term, number) of the newest line here. A controller of this node writes to its log itself: no mirror counts
+        its lines."""
+        term, number = self._mirrored = max(self._mirrored, last_line(self._run))
+        self._driver.post(LogHeld(term=term, number=number))
+        return self._mirrored
 
     def send(self, message: Message) -> bool:
         """Send a message to the controller. Return False without a connection."""
@@ -231,6 +241,25 @@ class LeaderElection:
         self._on_job(peers.job)
         if founds:
             self._driver.post(Founded(voters=tuple(sorted(peers.here)), witness=bool(settings.witness)))
+        else:
+            await self._meet_leader(peers)
+
+    async def _meet_leader(self, peers: Peers) -> None:
+        """Wait for the leader of the job that was joined.
+
+        An agent that knows no electorate has no vote. When the others leave before they elect a leader, there is none.
+        """
+        deadline = time.monotonic() + self._settings.join_s
+        while self._election.lead is None and self._kept.electorate is None:
+            if time.monotonic() > deadline:
+                reason = (
+                    f"the job {peers.job} has no leader: {self._me} joined it {self._settings.join_s:g} s ago and "
+                    f"has heard of none; other agents here: {len(peers.here) - 1}\n"
+                    "  next: start the run again on every host"
+                )
+                self._on_end(Exit.UNMET, reason)
+                return
+            await asyncio.sleep(POLL_S)
 
     def _not_met(self, peers: Peers) -> tuple[Exit, str]:
         """Return the exit code and the reason for a job that was not formed in time."""
@@ -259,7 +288,7 @@ class LeaderElection:
             self._driver.post(message)
             return
         if isinstance(message, ControllerHere) and self._settings.several:
-            term, number = self._mirrored
+            term, number = self._look_at_log()
             self._link.send(MirrorFrom(node_id=self._me, term=term, number=number))
         self._post(message)
 

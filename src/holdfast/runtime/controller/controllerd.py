@@ -21,7 +21,9 @@ from holdfast import event_log as event_log
 from holdfast.core.config import Config
 from holdfast.core.controller import Controller
 from holdfast.core.ids import MemberId, NodeId
+from holdfast.core.job.agent_lines import AgentLines
 from holdfast.core.job.log_replay import SNAPSHOT, ReplayedState
+from holdfast.core.job.membership import place_alone
 from holdfast.core.protocol.layout_messages import Layouts
 from holdfast.core.protocol.messages import (
     AgentBeat,
@@ -168,7 +170,7 @@ class ControllerDaemon:
         self._offsets_ns: dict[NodeId, int] = {}  # our clock minus that of the node
         self._log: EventLog | None = None
         self._probing: asyncio.Task[None] | None = None
-        self._nodes: dict[NodeId, Channel[WireMessage]] = {}
+        self._agents: AgentLines[Channel[WireMessage]] = AgentLines()
         self._homes: dict[MemberId, NodeId] = {}
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._driver: Driver | None = None
@@ -184,14 +186,13 @@ class ControllerDaemon:
         log.append("controller_started", {"term": self._term, "pid": os.getpid()}, durable=True)
         kept = load_kept(self._run)
         voters = kept.electorate.voters if kept.electorate is not None else ()
-        me = self._settings.node
-        place = (1 + (voters.index(NodeId(me)) if me in voters else len(voters))) if self._alone else 0
+        place = place_alone(NodeId(self._settings.node)) if self._alone else 0
         config = config_of(self._settings, self._term, voters, place)
         self._driver = Driver(Controller(config, past, uncovered), log, self._execute, log.sync)
         hub: Hub[WireMessage] = Hub(
             MESSAGES,
             self._settings.secret_of(self._run),
-            on_open=lambda channel: None,
+            on_open=self._agents.opened,
             on_message=self._heard,
             on_close=self._closed,
         )
@@ -239,7 +240,9 @@ class ControllerDaemon:
                 data = msgspec.json.encode(event.data)
                 self._lines.append(Mirror(term=term, number=number, kind=event.kind, data=data))
         log = ControllerLog.open(self._run.journal, "controller", room_wait_s=event_log.ROOM_WAIT_S)
-        log.begin(past, lines, self._term, self._show if self._settings.several else None)
+        # The lines of a controller that is alone are for this node only: the leader of its term has their numbers.
+        mirrored = self._settings.several and not self._alone
+        log.begin(past, lines, self._term, self._show if mirrored else None)
         return log, past
 
     def _show(self, line: Mirror) -> None:
@@ -278,7 +281,7 @@ class ControllerDaemon:
         since_s = time.monotonic()
         while time.monotonic() - since_s < LONELY_S:
             await asyncio.sleep(1.0)
-            if self._nodes:
+            if self._agents.nodes:
                 since_s = time.monotonic()
 
     def _heard(self, channel: Channel[WireMessage], message: WireMessage) -> None:
@@ -287,15 +290,19 @@ class ControllerDaemon:
         if isinstance(message, MirrorFrom):
             self._catch_up(channel, message)
             return
-        if isinstance(message, AgentHello | AgentBeat):
-            self._set_clock(message)
         if isinstance(message, AgentHello):
-            self._nodes[message.node_id] = channel
+            if not self._agents.hello(channel, message.node_id):
+                return
             for seen in message.members:
                 self._homes[seen.member_id] = message.node_id
+        node_id = self._agents.node_of(channel)
+        if node_id is None:  # of a line that broke: what counts was repeated on the newer one
+            return
+        if isinstance(message, AgentHello | AgentBeat):
+            self._set_clock(message)
         elif (member_id := getattr(message, "member_id", None)) is not None:
-            self._homes[member_id] = self._node_of(channel)
-        self._driver.post(self._in_our_time(message, channel))
+            self._homes[member_id] = node_id
+        self._driver.post(self._in_our_time(message, node_id))
 
     def _catch_up(self, channel: Channel[WireMessage], wanted: MirrorFrom) -> None:
         """Send the lines that the log of this agent's node lacks. The agent of this controller's node lacks none."""
@@ -313,10 +320,10 @@ class ControllerDaemon:
             known_ns = self._offsets_ns.get(message.node_id, offset_ns)
             self._offsets_ns[message.node_id] = min(known_ns, offset_ns)
 
-    def _in_our_time(self, message: WireMessage, channel: Channel[WireMessage]) -> WireMessage:
+    def _in_our_time(self, message: WireMessage, node_id: NodeId) -> WireMessage:
         if not isinstance(message, MemberExited | Settled):
             return message
-        offset_ns = self._offsets_ns.get(self._node_of(channel), 0)
+        offset_ns = self._offsets_ns.get(node_id, 0)
         if abs(offset_ns) < SAME_CLOCK_NS:
             return message
         if isinstance(message, MemberExited):
@@ -325,15 +332,11 @@ class ControllerDaemon:
         freed_ns = message.freed_ns + offset_ns if message.freed_ns else 0
         return msgspec.structs.replace(message, freed_ns=freed_ns)
 
-    def _node_of(self, channel: Channel[WireMessage]) -> NodeId:
-        return next((node for node, current in self._nodes.items() if current is channel), NodeId(""))
-
     def _closed(self, channel: Channel[WireMessage]) -> None:
         self._mirrors.discard(channel)
-        for node_id, current in list(self._nodes.items()):
-            if current is channel and self._driver is not None:
-                del self._nodes[node_id]
-                self._driver.post(AgentGone(node_id=node_id))
+        node_id = self._agents.closed(channel)
+        if node_id is not None and self._driver is not None:
+            self._driver.post(AgentGone(node_id=node_id))
 
     def _execute(self, command: Command) -> None:
         if isinstance(command, Finish | StepDown):
@@ -355,7 +358,7 @@ class ControllerDaemon:
             node_id = self._homes.get(MemberId(int(name)))
         else:
             raise InternalError(f"the controller cannot send to {command.to}")
-        channel = self._nodes.get(node_id) if node_id is not None else None
+        channel = self._agents.line_of(node_id) if node_id is not None else None
         if channel is not None:  # a message that is lost is sent again after the next hello of the node
             channel.send(message)  # type: ignore[arg-type]  # the state machine sends wire messages only
 

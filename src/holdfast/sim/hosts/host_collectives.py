@@ -1,0 +1,77 @@
+"""Collectives of ranks on several hosts: an all-reduce needs all of them, and a lost host breaks nothing at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
+from holdfast.core.worker.vote import Ballot
+from holdfast.sim.collectives import Collectives, CollectivesScene, Round, SimGroup, Voter
+from holdfast.sim.hosts.network import Network
+from holdfast.sim.hosts.step_history import Contribution
+from holdfast.sim.invariants import Violation
+
+RETRY_S = 0.2
+
+
+class HostCollectivesScene(CollectivesScene, Protocol):
+    """What these collectives need of the world."""
+
+    network: Network
+
+    @property
+    def workers(self) -> Mapping[MemberId, Voter]: ...
+
+
+class HostCollectives(Collectives):
+    """See the module."""
+
+    scene: HostCollectivesScene
+
+    def __init__(self, scene: HostCollectivesScene) -> None:
+        super().__init__(scene)
+        self._made_of: dict[tuple[Generation, int], dict[int, Contribution]] = {}
+        self._newest = NO_GENERATION  # in which a step has passed
+        self._last: dict[MemberId, tuple[Generation, int]] = {}  # the newest vote of a step
+
+    def vote(self, worker: Voter, ballot: Ballot, number: int) -> None:
+        """A rank enters a vote, after the all-reduce of its gradients."""
+        group = self.group(worker.machine.generation)
+        group.broken |= any(self._has_left(group, self.scene.workers[member]) for member in group.members)
+        if not ballot.between:
+            where = self._last[worker.member_id] = (worker.machine.generation, number)
+            self._made_of.setdefault(where, {})[worker.rank] = Contribution(worker.rank, worker.applied)
+        super().vote(worker, ballot, number)
+        if group.broken or ballot.between or group.round(number).tally is None:
+            return
+        if group.generation < self._newest:
+            text = f"step {ballot.step} passes in generation {group.generation}, {self._newest} trains"
+            raise Violation("one_side_trains", text)
+        self._newest = group.generation
+
+    def loss(self, member_id: MemberId) -> tuple[Contribution, ...]:
+        """What the last update of a rank is made of, by rank."""
+        return tuple(made for _, made in sorted(self._made_of[self._last[member_id]].items()))
+
+    def deliver(self, group: SimGroup, round_: Round, voter: Voter) -> None:
+        """The all-reduce completes at one rank, once nothing lies between it and the others."""
+        if not voter.alive or voter.machine.generation != group.generation:
+            return
+        if not self._is_connected(group, voter.node_id):
+            self._later(voter, RETRY_S, "votes", lambda: self.deliver(group, round_, voter))
+        elif not group.broken or voter.member_id in round_.waiting:
+            super().deliver(group, round_, voter)
+
+    def _break(self, worker: Voter, chance: float) -> None:
+        connected = self._is_connected(self.group(worker.machine.generation), worker.node_id)
+        super()._break(worker, chance if connected else 0.0)
+
+    @staticmethod
+    def _has_left(group: SimGroup, voter: Voter) -> bool:
+        """A rank that was fenced has closed its connections: a rank that was paused meanwhile votes in vain."""
+        return voter.machine.fenced is not None or voter.machine.generation != group.generation
+
+    def _is_connected(self, group: SimGroup, node_id: NodeId) -> bool:
+        hosts = {self.scene.workers[member_id].node_id for member_id in group.members}
+        return all(host == node_id or self.scene.network.connects(host, node_id) for host in hosts)

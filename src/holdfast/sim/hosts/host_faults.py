@@ -1,0 +1,179 @@
+"""What may go wrong with hosts and the network between them, as data, and its injection into a simulated run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Literal, Protocol
+
+import msgspec
+
+from holdfast.core.ids import NodeId
+from holdfast.sim.hosts.network import Network
+from holdfast.sim.injector import SimInjector
+
+HostFaultKind = Literal[
+    "lose_host",  # power is lost; the host returns after the duration with its disk, 0: never
+    "reinstall_host",  # the same, and it returns with an empty disk
+    "split",  # one host and all others do not reach each other
+    "one_way_out",  # what a host sends is lost, what the others send arrives
+    "one_way_in",  # the other way round
+    "bridge",  # two hosts do not reach each other; both reach the others
+    "flap",  # a split that comes and goes
+    "slow_network",  # messages take seconds
+    "pause_host",  # nothing runs on a host for a while; its clock runs
+    "jump_clock",  # the clock of a host is ahead by the duration from now on, as after a suspension
+    "late_timers",  # timers of a host fire late
+    "slow_disk",  # a sync takes seconds
+    "full_disk",  # no file can be written; event logs have room that was kept for them
+]
+KINDS: tuple[HostFaultKind, ...] = (
+    *("lose_host", "lose_host", "reinstall_host", "split", "split", "one_way_out", "one_way_in", "bridge"),
+    *("flap", "slow_network", "pause_host", "jump_clock", "late_timers", "slow_disk", "full_disk"),
+)
+DURATIONS_S = (0.3, 1.0, 2.5, 4.0, 6.0, 9.0, 15.0)
+SLOW_S = 1.5
+FLAPS_S = (0.2, 1.6)
+PHASES = ("", "", "idle", "fencing", "replacing", "saving", "leaving", "starting", "resuming", "electing")
+
+
+class HostFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """From ``at_s`` (virtual seconds) on, as soon as the job is in ``phase`` (empty: any; ``electing``: no controller).
+
+    Attributes:
+        node: number of the host; ``other``: of the second one of a bridge.
+    """
+
+    kind: HostFaultKind
+    at_s: float
+    node: int = 0
+    other: int = 0
+    duration_s: float = 0.0
+    phase: str = ""
+
+
+class HostFaultTarget(Protocol):
+    """What these faults can strike."""
+
+    network: Network
+
+    def later(self, delay_s: float, label: str, action: Callable[[], None]) -> None: ...
+    def jitter(self, low_s: float, high_s: float) -> float: ...
+    def phase(self) -> str: ...
+    @property
+    def injector(self) -> SimInjector: ...
+    def lose_host(self, node_id: NodeId, back_s: float, *, empty: bool) -> None: ...
+    def pause(self, node_id: NodeId, duration_s: float) -> None: ...
+    def jump(self, node_id: NodeId, ahead_s: float) -> None: ...
+    def set_lateness(self, node_id: NodeId, late_s: float) -> None: ...
+    def set_disk(self, node_id: NodeId, *, slow_s: float, full: bool) -> None: ...
+
+
+class HostInjector:
+    """Strikes a run with its faults, when their time and their phase have come."""
+
+    def __init__(self, world: HostFaultTarget, nodes: Sequence[NodeId]) -> None:
+        self._world = world
+        self._nodes = tuple(nodes)
+        self._armed: list[HostFault] = []
+
+    def start(self, faults: Sequence[HostFault]) -> None:
+        """Set the clock of each fault."""
+        for fault in faults:
+            self._world.later(fault.at_s, f"fault {fault.kind}", partial(self._arm, fault))
+
+    def moved(self) -> None:
+        """The job may be in another phase."""
+        if self._armed:
+            phase = self._world.phase()
+            for fault in [f for f in self._armed if f.phase == phase]:
+                self._armed.remove(fault)
+                self._world.later(0.0, f"now {fault.kind}", partial(self._strike, fault))
+
+    def _arm(self, fault: HostFault) -> None:
+        if fault.phase and fault.phase != self._world.phase():
+            self._armed.append(fault)
+        else:
+            self._strike(fault)
+
+    def _strike(self, fault: HostFault) -> None:
+        world, count = self._world, len(self._nodes)
+        node = self._nodes[fault.node % count]
+        other = self._nodes[fault.other % count]
+        rest = [name for name in self._nodes if name != node]
+        world.injector.struck(fault.kind)
+        match fault.kind:
+            case "lose_host" | "reinstall_host":
+                world.lose_host(node, fault.duration_s, empty=fault.kind == "reinstall_host")
+            case "split":
+                self._block(_both(node, rest), fault.duration_s)
+            case "one_way_out":
+                self._block(tuple((node, name) for name in rest), fault.duration_s)
+            case "one_way_in":
+                self._block(tuple((name, node) for name in rest), fault.duration_s)
+            case "bridge":
+                self._block(_both(node, [other] if other != node else rest[:1]), fault.duration_s)
+            case "flap":
+                self._flap(_both(node, rest), fault.duration_s)
+            case "slow_network":
+                world.network.slow_s = SLOW_S
+                world.later(fault.duration_s, "fast again", self._fast)
+            case "pause_host":
+                world.pause(node, fault.duration_s)
+            case "jump_clock":
+                world.jump(node, fault.duration_s)
+            case "late_timers":
+                world.set_lateness(node, 0.5)
+                world.later(fault.duration_s, "in time again", partial(world.set_lateness, node, 0.0))
+            case "slow_disk":
+                world.set_disk(node, slow_s=3.0, full=False)
+                self._mend(node, fault.duration_s)
+            case "full_disk":
+                world.set_disk(node, slow_s=0.0, full=True)
+                self._mend(node, fault.duration_s)
+
+    def _fast(self) -> None:
+        self._world.network.slow_s = 0.0
+
+    def _mend(self, node: NodeId, after_s: float) -> None:
+        self._world.later(after_s, "disk mended", partial(self._world.set_disk, node, slow_s=0.0, full=False))
+
+    def _block(self, directions: tuple[tuple[NodeId, NodeId], ...], duration_s: float) -> None:
+        self._world.network.block(directions)
+        self._world.later(duration_s, "healed", partial(self._world.network.unblock, directions))
+
+    def _flap(self, directions: tuple[tuple[NodeId, NodeId], ...], duration_s: float) -> None:
+        turns_s = [0.0]
+        while turns_s[-1] < duration_s:
+            turns_s.append(turns_s[-1] + self._world.jitter(*FLAPS_S))
+        for begin_s, end_s in list(pairwise(turns_s))[::2]:
+            self._world.later(begin_s, "flap", partial(self._block, directions, end_s - begin_s))
+
+
+def _both(node: NodeId, others: Sequence[NodeId]) -> tuple[tuple[NodeId, NodeId], ...]:
+    return tuple(pair for name in others for pair in ((node, name), (name, node)))
+
+
+def random_host_faults(
+    rng: random.Random, nodes: int, count: int, kinds: Sequence[HostFaultKind] = KINDS
+) -> tuple[HostFault, ...]:
+    """``count`` faults, most of them close to the one before."""
+    faults: list[HostFault] = []
+    at_s = rng.uniform(0.4, 1.6)
+    for _ in range(count):
+        kind = rng.choice(kinds)
+        back_s = rng.choice((0.0, *DURATIONS_S)) if "host" in kind and "pause" not in kind else 1.0
+        faults.append(
+            HostFault(
+                kind=kind,
+                at_s=round(at_s, 4),
+                node=rng.randrange(nodes),
+                other=rng.randrange(nodes),
+                duration_s=0.0 if not back_s else rng.choice(DURATIONS_S),
+                phase=rng.choice(PHASES) if faults else "",
+            )
+        )
+        at_s += rng.expovariate(1 / rng.choice((0.05, 0.5, 2.0)))
+    return tuple(faults)

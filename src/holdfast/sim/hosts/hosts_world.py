@@ -1,0 +1,523 @@
+"""A whole run on several hosts: agents elect the host of the controller, hosts are lost and return, networks part.
+
+Every machine is the one of production: agents, elections, controllers, step machines. One seed and one case make one
+run, as in ``sim/world.py``, whose workers, store, spares and checks these hosts use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import msgspec
+
+from holdfast.core.agent import Agent
+from holdfast.core.config import Config
+from holdfast.core.controller import Controller
+from holdfast.core.election import Election, ElectionConfig, HardState
+from holdfast.core.ids import MemberId, NodeId
+from holdfast.core.job.log_replay import ReplayedState
+from holdfast.core.job.membership import place_alone
+from holdfast.core.protocol.messages import (
+    Command,
+    ExitRun,
+    Finish,
+    KillMember,
+    LogRecord,
+    MemberStarted,
+    Message,
+    RankState,
+    Send,
+    StartMembers,
+)
+from holdfast.core.protocol.peer_messages import Claim, JobFormed, WitnessReply
+from holdfast.exit_codes import Exit
+from holdfast.sim.faults import SimFault
+from holdfast.sim.hosts.controller_process import ControllerProcess
+from holdfast.sim.hosts.host_checks import HostChecks
+from holdfast.sim.hosts.host_collectives import HostCollectives
+from holdfast.sim.hosts.host_faults import HostFault, HostInjector
+from holdfast.sim.hosts.network import Network
+from holdfast.sim.hosts.sim_council import SimCouncil
+from holdfast.sim.hosts.sim_disk import SimDisk
+from holdfast.sim.hosts.sim_host import SimHost
+from holdfast.sim.hosts.step_history import StepHistory
+from holdfast.sim.injector import NO_PHASE
+from holdfast.sim.sim_agent import SimAgent
+from holdfast.sim.worker import SimWorker
+from holdfast.sim.world import PIDS_PER_NODE, World
+
+BOOT_S = (0.0, 0.1)
+SUCCESSOR_S = (0.2, 0.5)
+UNMET_S = 30.0
+END_S = 5.0
+CLOCK_OFFSET_S_MAX = 1e6
+CLOCK_RATE_ERROR_MAX = 2e-4
+
+
+class HostsCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One schedule.
+
+    Attributes:
+        nodes: hosts that hold ranks; ``spares``: hosts that wait.
+        per_node: ranks of each host.
+        shards: distinct boxes; rank r holds box ``r % shards``.
+        nodes_min: with fewer hosts the job continues with fewer ranks, down to this number of hosts; 0: never. It
+            needs a job in which each rank holds all (``shards`` 1).
+        witness: two agents have a witness.
+    """
+
+    nodes: int = 3
+    spares: int = 0
+    per_node: int = 1
+    shards: int = 1
+    nodes_min: int = 0
+    witness: bool = False
+    until: int = 16
+    faults: tuple[SimFault, ...] = ()
+    host_faults: tuple[HostFault, ...] = ()
+
+
+class HostsWorld(World):
+    """See the module."""
+
+    collectives_type = HostCollectives
+    checks_type = HostChecks
+    election_type = Election
+    agent_type = Agent
+
+    checks: HostChecks
+    collectives: HostCollectives
+
+    def __init__(self, seed: int, case: HostsCase) -> None:
+        self.case = case
+        self.hosts: dict[NodeId, SimHost] = {}
+        self.network = Network(self)
+        self.history = StepHistory()
+        self.finishes: list[tuple[bool, Finish]] = []  # (alone, end) of each controller that ended the run
+        super().__init__(case.nodes * case.per_node, seed, case.faults, case.until, case.shards)
+        names = [NodeId(f"n{number}") for number in range(case.nodes + case.spares)]
+        for name in names:
+            offset_s = self.rng.uniform(0.0, CLOCK_OFFSET_S_MAX)
+            rate = 1.0 + self.rng.uniform(-CLOCK_RATE_ERROR_MAX, CLOCK_RATE_ERROR_MAX)
+            self.hosts[name] = SimHost(name, case.per_node, offset_s, rate)
+        self._with_spares = seed % 5 in (1, 3)
+        self._agents = {n: self._make_agent(n, 1 + i * PIDS_PER_NODE) for i, n in enumerate(names)}
+        self._claims: dict[int, tuple[NodeId, ...]] = {}
+        self._lives: dict[MemberId, int] = {}  # life of its host in which a process was started
+        self._faults = HostInjector(self, names)
+        self._faults.start(case.host_faults)
+
+    def resume(self, before: HostsWorld) -> None:
+        """This run is the next one of a job that asked to be queued again: its checkpoints are there."""
+        self.store.saves = {f"before/{name}": save for name, save in before.store.saves.items()}
+        self.history = before.history
+        self.history.requeued()
+
+    # ---------------------------------------------------------------- hosts
+
+    def begin(self) -> None:
+        """Switch every host on."""
+        for name in self.hosts:
+            self.later_on(name, self.jitter(*BOOT_S), f"boot {name}", partial(self._boot, name))
+
+    def later_on(self, node_id: NodeId, delay_s: float, label: str, action: Callable[[], None]) -> None:
+        """Do ``action`` on a host, unless it loses power before; after a pause, if it is paused then."""
+        host = self.hosts.get(node_id)
+        if host is None:
+            self.later(delay_s, label, action)
+            return
+        life = host.life
+        if label.startswith("tick"):
+            delay_s = delay_s / host.rate + (self.jitter(0.0, host.late_s) if host.late_s else 0.0)
+
+        def run() -> None:
+            if host.life != life:
+                return
+            if host.paused_until_s > self.now:
+                self.later(host.paused_until_s - self.now, label, run)
+            else:
+                action()
+
+        self.later(delay_s, label, run)
+
+    def clock(self, node_id: NodeId) -> float:
+        """CLOCK_MONOTONIC of a host, in seconds."""
+        return self.hosts[node_id].reads(self.now)
+
+    def is_up(self, node_id: NodeId) -> bool:
+        """A host has power."""
+        return self.hosts[node_id].is_up
+
+    def others(self, node_id: NodeId) -> tuple[NodeId, ...]:
+        """All hosts but this one."""
+        return tuple(name for name in self.hosts if name != node_id)
+
+    def council_of(self, node_id: NodeId) -> SimCouncil | None:
+        """The part of a living agent that meets the others."""
+        council = self.hosts[node_id].council
+        return council if council is not None and not council.over else None
+
+    def controller_on(self, node_id: NodeId) -> ControllerProcess | None:
+        """The controller that runs on a host."""
+        process = self.hosts[node_id].process
+        return process if process is not None and process.lives else None
+
+    def _make_agent(self, name: NodeId, pid: int) -> SimAgent:
+        slots = self.case.per_node
+        agent = SimAgent(name, slots, int(self._with_spares), self.world_size, pid)
+        config = msgspec.structs.replace(agent.machine.config, host=str(name), port=1, beat_s=0.5)
+        agent.machine = self.agent_type(config)
+        return agent
+
+    def _boot(self, name: NodeId) -> None:
+        """An agent starts, the first one or a successor."""
+        host = self.hosts[name]
+        host.booting = False
+        if not host.is_up or host.left:
+            return
+        before = self._agents[name].machine.config.pid
+        agent = self._agents[name] = self._make_agent(name, before + 1)
+        self._execute_agent(agent, agent.machine.start(self.clock(name)))
+        if host.in_job:
+            self._feed_agent(agent, JobFormed())
+        for member_id, worker in sorted(self.workers.items()):
+            if worker.node_id != name or self._lives[member_id] != host.life:
+                continue
+            if worker.alive:
+                started = MemberStarted(member_id=member_id, node_id=name, pid=int(member_id))
+                self._feed_agent(agent, started)
+                self.later_on(
+                    name, self.jitter(0.01, 0.1), f"rejoin:{worker.rank}", partial(self._rejoin, worker)
+                )
+            else:
+                self._feed_agent(agent, self._exit_of(worker, None, None))
+        first = name == next(iter(self.hosts)) and not any(each.in_job for each in self.hosts.values())
+        # A job whose hosts were all installed again is another one.
+        founders = len(self.hosts) if first and not self.journal else 0
+        host.council = SimCouncil(self, name, host.disk, founders)
+        host.council.in_job = host.in_job
+        if host.disk.ballot.electorate is None:
+            self.later_on(name, UNMET_S, f"unmet {name}", partial(self._unmet, agent, host))
+        host.council.begin()
+
+    def _unmet(self, agent: SimAgent, host: SimHost) -> None:
+        """An agent that has met no other agent, or no leader of the job, ends."""
+        knows = host.disk.ballot.electorate is not None
+        if agent.alive and not knows and host.council is not None and host.council.election.lead is None:
+            self._leave(host)
+
+    def _leave(self, host: SimHost) -> None:
+        """The agent of a host ends for good; its controller has a moment to end, too."""
+        host.left = True
+        self._agents[host.node_id].alive = False
+        if host.council is not None:
+            host.council.end()
+        process = host.process
+        if process is not None:
+            self.later_on(host.node_id, END_S, f"{host.node_id} ends", process.die)
+
+    # ---------------------------------------------------------------- faults
+
+    def phase(self) -> str:
+        """Of the job, as its newest controller sees it."""
+        leading = self._leading()
+        return NO_PHASE if leading is None else str(leading.machine.snapshot()["phase"])
+
+    def _leading(self) -> ControllerProcess | None:
+        processes = [host.process for host in self.hosts.values() if host.process is not None]
+        living = [process for process in processes if process.lives and not process.alone]
+        return max(living, key=lambda process: process.term, default=None)
+
+    def lose_host(self, node_id: NodeId, back_s: float, *, empty: bool) -> None:
+        """Power is lost; after ``back_s`` the host starts again, 0: never."""
+        host, agent = self.hosts[node_id], self._agents[node_id]
+        if not host.is_up or host.left:
+            return
+        self.memory_losses |= {"agent", "controller", "node"}
+        host.life += 1
+        host.is_up = host.booting = agent.alive = False
+        self.network.vanished(node_id)
+        if host.council is not None:
+            host.council.end()
+        if host.process is not None:
+            host.process.die()
+        self.spares.agent_died(node_id)
+        generations = set()
+        for worker in self.workers.values():
+            if worker.node_id == node_id and worker.alive:
+                worker.alive = False
+                generations.add(worker.machine.generation)
+        for generation in sorted(generations):
+            self.collectives.break_off(generation)
+        if empty:
+            host.disk = SimDisk()
+            host.in_job = False
+        else:
+            host.disk.lose_power(self.rng)
+        if back_s:
+            host.booting = True
+            self.later(back_s, f"power {node_id}", partial(self._power_on, node_id))
+
+    def _power_on(self, node_id: NodeId) -> None:
+        self.hosts[node_id].is_up = True
+        self.later_on(node_id, self.jitter(*SUCCESSOR_S), f"boot {node_id}", partial(self._boot, node_id))
+
+    def pause(self, node_id: NodeId, duration_s: float) -> None:
+        """Nothing runs on a host for a while."""
+        host = self.hosts[node_id]
+        host.paused_until_s = max(host.paused_until_s, self.now + duration_s)
+
+    def jump(self, node_id: NodeId, ahead_s: float) -> None:
+        """The clock of a host is ahead from now on."""
+        self.hosts[node_id].offset_s += ahead_s
+
+    def set_lateness(self, node_id: NodeId, late_s: float) -> None:
+        """Timers of a host fire up to this late."""
+        self.hosts[node_id].late_s = late_s
+
+    def set_disk(self, node_id: NodeId, *, slow_s: float, full: bool) -> None:
+        """The disk of a host is slow, or full, or neither."""
+        disk = self.hosts[node_id].disk
+        disk.slow_s, disk.is_full = slow_s, full
+
+    def kill_controller(self) -> None:
+        """The newest controller dies."""
+        leading = self._leading()
+        if leading is not None:
+            self.memory_losses.add("controller")
+            leading.die()
+
+    def kill_agent(self, node_id: NodeId) -> None:
+        """The agent dies; workers and controller of its host live, the launcher starts a successor."""
+        if self.hosts[node_id].is_up and not self._agents[node_id].machine.ended:
+            self.agent_broke(node_id)
+
+    def agent_broke(self, node_id: NodeId) -> None:
+        """An agent process ends with an error."""
+        host, agent = self.hosts[node_id], self._agents[node_id]
+        if not agent.alive:
+            return
+        agent.alive = False
+        self.memory_losses.add("agent")
+        self.spares.agent_died(node_id)
+        if host.council is not None:
+            host.council.end()
+        host.booting = True
+        self.later_on(node_id, self.jitter(*SUCCESSOR_S), f"boot {node_id}", partial(self._boot, node_id))
+
+    def ask_exit(self) -> None:
+        """A user types ``holdfast exit`` on the first host that runs."""
+        agents = [agent for agent in self._agents.values() if agent.alive]
+        if agents:
+            self._feed_agent(agents[0], ExitRun(grace_s=60.0, source="test"))
+
+    # ---------------------------------------------------------------- controllers
+
+    @property
+    def controllers(self) -> list[Controller]:
+        """The controllers that run."""
+        processes = [host.process for host in self.hosts.values()]
+        return [process.machine for process in processes if process is not None and process.lives]
+
+    def make_controller(self, config: Config, past: ReplayedState) -> Controller:
+        """The machine of a controller process."""
+        return self.controller_type(config, past, self.store.uncovered)
+
+    def make_election(self, config: ElectionConfig, kept: HardState) -> Election:
+        """The machine of an agent's part in elections."""
+        return self.election_type(config, kept)
+
+    def controller_config(self, disk: SimDisk, node_id: NodeId, term: int, alone: bool) -> Config:
+        """As ``controllerd.config_of`` makes it."""
+        voters = disk.ballot.electorate.voters if disk.ballot.electorate is not None else ()
+        return Config(
+            run_id="sim",
+            world_size=self.world_size,
+            nnodes=self.case.nodes,
+            nodes_min=self.case.nodes_min,
+            voters=voters if len(voters) > 1 else (),
+            alone=place_alone(node_id) if alone else 0,
+            term=term,
+            max_restarts=64,
+            on_fault=self.on_fault,
+            verify=True,
+            beat_s=0.5,
+            lost_s=1.5,
+            adoption_s=3.0,
+        )
+
+    def run_controller(self, node_id: NodeId, term: int, alone: bool) -> ControllerProcess | None:
+        """Start a controller process on a host; None: its disk is full."""
+        host = self.hosts[node_id]
+        if alone or term > 1:
+            self.memory_losses.add("controller")
+        process = host.process = ControllerProcess(self, node_id, host.disk, term, alone)
+        process.begin()
+        return process
+
+    def decided(self, process: ControllerProcess, record: LogRecord) -> None:
+        """A controller has written a line."""
+        self.journal.append(record)
+        if process.lost:
+            self.memory_losses |= {
+                "node",
+                "page",
+            }  # a layout that was published to no controller is gone as well
+        self.checks.decided(process, record)
+        self._faults.moved()
+
+    def sends(self, process: ControllerProcess, message: Message) -> None:
+        """A controller sends an order."""
+        self.checks.sends(process, message)
+
+    def finished(self, process: ControllerProcess, finish: Finish) -> None:
+        """A controller has ended the run for the agents that hear it."""
+        self.finishes.append((process.alone, finish))
+
+    # ---------------------------------------------------------------- agents and elections
+
+    def agent_hears(self, node_id: NodeId, message: Message) -> None:
+        """From the link of an agent, for its machine."""
+        self._feed_agent(self._agents[node_id], message)
+
+    def joined(self, node_id: NodeId) -> None:
+        """The job has a name on this host."""
+        self.hosts[node_id].in_job = True
+        self._feed_agent(self._agents[node_id], JobFormed())
+
+    def elected(self, node_id: NodeId, term: int) -> None:
+        """An election was won."""
+        self.checks.elected(node_id, term)
+
+    def election_sends(self, node_id: NodeId, command: Send) -> None:
+        """An election sends a message."""
+        self.checks.voted(node_id, command)
+
+    def claim(self, node_id: NodeId, claim: Claim, answer: Callable[[WitnessReply], None]) -> None:
+        """An agent asks the witness: the first one that makes a name has it."""
+
+        def ask() -> None:
+            voters = self._claims.setdefault(claim.number, claim.voters)
+            reply = WitnessReply(number=claim.number, voters=voters)
+            self.later_on(node_id, self.jitter(0.001, 0.02), "witness", partial(answer, reply))
+
+        self.later_on(node_id, self.jitter(0.001, 0.02), "claim", ask)
+
+    def _want_controller(self, agent: SimAgent) -> None:
+        council = self.council_of(agent.node_id)
+        if council is not None:
+            council.restart()
+
+    def _to_controller(self, agent: SimAgent, message: Message) -> None:
+        council = self.council_of(agent.node_id)
+        if council is not None:
+            council.send(message)
+
+    def _execute_agent(self, agent: SimAgent, commands: list[Command]) -> None:
+        super()._execute_agent(agent, commands)
+        if agent.machine.ended and agent.alive:
+            self._leave(self.hosts[agent.node_id])
+
+    def _agent_ended(self, finish: Finish) -> None:
+        self.outcome = self.outcome or finish
+
+    def _is_over(self) -> bool:
+        return all(host.is_over for host in self.hosts.values())
+
+    # ---------------------------------------------------------------- workers
+
+    def uplink(self, worker: SimWorker, message: Message) -> None:
+        """From a worker to the agent of its node."""
+        self.checks.acts(worker)
+        super().uplink(worker, message)
+
+    def _carry_out_kill(self, worker: SimWorker, order: KillMember) -> None:
+        self.checks.kills(worker, order)
+        super()._carry_out_kill(worker, order)
+
+    def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
+        """A rank moved in the step protocol."""
+        self.checks.acts(worker)
+        super().moved(worker, old, new)
+        if old == "updating" and new == "ready":
+            loss = self.collectives.loss(worker.member_id)
+            ranks = self.collectives.group(worker.machine.generation).world_size
+            self.history.commits(worker, worker.machine.step - 1, loss, ranks)
+
+    def spawn(self, node_id: NodeId, order: StartMembers, delay_s: float = 0.0) -> None:
+        """Start workers on a host; with another number of ranks the job has that many from now on."""
+        if order.world_size != self.world_size:
+            self.world_size = order.world_size
+            self.everyone = tuple(range(order.world_size))
+            self.seated = {rank: worker for rank, worker in self.seated.items() if rank < order.world_size}
+        super().spawn(node_id, order, delay_s)
+        for seat in order.members:
+            self._lives[seat.member_id] = self.hosts[node_id].life
+            self.history.begins(self.workers[seat.member_id])
+
+    def fetch(self, newcomer: SimWorker, rank: int) -> int | None:
+        """What a newcomer is given by a rank that it can reach."""
+        if not self.network.connects(newcomer.node_id, self.seated[rank].node_id):
+            return None
+        return super().fetch(newcomer, rank)
+
+
+class HostsResult(msgspec.Struct, frozen=True, kw_only=True):
+    """The outcome of a run on several hosts. ``code``: of the job, or of the side that ended alone; -1: no host is
+    left. ``coverage``: how often each fault struck in each phase."""
+
+    code: int
+    reason: str
+    step: int
+    time_s: float
+    events: int
+    digest: str
+    coverage: dict[tuple[str, str], int]
+    records: tuple[LogRecord, ...]
+
+
+def run_hosts(seed: int, case: HostsCase, *, world: type[HostsWorld] = HostsWorld) -> HostsResult:
+    """Simulate one run to its end.
+
+    Raises:
+        Violation: an invariant is broken.
+    """
+    scene = world(seed, case)
+    scene.run()
+    return _result(scene)
+
+
+def run_requeued(seed: int, case: HostsCase, *, world: type[HostsWorld] = HostsWorld) -> HostsResult:
+    """Simulate a job that is queued again each time it asks for it, from the second time on without faults.
+
+    Raises:
+        Violation: an invariant is broken.
+    """
+    scene = world(seed, case)
+    scene.run()
+    while (result := _result(scene)).code == Exit.REQUEUE:
+        before, case = scene, msgspec.structs.replace(case, faults=(), host_faults=())
+        scene = world(seed, case)
+        scene.resume(before)
+        scene.run()
+    return result
+
+
+def _result(scene: HostsWorld) -> HostsResult:
+    ends = sorted(scene.finishes, key=lambda end: end[0])
+    finish = ends[0][1] if ends else scene.outcome or Finish(code=-1, reason="no host is left")
+    steps = [int(str(r.data["step"])) for r in scene.journal if r.kind == "finished"]
+    step = steps[-1] if steps else -1
+    if finish.code == Exit.OK:
+        scene.history.ends(step, scene.world_size)
+    return HostsResult(
+        code=finish.code,
+        reason=finish.reason,
+        step=step,
+        time_s=scene.now,
+        events=scene.events,
+        digest=scene.digest(),
+        coverage=dict(scene.injector.coverage),
+        records=tuple(scene.journal),
+    )

@@ -1,0 +1,249 @@
+"""One agent among the others: the real election in a model of ``runtime/agent/leader_election.py`` and ``peers.py``.
+
+An agent that dies leaves its file of promises and its event log; its successor begins with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import msgspec
+
+from holdfast.core.election import Election, ElectionConfig, HardState
+from holdfast.core.ids import NodeId
+from holdfast.core.protocol.messages import (
+    Command,
+    ControllerHere,
+    LogRecord,
+    Message,
+    Mirror,
+    MirrorFrom,
+    Rolled,
+    Send,
+    VotersAre,
+)
+from holdfast.core.protocol.peer_messages import (
+    Claim,
+    ControllerUp,
+    Follow,
+    Founded,
+    GiveUp,
+    LeaderLost,
+    LogHeld,
+    PeerHere,
+    PeerList,
+    PersistHardState,
+    StartController,
+    StepDown,
+    WitnessReply,
+)
+from holdfast.errors import InternalError
+from holdfast.sim.hosts.network import End
+from holdfast.sim.hosts.sim_disk import LogLine, SimDisk
+from holdfast.sim.hosts.sim_driver import SimDriver
+from holdfast.sim.hosts.sim_link import LinkScene, SimLink
+
+DIAL_S = 0.3
+GATHER_S = 0.05
+JOB = "sim"
+
+
+class CouncilScene(LinkScene, Protocol):
+    """What a council needs of the world."""
+
+    def make_election(self, config: ElectionConfig, kept: HardState) -> Election: ...
+    def council_of(self, node_id: NodeId) -> SimCouncil | None: ...
+    def others(self, node_id: NodeId) -> tuple[NodeId, ...]: ...
+    def agent_hears(self, node_id: NodeId, message: Message) -> None: ...
+    def agent_broke(self, node_id: NodeId) -> None: ...
+    def joined(self, node_id: NodeId) -> None: ...
+    def elected(self, node_id: NodeId, term: int) -> None: ...
+    def election_sends(self, node_id: NodeId, command: Send) -> None: ...
+    def claim(self, node_id: NodeId, claim: Claim, answer: Callable[[WitnessReply], None]) -> None: ...
+
+
+class SimCouncil:
+    """Of one agent process. ``founders``: nodes that found the job together, for the one that waits for them.
+
+    Attributes:
+        lines: connections to other agents.
+        in_job: the job has a name, and this agent knows it.
+    """
+
+    def __init__(self, scene: CouncilScene, host: NodeId, disk: SimDisk, founders: int) -> None:
+        self.lines: dict[NodeId, End] = {}
+        self.in_job = disk.ballot.electorate is not None
+        self.over = False
+        self._scene = scene
+        self._host = host
+        self._disk = disk
+        self._founders = founders
+        self._mirrored = (0, 0)
+        self.election = scene.make_election(ElectionConfig(node_id=host), disk.ballot)
+        self._driver = SimDriver(
+            scene, host, f"{host} election", self.election, self._execute, partial(scene.agent_broke, host)
+        )
+        self._link = SimLink(scene, host, self._from_link)
+
+    def begin(self) -> None:
+        """Look for the controller and the other agents."""
+        self._look_at_log()
+        self._dial()
+        process = self._link.join_local()
+        if process is not None:
+            self._up(process.term)
+            if self.election.role == "leader":
+                self._from_link(ControllerHere())
+                return
+            self._link.kill_local()
+        if self._disk.ballot.electorate is not None:
+            self._driver.start()
+        elif self._founders:
+            self._found()
+
+    def restart(self) -> None:
+        """The controller is gone."""
+        self._look_at_log()
+        self._driver.post(LeaderLost())
+
+    def _look_at_log(self) -> tuple[int, int]:
+        term, number = self._mirrored = max(self._mirrored, self._disk.last_place)
+        self._driver.post(LogHeld(term=term, number=number))
+        return self._mirrored
+
+    def send(self, message: Message) -> bool:
+        """To the controller."""
+        return self._link.send(message)
+
+    def end(self) -> None:
+        """The agent is gone; the kernel closes its lines."""
+        self.over = True
+        self._driver.close()
+        self._link.end()
+        for end in self.lines.values():
+            end.close()
+
+    # ---------------------------------------------------------------- other agents
+
+    def _found(self) -> None:
+        if self.over or self.in_job:
+            return
+        here = tuple(sorted((self._host, *self.lines)))
+        if len(here) < self._founders:
+            self._scene.later_on(self._host, GATHER_S, f"{self._host} gathers", self._found)
+            return
+        self._join_job()
+        for end in self.lines.values():
+            end.send(PeerList(job=JOB, known=()))
+        self._driver.post(Founded(voters=here, witness=len(here) == 2))
+
+    def _join_job(self) -> None:
+        if not self.in_job:
+            self.in_job = True
+            self._scene.joined(self._host)
+
+    def _dial(self) -> None:
+        if self.over:
+            return
+        for other in self._scene.others(self._host):
+            council = self._scene.council_of(other)
+            if other in self.lines or council is None or not self._scene.network.connects(self._host, other):
+                continue
+            mine, its = self._scene.network.connect(self._host, other)
+            self._meet(other, mine)
+            council._meet(self._host, its)
+        self._scene.later_on(self._host, DIAL_S, f"{self._host} dials", self._dial)
+
+    def _meet(self, other: NodeId, end: End) -> None:
+        old = self.lines.get(other)
+        if old is not None:
+            old.close()
+        self.lines[other] = end
+        end.on_message = partial(self._heard, other)
+        end.on_closed = partial(self._line_closed, other, end)
+        if self.in_job:
+            end.send(PeerList(job=JOB, known=()))
+        self._driver.post(PeerHere(node_id=other))
+
+    def _line_closed(self, other: NodeId, end: End) -> None:
+        if self.lines.get(other) is end:
+            del self.lines[other]
+
+    def _heard(self, other: NodeId, message: Message) -> None:
+        if self.over:
+            return
+        if isinstance(message, PeerList):
+            self._join_job()
+        else:
+            self._driver.post(message)
+
+    # ---------------------------------------------------------------- in
+
+    def _from_link(self, message: Message) -> None:
+        if self.over:
+            return
+        if isinstance(message, Mirror):
+            self._mirror(message)
+            return
+        if isinstance(message, Rolled):
+            self._driver.post(message)
+            return
+        if isinstance(message, ControllerHere):
+            term, number = self._look_at_log()
+            self._link.send(MirrorFrom(node_id=self._host, term=term, number=number))
+        self._scene.agent_hears(self._host, message)
+
+    def _mirror(self, mirror: Mirror) -> None:
+        data = msgspec.json.decode(mirror.data, type=dict[str, Any])
+        record = LogRecord(kind=mirror.kind, data=data)
+        self._disk.append(LogLine(mirror.term, mirror.number, record, self._scene.clock(self._host)))
+        self._mirrored = (mirror.term, mirror.number)
+
+    # ---------------------------------------------------------------- out
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case PersistHardState():
+                self._keep(command)
+            case Send():
+                self._send(command)
+            case StartController():
+                self._scene.elected(self._host, command.term)
+                self._link.start(command.term, self._up)
+            case Follow():
+                self._link.follow(command.lead)
+            case StepDown():
+                self._link.kill_local()
+            case GiveUp():
+                self._link.start(self._disk.ballot.term, lambda term: None, alone=True)
+            case Claim():
+                self._scene.claim(self._host, command, self._witnessed)
+            case _:
+                raise InternalError(f"an election cannot order {type(command).__name__}")
+
+    def _witnessed(self, reply: WitnessReply) -> None:
+        self._driver.post(reply)
+
+    def _keep(self, keep: PersistHardState) -> None:
+        before = self._disk.ballot.electorate
+        self._disk.keep(
+            HardState(
+                term=keep.term, voted_for=keep.voted_for, electorate=keep.electorate, committed=keep.committed
+            )
+        )
+        voters = before.voters if before is not None else ()
+        if keep.electorate is not None and keep.electorate.voters != voters:
+            if self.election.role == "leader":
+                self._link.send(VotersAre(voters=keep.electorate.voters))
+
+    def _send(self, command: Send) -> None:
+        self._scene.election_sends(self._host, command)
+        name = NodeId(command.to.removeprefix("node:"))
+        for node_id, end in list(self.lines.items()):
+            if name in ("*", node_id):
+                end.send(command.message)
+
+    def _up(self, term: int) -> None:
+        self._driver.post(ControllerUp(term=term, host=str(self._host), port=1))

@@ -1,0 +1,139 @@
+"""The driver of a machine on a simulated host: what ``runtime/net/driver.py`` does, on a virtual clock.
+
+Records of an event are in the log before its effects happen. With ``sync_s`` they are on the disk before them, and
+later events wait for it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from holdfast.core.ids import NodeId
+from holdfast.core.protocol.messages import CancelTimer, Command, LogRecord, Message, SetTimer, Tick
+from holdfast.sim.hosts.sim_disk import DiskFullError
+
+
+class DrivenMachine(Protocol):
+    """What every machine of ``core/`` offers."""
+
+    def start(self, now: float) -> list[Command]: ...
+    def handle(self, now: float, event: Message) -> list[Command]: ...
+
+
+class DriverScene(Protocol):
+    """What a driver needs of the world."""
+
+    def clock(self, node_id: NodeId) -> float: ...
+    def later_on(self, node_id: NodeId, delay_s: float, label: str, action: Callable[[], None]) -> None: ...
+
+
+class SimDriver:
+    """One machine of a process.
+
+    Args:
+        name: in labels of events.
+        execute: carries out what is neither record nor timer.
+        fail: the process cannot continue: its disk is full.
+    """
+
+    def __init__(
+        self,
+        scene: DriverScene,
+        host: NodeId,
+        name: str,
+        machine: DrivenMachine,
+        execute: Callable[[Command], None],
+        fail: Callable[[], None],
+    ) -> None:
+        self.journal: Callable[[LogRecord], None] = lambda record: None
+        self.sync_s: Callable[[], float] | None = None
+        self.synced: Callable[[], None] = lambda: None
+        self._scene = scene
+        self._host = host
+        self._name = name
+        self._machine = machine
+        self._execute = execute
+        self._fail = fail
+        self._events: deque[tuple[float, Message | None]] = deque()
+        self._busy = self._syncing = self._closed = False
+        self._timers: dict[str, int] = {}
+
+    def start(self) -> None:
+        """Let the machine begin."""
+        self._take(None)
+
+    def post(self, event: Message) -> None:
+        """Handle ``event``, after those that are being handled."""
+        self._take(event)
+
+    def close(self) -> None:
+        """The process is gone."""
+        self._closed = True
+        self._events.clear()
+
+    def _take(self, event: Message | None) -> None:
+        if not self._closed:
+            self._events.append((self._scene.clock(self._host), event))
+            self._drain()
+
+    def _drain(self) -> None:
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            while self._events and not self._syncing and not self._closed:
+                self._step(*self._events.popleft())
+        except DiskFullError:
+            self.close()
+            self._fail()
+        finally:
+            self._busy = False
+
+    def _step(self, now: float, event: Message | None) -> None:
+        commands = self._machine.start(now) if event is None else self._machine.handle(now, event)
+        records = [command for command in commands if isinstance(command, LogRecord)]
+        for record in records:
+            self.journal(record)
+        effects = any(not isinstance(command, LogRecord | SetTimer | CancelTimer) for command in commands)
+        if records and effects and self.sync_s is not None:
+            self._syncing = True
+            self._scene.later_on(
+                self._host, self.sync_s(), f"{self._name} synced", partial(self._on_disk, commands)
+            )
+        else:
+            self._carry_out(commands)
+
+    def _on_disk(self, commands: list[Command]) -> None:
+        self._syncing = False
+        if self._closed:
+            return
+        self.synced()
+        self._busy = True
+        try:
+            self._carry_out(commands)
+        except DiskFullError:
+            self.close()
+            self._fail()
+        finally:
+            self._busy = False
+        self._drain()
+
+    def _carry_out(self, commands: list[Command]) -> None:
+        for command in commands:
+            if self._closed:
+                return
+            if isinstance(command, SetTimer):
+                token = self._timers[command.name] = self._timers.get(command.name, 0) + 1
+                fire = partial(self._fire, command.name, token)
+                self._scene.later_on(self._host, command.delay_s, f"tick {self._name} {command.name}", fire)
+            elif isinstance(command, CancelTimer):
+                self._timers[command.name] = self._timers.get(command.name, 0) + 1
+            elif not isinstance(command, LogRecord):
+                self._execute(command)
+
+    def _fire(self, name: str, token: int) -> None:
+        if self._timers.get(name) == token:
+            self.post(Tick(name=name))

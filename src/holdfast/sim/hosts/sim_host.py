@@ -1,0 +1,45 @@
+"""One simulated host: power, clock, disk, and the processes of the control plane on it."""
+
+from __future__ import annotations
+
+from holdfast.core.ids import NodeId
+from holdfast.sim.hosts.controller_process import ControllerProcess
+from holdfast.sim.hosts.sim_council import SimCouncil
+from holdfast.sim.hosts.sim_disk import SimDisk
+
+
+class SimHost:
+    """See the module.
+
+    Attributes:
+        life: counts power losses; what was scheduled in an earlier life never happens.
+        booting: an agent is about to start.
+        in_job: the run directory knows the name of the job.
+        left: its agent has ended for good.
+        rate: seconds of its clock per second.
+    """
+
+    def __init__(self, node_id: NodeId, slots: int, offset_s: float, rate: float) -> None:
+        self.node_id = node_id
+        self.slots = slots
+        self.disk = SimDisk()
+        self.is_up = True
+        self.life = 0
+        self.booting = True
+        self.in_job = False
+        self.left = False
+        self.offset_s = offset_s
+        self.rate = rate
+        self.paused_until_s = 0.0
+        self.late_s = 0.0
+        self.council: SimCouncil | None = None
+        self.process: ControllerProcess | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """Nothing of the control plane runs here, nor will."""
+        return not self.booting and (self.left or not self.is_up)
+
+    def reads(self, now_s: float) -> float:
+        """Its clock, in seconds."""
+        return self.offset_s + now_s * self.rate

@@ -1,0 +1,125 @@
+"""An agent among the others: the lines of controllers in its log, and a job that has no leader any more."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from holdfast.core.election import HardState
+from holdfast.core.ids import NodeId
+from holdfast.core.job.log_replay import ReplayedState
+from holdfast.core.protocol.messages import ControllerHere, Message, Mirror, MirrorFrom
+from holdfast.event_log import EventLog
+from holdfast.exit_codes import Exit
+from holdfast.runtime.agent import leader_election
+from holdfast.runtime.agent.leader_election import LeaderElection
+from holdfast.runtime.controller.controllerd import ControllerLog
+from holdfast.runtime.node.event_log_writer import EventLogWriter
+from holdfast.runtime.node.run_settings import RunSettings
+from tests.runtime.runs import Run
+
+SETTINGS = RunSettings(
+    run_id="t", nnodes=2, nnodes_max=2, node="node1", contacts=("127.0.0.1:1",), join_s=0.2
+)
+
+
+class FakeLink:
+    """The line to the controller: tests speak for it, and see what is sent."""
+
+    def __init__(self, run: object, journal: object, post: Callable[[Message], None], **more: object) -> None:
+        self.post = post
+        self.sent: list[Message] = []
+
+    async def join_local(self) -> None:
+        """No controller runs on this node."""
+
+    def send(self, message: Message) -> bool:
+        """To the controller."""
+        self.sent.append(message)
+        return True
+
+    async def end(self) -> None:
+        """Close."""
+
+
+class MetPeers:
+    """The other agents of a job that has a name."""
+
+    def __init__(self, *given: object, **more: object) -> None:
+        self.job = "job1"
+        self.here = [NodeId("node1"), NodeId("node0")]
+
+    async def listen(self) -> None:
+        """As the real one."""
+
+    def begin(self) -> None:
+        """As the real one."""
+
+    async def end(self) -> None:
+        """As the real one."""
+
+
+def election_of(
+    run: Run, on_end: Callable[[Exit, str], None], monkeypatch: pytest.MonkeyPatch
+) -> LeaderElection:
+    """Of an agent that starts; inside an event loop."""
+    monkeypatch.setattr(leader_election, "ControllerLink", FakeLink)
+    monkeypatch.setattr(leader_election, "Peers", MetPeers)
+    journal = EventLog.open(run.dir.journal, "agent node1")
+    mirror = EventLogWriter(EventLog.open(run.dir.journal, "controller"))
+    return LeaderElection(
+        run.dir, SETTINGS, HardState(), journal, mirror, lambda message: None,
+        on_kv=lambda node_id, message: None, on_here=lambda node_id: None, on_job=lambda job: None,
+        on_end=on_end,
+    )  # fmt: skip
+
+
+def test_lines_that_a_controller_of_this_node_wrote_are_not_mirrored_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It led, then another node leads: its own lines came neither from a mirror nor were they there at its start."""
+    run = Run(tmp_path)
+
+    async def lead_then_follow() -> list[Message]:
+        election = election_of(run, lambda code, reason: None, monkeypatch)
+        link = election._link
+        assert isinstance(link, FakeLink)
+        election.begin()
+        log = ControllerLog.open(run.dir.journal, "controller")
+        log.begin(ReplayedState(), 0, 1, lambda line: None)
+        for step in range(3):
+            log.append("planned", {"step": step})
+        log.close()
+        link.post(ControllerHere())
+        link.post(Mirror(term=2, number=1, kind="planned", data=msgspec.json.encode({"line": "2.1"})))
+        link.post(ControllerHere())
+        await election.end()
+        return link.sent
+
+    sent = asyncio.run(lead_then_follow())
+    places = [(m.term, m.number) for m in sent if isinstance(m, MirrorFrom)]
+    assert places == [(1, 3), (2, 1)]
+
+
+def test_an_agent_that_joins_a_job_without_a_leader_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others left before they elected one. An agent with an empty run directory has no vote: it waited for ever."""
+
+    async def join() -> tuple[Exit, str]:
+        ended: asyncio.Future[tuple[Exit, str]] = asyncio.get_running_loop().create_future()
+        election = election_of(
+            Run(tmp_path), lambda code, reason: ended.set_result((code, reason)), monkeypatch
+        )
+        election.begin()
+        end = await asyncio.wait_for(ended, 60.0)
+        await election.end()
+        return end
+
+    code, reason = asyncio.run(join())
+    assert code == Exit.UNMET
+    assert "the job job1 has no leader: node1 joined it 0.2 s ago" in reason and "next: " in reason
