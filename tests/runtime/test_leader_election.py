@@ -30,7 +30,9 @@ SETTINGS = RunSettings(
 class FakeLink:
     """The line to the controller: tests speak for it, and see what is sent."""
 
-    def __init__(self, run: object, journal: object, post: Callable[[Message], None], **more: object) -> None:
+    def __init__(
+        self, run: object, settings: object, journal: object, post: Callable[[Message], None], **more: object
+    ) -> None:
         self.post = post
         self.sent: list[Message] = []
 
