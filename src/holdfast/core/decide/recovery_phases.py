@@ -1,7 +1,8 @@
-"""The phases of a recovery: which event leads from which to which, and what each phase means.
+"""The phases of a recovery: the table of their transitions, and the table of the rules of each phase.
 
-Theory. ``PHASES`` says which event leads from which phase to which. ``RULES`` has one row per phase: the order that a
-member receives, and all else that depends on the phase. A new rule is a new column. What an order contains comes from
+Theory. ``PHASES`` gives the next phase for a phase and an event. ``RULES`` has one row per phase: the order that a
+member receives, and everything else that depends on the phase. A *source* is a rank that holds the state of the decided
+step and saves it or gives it to replacements. A new rule is a new column. What an order contains comes from
 the plan of the recovery (``core/job/recovery_plan.py``). ``docs/protocol.md`` shows both tables, and a test compares
 them.
 """
@@ -15,18 +16,18 @@ Phase = Literal[
     "idle",
     "grace",  # a collective broke, and no death explains it so far
     "fencing",  # the survivors leave the old generation and report
-    "retrying",  # all stay; those in doubt come to the step
-    "preparing",  # replacements start, and the sources compare what they hold
+    "retrying",  # all ranks keep their processes; those in doubt make their update
+    "preparing",  # replacements start, and the sources compare digests of the state
     "replacing",  # replacements start and receive the state
-    "comparing",  # the sources compare what they hold, before they save it
+    "comparing",  # the sources compare digests of the state before they save it
     "saving",  # the sources write a last-gasp checkpoint
-    "leaving",  # all leave, and start again
-    "ending",  # all leave, and the run ends
-    "waiting",  # for nodes
-    "starting",  # until all sessions are open
+    "leaving",  # all processes end, and start again
+    "ending",  # all processes end, and the run ends
+    "waiting",  # too few nodes are connected
+    "starting",  # processes start; it ends when all sessions are open
     "resuming",  # new processes do their first step
     "resuming_in_place",  # survivors, and replacements beside them, do their next step
-    "stopped",  # the run was ended from outside: nothing is decided any more
+    "stopped",  # the run was ended from outside: no further decisions
 ]
 
 RecoveryEvent = Literal[
@@ -51,7 +52,7 @@ RecoveryEvent = Literal[
 
 
 class RecoveryMoves(NamedTuple):
-    """Rows of the table: from each of ``sources``, ``event`` leads to ``target``."""
+    """Transitions of one event: from each phase in ``sources``, ``event`` leads to ``target``."""
 
     event: RecoveryEvent
     sources: tuple[Phase, ...]
@@ -84,7 +85,7 @@ RECOVERY_MOVES: tuple[RecoveryMoves, ...] = (
 PHASES: Mapping[tuple[Phase, RecoveryEvent], Phase] = {
     (source, moves.event): moves.target for moves in RECOVERY_MOVES for source in moves.sources
 }
-"""(phase, event) -> phase; what is not here cannot happen. A fault or a suspicion without a row changes nothing."""
+"""(phase, event) -> next phase. A pair without a row is an error, except that a fault or a suspicion is ignored."""
 
 Then = Literal["", "retry", "replace", "restart"]
 Order = Literal["", "fence", "settle", "receive", "resume", "leave"]
@@ -92,18 +93,18 @@ Until = Literal["", "answered", "there", "joined", "gone", "started", "reached"]
 
 
 class PhaseRules(NamedTuple):
-    """What one phase means.
+    """The rules of one phase.
 
     Attributes:
-        order: the message that a living member receives, also when it connects again; empty: none.
-        to_replacement: the same for a replacement that has not joined; None: the same message.
+        order: the message that a living member receives, also when the member connects again; empty: none.
+        to_replacement: the message for a replacement that has not joined; None: that of ``order``.
         until: the phase ends when this holds: all living members have ``answered`` the fence; all are ``there`` (at
             the step); all seats are held by members that are there (``joined``); no process is left (``gone``); all
             processes of a script without a session have ``started``; all members have ``reached`` a step. Empty: only
             an event ends the phase.
-        waits: the bounds of ``core/job/wait_bounds.py`` that run.
+        waits: the time limits of ``core/job/wait_bounds.py`` that run.
         then: what the sources do once they are at the step (``Settle.then``); empty: there are no sources.
-        compares: the sources send digests first; the state goes nowhere before they are equal.
+        compares: the sources first send digests. The state is not saved or given before the digests are equal.
         in_place: the survivors continue in their processes. A rank that leaves its loop is a fault, and no process
             may be stopped.
         trains: the ranks compute, or are about to. The run can end, and stalls are judged.
@@ -140,8 +141,8 @@ RULES: Mapping[Phase, PhaseRules] = {
     "resuming_in_place": PhaseRules("resume", until="reached", in_place=True, trains=True),
     "stopped": PhaseRules(),
 }
-"""One row per phase. ``then`` is ``stop`` instead of ``restart`` where the run ends with the recovery."""
+"""One row per phase. If the run ends with the recovery, ``stop`` is sent in place of ``then="restart"``."""
 
 
 NO_PAGE = "no page"
-"""Value of ``MemberExited.detail`` when the place of the process in its script is not known."""
+"""Value of ``MemberExited.detail`` if the position of the process in its script is not known."""

@@ -1,12 +1,12 @@
-"""Which connection of an agent counts, when an earlier one still delivers.
+"""The newest connection of each agent to the controller, so that messages on older connections are ignored.
 
-Theory. A line that broke may deliver what was on it after the agent has connected again: the kernel retransmits for
-seconds. What the agent repeated after its newest hello is newer than all of that, so only the newest line counts, and
-nothing of an earlier one is heard any more: not a report that would replace a newer one, and not a hello that would
-name a dead line as the way to the node.
+Theory. A *line* is one connection. A broken line may deliver messages after the agent has connected again, because the
+kernel retransmits for seconds. The agent repeats its reports after each hello, so the reports on the newest line are
+newer than all of those messages. Messages on older lines are therefore ignored. A late report would replace a newer
+one, and a late hello would make a dead line the connection to the node.
 
 Invariants:
-1. Of each node at most one line counts: the one that was opened last among those on which it said hello.
+1. Of each node at most one line counts: the line that was opened last among those with a hello of the node.
 2. A line that was superseded never counts again.
 """
 
@@ -21,7 +21,7 @@ Line = TypeVar("Line", bound=Hashable)
 
 
 class AgentLines(Generic[Line]):
-    """The lines of the agents of one controller. A line is whatever the shell calls one.
+    """The lines of the agents of one controller. A line is any hashable object of the driver.
 
     Example:
         >>> lines = AgentLines[str]()
@@ -34,19 +34,19 @@ class AgentLines(Generic[Line]):
     """
 
     def __init__(self) -> None:
-        self._opened: dict[Line, int] = {}  # in which order
+        self._opened: dict[Line, int] = {}  # their order
         self._count = 0
         self._newest: dict[NodeId, Line] = {}
 
     def opened(self, line: Line) -> None:
-        """A connection was accepted."""
+        """Record that a connection was accepted."""
         self._count += 1
         self._opened[line] = self._count
 
     def hello(self, line: Line, node_id: NodeId) -> bool:
-        """An agent has said hello on ``line``.
+        """Record the hello of an agent on ``line``.
 
-        Returns: False when its node has a line that was opened later: nothing on this one counts.
+        Returns: False if the node has a line that was opened later, so that messages on this line must be ignored.
         """
         newest = self._newest.get(node_id)
         if newest is not None and self._opened.get(line, 0) < self._opened[newest]:
@@ -55,17 +55,17 @@ class AgentLines(Generic[Line]):
         return True
 
     def node_of(self, line: Line) -> NodeId | None:
-        """The node whose newest line this is; None when there is none."""
+        """Return the node whose newest line is ``line``; None if there is no such node."""
         return next((node for node, newest in self._newest.items() if newest == line), None)
 
     def line_of(self, node_id: NodeId) -> Line | None:
-        """The way to a node."""
+        """Return the newest line of a node; None if the node cannot be reached."""
         return self._newest.get(node_id)
 
     def closed(self, line: Line) -> NodeId | None:
-        """A connection is gone.
+        """Record that a connection is closed.
 
-        Returns: the node that cannot be reached any more; None when it was not the newest line of one.
+        Returns: the node that can no longer be reached; None if ``line`` was not the newest line of a node.
         """
         self._opened.pop(line, None)
         node_id = self.node_of(line)
@@ -75,5 +75,5 @@ class AgentLines(Generic[Line]):
 
     @property
     def nodes(self) -> tuple[NodeId, ...]:
-        """Nodes that can be reached."""
+        """The nodes that can be reached."""
         return tuple(self._newest)

@@ -1,12 +1,14 @@
-"""What the sub-machines of the controller share: the facts of one run, and the commands of the event at hand.
+"""The facts of one run and the commands of the current event, shared by the sub-machines of the controller.
 
-Theory. One event is handled by several small machines in turn; they read and write one set of facts and
-append commands to one list, in order. Records come before the messages that act on them: the driver journals
-a record before it executes what follows.
+Theory. Several small machines handle one event in turn. They read and write one set of facts, and append commands to
+one list, in order. A record comes before the messages that depend on it. The driver writes a record to the event log
+before it executes the commands after it.
+
+Terms. A node is *heard* while its agent is connected and answers in time. A process is *seated* when it is a member.
 
 Invariants:
 1. Generations and member ids are issued here only, each once.
-2. After ``finish`` no command is issued any more.
+2. No command is issued after ``finish``.
 """
 
 from __future__ import annotations
@@ -47,58 +49,62 @@ STEPS_TO_SETTLE = 2.0
 STARTS_TO_JOIN = 2.0
 
 Uncovered = Callable[[Layouts, tuple[int, ...]], str]
-"""(layouts of all ranks, ranks that can write) -> why they do not cover every box, or an empty string."""
+"""(layouts of all ranks, ranks that can write) -> why these ranks do not cover every box; empty: they do."""
 
 
 class Job:
-    """Facts of one run."""
+    """The facts of one run, and the commands of the current event."""
 
     def __init__(self, config: Config, past: ReplayedState, uncovered: Uncovered) -> None:
         self.config = config
         self.uncovered = uncovered
         self.roster = Roster()
         self.liveness = Liveness(config)
-        self.world_size = config.world_size  # of the newest start
+        self.world_size = config.world_size  # at the newest start
         if past.seats and not config.library:
             self.world_size = len(past.seats)
         self.slots: dict[NodeId, int] = {}
-        self.leaving: set[NodeId] = set()  # nothing new is started there
+        self.leaving: set[NodeId] = set()  # nodes on which no new member is started
         self.devices = FailedDevices(past.device_failures)
-        self.step_s: dict[NodeId, float] = {}  # what the last step took there
-        self.held: dict[NodeId, dict[int, frozenset[int]]] = {}  # states in memory of other nodes' ranks
-        self.hosts: dict[NodeId, tuple[str, int]] = {}  # address and a free port there
+        self.step_s: dict[NodeId, float] = {}  # duration of the last step on each node
+        # By node: the ranks of other nodes of which it keeps states in memory, with the steps of these states.
+        self.held: dict[NodeId, dict[int, frozenset[int]]] = {}
+        self.hosts: dict[NodeId, tuple[str, int]] = {}  # address and a free port of each node
         self.generation = past.generation
         apart = config.alone * MEMBERS_PER_TERM
         if past.generation.n < apart:
-            # The majority issues generations too: what is saved here must not carry one of theirs. The successor of a
-            # controller that was alone goes on with its numbers: added twice they could be those of another agent.
+            # The majority issues generations as well. A save of this side must not have a generation of the majority.
+            # The successor of a controller without a majority continues its numbers: with the offset added twice they
+            # could be the numbers of another agent.
             self.generation = Generation(past.generation.term, past.generation.n + apart)
-        # A line of the log may have been lost with its node: a later term never repeats an id.
+        # A record of the log may have been lost with its node. So each term has its own range of ids.
         taken = (config.term - 1) * MEMBERS_PER_TERM if len(config.voters) > 1 else 0
         self.last_member = max(past.last_member, taken)
         self.attempts = past.attempts
         self.answered = list(past.answered)
         self.session = past.session
         self.base_step = past.base_step
-        self.step = past.step  # newest decision
+        self.step = past.step  # of the newest decision
         self.sealed_step = past.sealed_step
         self._sealed_last = past.sealed_last
-        self.sealed_directory = ""  # the last one that was reported
+        self.sealed_directory = ""  # of the last checkpoint that was reported
         self.root = past.root
         self.begun_s = 0.0  # from the start of a process to its first step: the longest so far
-        self.state_size_bytes = 0  # the largest that a rank has told to this controller
+        self.state_size_bytes = 0  # the largest state size that a rank has reported to this controller
         self.exit_source = ALONE if config.alone else past.exit_source
-        self.agreed_step = past.agreed_step  # all ranks save it and leave; None: they have not agreed to
-        self.unequal = past.unequal  # why no state of the living is trusted; empty: it is
+        self.agreed_step = (
+            past.agreed_step
+        )  # step at which all ranks save and leave; None: they have not agreed on one
+        self.unequal = past.unequal  # why the state of the living ranks is not trusted; empty: it is trusted
         self.released = past.released
-        self.ends = past.ends  # the run ends with this; its save may need another attempt
+        self.ends = past.ends  # the verdict that ends the run; its save may need another attempt
         self.ended = False
         self._resume = ""
         self._out: list[Command] = []
         self._placed: tuple[object, tuple[tuple[NodeId, str], ...]] | None = None
 
     def held_elsewhere(self) -> dict[int, frozenset[int]]:
-        """Steps by rank of the states that living nodes keep for others."""
+        """Return, by rank, the steps of the states that living nodes keep in memory for ranks of other nodes."""
         found: dict[int, frozenset[int]] = {}
         for node_id, ranks in sorted(self.held.items()):
             for rank, steps in ranks.items() if self.liveness.is_up(node_id) else ():
@@ -106,80 +112,86 @@ class Job:
         return found
 
     def forget_held(self, rank: int) -> None:
-        """What is kept for this rank is refused."""
+        """Forget the states that nodes keep for this rank, because the rank refuses them."""
         for ranks in self.held.values():
             ranks.pop(rank, None)
 
     def seal(self, save_id: SaveId) -> None:
-        """A checkpoint is complete."""
+        """Record that a checkpoint is complete."""
         self.sealed_step = max(self.sealed_step, save_id.step)
         self._sealed_last = max(self._sealed_last, (save_id.generation, save_id.step))
 
     @property
     def sealed_here(self) -> int:
-        """Newest step that this roster, or a save of its recovery, has sealed; -1: none. What is sealed late for an
-        older one is no evidence: all may have gone back since, and that step may be half done again."""
+        """Newest step that this roster, or a save of its recovery, has sealed; -1: none.
+
+        A checkpoint that is sealed late for an older roster is no evidence. All ranks may have gone back since, and
+        may be in the middle of that step again.
+        """
         generation, step = self._sealed_last
         return min(step, self.sealed_step) if generation >= self.roster.generation else -1
 
     def take(self) -> list[Command]:
-        """The commands since the last call."""
+        """Return and clear the commands since the last call."""
         out, self._out = self._out, []
         return out
 
     def record(self, kind: str, /, **data: Field) -> None:
-        """One line of the event log."""
+        """Append a record to the event log."""
         if not self.ended:
             self._out.append(LogRecord(kind=kind, data=data))
 
     def send(self, member: Member, message: Message) -> None:
-        """To a worker."""
+        """Send a message to a worker that is alive."""
         if member.alive:
             self.send_process(member.member_id, message)
 
     @property
     def repeats(self) -> bool:
-        """What follows the training can be run again: all of it is saved, and this run may start its workers."""
+        """True if the code after the training can run again: the training is saved, and this run may start workers."""
         saved = 0 <= self.step <= self.sealed_step
         return self.released and saved and not self.exit_source and not self.config.library
 
     def decide(self, step: int | None) -> None:
-        """The recovery has decided that the job is at ``step``; None: no session tells."""
+        """Set the step of the job to the step of a decision. None, without any session, changes nothing."""
         if step is not None:
             self.step = step
 
     def go_back(self, step: int) -> None:
-        """All ranks go back to ``step``, of which each has a state in memory."""
+        """Set the step of the job back to ``step``, of which each rank has a state in memory."""
         self.step = step
         self.base_step = min(self.base_step, step)
 
     def restored(self, step: int) -> None:
-        """All ranks of a new start are at ``step``, with a state that was compared."""
+        """Set the step of the job to the step that all ranks of a new start have restored. Their state was compared."""
         self.unequal = ""
         self.base_step = self.step = step
         self.sealed_step = min(self.sealed_step, step)
 
     def distrust(self, step: int, rank: int) -> None:
-        """Copies of the state differ: no state of the living or in memory is used any more."""
+        """Record that copies of the state differ. No state of living ranks or in memory is used after that."""
         self.unequal = f"copies of the state of step {step} differ between ranks"
         self.record("copies_differ", step=step, rank=rank, reason=self.unequal)
 
     def finished(self, step: int, *, sealed: bool) -> None:
-        """The session of a rank has ended at ``step``; ``sealed``: after a checkpoint of this step."""
+        """Record that the session of a rank has ended at ``step``; ``sealed``: after a checkpoint of this step."""
         if sealed:
             self.sealed_step = max(self.sealed_step, step)
 
     def release(self, step: int) -> None:
-        """All sessions have ended at ``step``: what follows the training begins."""
+        """Record that all sessions have ended at ``step``. The code of the script after the training begins."""
         self.released, self.step = True, step
 
     def join_generation(self, generation: Generation) -> None:
-        """Library mode: the first worker brings the generation."""
+        """Take over the generation that the first worker reports in library mode."""
         self.generation = generation
         self.roster.renew(generation)
 
     def reopen(self, reason: str) -> None:
-        """A fault after the training: those that do what follows leave it, and start again with the others."""
+        """Kill the members that run the code after the training, because of a fault.
+
+        They start again with the others.
+        """
         if not self.released:
             return
         self.released = False
@@ -188,22 +200,22 @@ class Job:
                 self.kill(member, reason, self.config.term_grace_s, excused=True)
 
     def let_go(self, member: Member) -> None:
-        """Its user code raised, and nobody needs what it holds: it may end, and has to."""
+        """Order a member to end in a bounded time. Its user code raised, and no rank needs its state."""
         member.may_end = True
         self.send(member, Release(member_id=member.member_id, generation=self.generation))
         self.timer(f"failing:{member.member_id}", self.config.failing_s)
 
     def time_out(self, member: Member, reason: str, *, hung_at_s: float = 0.0) -> None:
-        """Kill one that has not answered in time; its agent looks at where it stands before."""
+        """Kill a member that has not answered in time. Its agent first records the position of the process."""
         self.kill(member, reason, silent=True, hung_at_s=hung_at_s)
 
     def send_node(self, node_id: NodeId, message: Message) -> None:
-        """To an agent."""
+        """Send a message to the agent of a node."""
         if not self.ended:
             self._out.append(Send(to=f"agent:{node_id}", message=message))
 
     def send_process(self, member_id: MemberId, message: Message) -> None:
-        """To a process, seated or not."""
+        """Send a message to a process, whether it is a member or not."""
         if not self.ended:
             self._out.append(Send(to=f"member:{member_id}", message=message))
 
@@ -213,12 +225,12 @@ class Job:
             self._out.append(SetTimer(name=name, delay_s=delay_s))
 
     def cancel(self, name: str) -> None:
-        """Forget a timer."""
+        """Cancel a timer."""
         if not self.ended:
             self._out.append(CancelTimer(name=name))
 
     def next_generation(self) -> Generation:
-        """Issue a generation; the caller records it before anyone is told."""
+        """Issue and return a new generation. The caller records it before it sends any message."""
         self.generation = Generation(self.config.term, self.generation.n + 1)
         return self.generation
 
@@ -233,13 +245,13 @@ class Job:
         hung_at_s: float = 0.0,
         hung_in: str = "",
     ) -> None:
-        """SIGKILL; repeated orders are harmless.
+        """Kill a member with SIGKILL. Repeated orders are harmless.
 
         Args:
-            silent: with a last look at the process, for the report.
+            silent: the agent first records the position of the process, for the report.
             excused: the fault of another member is the cause.
-            hung_at_s: since then the process hangs; 0: it does not.
-            hung_in: where, when its own code is the reason.
+            hung_at_s: time since which the process hangs; 0: it does not hang.
+            hung_in: position of the hang if code of the process itself is the reason.
         """
         if not member.alive:
             return
@@ -250,7 +262,7 @@ class Job:
         self.timer(f"kill:{member.member_id}", grace_s + self.config.kill_s)
 
     def start_members(self, resume: str) -> bool:
-        """Seat a fresh roster in the newest generation and start it. False when the nodes are not there."""
+        """Make a new roster in the newest generation and start its members. Return False if nodes are missing."""
         before = {m.rank: m.node_id for m in self.roster.members}
         world_size = self.room()
         seats = assign(self._up(), world_size, self.last_member + 1, before)
@@ -286,36 +298,42 @@ class Job:
 
     @property
     def is_assembled(self) -> bool:
-        """Every node that was there when the job began has come to this controller."""
+        """True if every node of the start of the job has connected to this controller."""
         return len(self.slots) >= self.config.nnodes and set(self.config.voters) <= set(self.slots)
 
     @property
     def settle_s(self) -> float:
-        """Who is in its update answers a fence when that is over, and no update takes longer than a whole step."""
+        """Time limit in seconds for the answers to a fence.
+
+        A rank answers after its update, which is shorter than a step.
+        """
         step_s = max((s for node, s in self.step_s.items() if node in self.roster.nodes), default=0.0)
         return max(self.config.quiesce_s, STEPS_TO_SETTLE * step_s)
 
     @property
     def gasp_s(self) -> float:
-        """Who is in doubt makes its update before it does anything else that is asked."""
+        """Time limit in seconds of a last-gasp save. A rank in doubt first makes its update."""
         return max(self.config.gasp_s, self.settle_s)
 
     @property
     def join_s(self) -> float:
-        """A newcomer does what others did before their first step, and none of that need show: imports, a model that is
-        built or compiled."""
+        """Time limit in seconds for a newcomer to join.
+
+        It covers the longest time from the start of a process to its first step, because imports and the building or
+        compilation of a model show no progress.
+        """
         return max(self.config.startup_s, STARTS_TO_JOIN * self.begun_s)
 
     @property
     def fits(self) -> bool:
-        """The nodes that are heard can hold all ranks to start."""
+        """True if the nodes that are heard can hold all ranks to start."""
         return sum(slots for _, slots in self._up()) >= self.room()
 
     def room(self) -> int:
-        """Ranks to start now: all, or as many as the nodes that are left can hold where fewer are allowed.
+        """Return the number of ranks to start now: all, or, where fewer are allowed, as many as living nodes can hold.
 
-        Nodes are left out until their number divides the full one, so that each step can be made of a whole number of
-        parts: its batches, and their number, stay what they are.
+        The number of nodes used divides the full number of nodes. Each rank then computes a step in a whole number of
+        parts, and the batches of a step and their number do not change.
         """
         config = self.config
         up = self._up()
@@ -329,27 +347,27 @@ class Job:
         return nodes * per_node
 
     def _up(self) -> list[tuple[NodeId, int]]:
-        """The nodes that are heard and stay, with the number of slots that can be used, in their order."""
+        """Return the nodes that are heard and will not leave, in their order, with their number of usable slots."""
         here = self.slots.keys() - self.leaving
         up = [n for n in sorted(here, key=node_order) if self.liveness.is_up(n)]
         return [(n, len(self.devices.usable(n, self.slots[n]))) for n in up]
 
     def _seats_of(self, node_id: NodeId, count: int) -> list[int]:
-        """Local ranks for so many members of a node that holds no other: of trusted devices first."""
+        """Return local ranks for ``count`` members of a node that has no other member. Trusted devices come first."""
         slots = self.slots[node_id]
         trusted = self.devices.trusted(node_id, slots)
         rest = [n for n in self.devices.usable(node_id, slots) if n not in trusted]
         return sorted([*trusted, *rest][:count])
 
     def heard(self) -> set[str]:
-        """Names of the nodes that are there."""
+        """Return the names of the nodes that are heard and will not leave."""
         return {str(node) for node, _ in self._up()}
 
     def places(self, dead: Sequence[Member]) -> dict[int, tuple[NodeId, int]]:
-        """Node and local rank for a newcomer in place of each dead member, by rank; some are missing for want of room.
+        """Return, by rank, a node and a local rank for the newcomer of each dead member.
 
-        Its own place where that is there and its device is trusted, else the first trusted one that is free, else its
-        own where that can be used.
+        The choices, in this order: the slot of the dead member if its device is trusted; the first free slot with a
+        trusted device; the slot of the dead member if it can be used. A rank without any of these is missing.
         """
         up = [node for node, _ in self._up()]
         trusted = {node: self.devices.trusted(node, self.slots[node]) for node in up}
@@ -376,10 +394,10 @@ class Job:
         return member.local_rank in self.devices.usable(node, self.slots.get(node, 0))
 
     def device_failed(self, member: Member, failure: Failure, *, certain: bool) -> bool:
-        """An error that a device may have caused was seen on the slot of this member.
+        """Record an error that the device of this member may have caused.
 
-        Returns: True when it is not to be held against the script: a device has certainly failed, or may have, and
-        there is another one to try.
+        Returns: True if the error does not count as an error of the script. So it is when a device has certainly
+        failed, or when it may have failed and another device is free to try.
         """
         node, slot = member.node_id, member.local_rank
         noted = DeviceFailure(
@@ -407,7 +425,7 @@ class Job:
         return certain or (not self.devices.is_of_script(noted) and self._has_another(member))
 
     def _has_another(self, member: Member) -> bool:
-        """A trusted device is free beside that of this member."""
+        """Return whether a trusted device other than that of this member is free."""
         taken = {(m.node_id, m.local_rank) for m in self.roster.living} | {
             (member.node_id, member.local_rank)
         }
@@ -419,7 +437,7 @@ class Job:
 
     @property
     def left_out(self) -> str:
-        """The devices that are broken, as the end of a sentence; empty when there are none."""
+        """The broken devices, as text for the end of a sentence; empty if there are none."""
         broken = [
             f"device {n} of {node}"
             for node, slots in sorted(self.slots.items())
@@ -428,7 +446,7 @@ class Job:
         return f"; left out after {FAILURES_MAX} failures: {', '.join(broken)}" if broken else ""
 
     def replace_members(self, dead: Sequence[Member]) -> None:
-        """Seat a newcomer in place of each dead member, in the newest generation; there must be room for all."""
+        """Start a newcomer in place of each dead member, in the newest generation. There must be room for all."""
         places = self.places(dead)
         newcomers = [
             Member(
@@ -454,7 +472,7 @@ class Job:
         self.start_again(newcomers)
 
     def start_again(self, members: Sequence[Member]) -> None:
-        """Tell the agents to start these seated members; an order for one that exists is ignored there."""
+        """Order the agents to start these members. An agent ignores the order for a process that exists."""
         joining = [m for m in members if m.joining]
         self._start(joining, self.generation, "", join=True)
         seated = [m for m in members if not m.joining]
@@ -486,16 +504,16 @@ class Job:
 
     @property
     def _places(self) -> tuple[tuple[NodeId, str], ...]:
-        # A look at all members, once for each seating: the order of each node has the same places.
+        # Computed once per roster from all members, because the order to each node has the same places.
         key = (self.generation, self.last_member, tuple(self.hosts.values()))
         if self._placed is None or self._placed[0] != key:
-            nodes = dict.fromkeys(member.node_id for member in self.roster.members)  # members lie by rank
+            nodes = dict.fromkeys(member.node_id for member in self.roster.members)  # in rank order
             found = tuple((node_id, self.hosts[node_id][0]) for node_id in nodes if node_id in self.hosts)
             self._placed = (key, found)
         return self._placed[1]
 
     def stand_down(self, reason: str) -> None:
-        """Decide nothing any more: another controller may be elected. Nothing is issued after this."""
+        """Stop deciding, so that another controller may be elected. No command is issued after this."""
         if self.ended:
             return
         self.record("stood_down", reason=reason, term=self.config.term)
@@ -504,12 +522,12 @@ class Job:
 
     @property
     def kv_node(self) -> str:
-        """Whose agent owns the key space of the generation: that of rank 0; empty on one node."""
+        """The node of rank 0, whose agent holds the key-value store of the generation; empty on one node."""
         first = self.roster.members[0].node_id
         return first if first in self.hosts else ""
 
     def finish(self, code: Exit, reason: str) -> None:
-        """End the run: nothing is issued after this."""
+        """End the run. No command is issued after this."""
         if self.ended:
             return
         if self.config.alone and code is not Exit.OK:

@@ -1,22 +1,26 @@
-"""Life of a fault: from the first sign of it to a committed step at full size.
+"""The state machine of a recovery: from the first sign of a fault to a committed step at full size.
 
-Theory. A recovery is in one phase (``core/decide/recovery_phases.py``), which says what each member is ordered to do
-and what is waited for. What was decided is one value, the plan. The six phases that users see
-(detected, fenced, quiesced, planned, restored, resumed) are the times at which the machine passes its edges.
-``decide`` is the heart and is pure: given what every rank of the old generation reported, or left on its
-status page, where does the job stand? A second fault while a decision is being carried out starts again at
-the fence, under a new generation; until the decision it just joins. All orders are idempotent by generation,
-so ``remind`` may repeat them to whoever reconnected.
+Theory. A recovery is in one phase (``core/decide/recovery_phases.py``). The phase determines the order that each
+member receives and the condition that ends the phase. The decision is kept as one value, the plan. The six phases that
+users see (detected, fenced, quiesced, planned, restored, resumed) are the times of certain transitions of this machine.
+The pure function ``decide`` computes the step of the job from the reports of the ranks of the old generation. The
+status page of a dead rank stands for its report. A second fault before the decision becomes part of the same recovery.
+A second fault after the decision starts the recovery again at the fence, under a new generation. All orders are
+idempotent by generation, so ``remind`` may repeat an order to a member that has connected again.
+
+Terms. A *source* is a rank that holds the state of the decided step and saves it or gives it to replacements. A rank
+*leaves* when its process ends on the controller's order.
 
 Invariants:
 1. A decision is made only when each rank of the old generation has reported to the newest fence or is
    confirmed dead.
-2. One decision per generation, recorded before anyone is told.
-3. The job never stands below a step that a living rank has committed, nor above one that somebody entered
+2. There is one decision per generation, and it is recorded before any order is sent.
+3. The step of the job is never below a step that a living rank has committed, nor above a step that a rank entered
    UPDATING for.
-4. Only ranks that stand at the decided step, or can be brought there, are sources of a save.
-5. New members start only when every old one is gone, or in the seats of the dead beside those that live on.
-6. A newcomer is a member from ``SessionOpened`` on, when it holds its state; a fault before that removes it.
+4. Only ranks that are at the decided step, or can be brought there, are sources of a save.
+5. New members start only when every old member is gone, or as replacements of dead members beside the survivors.
+6. A newcomer is a full member from ``SessionOpened`` on, when it holds its state. A fault before that removes the
+   newcomer.
 """
 
 from __future__ import annotations
@@ -62,11 +66,11 @@ from holdfast.exit_codes import Exit
 from holdfast.text import plural
 
 DECIDED: tuple[Seen, ...] = ("fenced", "quiesced", "planned")
-"""What the fault of a newcomer need not go through again: the decision that it was started for stands."""
+"""Phases that a fault of a newcomer counts as passed, because the decision that started it still holds."""
 
 
 class Recovery:
-    """Sub-machine of the controller. ``job`` is shared with it."""
+    """The sub-machine of the controller that handles faults. ``job`` is shared with the controller."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -76,50 +80,52 @@ class Recovery:
         self.survey = Survey(job, self.replacement, self.gasp)
         self.awaited = Awaited(job, self)
         self.phase: Phase = "idle"
-        self.plan: RecoveryPlan | None = None  # of this generation, from the decision on
+        self.plan: RecoveryPlan | None = None  # of this generation; None before the decision
         self.faults = Faults()
         self.digests = SourceDigests()
         self.reports: dict[int, Settled] = {}
         self.openings = SessionOpenings()
-        self._turns = 0  # that the whole job has done, as those that reported know
-        self._reason = ""  # of the newest fence or leave
-        self._resume = ""  # what all start from; empty: the newest checkpoint
-        self._outcome = (Exit.RESTART, "")  # with which all leave
+        self._turns = 0  # epochs and phases finished by the whole job: the maximum of the reports
+        self._reason = ""  # of the newest order to fence or to leave
+        self._resume = ""  # state that all ranks start from; empty: the newest checkpoint
+        self._outcome = (Exit.RESTART, "")  # exit code and reason with which all ranks leave
         self._grown_on: frozenset[NodeId] = frozenset()
         self._rollcall = AllOf()
 
     @property
     def rules(self) -> PhaseRules:
-        """The row of the phase."""
+        """The rules of the current phase."""
         return RULES[self.phase]
 
     @property
     def only_replaces(self) -> bool:
-        """True while replacements of lost ranks are built whose state the survivors hold."""
+        """True while replacements start that take their state from the survivors."""
         replaces = self.plan is not None and self.plan.verdict.action == "replace"
         return replaces and self.phase in ("preparing", "replacing")
 
     @property
     def ends(self) -> bool:
-        """True while the last checkpoint of the run is written, or all leave after it."""
+        """True while the last checkpoint of the run is compared or written, or all ranks leave after that."""
         ends = self.plan is not None and self.plan.end(library=self.job.config.library) is not None
         return ends and self.phase in ("comparing", "saving", "ending")
 
     # ---------------------------------------------------------------- events
 
     def launch(self, now: float) -> None:
-        """Start members for the first time, or again once nodes are there."""
+        """Start the members: for the first time, or when enough nodes are connected again."""
         if self.phase == "idle":
             self.job.next_generation()
         self._go("launch")
         self._start(now)
 
     def join_started(self) -> None:
-        """Library mode: the workers were started by someone else."""
+        """Enter the starting phase without starting members. In library mode another launcher starts the workers."""
         self._go("launch")
 
     def adopt(self, now: float, *, in_place: bool) -> None:
-        """A successor has heard from all agents: its members were started, and may have opened their sessions.
+        """Continue the phase of an earlier controller, after all agents have reported to this one.
+
+        The members have been started. Their sessions may be open.
 
         Args:
             in_place: the newest order was to continue in place; some members may not have received it.
@@ -136,11 +142,11 @@ class Recovery:
     def member_fault(
         self, now: float, member: Member, kind: FaultKind, what: str, failure: Failure | None = None
     ) -> None:
-        """A fault of one member, dated by its death if it is dead."""
+        """Handle a fault of one member. Its time is the time of the death if the member is dead."""
         self.fault(now, Fault.of(member, kind, what, now, failure))
 
     def suspect(self, now: float, member: Member, seen: FaultSeen) -> None:
-        """A collective broke: wait for a death that explains it."""
+        """Handle a broken collective: wait some time for a death that explains it."""
         if (self.phase, "suspect") not in PHASES:
             return
         self._go("suspect")
@@ -148,8 +154,11 @@ class Recovery:
         self.job.timer("grace", self.job.config.fault_grace_s)
 
     def fault(self, now: float, fault: Fault, *more: Fault) -> None:
-        """Something is broken for good, ``more`` with it: joins the fence before the decision, else starts a new one.
-        A newcomer that dies before it has joined is no peer yet: another one takes its seat."""
+        """Handle a certain fault, and those in ``more`` with it.
+
+        Before the decision the fault becomes part of the current fence. After the decision it causes a new fence. A
+        newcomer that dies before it has joined causes no fence if another newcomer can take its seat.
+        """
         if (self.phase, "fault") not in PHASES:
             return
         new = [*missed(now, self.job, self.faults, fault), fault, *more]
@@ -169,14 +178,13 @@ class Recovery:
             self.fence(now, f"rank {fault.rank} {fault.what}")
 
     def opened(self, now: float) -> None:
-        """A session opened. When it was the last one of this start, it is known where the job was restored
-        to."""
+        """Handle the opening of a session. The last one of a start shows the step to which the job was restored."""
         job = self.job
         members = job.roster.members
         if not self.openings.check(members, job.world_size):
             return
         if self.rules.order in ("settle", "leave"):
-            return  # sent before the decision, received after it: the decision knows better
+            return  # sent before the decision, received after it: the decision is newer
         steps = [m.opened_step for m in members if m.opened_step is not None]
         lost = max(0, job.step - min(steps))
         self.faults.cost(lost)
@@ -193,7 +201,7 @@ class Recovery:
             self.progress(now)
 
     def settled(self, now: float, member: Member, report: Settled) -> None:
-        """An answer to the newest fence, or news after a decision was applied."""
+        """Handle the report of a member: its answer to the newest fence, or a change after the decision."""
         self.reports[member.rank] = report
         self._turns = max(self._turns, report.turns)
         member.report(report.state, report.step)
@@ -208,7 +216,7 @@ class Recovery:
         rewind = STAY if self.plan is None else self.plan.rewind
         if report.state == "torn" and self.rules.order == "settle":
             self.fence(now, f"the update of rank {member.rank} failed")
-        elif report.away and self.rules.in_place:  # it fell after it had answered
+        elif report.away and self.rules.in_place:  # it left the loop after it had answered
             self.fence(now, f"rank {member.rank} has left its loop")
         elif self.rules.in_place and report.rewind < 0 <= rewind < report.step:
             self.fence(now, f"rank {member.rank} has left the loop that all go back into")
@@ -216,13 +224,19 @@ class Recovery:
             self.progress(now)
 
     def offered(self, member: Member, offer: StateOffered) -> None:
-        """A survivor serves its state."""
+        """Handle the offer of a survivor to serve its state.
+
+        Order newcomers to receive when all sources have offered.
+        """
         if self.replacement.offered(member, offer) and self.phase == "replacing":
             for newcomer in filter(lambda m: m.joining, self.job.roster.living):
                 self.remind(newcomer)
 
     def refused(self, now: float, member: Member, refusal: StateRefused) -> None:
-        """What a rank has in memory is damaged, and gone now, or no newcomer can join: decide again without it."""
+        """Handle a refusal: the state in the memory of a rank is damaged, or no newcomer can join.
+
+        Decide again without it.
+        """
         self.job.record("state_refused", rank=member.rank, step=refusal.step, reason=refusal.reason)
         if refusal.alone:
             self.replacement.refusal = refusal.reason
@@ -232,23 +246,26 @@ class Recovery:
             self.fence(now, f"rank {member.rank} refuses its state: {refusal.reason}")
 
     def join_asked(self, member: Member) -> None:
-        """A newcomer wants its state."""
+        """Handle the request of a newcomer for its state."""
         member.asked = True
         self.remind(member)
 
     def joined(self, now: float, member: Member, message: Joined) -> None:
-        """A newcomer holds its state."""
+        """Handle the report of a newcomer that it holds its state."""
         if self.rules.then != "replace" or not member.joining:
             return
         self.settled(now, member, self.replacement.joined(member, message))
 
     def digests_reported(self, rank: int, event: StateDigests) -> Mapping[int, StateDigests] | None:
-        """A source has reported digests. Returns: those of all sources, once no other one is awaited."""
+        """Record the digests that a source reports.
+
+        Returns: the digests of all sources by rank if this report was the last one; otherwise None.
+        """
         complete = self.rules.compares and self.digests.report(rank, event)
         return self.digests.by_rank if complete else None
 
     def digests_equal(self) -> None:
-        """All layouts are published, and the digests are equal: the state may be saved, and given to replacements."""
+        """Start the save or the transfer of the state, after all layouts are published and the digests are equal."""
         saves = self.phase == "comparing"
         self._go("save" if saves else "replace")
         self.bounds.end("vouch")
@@ -260,7 +277,7 @@ class Recovery:
                 self.remind(member)
 
     def save_reported(self, now: float, member: Member, report: SaveReported) -> None:
-        """A source has written its share, or could not."""
+        """Handle the report of a source that it has written its share of the save, or could not."""
         if self.phase != "saving":
             return
         outcome = self.gasp.reported(member.rank, report)
@@ -270,7 +287,7 @@ class Recovery:
             self.fence(now, f"the save failed: {self.gasp.error}")
 
     def exited(self, now: float, member: Member) -> None:
-        """A member is gone, whatever the reason; ``fault`` was called before if it is one."""
+        """Handle the end of a member's process. If the end is a fault, ``fault`` has been called before."""
         self.faults.exited(member)
         awaited = member.rank in self.gasp.writing or member.rank in self.digests.awaited
         if self.phase in ("comparing", "saving") and awaited:
@@ -279,7 +296,7 @@ class Recovery:
             self.progress(now)
 
     def tick(self, now: float, name: str) -> None:
-        """One of this machine's timers."""
+        """Handle a timer of this machine."""
         living = self.job.roster.living
         if name == "grace" and self.phase == "grace" and self.faults.suspected is not None:
             self.fault(now, self.faults.suspected)
@@ -295,11 +312,14 @@ class Recovery:
             self.awaited.tick(name)
 
     def stop(self) -> None:
-        """The run was ended from outside: nothing is decided or started any more."""
+        """Stop deciding and starting members, because the run was ended from outside."""
         self._go("stop")
 
     def grow(self, now: float) -> None:
-        """More ranks can run than do: all start again from a checkpoint written now, once for each set of nodes."""
+        """Restart all ranks from a checkpoint written now if more ranks can run.
+
+        Try this once for each set of nodes.
+        """
         job = self.job
         if self.phase != "idle" or job.room() <= job.world_size or job.exit_source or not job.session:
             return
@@ -310,15 +330,15 @@ class Recovery:
         self.fence(now, f"there is room for {plural(job.room(), 'rank')}")
 
     def remind(self, member: Member) -> None:
-        """Repeat the standing order to a member that reconnected."""
+        """Send the order of the current phase to a member, also again."""
         message = self._standing_order(member)
         if message is not None:
             self.job.send(member, message)
         if isinstance(message, Receive):
-            self.bounds.moved(member.member_id)  # its part begins now
+            self.bounds.moved(member.member_id)  # the time limit of its transfer begins now
 
     def progress(self, now: float) -> None:
-        """Take whatever step the facts allow."""
+        """End the current phase if the condition that the phase waits for holds."""
         members, living = self.job.roster.members, self.job.roster.living
         have_all = self._rollcall.all
         match self.rules.until:
@@ -342,7 +362,10 @@ class Recovery:
                 self._recovered(now)
 
     def _let_go(self) -> bool:
-        """Let those whose code raised end, unless the others lack what they hold; True: wait until they are gone."""
+        """Let members whose user code raised an exception end, unless only they hold a part of the state.
+
+        Returns: True if the recovery must wait until these members are gone.
+        """
         failed = [m for m in self.job.roster.living if m.stays]
         if not failed or self.survey.needs({m.rank for m in failed}, self.reports):
             return False
@@ -352,7 +375,7 @@ class Recovery:
         return True
 
     def fence(self, now: float, reason: str) -> None:
-        """A new generation begins: everyone out of the old one."""
+        """Begin a new generation and order all living members to leave the collectives of the old one."""
         job = self.job
         self._go("fault")
         self.plan, self.reports, self._turns = None, {}, 0
@@ -468,7 +491,7 @@ class Recovery:
             self.remind(member)
 
     def _standing_order(self, member: Member) -> Message | None:
-        """Return the message that the phase has for a member."""
+        """Return the message that the current phase prescribes for a member; None if there is none."""
         rules, job = self.rules, self.job
         member_id, generation = member.member_id, job.generation
         replacement = member.joining and rules.to_replacement is not None
@@ -508,13 +531,13 @@ class Recovery:
         )
 
     def _has_answered(self, member: Member) -> bool:
-        """Who is being killed may have answered before: it counts when it is gone."""
+        """Return whether a member has answered the fence. A member that is being killed counts only when it is gone."""
         if member.is_excused or (member.failed is not None and not member.stays):
             return False
         return member.rank in self.reports
 
     def is_there(self, member: Member) -> bool:
-        """It stands at the step of the decision, or can go back to it."""
+        """Return whether a member is at the step of the decision, or can go back to it."""
         report = self.reports.get(member.rank)
         if report is None or report.state not in ("ready", "aborted", "finished"):
             return False
@@ -551,7 +574,7 @@ class Recovery:
         self.progress(now)
 
     def _leave(self, now: float, reason: str, resume: str) -> None:
-        """All leave: the run ends, or all start again from ``resume``."""
+        """Order all members to leave. After that the run ends, or all start again from ``resume``."""
         job = self.job
         assert self.plan is not None
         end = self.plan.end(library=job.config.library)

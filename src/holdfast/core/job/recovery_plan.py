@@ -1,8 +1,8 @@
-"""The plan of one recovery: the decided step and the verdict of the ladder, and what follows from the two.
+"""The plan of one recovery: the decided step, the verdict of the ladder, and the values that follow from them.
 
 Invariants:
 1. A plan is made once per generation, recorded before a member receives an order from it, and never changed.
-2. All else that a recovery keeps of its decision is computed from the plan.
+2. Everything else that depends on the decision is computed from the plan.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ STAY = -1
 
 
 class RecoveryPlan(msgspec.Struct, frozen=True):
-    """What was decided for one generation."""
+    """The decision and the verdict for one generation."""
 
     decided: Decision
     verdict: LadderVerdict
 
     @property
     def takes_kept(self) -> bool:
-        """Replacements take the state that the ranks before them left in memory."""
+        """True if replacements load the state that the lost ranks left in shared memory."""
         return self.verdict.action == "replace_from_memory" and not self.verdict.replays
 
     @property
     def rewind(self) -> int:
-        """The step to which the survivors go back in memory; ``STAY``: they keep the decided step."""
+        """The step whose state in memory the survivors go back to; ``STAY``: they keep the decided step."""
         step = self.verdict.memory_step
         return step if self.takes_kept and step != self.decided.step else STAY
 
     @property
     def resume(self) -> str:
-        """The state in memory from which all start again; empty: the newest checkpoint."""
+        """Name of the state in memory from which all ranks start again; empty: the newest checkpoint."""
         from_memory = self.verdict.action == "restart_from_memory"
         return memory_name(self.verdict.memory_step) if from_memory else ""
 
     def end(self, *, library: bool) -> tuple[Exit, str] | None:
-        """Return code and reason with which the run ends; None: all start again.
+        """Return the exit code and the reason with which the run ends; None: all ranks start again or are replaced.
 
         Args:
-            library: the processes belong to another launcher, which alone can start them.
+            library: the processes belong to another launcher, and only that launcher can start them.
         """
         verdict = self.verdict
         if verdict.stops:

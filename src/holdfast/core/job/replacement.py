@@ -1,12 +1,13 @@
-"""Newcomers in the seats of the dead, while the others keep process, weights and connections.
+"""The replacement of dead ranks by newcomers, while the survivors keep process, weights and connections.
 
-Theory. A newcomer builds its model without peers, asks for its state, takes it from the survivors that serve theirs,
-and joins. Both sides work at the same time; the first fetch waits until all sources have opened, so that the load is
-spread over all of them. Until it has joined, a newcomer is nobody: what the one before it left on its status page is
-still the seat's evidence in a decision.
+Theory. A newcomer builds its model without peers, asks for its state, receives it from the sources (the survivors that
+serve their state), and joins. Both sides work at the same time. The first fetch waits until all sources have offered
+their state, so that the load is spread over all of them. A newcomer that has not joined is not evidence in a decision.
+The status page of the previous full member of its seat still is. A rank-local value is a plain value of which only one
+rank has a copy.
 
 Invariants:
-1. A newcomer is told to receive only when every source of the decision has offered the state of the decided step.
+1. A newcomer is ordered to receive only when every source of the decision has offered the state of the decided step.
 2. The page of a replaced member counts until the job has resumed.
 """
 
@@ -30,21 +31,23 @@ from holdfast.text import plural
 
 
 class Replacement:
-    """Part of :class:`~holdfast.core.job.recovery.Recovery`; ``job`` is shared with it."""
+    """The part of :class:`~holdfast.core.job.recovery.Recovery` that starts newcomers. ``job`` is shared with it."""
 
     def __init__(self, job: Job, bounds: Bounds) -> None:
         self.job = job
         self.bounds = bounds
         self.lost = 0  # newcomers of this recovery that were lost before they joined
-        self.refusal = ""  # why one of them cannot join
+        self.refusal = ""  # why a newcomer cannot join; empty: none reported that
         self._awaited: set[int] = set()  # sources that have not offered
         self._offers: dict[int, StateOffered] = {}
-        self._addresses: dict[str, tuple[str, int]] | None = None  # of the offers, made at need
-        self._pages: dict[int, MemberExited] = {}  # by rank: what the last full member of a seat left
+        self._addresses: dict[str, tuple[str, int]] | None = None  # of the offers, computed on demand
+        self._pages: dict[
+            int, MemberExited
+        ] = {}  # by rank: last status page of the last full member of the seat
         self._former: dict[MemberId, int] = {}  # ranks of members that an earlier controller has replaced
 
     def why_not(self, decided: Decision) -> str:
-        """Why the lost ranks cannot be replaced beside the living, whoever holds their boxes; empty when they can."""
+        """Return why the lost ranks cannot be replaced, wherever their boxes are held; empty: they can."""
         job = self.job
         living = job.roster.living
         if reason := self.barred(living):
@@ -64,7 +67,7 @@ class Replacement:
         return f"device {member.local_rank} of {member.node_id} has failed {FAILURES_MAX} times"
 
     def barred(self, living: Sequence[Member]) -> str:
-        """Why nobody can be replaced, whoever is lost."""
+        """Return why no rank can be replaced, independent of which ranks are lost; empty: it is possible."""
         config = self.job.config
         if config.library:
             return "the workers belong to another launcher"
@@ -83,9 +86,9 @@ class Replacement:
         return ""
 
     def remove(self, torn: Sequence[Member]) -> bool:
-        """Kill living ranks whose update broke: they hold nothing that counts, and newcomers take their seats.
+        """Kill the living ranks in ``torn``, whose update broke off. Their state is useless, and newcomers replace them.
 
-        Returns: False when there are none, or when they would not help: nobody is sound, or nobody can be replaced.
+        Returns: False if no rank was killed: none is torn, all living ranks are torn, or no rank can be replaced.
         """
         living = self.job.roster.living
         if not torn or len(torn) == len(living) or self.barred(living):
@@ -95,7 +98,7 @@ class Replacement:
         return True
 
     def start(self, plan: RecoveryPlan) -> None:
-        """Seat and start a newcomer for each dead rank."""
+        """Start a newcomer in the seat of each dead rank."""
         dead = [m for m in self.job.roster.members if not m.alive]
         for member in dead:
             if member.exited is not None and not member.joining:
@@ -103,17 +106,20 @@ class Replacement:
         self._awaited = set(plan.decided.sources)
         self._offers, self._addresses = {}, None
         self._seat(dead)
-        # What was kept is read first, which may take long.
+        # The state that was kept in memory is read first, which may take long.
         config = self.job.config
         offer_s = config.offer_s + self.job.settle_s - config.quiesce_s
         self.bounds.begin("offer", self.job.gasp_s if plan.takes_kept else offer_s, reads=plan.takes_kept)
 
     def adopt(self, former: Mapping[MemberId, int]) -> None:
-        """An earlier controller has replaced these members; their agents will say what they left."""
+        """Take over the members that an earlier controller has replaced. Their agents will report their last pages."""
         self._former = dict(former)
 
     def replaced_exited(self, event: MemberExited) -> None:
-        """An agent repeats what a replaced member left: evidence of its seat. The last one that was a member counts."""
+        """Record the last page of a replaced member as evidence of its seat.
+
+        The newest full member of a seat counts.
+        """
         rank = self._former.get(event.member_id)
         if rank is None or event.detail == NO_PAGE or event.state == "starting":
             return
@@ -122,16 +128,19 @@ class Replacement:
             self._pages[rank] = event
 
     def awaits(self, survivor: Member) -> bool:
-        """It has yet to offer its state."""
+        """Return whether the survivor has not yet offered its state."""
         return survivor.rank in self._awaited
 
     @property
     def is_offered(self) -> bool:
-        """All sources have: newcomers can take it."""
+        """True if all sources have offered their state, so that newcomers can receive it."""
         return not self._awaited
 
     def again(self, newcomer: Member) -> bool:
-        """Start another one in the seat of a newcomer that died before it had joined, if there is room and hope."""
+        """Start another newcomer in the seat of one that died before it had joined.
+
+        Return False if that is not allowed.
+        """
         job = self.job
         if newcomer.alive or self.lost >= job.config.replacements_max or not job.places([newcomer]):
             return False
@@ -145,17 +154,20 @@ class Replacement:
         self.bounds.begin("join", job.join_s, reads=True)
 
     def offered(self, member: Member, offer: StateOffered) -> bool:
-        """A survivor serves its state; True when newcomers can be told, or are to be told anew."""
+        """Record the offer of a survivor.
+
+        Return True if the newcomers must now be sent the order to receive (again).
+        """
         self._offers[member.rank] = offer
         self._addresses = None
         self._awaited.discard(member.rank)
         return not self._awaited
 
     def receive(self, member: Member, plan: RecoveryPlan, turns: int) -> Receive | None:
-        """The order that a newcomer waits for; None while a source is missing or it has not asked.
+        """Return the order to receive; None while a source has not offered or the newcomer has not asked.
 
         Args:
-            turns: of epochs and phases, that the whole job has done.
+            turns: number of epochs and phases that the whole job has finished.
         """
         job = self.job
         if not member.asked or self._awaited:
@@ -176,7 +188,10 @@ class Replacement:
         )
 
     def holds(self, member: Member) -> bool:
-        """True for a member that answers a fence. A newcomer with an open session holds its state, and is one now."""
+        """Return True for a full member.
+
+        A newcomer with an open session holds its state and becomes a full member here.
+        """
         if member.joining and member.opened_step is not None:
             self._join(member, member.opened_step)
         return not member.joining
@@ -192,25 +207,28 @@ class Replacement:
         )
 
     def joined(self, member: Member, message: Joined) -> Settled:
-        """A newcomer holds its state: from now on a member, with this report."""
+        """Make a newcomer that holds its state a full member. Return the report that it would send to a fence."""
         self._join(member, message.step)
         return Settled(
             member_id=member.member_id, generation=message.generation, state="ready", step=message.step
         )
 
     def local_of(self, member: Member) -> bytes:
-        """Rank-local values of a lost rank at the decided step: from its own page, or from that of the one it was to
-        replace. One that was lost in its update, and in doubt, had told those of the next step beside its own."""
+        """Return the rank-local values of a lost rank at the decided step.
+
+        They come from its last page or from that of the previous full member of the seat. The page of a rank that died
+        in its update or in doubt holds the values of two steps.
+        """
         left = (self._pages.get(member.rank), None if member.joining else member.exited)
         known = {step: local for page in left if page is not None for step, local in page.locals.items()}
         return known[max(steps)] if (steps := [step for step in known if step <= self.job.step]) else b""
 
     def reports(self) -> list[RankReport]:
-        """What those that were replaced have left."""
+        """Return the reports of the replaced members, from their last pages."""
         return [RankReport(rank, page.state, page.step, False) for rank, page in sorted(self._pages.items())]
 
     def went_back(self, step: int) -> None:
-        """All were told to go back to ``step``: a page proves no later one any more."""
+        """Limit the pages of replaced members to ``step``, because all ranks were ordered to go back to it."""
         self._pages = {
             rank: msgspec.structs.replace(page, state="ready", step=min(page.step, step))
             for rank, page in self._pages.items()
@@ -218,11 +236,11 @@ class Replacement:
 
     @property
     def staged(self) -> bool:
-        """One of those that were replaced had handed a save to its writer process."""
+        """True if a replaced member had given a save to its writer process."""
         return any(page.staged_step > 0 for page in self._pages.values())
 
     def clear(self) -> None:
-        """The job has resumed, or starts anew."""
+        """Forget everything, because the job has resumed or starts again."""
         self.lost = 0
         self.refusal = ""
         self._pages, self._former = {}, {}

@@ -1,7 +1,8 @@
-"""What is known once the old generation has come to rest: the situation that the ladder is asked about.
+"""The evidence of one recovery, collected into the ``Situation`` from which the ladder chooses a rung.
 
-Theory. Reports, the faults so far, layouts and the state of the nodes are gathered into one value, and with it why a
-rung cannot be taken. Nothing is decided here.
+Theory. The evidence is complete when every rank of the old generation has reported or is dead. It consists of these
+reports, the faults so far, the layouts and the state of the nodes. The situation also holds, for each rung that cannot
+be taken, the reason. Nothing is decided here.
 """
 
 from __future__ import annotations
@@ -21,17 +22,20 @@ from holdfast.core.protocol.messages import Settled
 from holdfast.text import noun_of, plural
 
 CONSEQUENCES = frozenset({"PeerLost", "GroupError"})
-"""Exceptions that a lost peer causes: never themselves the reason of a fault."""
+"""Exceptions that the loss of a peer causes. They are never the cause of a fault."""
 
 
 OWN_DOING = frozenset({"exception", "hang", "silent", "corruption"})
-"""Kinds of faults that user code may be the reason of; silent is our own kill, it came after."""
+"""Kinds of faults that user code may cause, or, for ``silent``, a kill by the controller that followed a fault."""
 
 FAILURES_MAX = 16
 
 
 class Survey:
-    """Part of :class:`~holdfast.core.job.recovery.Recovery`, with which everything is shared."""
+    """The part of :class:`~holdfast.core.job.recovery.Recovery` that collects evidence.
+
+    All objects are shared with it.
+    """
 
     def __init__(self, job: Job, replacement: Replacement, gasp: LastGaspSave) -> None:
         self.job = job
@@ -39,12 +43,16 @@ class Survey:
         self.gasp = gasp
 
     def reports(self, answers: Mapping[int, Settled]) -> list[RankReport]:
-        """What is known of each rank of the old generation; ``answers`` to the newest fence by rank."""
+        """Return a report for each rank of the old generation of which one is known.
+
+        Args:
+            answers: the answers to the newest fence, by rank.
+        """
         found: list[RankReport] = []
         for member in self.job.roster.members:
             answer = answers.get(member.rank)
             if member.alive and member.joining:
-                continue  # nobody until it has joined
+                continue  # not a full member before it has joined
             if member.alive and answer is not None:
                 found.append(RankReport(member.rank, answer.state, answer.step, True))
             elif member.exited is not None and member.exited.detail != NO_PAGE:
@@ -54,7 +62,7 @@ class Survey:
     def situation(
         self, decided: Decision, answers: Mapping[int, Settled], faults: Sequence[Fault]
     ) -> Situation:
-        """All that the ladder may know."""
+        """Return all facts that the ladder may use."""
         job = self.job
         members, room = job.roster.members, job.room()
         finished = [m for m in members if m.finished is not None]
@@ -97,7 +105,11 @@ class Survey:
         )
 
     def _why_uncovered(self, decided: Decision, no_holder: str) -> str:
-        """Why no last-gasp can be complete; ``no_holder``: why the sources of the decision do not hold all."""
+        """Return why no last-gasp can be complete; empty: one can.
+
+        Args:
+            no_holder: why the sources of the decision do not hold the whole state; empty: they hold it.
+        """
         job, gasp = self.job, self.gasp
         sources = gasp.sources(decided)
         if job.unequal:
@@ -112,7 +124,7 @@ class Survey:
         return f"{uncovered} (save failed before: {gasp.error})" if uncovered and gasp.error else uncovered
 
     def _why_not_beside(self, decided: Decision, answers: Mapping[int, Settled]) -> str:
-        """Why nobody can be replaced beside the living, wherever the state comes from; empty when they can."""
+        """Return why no rank can be replaced beside the survivors, from any source of state; empty: it is possible."""
         if self.job.unequal:
             return self.job.unequal
         if away := self._away(answers):
@@ -120,7 +132,10 @@ class Survey:
         return self.replacement.why_not(decided)
 
     def _away(self, answers: Mapping[int, Settled]) -> list[int]:
-        """Living ranks that have left their loop; what a rank said before its end does not bind its replacement."""
+        """Return the living ranks that have left their loop.
+
+        The answer of a rank that died does not bind its replacement.
+        """
         of = {answer.member_id for answer in answers.values() if answer.away}
         return [m.rank for m in self.job.roster.living if m.member_id in of]
 
@@ -132,13 +147,13 @@ class Survey:
         job = self.job
         if job.config.alone or job.unequal:
             return NONE
-        # Without a decided step it was a fault before any session had opened again.
+        # Without a decided step, the fault came before any session had opened again.
         limit = job.step if decided.step is None else decided.step
         step = newest_complete(kept_by(job.roster.members, answers, job.held_elsewhere()), limit)
         return step if step >= job.sealed_step else NONE
 
     def needs(self, ranks: set[int], answers: Mapping[int, Settled]) -> bool:
-        """The state that these answers prove is not whole without what ``ranks`` hold."""
+        """Return whether the state that ``answers`` prove is incomplete without the boxes of ``ranks``."""
         decided = decide(self.reports(answers), self.job.sealed_here)
         others = tuple(rank for rank in decided.sources if rank not in ranks)
         return bool(decided.step) and (not others or bool(self._why_no_holder(others)))
@@ -154,7 +169,7 @@ class Survey:
         return "node" if gone else CAUSE_OF.get(fault.kind, "other")
 
     def _unpublished(self) -> list[int]:
-        """Ranks whose layout nobody knows, or knows any more: no newcomer can be told what to hold in their seats."""
+        """Return the ranks without a known layout. A newcomer in such a seat could not be sent the boxes to hold."""
         return [rank for rank in range(self.job.world_size) if rank not in self.job.roster.layouts]
 
 
@@ -170,12 +185,15 @@ CAUSE_OF: dict[FaultKind, str] = {
     "corruption": "corruption",
     "leave": "node",
 }
-"""What ``--on-fault cause:rung`` calls each kind; the rest is ``other``."""
+"""The cause in ``--on-fault cause:rung`` of each kind of fault. All other kinds have the cause ``other``."""
 
 
 def _failures(faults: Sequence[Fault]) -> tuple[Failure, ...]:
-    """The deaths that caused this; without any, the exceptions that are not what a lost peer causes; of several ranks
-    that raised the same, the first. Who left for the fence did not die."""
+    """Return the failures that caused this recovery, without repetitions of the same failure on other ranks.
+
+    These are the failures of dead ranks. If no rank died, all failures count. Exceptions that a lost peer causes, and
+    (if a rank died) members that left because of the fence, do not count.
+    """
     found = [f for f in faults if "planned" not in f.passed]
     died = [f for f in found if f.kind not in OWN_DOING and not f.follows]
     causes = [f.failure for f in died or found if f.failure and f.failure.kind not in CONSEQUENCES]

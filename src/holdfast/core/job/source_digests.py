@@ -1,7 +1,9 @@
-"""The digests that the sources of a decision send of the state that they hold, before it is saved or given.
+"""The digests of the state, sent by the ranks that hold it before the state is saved or given to replacements.
 
 Invariants:
-1. The comparison is complete once: with the report of the last source that was asked.
+1. The comparison becomes complete exactly once: with the report of the last source that was asked.
+
+A *source* is a rank that holds the state of the decided step.
 """
 
 from __future__ import annotations
@@ -12,18 +14,18 @@ from holdfast.core.protocol.health_messages import StateDigests
 
 
 class SourceDigests:
-    """Part of :class:`~holdfast.core.job.recovery.Recovery`."""
+    """The part of :class:`~holdfast.core.job.recovery.Recovery` that collects digests."""
 
     def __init__(self) -> None:
         self.awaited: set[int] = set()  # sources that have not reported
         self.by_rank: dict[int, StateDigests] = {}
 
     def ask(self, sources: Iterable[int]) -> None:
-        """Forget an earlier comparison; these ranks are asked."""
+        """Begin a new comparison that waits for these ranks."""
         self.awaited, self.by_rank = set(sources), {}
 
     def report(self, rank: int, digests: StateDigests) -> bool:
-        """Note the digests of a source. Returns: True when no other one is awaited."""
+        """Record the digests of a source. Return True if all sources have now reported."""
         if rank not in self.awaited:
             return False
         self.awaited.discard(rank)
