@@ -1,7 +1,7 @@
-"""A framework of its own: a linear model, its gradients and its optimizer, in NumPy. It knows nothing of Holdfast.
+"""A small framework in NumPy, without Holdfast: a linear model, its gradients and its optimizer.
 
-All that another program needs is one place where gradients of all processes are averaged, and one before and one after
-the optimizer changes weights.
+An adapter needs three hooks from a framework: to average the gradients of all processes, and to run code before and
+after the optimizer changes weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Array = NDArray[np.float64]
 
 
 class Model:
-    """``y = x @ w + b``. ``weights``: w of shape [inputs], b of shape [1]."""
+    """The linear model ``y = x @ w + b``. ``weights``: w of shape [inputs], b of shape [1]."""
 
     def __init__(self, inputs: int, seed: int = 0) -> None:
         draw = np.random.default_rng(seed)
@@ -33,7 +33,9 @@ class Momentum:
     def __init__(self, model: Model, rate: float, momentum: float = 0.9) -> None:
         self.model = model
         self.velocity = {name: np.zeros_like(array) for name, array in model.weights.items()}
-        self.average: Callable[[Array], Array] = lambda gradient: gradient  # over all processes
+        self.average: Callable[[Array], Array] = lambda gradient: (
+            gradient
+        )  # hook: the mean over all processes
         self.before: Callable[[], None] = lambda: None
         self.after: Callable[[], None] = lambda: None
         self._rate, self._momentum = rate, momentum
@@ -49,7 +51,7 @@ class Momentum:
 
 
 class Table:
-    """Rows to train on, in batches of ``rows_per_batch``. Shapes: x [rows, inputs], y [rows]."""
+    """The rows to train on, in batches of ``rows_per_batch``. Shapes: x [rows, inputs], y [rows]."""
 
     def __init__(self, x: Array, y: Array, rows_per_batch: int) -> None:
         self.x, self.y, self.rows_per_batch = x, y, rows_per_batch

@@ -1,4 +1,4 @@
-"""The framework ``tiny`` under Holdfast: its adapter, and ``session``. docs/new-framework.md explains it."""
+"""The adapter that lets the framework ``tiny`` train under Holdfast, and ``session``. See docs/new-framework.md."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OPTIMIZER = "optimizer."
 
 
 def session(optimizer: Momentum, *, checkpoint: str | None = None, seed: int = 0) -> Session:
-    """Open a session, as ``holdfast.session`` does for torch."""
+    """Open and return a session, as ``holdfast.session`` does for torch."""
     settings = SessionSettings(
         checkpoint=checkpoint, resume="auto", seed=seed, save_every_steps=None, save_every_s=None, keep=3,
         exit_file=None, grace_s=None,
@@ -53,12 +53,12 @@ class TinyCollected:
         return self._state.view(fqn, box)
 
     def layout(self, rank: int, world_size: int) -> RankLayout:
-        """Return what this rank holds: every tensor, whole."""
+        """Return the layout of this rank, which holds every tensor as a whole."""
         return self._state.layout(rank, world_size)
 
 
 class TinyRestore:
-    """A load under way (``Restore``)."""
+    """A load of the state in progress (``Restore``)."""
 
     def __init__(self, state: TinyState) -> None:
         self._state = state
@@ -74,7 +74,7 @@ class TinyRestore:
 
 
 class TinyState:
-    """Weights and velocities by name; ``copies`` are their values at the start of the step."""
+    """The weights and velocities by name. ``copies`` are their values at the start of the step."""
 
     def __init__(self, optimizer: Momentum) -> None:
         self._optimizer = optimizer
@@ -87,7 +87,7 @@ class TinyState:
         return {**self._optimizer.model.weights, **velocity}
 
     def take(self) -> None:
-        """Copy everything: a step begins."""
+        """Copy all arrays, because a step begins."""
         self.copies = {fqn: array.copy() for fqn, array in self.arrays().items()}
 
     def write(self, arrays: Mapping[str, Array]) -> None:
@@ -96,18 +96,18 @@ class TinyState:
             array[:] = arrays[fqn]
 
     def collect(self, *, frozen: bool) -> TinyCollected:
-        """Return the state of now, or of the start of the step."""
+        """Return the present state, or with ``frozen`` the state at the start of the step."""
         return TinyCollected(self.copies if frozen else {k: v.copy() for k, v in self.arrays().items()})
 
     def take_before(self, step: int) -> None:
-        """Copy nothing: a script of this framework changes no state between two steps."""
+        """Do nothing, because a script of this framework changes no state between two steps."""
 
     def trains(self, fqn: str) -> bool:
-        """Return True: all replicas hold equal bits of every tensor."""
+        """Return True, because all replicas hold equal bits of every tensor."""
         return True
 
     def owns(self, fqn: str) -> bool:
-        """Return True: there is no state of the user."""
+        """Return True, because the framework owns every tensor: the user adds no state."""
         return True
 
     def put_bytes(self, arrays: Mapping[str, NDArray[np.uint8]]) -> None:
@@ -116,7 +116,7 @@ class TinyState:
 
 
 class TinyFeed:
-    """Batches with a position (``Feed``): each rank has every ``world_size``-th batch of an epoch."""
+    """The batches of a table, with a position (``Feed``). Each rank has every ``world_size``-th batch of an epoch."""
 
     repeatable = rewinds = True
     last_in_epoch = False
@@ -135,10 +135,10 @@ class TinyFeed:
         self.epoch, self._batch = place["epoch"], place["batch"]
 
     def local_state(self) -> Plain:
-        """Return None: all ranks are at the same position."""
+        """Return None, because all ranks are at the same position."""
 
     def identity(self) -> DataIdentity | None:
-        """Return how much data there is; a resume with another table is refused."""
+        """Return the number of rows as the identity of the data. A resume with another number of rows is refused."""
         return DataIdentity(len(self._table.y), "", True)
 
     def draw(self, epochs: int | None = None) -> tuple[Array, Array]:
@@ -156,35 +156,37 @@ class TinyFeed:
         raise StopIteration
 
     def close(self) -> None:
-        """Nothing: no process loads data."""
+        """Do nothing, because no process loads data."""
 
 
 # ---------------------------------------------------------------- the adapter
 
 
 class TinyAdapter(TcpGroupAdapter[TinyState]):
-    """The three protocols. ``TcpGroupAdapter`` has the TCP connections, the vote and the comparison of copies."""
+    """The adapter of tiny. ``TcpGroupAdapter`` provides the TCP connections, the vote and the comparison of copies."""
 
     def __init__(self, optimizer: Momentum, seed: int) -> None:
         super().__init__(*place_here(), seed)
-        self.live = self.world_size > 1  # the connections can be made again, and a replacement starts alone
+        self.live = (
+            self.world_size > 1
+        )  # connections can be rebuilt, and a replacement can start without peers
         self.state = TinyState(optimizer)
         self._optimizer = optimizer
-        self._alone = False  # a replacement that has not joined
+        self._alone = False  # this process is a replacement that has not joined
         self._rehearsed = False
 
     # ---- state (StateAdapter)
 
     def collect(self, *, frozen: bool = False, before: int = -1) -> TinyCollected:
-        """Return the state of now, or of the start of the step."""
+        """Return the present state, or with ``frozen`` the state at the start of the step."""
         return self.state.collect(frozen=frozen)
 
     def state_size(self) -> int:
-        """Return 0: the layout never changes."""
+        """Return 0, because the layout never changes."""
         return 0
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> TinyRestore:
-        """Prepare a load. Raises: CheckpointMismatch."""
+        """Prepare and return a load. Raises: CheckpointMismatch."""
         if values.get("framework") != "tiny":
             raise CheckpointMismatch("the checkpoint was not written by a training of tiny")
         return TinyRestore(self.state)
@@ -205,23 +207,23 @@ class TinyAdapter(TcpGroupAdapter[TinyState]):
         self._reseed(step)
 
     def shield(self) -> None:
-        """Nothing: a broken sum raises PeerLost, which the session answers."""
+        """Do nothing. A broken sum raises PeerLost, which the session handles."""
 
     def record(self, name: str) -> None:
         """Refuse a second update in a step. Raises: UnsupportedError."""
         raise UnsupportedError("step.update(name) is not supported", hint="one optimizer.step() per step")
 
     def prepare_vote(self) -> None:
-        """Nothing: the gradients are there."""
+        """Do nothing, because the gradients are already averaged."""
 
     def end(self) -> None:
-        """Nothing: the weights are changed."""
+        """Do nothing, because the weights are already changed."""
 
     def release(self) -> None:
-        """Nothing: collectives raise outside of a step as well."""
+        """Do nothing, because collectives raise outside of a step as well."""
 
     def abort(self) -> None:
-        """Put the copies back."""
+        """Restore the state of the start of the step from the copies."""
         self.state.write(self.state.copies)
 
     # ---- groups (GroupAdapter)
@@ -238,13 +240,13 @@ class TinyAdapter(TcpGroupAdapter[TinyState]):
         optimizer.after = lambda: hooks.updated("momentum")
 
     def detach(self) -> None:
-        """Give the optimizer back as it was."""
+        """Restore the original hooks of the optimizer."""
         super().detach()
         optimizer = self._optimizer
         optimizer.average, optimizer.before, optimizer.after = self._before
 
     def is_fault(self, error: BaseException) -> bool:
-        """Return False: a broken sum has poisoned the group, which the session sees."""
+        """Return False, because the session sees from the poisoned group that a sum broke."""
         return False
 
     def reconfigure(self, generation: Generation) -> None:
@@ -253,7 +255,7 @@ class TinyAdapter(TcpGroupAdapter[TinyState]):
         self._lines().reconfigure(generation)
 
     def rehearse(self) -> bool:
-        """Return True once in a replacement: its first block runs alone, before it meets the others."""
+        """Return True once in a replacement, whose first block runs without peers before it joins."""
         client = WorkerClient.current()
         if client is None or not client.joining or self._rehearsed:
             return False

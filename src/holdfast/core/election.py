@@ -1,28 +1,30 @@
-"""Who runs the controller: agents elect it by majority, once per term.
+"""The election of the agent that runs the controller: by majority of the agents, once per term, as in raft.
 
-Theory. A leader of term t was granted t by a majority of the voters, and a voter grants a term once. Two leaders of one
-term would need a common voter that granted twice. No clock is trusted: a deposed leader may not know it yet, but it
-cannot decide anything, because a decision needs a word or the confirmed death of every rank, and the loss of a node
-counts only while a majority of the agents is heard. A *trial* vote, which binds nobody, comes before the real one, so
-an agent behind a broken cable does not depose a leader that everybody else hears.
+Theory. A leader of term t got the votes of a majority of the voters, and a voter votes once per term. Two leaders of
+one term would need a common voter that voted twice. No clock is trusted. A deposed leader may not know yet that it is
+deposed, but it cannot decide anything. A decision needs the report or the confirmed death of every rank, and the loss
+of a node counts only while a majority of the agents is connected. A *trial* vote, which changes no term, comes before
+the real vote. So an agent with a broken cable does not depose a leader that all other agents can reach.
 
-A leader decides by the event log of its node. A host that lost power, or was installed again, may come back with an
-older one, or with none: a controller there would take the job for a new one, and end the processes that hold its state.
-So a voter refuses a candidate whose log ends before its own.
+A leader decides from the event log of its node. A host that lost power, or was installed again, may come back with an
+older log or none. A controller there would treat the job as a new one, and end the processes that hold the state of the
+job. So a voter refuses a candidate whose log ends before the log of the voter.
 
-The electorate changes one voter at a time. A change is in force for whoever has kept it, it is committed when a
-majority of the new voters keep it, and the next one waits for that; a leader first issues the electorate anew in its
-own term. Whoever knows less than a voter is refused by it. Any two successive majorities therefore share a voter.
+The electorate (the set of voters) changes by one voter at a time. Each agent uses a change from the moment it has
+stored the change. A change is committed when a majority of the new voters have stored it, and only then may the next
+change begin. A new leader first issues the electorate again in its own term. A voter refuses a candidate with an older
+electorate. Any two successive majorities therefore share a voter.
 
-Two voters are no majority of each other. With a *witness* (an object store where a name can be made only once) the one
-that first makes the name of the next change goes on alone; the other one finds the name taken and gives up.
+If one of two voters is lost, the other one is no majority. With a *witness* (an object store where a name can be
+created only once) the voter that first creates the name of the next change continues alone. The other voter finds the
+name taken and gives up.
 
 Invariants:
-1. What this machine answers or does follows from what it has kept before: ``PersistHardState`` precedes the ``Send``.
-2. (term, voted_for) of a voter never changes within a term, except from nobody to somebody.
+1. An answer or act of this machine follows from state on the disk: ``PersistHardState`` precedes the ``Send``.
+2. (term, voted_for) of a voter changes within a term only from an empty ``voted_for`` to a candidate.
 3. At most one agent leads in each term.
-4. The terms and the electorates that an agent keeps never go backwards.
-5. No voter of a leader had a newer line in its log than the leader, when it voted.
+4. The terms and the electorates that an agent stores never become older.
+5. At the time of a vote, the log of the voter is not newer than the log of the leader that it votes for.
 """
 
 from __future__ import annotations
@@ -67,7 +69,10 @@ Role = Literal["follower", "trying", "candidate", "leader", "alone"]
 
 
 class HardState(msgspec.Struct, frozen=True, kw_only=True):
-    """What survives the agent. The file of an agent that has never voted is the default."""
+    """The state of a voter that outlives its agent, on disk.
+
+    The defaults are those of an agent that has never voted.
+    """
 
     term: int = 0
     voted_for: str = ""
@@ -76,18 +81,20 @@ class HardState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ElectionConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of an election, in seconds."""
+    """The time limits of an election, in seconds."""
 
     node_id: NodeId
     stagger_s: float = 0.15  # voters campaign one after the other, so that votes do not split
     retry_s: float = 1.0
-    starting_s: float = 3.0  # whoever is elected says meanwhile that its controller starts, every ``retry_s``
+    starting_s: float = (
+        3.0  # wait of a voter for the elected controller; its agent asks again each ``retry_s``
+    )
     starting_s_max: float = 60.0
-    alone_s: float = 8.0  # without a leader for so long: ask the witness, or give up
+    alone_s: float = 8.0  # time without a leader after which the witness is asked, or the agent gives up
 
 
 class Election:
-    """One agent's part. Messages to other agents are ``Send(to="node:<id>")``."""
+    """The election machine of one agent. Messages to other agents are ``Send(to="node:<id>")``."""
 
     def __init__(self, config: ElectionConfig, kept: HardState) -> None:
         self.config = config
@@ -99,19 +106,19 @@ class Election:
         self._acks: frozenset[NodeId] = frozenset()
         self._up: frozenset[NodeId] = frozenset()
         self._claimed = 0
-        self._waits = False  # for the controller of the one that got its vote
+        self._waits = False  # for the start of the controller of the elected agent
         self._starting_s = 0.0
-        self._log = (0, 0)  # the newest line of a controller here
+        self._log = (0, 0)  # (term, number) of the newest record in the event log of this node
         self._out: list[Command] = []
 
     def start(self, now: float) -> list[Command]:
-        """A restarted agent knows no leader; a new one waits for ``Founded`` or ``Lead``."""
+        """Search for a leader if this agent was restarted. A new agent waits for ``Founded`` or ``Lead``."""
         if self.kept.electorate is not None:
             self._search(was_leader=False)
         return self._take()
 
     def handle(self, now: float, event: Message) -> list[Command]:
-        """Answer one event."""
+        """Handle one event. Return the commands that follow."""
         if self.role != "alone":
             self._handle(event)
         elif isinstance(event, LeaderLost):
@@ -162,24 +169,27 @@ class Election:
         assert self.lead is None or self.lead.term == self.kept.term or self.role != "leader"
 
     def snapshot(self) -> dict[str, object]:
-        """Plain data, for reports and the search."""
+        """Return the role, the term and the leader as plain data, for reports and for the search of the simulator."""
         return {"role": self.role, "term": self.kept.term, "leader": self.lead.leader if self.lead else ""}
 
     def _controller_up(self, event: ControllerUp) -> None:
-        """The one that was just started, or one that an agent before this one left: it was elected here, then."""
+        """Become the leader if the controller on this node was started in the term in which this agent was elected.
+
+        An agent before this one may have started it.
+        """
         if event.term == self.kept.term and self.kept.voted_for == self.me:
             self.role = "leader"
             self.lead = Lead(leader=self.me, term=event.term, host=event.host, port=event.port)
             self._cancel("campaign", "alone")
             self._send("*", self.lead)
             if self.kept.electorate is not None and not self.kept.committed:
-                # What a leader before this one, or this agent before it was restarted, has not brought to its end.
+                # A change that an earlier leader, or this agent before its restart, has not committed.
                 self._issue(msgspec.structs.replace(self.kept.electorate, term=self.kept.term))
 
     # ---------------------------------------------------------------- campaign
 
     def _search(self, *, was_leader: bool) -> None:
-        """Nobody leads, as far as this agent knows."""
+        """Campaign, or wait for the turn to campaign, because this agent knows no leader."""
         gone = "" if self.lead is None or was_leader else self.lead.leader
         self.lead = None
         self.role = "follower"
@@ -191,7 +201,7 @@ class Election:
             self._timer("campaign", self._turn_s(gone))
 
     def _turn_s(self, gone: str = "") -> float:
-        """When this voter campaigns; ``gone`` is who led, and has no turn."""
+        """Return the delay in seconds until this voter campaigns; ``gone`` is the lost leader, which gets no turn."""
         electorate = self.kept.electorate
         voters = [v for v in electorate.voters if v != gone] if electorate is not None else []
         place = voters.index(self.me) if self.me in voters else len(voters)
@@ -203,7 +213,7 @@ class Election:
         self._timer("campaign", self.config.retry_s + self._turn_s())
         electorate = self.kept.electorate
         if electorate is None or self.me not in electorate.voters:
-            return  # no vote: wait for somebody who knows the leader
+            return  # no vote: wait for an agent that knows the leader
         self.role = "trying"
         self._granted = frozenset((self.me,))
         self._ask(electorate, self.kept.term + 1, trial=True)
@@ -229,7 +239,7 @@ class Election:
             self._timer("starting", self.config.retry_s)
 
     def _say_it_starts(self) -> None:
-        """To those that have voted: the vote is asked for again, as long as a controller may take to start."""
+        """Ask all voters again while the controller of this agent starts, so that they continue to wait for it."""
         electorate = self.kept.electorate
         self._starting_s += self.config.retry_s
         if self.role == "leader" and self.lead is None and electorate is not None:
@@ -262,10 +272,13 @@ class Election:
             self._send(ask.candidate, self.lead)
 
     def _wait(self) -> None:
-        """The controller of the elected has to start first, which takes long on a crowded host: it asks again then."""
+        """Wait for the controller of the elected agent.
+
+        On a busy host its start takes long; the agent then asks again.
+        """
         self._waits = True
         self._timer("campaign", self.config.starting_s + self._turn_s())
-        self._timer("alone", self.config.starting_s + self.config.alone_s)  # it has a majority
+        self._timer("alone", self.config.starting_s + self.config.alone_s)  # the elected agent has a majority
 
     def _answered(self, said: VoteReply) -> None:
         if not said.granted:
@@ -279,7 +292,7 @@ class Election:
             self._count(electorate)
 
     def _meet_term(self, term: int) -> None:
-        """Somebody is ahead: whoever leads in an older term stands down and runs again."""
+        """Take over a newer term. A leader of an older term stops its controller and campaigns again."""
         if term <= self.kept.term:
             return
         was_leader, self.role = self.role == "leader", "follower"
@@ -289,7 +302,7 @@ class Election:
             self._search(was_leader=True)
 
     def copy(self) -> Election:
-        """One that goes its own way from here (for the search)."""
+        """Return an independent copy of this machine, for the search of the simulator."""
         twin = copy.copy(self)
         twin._out = []
         return twin
@@ -343,12 +356,12 @@ class Election:
     # ---------------------------------------------------------------- who votes
 
     def _amend(self) -> None:
-        """As leader: the next change, when there is one and none is under way."""
+        """Issue the next change of the electorate if this agent leads, one is needed, and none is in progress."""
         kept = self.kept.electorate
         if self.role != "leader" or self.lead is None or kept is None or not self.kept.committed:
             return
         if self._claimed > kept.number or self.me not in self._up:
-            return  # the witness is being asked, or no list has come to this agent since it began
+            return  # the witness is being asked, or this agent has not received a list of nodes yet
         joined = sorted(self._up - set(kept.voters))
         lost = sorted(set(kept.voters) - self._up - {self.me})
         smallest = 2 if kept.witness else 3
@@ -377,9 +390,9 @@ class Election:
             self._amend()
 
     def _greet(self, node_id: NodeId) -> None:
-        """An agent is there: name the leader, and, as leader, the voters.
+        """Send the leader to an agent that has connected and, if this agent leads, also the electorate.
 
-        A voter that is started again in an empty run directory knows none, and would not vote when this leader is lost.
+        A voter that was started again in an empty run directory knows no electorate, and could not vote otherwise.
         """
         if self.lead is None:
             return
@@ -405,7 +418,7 @@ class Election:
             said = VoteReply(voter=self.me, term=self.kept.term, trial=False, granted=False)
             self._send(event.leader, said)
             return
-        self._meet_term(event.term)  # before anybody said who leads in it
+        self._meet_term(event.term)  # no message has named the leader of this term yet
         kept = self.kept
         if kept.electorate is None or event.electorate >= kept.electorate:
             self._keep(electorate=event.electorate, committed=event.committed)
@@ -426,7 +439,7 @@ class Election:
         if kept is None or said.number != self._claimed or said.number <= kept.number:
             return
         if not said.voters:
-            self._claimed = 0  # it could not be reached: the next change, or the next bound, asks again
+            self._claimed = 0  # the witness was not reached: the next change or time limit asks again
             if self.role != "leader":
                 self._give_up("neither the other agent nor the witness answers")
         elif self.role == "leader":

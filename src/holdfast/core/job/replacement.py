@@ -86,7 +86,7 @@ class Replacement:
         return ""
 
     def remove(self, torn: Sequence[Member]) -> bool:
-        """Kill the living ranks in ``torn``, whose update broke off. Their state is useless, and newcomers replace them.
+        """Kill living ranks whose update broke off. Their state is useless, and newcomers replace them.
 
         Returns: False if no rank was killed: none is torn, all living ranks are torn, or no rank can be replaced.
         """

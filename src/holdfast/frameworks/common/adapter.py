@@ -1,9 +1,9 @@
-"""What a session needs from a framework: three protocols, for its state, its step and its groups.
+"""The interface between a session and a framework: three protocols, for its state, its step and its groups.
 
-One package beside this file per framework implements them; ``docs/new-framework.md`` shows how, with an example.
+Each framework has a package beside this directory that implements them. ``docs/new-framework.md`` shows an example.
 
-The session owns the protocol (when to vote, what to save, whom to believe); an adapter owns the framework's objects:
-how to copy state, how to break collectives, where the optimizer can be hooked.
+The session decides when to vote, what to save and which rank has the right state. An adapter handles the objects of the
+framework: it copies state, breaks collectives and hooks the optimizer.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from holdfast.text import plural
 
 
 class Aborted(BaseException):
-    """Leaves the block of a step that will run again. ``with step`` swallows it.
+    """The exception that leaves the block of a step that will run again. ``with step`` swallows it.
 
-    Not an ``Exception``: user code that catches broadly must not take it for its own.
+    It is not an ``Exception``, so that ``except Exception`` in user code does not catch it.
     """
 
 
 class Unsevered(GroupError):
-    """This process still hangs in a broken collective, and nothing ends that: another process must take its place."""
+    """The error of a process that hangs in a broken collective for good, so that another process must replace it."""
 
 
 class Collected(Protocol):
@@ -35,31 +35,37 @@ class Collected(Protocol):
     values: dict[str, Plain]
 
     def view(self, fqn: str, box: Box) -> memoryview:
-        """C-contiguous bytes of one box of this rank."""
+        """Return the C-contiguous bytes of one box of this rank."""
 
     def layout(self, rank: int, world_size: int) -> RankLayout:
-        """The boxes that this rank holds."""
+        """Return the boxes that this rank holds."""
 
 
 class Restore(Protocol):
-    """A load under way."""
+    """A load of the state in progress."""
 
     def buffers(self) -> list[tuple[TensorMeta, memoryview]]:
-        """Every box to fill, with its writable bytes."""
+        """Return every box to fill, with its writable bytes."""
 
     def finish(self) -> None:
-        """The boxes are filled and verified: put everything into place."""
+        """Put the values of all boxes, which are now filled and verified, into the framework's objects."""
 
 
 class DataIdentity(NamedTuple):
-    """What is known of a dataset: ``content`` is a digest, or empty; ``shared``: every rank must have the same."""
+    """The identity of a dataset.
+
+    Attributes:
+        length: number of samples.
+        content: digest of the data; empty: not known.
+        shared: every rank must have the same dataset.
+    """
 
     length: int
     content: str
     shared: bool
 
     def differs(self, other: DataIdentity) -> str:
-        """In words, or empty."""
+        """Return the difference to another dataset in words; empty: none is seen."""
         if self.length != other.length:
             return f"{plural(self.length, 'sample')}, not {other.length}"
         if self.content and other.content and self.content != other.content:
@@ -68,33 +74,35 @@ class DataIdentity(NamedTuple):
 
 
 class Feed(Protocol):
-    """Batches, epoch after epoch."""
+    """The batches of a loader, epoch after epoch, with a position."""
 
     epoch: int
     last_in_epoch: bool
-    repeatable: bool  # a batch that is drawn in vain changes nothing: the next one is drawn from any place all the same
-    rewinds: bool  # the loop that draws from it can be told to go back to an earlier place
+    # A batch that is drawn and not used changes nothing: the feed can still go to any place.
+    repeatable: bool
+    rewinds: bool  # the loop that draws from this feed can go back to an earlier place
 
     def place(self) -> Mapping[str, int]:
-        """The position after the last batch drawn.
+        """Return the position after the last batch drawn.
 
-        Returns: ``epoch``, ``batch`` (of this rank, drawn in the epoch), and what else :meth:`seek` needs.
+        Returns: ``epoch``, ``batch`` (number of batches that this rank has drawn in the epoch), and all other values
+            that :meth:`seek` needs.
         """
 
     def seek(self, place: Mapping[str, int], local: Plain = None) -> None:
-        """Go to a position; ``local`` is what :meth:`local_state` said there."""
+        """Go to a position; ``local`` is the result of :meth:`local_state` at that position."""
 
     def local_state(self) -> Plain:
-        """The part of the position that only this rank knows, or None."""
+        """Return the part of the position that only this rank knows, or None."""
 
     def identity(self) -> DataIdentity | None:
-        """Which data it draws from, when that can be told."""
+        """Return the identity of the dataset that this feed draws from; None if it is not known."""
 
     def draw(self, epochs: int | None = None) -> Any:
-        """The next batch. Raises StopIteration after ``epochs`` epochs."""
+        """Return the next batch. Raises: StopIteration after ``epochs`` epochs."""
 
     def close(self) -> None:
-        """Stop loader workers."""
+        """Stop the worker processes of the loader."""
 
 
 class Hooks(NamedTuple):
@@ -102,9 +110,9 @@ class Hooks(NamedTuple):
 
     backward: Callable[[], None]  # the first gradient of a step is being computed
     update: Callable[[str], None]  # the named optimizer is about to change weights
-    updated: Callable[[str], None]  # it has
-    waited: Callable[[int, int], None] = lambda since_ns, until_ns: None  # for peers, CLOCK_MONOTONIC
-    compiling: Callable[[bool], None] = lambda on: None  # the framework compiles user code now, or no longer
+    updated: Callable[[str], None]  # the named optimizer has changed weights
+    waited: Callable[[int, int], None] = lambda since_ns, until_ns: None  # a wait for peers; CLOCK_MONOTONIC
+    compiling: Callable[[bool], None] = lambda on: None  # the compilation of user code begins (True) or ends
 
 
 class StateAdapter(Protocol):
@@ -118,38 +126,40 @@ class StateAdapter(Protocol):
     world_size: int
 
     def collect(self, *, frozen: bool = False, before: int = -1) -> Collected:
-        """The state now, or (``frozen``) at the start of the current step. Callable from any thread.
+        """Return the state now, or (``frozen``) at the start of the current step. Callable from any thread.
 
         Args:
-            before: learning rates, schedules and the user's own state as they were when the script was first given this
-                step, or when the loop before it was over, where that is known.
+            before: a step. Learning rates, schedules and the user's own state are then those from before the code that
+                the script runs ahead of this step, if they were copied (see :meth:`between`, :meth:`remember`).
         """
 
     def state_size(self) -> int:
-        """A number that changes when the layout does."""
+        """Return a number that changes when the layout changes."""
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> Restore:
-        """Prepare a load."""
+        """Prepare and return a load of the state."""
 
     def feed(self, loader: Any) -> Feed:
-        """Batches of the user's loader."""
+        """Return the batches of the user's loader."""
 
     def between(self, step: int, part: int, *, again: bool) -> None:
-        """Seed the generators for what the script draws before it enters the block of this step.
+        """Seed the random generators for the code of the script before the block of ``step``.
 
-        Unless ``again``, what it does there may change learning rates and the user's own state.
+        Unless ``again``, this code may change learning rates and the user's own state, so a copy of them is made.
         """
 
     def remember(self, step: int, *, whole: bool = False) -> None:
-        """A loop is over, or begins: what the script does from now on, before ``step``, may change the same.
+        """Copy learning rates and the user's own state, because a loop begins or is over.
+
+        The code that the script runs next, before ``step``, may change them.
 
         Args:
-            whole: or any of its own state, also what would cost too much to copy at each step (averages of weights).
+            whole: copy all of the user's own state, with parts too large to copy at each step (averages of weights).
         """
 
 
 class StepAdapter(Protocol):
-    """One step: what is copied before the block, and put back when it is aborted.
+    """One step of this rank: how to copy the state before the block, and how to restore it when the block is aborted.
 
     Attributes:
         scaled: a gradient scaler is in use. A block without an update had gradients with inf or nan.
@@ -158,28 +168,28 @@ class StepAdapter(Protocol):
     scaled: bool
 
     def begin(self, step: int) -> None:
-        """Seed the generators and copy what forward changes."""
+        """Seed the random generators and copy the state that the forward pass changes."""
 
     def shield(self) -> None:
-        """The block begins: broken collectives complete from now on, instead of raising."""
+        """Let broken collectives complete instead of raising, because the block begins."""
 
     def record(self, name: str) -> None:
-        """The named optimizer makes a tentative update: copy what it changes."""
+        """Copy the state that the named optimizer is about to change in an update before the vote."""
 
     def prepare_vote(self) -> None:
-        """Wait for the device and make what all ranks must share equal."""
+        """Wait for the device, and make values that must be the same on all ranks equal."""
 
     def enter_update(self) -> None:
-        """The vote has passed: no collective may start before :meth:`end`."""
+        """Forbid collectives until :meth:`end`, because the vote has passed."""
 
     def end(self) -> None:
-        """The block has ended, committed."""
+        """End the step, whose block has ended and is committed."""
 
     def release(self) -> None:
-        """The block was left by the user's own exception: collectives are as outside of a step."""
+        """Let broken collectives raise again, because an exception of user code has left the block."""
 
     def abort(self) -> None:
-        """Undo everything that the aborted step did; the next :meth:`begin` finds the state as it was."""
+        """Restore the state from before the aborted step."""
 
 
 class GroupAdapter(Protocol):
@@ -196,44 +206,48 @@ class GroupAdapter(Protocol):
 
     @property
     def poisoned(self) -> bool:
-        """A collective of this process broke, or :meth:`poison` was called."""
+        """True if a collective of this process broke, or :meth:`poison` was called."""
 
     @property
     def reason(self) -> str:
-        """Why it is poisoned."""
+        """The reason why the collectives of this process are broken."""
 
     def attach(
         self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int, str], None]
     ) -> None:
         """Install hooks.
 
-        ``on_fault`` hears of the first broken collective, ``on_collective`` of each that starts: how many, and what.
+        ``on_fault`` is called with the reason of the first broken collective. ``on_collective`` is called at the start
+        of each collective, with the number of collectives so far and the name.
         """
 
     def detach(self) -> None:
         """Remove what :meth:`attach` installed."""
 
     def is_fault(self, error: BaseException) -> bool:
-        """``error``, raised in a session, is the framework's way to say that a peer is lost."""
+        """Return whether ``error``, raised in a session, means in this framework that a peer is lost."""
 
     def vote(self, vector: list[int]) -> list[int]:
-        """Sum int64 ``vector`` over all ranks. Raises: PeerLost."""
+        """Return the sum of the int64 ``vector`` over all ranks. Raises: PeerLost."""
 
     def poison(self, reason: str) -> None:
-        """Break all collectives of this process. From any thread, returns at once."""
+        """Break all collectives of this process. Callable from any thread; returns at once."""
 
     def reconfigure(self, generation: Generation) -> None:
         """Rebuild all groups. Raises: GroupError."""
 
     def rehearse(self) -> bool:
-        """True when the next step must run once without effect; collectives then complete on own data."""
+        """Return whether the next step must run once without effect.
+
+        Collectives then complete on this rank's own data.
+        """
 
     def end_rehearsal(self) -> None:
-        """Collectives communicate again."""
+        """End the run without effect, so that collectives communicate again."""
 
 
 class Adapter(StateAdapter, StepAdapter, GroupAdapter, Protocol):
     """One framework, for one session. Methods raise what their implementation documents.
 
-    What a framework may be able to do beside this is in ``optional_abilities.py``: one protocol each.
+    Abilities that only some frameworks have are in ``optional_abilities.py``, with one protocol each.
     """

@@ -1,6 +1,6 @@
-"""What a framework may be able to do beside ``adapter.py``: one protocol each, found by ``isinstance``.
+"""The optional abilities of an adapter, beside the protocols of ``adapter.py``: one protocol each.
 
-A session asks for an ability where it uses it, and does without it elsewhere.
+A session tests for an ability by ``isinstance`` where the ability is used, and works without it otherwise.
 """
 
 from __future__ import annotations
@@ -16,34 +16,37 @@ from holdfast.store.shared_memory.update_log import Update
 
 @runtime_checkable
 class CountsWrites(Protocol):
-    """What a :class:`Collected` may also be: one that tells cheaply whether its tensors were written."""
+    """A :class:`Collected` that can tell at low cost whether its tensors were written."""
 
     def writes(self) -> tuple[int, ...]:
-        """Other numbers when a tensor was written since, in the order of the tensors."""
+        """Return one number per tensor, in their order. A number changes when its tensor is written."""
 
 
 @runtime_checkable
 class GivesPieces(Protocol):
-    """What a :class:`Collected` may also be: one that copies from a device, and no more than is asked for."""
+    """A :class:`Collected` that copies from a device only the bytes that are asked for."""
 
     def piece(self, fqn: str, box: Box, start: int, stop: int) -> memoryview:
-        """Bytes ``start`` to ``stop`` of one box of this rank, fewer where it ends before. Raises: StateError."""
+        """Return bytes ``start`` to ``stop`` of one box of this rank, fewer if the box is shorter.
+
+        Raises: StateError.
+        """
 
 
 @runtime_checkable
 class StandsIn(Protocol):
-    """What an adapter may also be: one that can be built before the rank of its process is known."""
+    """An adapter that can be built before the rank of its process is known."""
 
     def become(self, rank: int) -> None:
-        """The process is this rank from now on."""
+        """Give this process its rank."""
 
 
 @runtime_checkable
 class HasGroups(Protocol):
-    """What an adapter may also be: one over process groups that are made before a session opens: a vote needs no agent.
+    """An adapter whose process groups exist before a session opens, so that a vote needs no agent.
 
     Attributes:
-        own_groups: they are Holdfast's, behind the names of the framework.
+        own_groups: the groups are objects of Holdfast under the names of the framework.
     """
 
     own_groups: ClassVar[bool]
@@ -51,18 +54,21 @@ class HasGroups(Protocol):
 
 @runtime_checkable
 class TakesParts(Protocol):
-    """What an adapter may also be: one that can run a step in parts, for ranks that are missing."""
+    """An adapter that can run a step in parts, to do the work of missing ranks as well."""
 
     def share(self, part: int, parts: int) -> None:
-        """The block that begins next is part ``part`` of ``parts`` of its step; the part before has ended in order."""
+        """Prepare the next block, which is part ``part`` of ``parts`` of its step.
+
+        The previous part has ended normally.
+        """
 
 
 @runtime_checkable
 class CommunicatesInUpdates(Protocol):
-    """What an adapter may also be: one with optimizers whose update communicates, so that it comes before the vote.
+    """An adapter with optimizers whose update communicates, so that the update is made before the vote.
 
     Attributes:
-        tentative: their names; :meth:`Adapter.record` is called before each of their updates.
+        tentative: names of these optimizers; :meth:`Adapter.record` is called before each of their updates.
     """
 
     tentative: frozenset[str]
@@ -70,189 +76,198 @@ class CommunicatesInUpdates(Protocol):
 
 @runtime_checkable
 class Accumulates(Protocol):
-    """What an adapter may also be: one that knows a library which accumulates gradients by a count of its own."""
+    """An adapter for a library that accumulates gradients and counts the batches itself."""
 
     def expect(self, batches: int | None) -> None:
-        """The next block has so many batches of the loader; None: one, or what it draws itself."""
+        """Set the number of batches of the next block; None: one, or the number that the block draws itself."""
 
 
 @runtime_checkable
 class ComparesCopies(Protocol):
-    """What an adapter may also be: one whose ranks hold bit-identical copies of what they hold in common."""
+    """An adapter whose ranks hold bit-identical copies of the boxes that they have in common."""
 
     @property
     def trains_alone(self) -> bool:
-        """No block of this process has communicated with another rank."""
+        """True if no block of this process has communicated with another rank."""
 
     def compares(self, fqn: str) -> bool:
-        """False for a tensor that may lawfully differ between ranks that hold the same box."""
+        """Return False for a tensor that may differ, without an error, between ranks that hold the same box."""
 
     def digest(self, collected: Collected, parts: Sequence[Extent]) -> int:
-        """64-bit digest of parts of the state, in this order."""
+        """Return the 64-bit digest of parts of the state, in this order."""
 
 
 @runtime_checkable
 class BeginsEqual(Protocol):
-    """What an adapter may also be: one that compares what the ranks of a fresh job begin with."""
+    """An adapter that compares the initial states of the ranks of a new job."""
 
     def begin_equal(self) -> None:
-        """The copies of the state are the same on all ranks from here on.
+        """Check that the copies of the state are equal on all ranks.
 
         Raises:
-            StateError: they are not; by name.
+            StateError: copies differ; the error names the tensor.
             PeerLost: a rank is gone.
         """
 
 
 @runtime_checkable
 class KnowsWeights(Protocol):
-    """What an adapter may also be: one that sees whether the script has put other weights into the model."""
+    """An adapter that sees whether the script has put other weights into the model."""
 
     def holds_weights(self) -> bool:
-        """Those are there that were when the last block ended, or when the script was given its step or began or left
-        a loop since; as far as a sample of them shows. From any thread."""
+        """Return whether the model has the weights of the last known moment, judged by a sample of them.
+
+        That moment is the end of the last block or, if later, the time when the script was given its step or began or
+        left a loop. Callable from any thread.
+        """
 
 
 class Updates(Protocol):
-    """The updates of an optimizer, for a log of them."""
+    """The updates of the optimizers, as a log needs them.
+
+    An update is *foretold* when it is made in advance on a copy of the state.
+    """
 
     def why_not(self) -> str:
-        """Why they cannot be made again; empty: they can, as far as that is seen beforehand."""
+        """Return why updates cannot be made again from a log; empty: no reason is known in advance."""
 
     def rebuilds(self, fqn: str) -> bool:
-        """This tensor is a weight, or state of the optimizer: updates alone change it."""
+        """Return whether a tensor is a weight or state of the optimizer, so that only updates change it."""
 
     def settle(self) -> None:
-        """What is there now is what the next update begins with."""
+        """Record the present state as the start of the next update."""
 
     def undisturbed(self) -> bool:
-        """Nothing was seen to write weights or state of the optimizer since, but its update. From any thread."""
+        """Return whether only updates were seen to write weights or state of the optimizer since :meth:`settle`.
+
+        Callable from any thread.
+        """
 
     def take(self, step: int) -> Update:
-        """The update of ``step`` that is about to be made; its bytes are valid until then. Raises: StateError."""
+        """Return the update of ``step`` before it is made. Its bytes are valid until it is made. Raises: StateError."""
 
     def foretell(self, update: Update) -> None:
-        """Make the update of now on a copy of the state, alone. Raises: StateError."""
+        """Make ``update``, the next one, on a copy of the state without peers. Raises: StateError."""
 
     def as_foretold(self) -> str:
-        """The first tensor that is not what was foretold; empty: all are."""
+        """Return the name of the first tensor that differs from the foretold update; empty: none differs."""
 
     def replay(self, updates: Sequence[Update]) -> None:
-        """Make these updates again, on the state of before the first one, alone. Raises: CheckpointInvalid."""
+        """Make updates again without peers, from the state before the first of them. Raises: CheckpointInvalid."""
 
 
 @runtime_checkable
 class LogsUpdates(Protocol):
-    """What an adapter may also be: one whose updates can be made again from a log."""
+    """An adapter whose updates can be made again from a log."""
 
     updates: Updates
 
 
 class Gradients(Protocol):
-    """The gradients that optimizers are about to use."""
+    """The gradients that the optimizers are about to use."""
 
     def may_drop(self) -> None:
-        """:meth:`drop` may be called in this session."""
+        """Prepare for calls of :meth:`drop` in this session."""
 
     def nonfinite(self, optimizer: str) -> str:
-        """The first weight whose gradient holds inf or nan on this rank; empty: none. Waits for the device.
+        """Return the first weight whose gradient holds inf or nan on this rank; empty: none. Wait for the device.
 
         Args:
-            optimizer: the one that is about to step; others of the session may be looked at with it.
+            optimizer: name of the optimizer that is about to step; gradients of others may be checked as well.
         """
 
     def weights_alone(self) -> int | None:
-        """A number that grows with each write to a weight; None: a weight has a gradient, which will change it."""
+        """Return a number that grows with each write to a weight; None: a weight has a gradient and so will change."""
 
     def drop(self) -> None:
-        """The optimizers that step in this block change nothing."""
+        """Let the optimizers that step in this block change nothing."""
 
 
 @runtime_checkable
 class SeesGradients(Protocol):
-    """What an adapter may also be: one that can look at gradients before an update."""
+    """An adapter that can read gradients before an update."""
 
     gradients: Gradients
 
 
 @runtime_checkable
 class ProvesBlocks(Protocol):
-    """What an adapter may also be: one that can run a block alone and without effect, and say what came out of it."""
+    """An adapter that can run a block without peers and without effect, and digest its results."""
 
     @property
     def partial(self) -> bool:
-        """This rank alone has no whole copy of the model: alone it computes with other numbers."""
+        """True if this rank holds only a part of the model, so that a block without peers has other results."""
 
     def go_alone(self, *, first: bool, suspected: bool) -> bool:
-        """The block that begins is such a run. :meth:`Adapter.end_rehearsal` ends it.
+        """Let the block that begins run without peers and effect. :meth:`Adapter.end_rehearsal` ends the run.
 
         Args:
             first: no block of this process has counted.
-            suspected: two runs differed: algorithms are deterministic in this one, and what it uses is noted.
+            suspected: two runs differed. This run uses deterministic algorithms, and records what it uses.
 
         Returns:
-            False: not possible at this step.
+            False: such a run is not possible at this step.
         """
 
     def found(self) -> Mapping[str, int]:
-        """Digests of what a block finds and a run without effect has put back, by what they are of."""
+        """Return digests of the state at the start of a block, which a run without effect restores; keys in words."""
 
     def computed(self) -> Mapping[str, int]:
-        """Digests of what the block has computed until now, by what they are of; empty: nothing."""
+        """Return digests of the results of the block so far, with keys in words; empty: there are no results."""
 
     def cause(self) -> str:
-        """What a suspected run used that was made in the one before it, in words, or empty."""
+        """Return the value that a suspected run used and the run before it had made, in words; empty: none."""
 
 
 class ForeignBlocks(Protocol):
-    """Blocks of other copies of the model, run in this process without peers.
+    """The blocks of other copies of the model, run in this process without peers.
 
     Attributes:
-        copy: the one that this process trains; it holds all of it.
-        numbers: copies in the job.
+        copy: number of the copy that this process trains and holds as a whole.
+        numbers: number of copies in the job.
     """
 
     copy: int
     numbers: int
 
     def feed(self, loader: Any, copy: int) -> Feed | None:
-        """The batches that another copy draws from the same loader; None: that is not known."""
+        """Return the batches that another copy draws from the same loader; None: they are not known."""
 
     def act_as(self, copy: int, step: int) -> None:
-        """The block that begins has the random numbers of another copy."""
+        """Give the block that begins the random numbers of another copy."""
 
     def gradients(self) -> int | None:
-        """64-bit digest of what the block has computed; None: nothing."""
+        """Return the 64-bit digest of the gradients of the block; None: there are none."""
 
     def sum(self, vector: Sequence[int]) -> list[int]:
-        """Over all ranks. Raises: PeerLost."""
+        """Return the sum of a vector over all ranks. Raises: PeerLost."""
 
 
 @runtime_checkable
 class StandsForOthers(Protocol):
-    """What an adapter may also be: one whose ranks hold whole copies, and that runs a block of another one of them."""
+    """An adapter whose ranks hold whole copies of the model, and can run a block of another copy."""
 
     @property
     def others(self) -> ForeignBlocks | None:
-        """None: each rank holds only a part of a copy."""
+        """The blocks of other copies; None: each rank holds only a part of a copy."""
 
 
 @runtime_checkable
 class MarksTensors(Protocol):
-    """What an adapter may also be: one that sees whether a block has written into a tensor of its batch."""
+    """An adapter that sees whether a block has written into a tensor of its batch."""
 
     def mark(self, item: Any) -> object:
-        """Equal to an earlier mark as long as nothing was written; None: ``item`` is no tensor."""
+        """Return a mark of a tensor that changes when the tensor is written; None: ``item`` is no tensor."""
 
     def duplicate(self, tensor: Any) -> Any:
-        """A copy that shares no memory with it."""
+        """Return a copy of a tensor that shares no memory with the original."""
 
     def share_memory(self, item: Any, tensor: Any) -> bool:
-        """What is written into one of them may be seen in the other."""
+        """Return whether a write into one of the two may change the other."""
 
 
 class Copy(NamedTuple):
-    """One copy of the model: ``number`` is equal on the ranks that hold parts of it, and below ``numbers``."""
+    """One copy of the model. ``number`` is below ``numbers``, and equal on all ranks that hold parts of this copy."""
 
     number: int
     numbers: int
@@ -260,21 +275,21 @@ class Copy(NamedTuple):
 
 @runtime_checkable
 class DigestsBatches(Protocol):
-    """What an adapter may also be: one that tells whether two batches are the same.
+    """An adapter that can compare batches by digest.
 
     Attributes:
-        copy: the one that this rank trains. Ranks with another one have data of their own.
+        copy: the copy of the model that this rank trains. Ranks of other copies have other data.
     """
 
     copy: Copy
 
     def digest_batch(self, batch: Any) -> int:
-        """64-bit digest, the same in every process that draws the same."""
+        """Return a 64-bit digest, equal in every process for the same batch."""
 
 
 @runtime_checkable
 class PinsMemory(Protocol):
-    """What an adapter may also be: one whose device copies faster into memory that it knows."""
+    """An adapter whose device copies faster into registered (pinned) memory."""
 
     def pin(self, memory: memoryview) -> Callable[[], None]:
-        """Make ``memory`` known; returns what undoes it."""
+        """Register ``memory`` with the device. Return a function that unregisters it."""
