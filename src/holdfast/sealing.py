@@ -81,17 +81,17 @@ class ConnectionKeys(NamedTuple):
 
 
 class Digest(Protocol):
-    """A tag under way."""
+    """The running computation of a tag."""
 
     def update(self, data: bytes | memoryview, /) -> None:
-        """Take in more bytes."""
+        """Add bytes to the computation."""
 
     def digest(self) -> bytes:
-        """At least ``TAG_SIZE_BYTES`` bytes."""
+        """Return the digest of the bytes so far, at least ``TAG_SIZE_BYTES`` bytes long."""
 
 
 def same(one: bytes, other: bytes) -> bool:
-    """Equal, compared in a time that tells nothing."""
+    """Return whether both are equal. The time of the comparison does not depend on the bytes."""
     return hmac.compare_digest(one, other)
 
 

@@ -385,10 +385,12 @@ class DyingCheckpoint:
 
 
 def replicas(infos: Sequence[dict[str, Any]]) -> tuple[ShardGroup, ...]:
-    """Return the groups from the list of ``tft_set_optimizer_replica``, with ``replica_cnt`` copies of each part.
+    """Return the shard groups from the list of ``tft_set_optimizer_replica``.
+
+    The ranks of a group hold ``replica_cnt`` copies of each part of the optimizer state.
 
     Raises:
-        ValueError: an impossible list: no ranks, ranks twice, or copies that do not divide them.
+        ValueError: a group has no ranks or a rank twice, or ``replica_cnt`` does not divide the number of ranks.
     """
     groups = []
     for info in infos:

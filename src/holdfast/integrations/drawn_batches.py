@@ -1,4 +1,4 @@
-"""Comparison of the batches that a framework's own loop draws with those of the process before it, as in ``s.steps``.
+"""Comparison of the batches that a framework's own loop draws with those that an earlier process drew.
 
 Theory. See ``session/loops/batch_digest.py``. A framework draws its batches itself, often one ahead of the step. So a
 batch is identified by its place: the epoch, and its number in this rank's share of the epoch. This rank keeps the

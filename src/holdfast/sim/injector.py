@@ -22,7 +22,7 @@ NO_PHASE = "electing"
 
 
 class FaultTarget(Protocol):
-    """What faults can strike."""
+    """The parts of a simulated job that a fault can change."""
 
     collectives: Collectives
     spares: SimSpares

@@ -125,7 +125,7 @@ class Checks:
             raise Violation("saved_by_one_catalogue", text)
 
     def recorded(self, record: LogRecord) -> None:
-        """The controller said something."""
+        """Check the invariants that concern an event-log record of the controller."""
         if record.kind == "resumed" or (record.kind == "restored" and record.data["steps_lost"]):
             self.scene.replaced = []  # from here on a rank may stand below what they have left
         if record.kind == "planned":

@@ -2,9 +2,9 @@
 
 Rules:
 1. A run is removed only if its end is on record, none of its processes lives, and every given limit allows it.
-2. Checkpoints, and files that Holdfast did not make, are removed only if their run is named for that.
+2. Checkpoints, and files that Holdfast did not make, are removed only if the user names their run for this.
 3. A directory that another user could have made is not touched.
-4. ``run.json`` is removed last: a partly removed run is still a run, and the next ``gc`` continues with it.
+4. ``run.json`` is removed last. A partly removed run is therefore still a run, and the next ``gc`` continues with it.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class FileTail:
         return [_last_state(line) for line in lines]
 
     def drain(self) -> Iterator[str]:
-        """Yield the rest of a file that no process writes any more, including a line without an end."""
+        """Yield the unread lines of a file that no process writes any more, with a last line that has no line end."""
         before = -1
         while self._offset != before:
             before = self._offset
@@ -120,7 +120,7 @@ class LogTail:
                 self._tails[rank] = FileTail(log_path(self._log_dir, self._attempt, rank))
 
     def drain(self) -> Iterator[tuple[int, str]]:
-        """Yield the rest of the current attempt's files."""
+        """Yield rank and line for each unread line in the log files of the newest start of the ranks."""
         for rank, tail in sorted(self._tails.items()):
             for line in tail.drain():
                 yield rank, line

@@ -85,7 +85,10 @@ def _place(view: RunView, one: RankView) -> Text:
 
 
 def is_unseen(view: RunView, one: RankView) -> bool:
-    """Return True if the script runs without a session: it has begun a collective, or is older than any start."""
+    """Return True if the script probably runs without a session.
+
+    It reports no session, and has begun a collective or has run longer than a start takes.
+    """
     starting = one.phase == Phase.STARTING.name.lower() and not view.session
     return starting and (one.trains or one.age_s > START_S)
 

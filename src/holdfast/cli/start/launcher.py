@@ -152,7 +152,7 @@ def prefixes(template: str, watch: Watch) -> Callable[[int], str]:
 
 
 class RunLauncher:
-    """The front process of one run: its output, its signals, and the successors of its agent."""
+    """The launcher of one run: it shows output, handles signals, and starts a new agent when the agent is lost."""
 
     def __init__(self, request: Request, run_dir: RunDir) -> None:
         self.request = request

@@ -108,7 +108,11 @@ def read_nodes(values: Mapping[str, Any], given: frozenset[str]) -> NodeFlags:
 
 
 def join_s_of(conf: str) -> float:
-    """Return the seconds within which the nodes meet, by the keys of torchrun's own rendezvous. Raises: UsageError."""
+    """Return the time limit in seconds for the nodes to meet, read from the value of ``--rdzv-conf``.
+
+    Raises:
+        UsageError: the time is no positive number.
+    """
     pairs = dict(part.strip().partition("=")[::2] for part in conf.split(",") if part.strip())
     text = pairs.get("join_timeout", pairs.get("timeout", str(JOIN_S)))
     try:

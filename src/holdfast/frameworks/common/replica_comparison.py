@@ -94,7 +94,7 @@ def refuse(held: Sequence[HeldBox], found: Sequence[ReplicaDifference], hint: st
 def broadcast(
     total: Sum, rank: int, held: Sequence[HeldBox], found: Sequence[ReplicaDifference]
 ) -> dict[str, NDArray[np.uint8]]:
-    """Send the bytes of the lowest rank that holds each box to the ranks that hold different ones.
+    """Send the bytes of each box that differs from its lowest holder to the holders with other bytes.
 
     Returns:
         The bytes that this rank has to take over, by tensor name.

@@ -65,7 +65,7 @@ class ReportedLosses:
         return {name: getattr(self._trainer, name) for name in SAME_ON_ALL_RANKS}
 
     def own(self) -> dict[str, Any]:
-        """Return the values for a position that belong to this rank."""
+        """Return this rank's own values for a position of the job: the sum of losses and the operation count."""
         return {"loss": self._trainer._tr_loss.item(), "flos": self._trainer.current_flos}
 
     def go_on(self, reported: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -94,7 +94,10 @@ def _read(path: Path | None) -> dict[str, int]:
 
 
 def keep_decisions() -> None:
-    """Make the loggers and callbacks of this process use earlier decisions. Repeated calls do nothing."""
+    """Make loggers and callbacks reuse the versions and files that an earlier process chose.
+
+    Repeated calls do nothing.
+    """
     client = WorkerClient.current()
     rank = int(os.environ.get("RANK", "0"))
     decisions = Decisions(client.run_dir if client is not None else None, rank)

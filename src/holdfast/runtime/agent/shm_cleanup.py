@@ -1,11 +1,11 @@
 """The removal of shared-memory files of dead members: their status pages and the files of their stacks.
 
-The agent reads these files after a death. So does a successor that has to report the death again, until the recovery
-that replaced the member is over. If they stayed longer, a job with many restarts would fill a small ``/dev/shm``. They
-therefore stay for one more recovery, and are removed when the next one has ended.
+The agent reads these files after a death. An agent that replaces it may have to report the death again, and reads them
+until the recovery that replaced the member is over. The files are therefore kept until the recovery after that one has
+ended. They are then removed, because otherwise a job with many restarts would fill a small ``/dev/shm``.
 
-If launcher and agent are killed together, no process is left to remove the run's shared memory. The next run on this
-machine removes it.
+If launcher and agent are killed together, no process is left to remove the shared memory of the run. The next run on
+this host removes it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""What a listener does about strangers: connections that have not shown the secret yet.
+"""Limits of a listener for strangers: connections that have not yet proved that they know the secret of the run.
 
-Anything that reaches a port can open connections to it without a word. Theory: a stranger may cost one descriptor for
-``HANDSHAKE_TIMEOUT_S`` at most, strangers together never more than a share of what the process may open, and the last
-``RESERVE`` descriptors belong to the process's own work. Who is too many is the oldest one: a member shows the
-secret within milliseconds. A connection that cannot be accepted is a line in the log and nothing else.
+Theory. Any process that reaches a port can open connections to it and send nothing. A stranger may cost one descriptor
+for ``HANDSHAKE_TIMEOUT_S`` at most. All strangers together may use only a share of the descriptors that the process may
+open, and the last ``RESERVE`` descriptors are kept for the process itself. If there are too many strangers, the oldest
+one is closed, because a member proves the secret within milliseconds. A connection that cannot be accepted causes only
+a line in the log.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ def is_accept(context: dict[str, Any]) -> bool:
 
 
 class ConnectionLimits(Generic[S]):
-    """The strangers of one listener, oldest first. Any thread may call.
+    """The strangers (connections not yet authenticated) of one listener, oldest first. Any thread may call.
 
     Args:
-        most: so many are borne at most, where the process may open enough files.
+        most: largest number of strangers; lower if the process may not open enough files.
     """
 
     def __init__(self, most: int = STRANGERS_MAX) -> None:

@@ -140,7 +140,7 @@ class Driver:
             self._carry_out(commands)
 
     def _synced(self, synced: asyncio.Future[None], commands: list[Command]) -> None:
-        """The records of an event are on the disk: its effects, then the events that have come meanwhile."""
+        """Carry out the commands of an event whose records are on disk. Then handle the events that came meanwhile."""
         self._syncing = None
         if self.failure.done() or self._closed or synced.cancelled():
             return

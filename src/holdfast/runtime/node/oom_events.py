@@ -10,7 +10,7 @@ def memory_events(
 ) -> Path | None:
     """Return the file with the line ``oom_kill N`` of this process's control group (version 1 or 2), or None.
 
-    In a container the path of the group may be that of the host. The group mounted at the root is then its own.
+    In a container, the reported path may be that on the host. The group at ``root`` is then the group of the container.
     """
     try:
         lines = cgroups.read_text().splitlines()

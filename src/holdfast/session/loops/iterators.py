@@ -50,15 +50,15 @@ class ScriptLoops:
     def epochs(self, count: int) -> Iterator[int]:
         """Return the epochs that are not finished: ``for epoch in s.epochs(10): for step in s.steps(loader): ...``.
 
-        Each runs once in the life of the job. Code after its loop over steps runs again only if a fault has cut it off,
-        with the state of the end of that loop. A process that joins later begins in the open epoch. The numbers count
-        the epochs of the whole job, as ``step.epoch`` does.
+        Each epoch runs once in the life of the job. The code after its loop over steps runs again only if a fault
+        interrupted this code. It then starts from the state at the end of the loop. A process that joins later begins
+        in the epoch in progress. The numbers count the epochs of the whole job, as ``step.epoch`` does.
 
         Args:
-            count: number of epochs in all; a larger number at a later start adds epochs.
+            count: total number of epochs. A larger number at a later start adds epochs.
 
         Raises:
-            UsageError: not a number of epochs, or another one than on other ranks.
+            UsageError: ``count`` is not a number of epochs, or differs between ranks.
         """
         if isinstance(count, bool) or not isinstance(count, int) or count < 0:
             raise UsageError(

@@ -1,21 +1,22 @@
 """The position of the script among its epochs and phases, which run once in the life of the job and may be nested.
 
-Theory. An epoch, or the one run of a phase, is a *turn*; ``s.epochs(N)`` or a phase is a *part*. A process that starts
-again runs the script again, and must leave out the turns that the job has finished. So each part has a key, its *way*
-through the script: the way to the turn around it, and the number of the part in that turn. The record of a part holds
-how many of its turns the whole job has finished, and which loop over steps was next. With these a process begins in the
-middle as if it had run from the start. A loop over steps is numbered in the order of the script, including loops that
-were left out.
+Theory. A *part* is one ``s.epochs(N)`` or one phase. A *turn* is one epoch, or the one run of a phase. A process that
+starts again runs the script again, and must skip the turns that the job has finished. So each part has a key, its
+*way*: the path of numbers that leads through the enclosing parts and turns to this part. The record of a part holds two
+values: how many of its turns the whole job has finished, and the number of the next loop over steps. With these values
+a process begins in the middle as if it had run from the start. The loops over steps are numbered in the order of the
+script. Loops that were skipped are counted too.
 
-Each *slot* (the session outside of all parts, and each turn) has room for one loop over steps. Between two loops there
-would be code that the session cannot leave out.
+A *slot* is a place for one loop over steps: the session outside of all parts, or one turn. A slot has only one loop,
+because the session could not skip the code between two loops.
 
 Life of the data: the record is made in a running job, and is a part of the place of the job in each saved and served
 state (``place["turns"]``). Records of parts inside a turn are dropped when that turn has ended.
 
 Invariants:
 1. The record is never changed, only replaced, because another thread may be writing it.
-2. ``passed`` rises by one with each turn that the whole job has finished, and never falls in one process.
+2. ``passed``, the number of finished turns, rises by one with each turn that the whole job has finished. It never falls
+   in one process.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ class TurnPosition:
     """The position in the script of one session.
 
     Attributes:
-        loops: number of loops over steps so far, including those that were left out.
+        loops: number of loops over steps so far, including those that were skipped.
         several: another library runs its loops here, so a slot may have any number of them.
     """
 
@@ -105,7 +106,7 @@ class TurnPosition:
         return self._passed
 
     def stand_at(self, record: Mapping[str, Any] | None) -> None:
-        """Take over the loaded record; None: the job had no parts."""
+        """Use the loaded record as the position of the job; None: the job had no parts."""
         record = record or {}
         self._record = dict(record.get("parts", {}))
         self._passed = int(record.get("passed", 0))
@@ -150,7 +151,8 @@ class TurnPosition:
         """Return the number of the loop over steps that the script begins.
 
         Raises:
-            UsageError: there was a loop in this slot.
+            UsageError: the script has already had a loop over steps in the same turn, or in the session outside of all
+                parts.
         """
         slot = self.slot
         if slot.has_loop and not self.several:
@@ -163,10 +165,10 @@ class TurnPosition:
         return self.loops - 1
 
     def enter(self, kind: str, turns: int) -> ScriptPart:
-        """Return the part that the script begins.
+        """Return the part (``s.epochs(N)`` or a phase) that the script begins at its present position.
 
         Raises:
-            UsageError: the job had another part there.
+            UsageError: the record of the job has another part at this position.
         """
         slot = self.slot
         way = f"{slot.way}{slot.parts}"
@@ -209,7 +211,7 @@ class TurnPosition:
         self._write(part, step, over=part.closed or part.done >= part.turns)
 
     def leave(self, part: ScriptPart) -> None:
-        """Close the part, of which no turn follows."""
+        """Close the part, which has no further turn."""
         self._open.remove(part)
 
     def _write(self, part: ScriptPart, step: int, *, over: bool) -> None:

@@ -49,11 +49,11 @@ _BEHIND = (
 
 
 class Proof(NamedTuple):
-    """Digests of one run; the keys name in words what each digest is of.
+    """The digests of one run of a block. Each key names in words the data of its digest.
 
     Attributes:
-        found: digests when the run began.
-        computed: digests when the run reached its vote.
+        found: digests of the state at the start of the run.
+        computed: digests of the results when the run reached its vote.
     """
 
     found: Mapping[str, int]
@@ -61,7 +61,7 @@ class Proof(NamedTuple):
 
 
 class Prover:
-    """Checks the blocks of one session.
+    """The checker of the blocks of one session.
 
     Args:
         adapter: of the session. If it cannot digest the results of a block, nothing is checked.
@@ -73,7 +73,7 @@ class Prover:
         self._adapter = adapter if every and isinstance(adapter, ProvesBlocks) else None
         self._every = every
         self._alone = world_size == 1
-        self._first = True  # no block of this process was checked
+        self._first = True  # no block of this process has been checked yet
         self._step = -1
         self._checked = -1
         self._found: Mapping[str, int] = {}  # digests at the begin of the current run

@@ -32,7 +32,7 @@ class CollectiveGuard:
         self._warned = False
 
     def collective(self, count: int, what: str) -> None:
-        """Count a collective that starts. In a newcomer that must not make it, never return. Hot path."""
+        """Count a collective that starts. Never return in a newcomer that must not run the collective. Hot path."""
         if self._rank.script.rules.guarded and what != BARRIER:
             self._check()
         self._rank.count_collective(count)

@@ -67,7 +67,7 @@ class UpdateRecord:
         self._since_s = 0.0
 
     def know(self, directory: Path | None, rank: int) -> None:
-        """Open the log of ``rank`` in ``directory``; None: there is no shared memory."""
+        """Open the log of ``rank`` in ``directory``; with None there is no shared memory, and nothing is logged."""
         self._directory = directory
         if self._updates is None:
             self.why_not = "this framework logs no updates"
@@ -143,7 +143,11 @@ class UpdateRecord:
         self._measure(began_s)
 
     def _look_back(self, step: int, updates_log: UpdateLog, updates: Updates) -> None:
-        """Compare the foretold update with the real one. Raises: StateError: the log lacks a change of the state."""
+        """Compare the result of the foretold update with that of the real update.
+
+        Raises:
+            StateError: the results differ, or the script has changed the state in a way that the log does not hold.
+        """
         foretold, self._foretold = self._foretold, -1
         if not updates.undisturbed() and step == self._base:  # no update was logged since the state was kept
             updates_log.truncate(step)
@@ -165,7 +169,10 @@ class UpdateRecord:
         updates.settle()
 
     def _append(self, step: int, updates_log: UpdateLog, updates: Updates) -> None:
-        """Log the update of ``step``, and foretell it where that is due. Raises: StateError."""
+        """Log the update of ``step``.
+
+        Foretell it (make it on a copy of the state) if a check is due. Raises: StateError.
+        """
         taken = updates.take(step)
         updates_log.append(taken)
         if taken.gradients and (self._proofs < PROOFS or step % PROVE_EVERY == 0):

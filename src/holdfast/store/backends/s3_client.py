@@ -145,10 +145,10 @@ class Bucket:
     def upload(self, key: str, size_bytes: int) -> Iterator[Put]:
         """Yield a function that writes an object piece by piece, in order.
 
-        It appears when the block ends without an error.
+        The object becomes visible when the body of the ``with`` statement ends without an error.
 
         Raises:
-            StoreWriteError: it cannot be written; nothing visible has changed.
+            StoreWriteError: the object cannot be written; nothing visible has changed.
         """
         import obstore
 

@@ -85,7 +85,7 @@ class ReplicaCopies:
         return self._turns[number % len(self._turns)]
 
     def whole(self) -> list[tuple[ReplicaGroup, list[Extent]]]:
-        """Return all parts, by group."""
+        """Return each group of ranks that hold the same boxes, with all extents of these boxes."""
         return [(group, list(group.extents)) for group in self.groups]
 
 

@@ -62,7 +62,15 @@ class WriteItem(msgspec.Struct, frozen=True, order=True):
 
 
 class SavePlan(msgspec.Struct, frozen=True):
-    """The shares of all sources. ``uncovered`` and ``absent`` are empty when a complete checkpoint can be written."""
+    """The plan of one save: which rank writes which part of the state. A source is a rank that may write.
+
+    Attributes:
+        sources: the ranks that may write.
+        copies: number of copies of each part.
+        shares: the parts that each source writes, by rank.
+        uncovered: tensor and box that no source holds.
+        absent: ranks that have declared no layout.
+    """
 
     sources: tuple[int, ...]
     copies: int
@@ -76,7 +84,7 @@ class SavePlan(msgspec.Struct, frozen=True):
 
     @property
     def complete(self) -> bool:
-        """True when every element of every tensor has a living holder."""
+        """True if a complete checkpoint can be written: every element of every tensor has a living holder."""
         return not self.uncovered and not self.absent
 
     def why_incomplete(self) -> str:

@@ -201,7 +201,7 @@ class EverySeconds(msgspec.Struct, frozen=True):
             )
 
     def __call__(self, now: Moment) -> bool:
-        """Return True if the last save is that old."""
+        """Return True if the last save is ``interval_s`` seconds old."""
         return now.since_s >= self.interval_s
 
 
@@ -232,7 +232,7 @@ class BestInterval(msgspec.Struct, frozen=True, kw_only=True):
         return max(best_s, now.durable_s, self.shortest_s)
 
     def __call__(self, now: Moment) -> bool:
-        """Return True if the last save is that old."""
+        """Return True if the last save is as old as the best interval."""
         return now.since_s >= self.interval_s(now)
 
 

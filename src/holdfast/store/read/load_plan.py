@@ -48,12 +48,12 @@ class Read(msgspec.Struct):
 
     @property
     def start(self) -> int:
-        """First byte in the file."""
+        """Offset of the first byte in the file."""
         return self.stored.record.start + self.first * self.stored.extent_size_bytes
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the extents."""
+        """Total size of the extents in bytes."""
         stop = min(self.last * self.stored.extent_size_bytes, self.stored.record.size_bytes)
         return stop - self.first * self.stored.extent_size_bytes
 
@@ -62,7 +62,7 @@ class Read(msgspec.Struct):
         return self.stored.regions(self.start, self.size_bytes)
 
     def cut(self, first: int, last: int) -> Read:
-        """Return some of the extents as a read that is scattered."""
+        """Return a read of extents ``first`` to ``last`` whose bytes are copied to their places after the read."""
         return Read(self.stored, first, last, self.pieces, None)
 
 

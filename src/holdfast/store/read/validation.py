@@ -270,7 +270,7 @@ def seal_of(index: Index) -> bytes:
 
 
 def _seal(directory: Attempt, index: Index) -> tuple[bool, list[str]]:
-    """Return whether there is a valid seal, and its damage."""
+    """Return whether the checkpoint has a valid seal, and the errors in the seal (none if no seal exists)."""
     if not directory.exists(form.SEAL_NAME):
         return False, []
     try:

@@ -192,7 +192,7 @@ class Slots:
         return sum(box.size_bytes for box in kept)
 
     def finish(self) -> None:
-        """Mark the state that was copied last as whole: it may be given away."""
+        """Mark the state that was copied last as complete, so that it may be given to other processes."""
         if self._last is not None:
             self._last[_WHOLE] = self._last[_OWN]
 
@@ -453,7 +453,7 @@ def _own_digest(words: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> int:
 
 
 def _places(layout: RankLayout) -> tuple[tuple[KeptBox, ...], int]:
-    """Return the place of each box, without its digest, and the end of the last one."""
+    """Return each box with its offset in a slot but with an empty digest, and the end offset of the last box."""
     places: list[KeptBox] = []
     end = _DATA_AT
     for meta in layout.tensors:

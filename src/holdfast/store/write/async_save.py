@@ -351,7 +351,7 @@ class BackgroundSaver(Closes):
 def _stage(
     memory: memoryview, parts: Iterable[tuple[WriteItem, StagedPart]], source: TensorSource, size_bytes: int
 ) -> Iterator[int]:
-    """Copy the parts to their places. Towards the end, yield from time to time how many bytes are there."""
+    """Copy the parts to their offsets in shared memory. Near the end, yield at intervals the bytes copied so far."""
     step = max(ARRIVED_SIZE_BYTES_MIN, size_bytes // (ARRIVED_MAX - 1))
     said = int(ARRIVED_FROM * size_bytes) - step
     device = source if isinstance(source, DeviceSource) else None

@@ -64,7 +64,7 @@ class SaveJob(msgspec.Struct, frozen=True):
     threads: int
 
     def items(self) -> tuple[WriteItem, ...]:
-        """Return the share as items of a plan. Each part is stored as a separate box."""
+        """Return the share of this rank as items of a save plan. Each part of the share is stored as a separate box."""
         return tuple(WriteItem(p.fqn, p.part, p.part) for p in self.parts)
 
 

@@ -65,9 +65,9 @@ def zip_copy(outputs: Tensors, inputs: Tensors) -> None:
 
 
 def one(outputs: Tensors) -> None:
-    """Fill all outputs with one (receive).
+    """Fill all output tensors of a receive with the number 1.
 
-    A pipeline asks its neighbours in this way whether all know their shapes; one means yes.
+    A pipeline stage receives from its neighbours whether they know their shapes. The number 1 means yes.
     """
     for target in outputs:
         target.detach().fill_(1)

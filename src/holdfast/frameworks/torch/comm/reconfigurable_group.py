@@ -587,7 +587,7 @@ def _complete(outputs: list[Any], fill: Fill | None) -> LocalWork:
 
 
 def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the options of a call that may give a reduce operation in their place."""
+    """Return the options of a reduce-scatter call. The caller may have passed a reduce operation instead of options."""
     given = args[0] if args else kwargs.get("opts", kwargs.get("op"))
     if isinstance(given, dist.ReduceScatterOptions):
         return given

@@ -64,19 +64,19 @@ def import_checkpoint(
             ``optimizer``, ``scheduler``, ``scaler``; or a ``.safetensors`` file of weights, or a directory of them in
             Hugging Face's format; or a directory of Megatron (``iter_NNNNNNN``, or of the run).
         root: directory of checkpoints, as a session's ``checkpoint=``.
-        step: updates done; the default is the source's ``step`` or ``global_step``, and 0 for weights alone.
-        names: part by key of the source, for keys with unusual names: ``{"opt": "optimizer"}``. The keys of ``PARTS``
-            are the parts.
-        progress: called with the total size in bytes; the returned function is called with the size of each part.
-        note: called with a line for the user if the names differ from those in the file.
+        step: number of updates done; the default is the source's ``step`` or ``global_step``, and 0 for weights alone.
+        names: for keys of the source with unusual names, the key of ``PARTS`` that each stands for:
+            ``{"opt": "optimizer"}``.
+        progress: called with the total size in bytes; the returned function is called with the size of each piece.
+        note: called with a line for the user if tensors get other names than in the file.
 
     Returns:
         The new checkpoint.
 
     Raises:
-        UsageError: no such file, no weights in it, no step in it, or state that cannot be mapped.
-        CheckpointInvalid: damaged, or it holds more than tensors and plain values.
-        StateError: a value that a checkpoint cannot hold, named.
+        UsageError: the source does not exist, has no weights or no step, or has state that cannot be mapped.
+        CheckpointInvalid: the source is damaged, or holds more than tensors and plain values.
+        StateError: a checkpoint cannot hold a value; the error names it.
         StoreWriteError: ``root`` cannot be written.
     """
     found, target = Path(source), place_of(root)

@@ -99,7 +99,7 @@ class UntrainedWeights:
         self._moves |= {id(tensor) for _, tensor, mark in self._marks if _mark(tensor) != mark}
 
     def tell(self) -> None:
-        """Warn, when a block is put back, about tensors that changed and were not copied."""
+        """Warn about tensors that an aborted block has changed and that were not copied, so cannot be restored."""
         changed = [name for name, tensor, mark in self._marks if _mark(tensor) != mark]
         self._moves |= {id(tensor) for name, tensor, _ in self._marks if name in changed}
         if changed and not self._told:

@@ -1,18 +1,18 @@
 """A step in parts, so that a job that lost nodes continues with fewer ranks and the same batch per step.
 
 Theory. A rank that does the work of ``parts`` ranks runs the block of a step once per part, each time with the next
-batch. All blocks except the last are left at the point where they would vote, and put back like an aborted step; only
-their gradients are kept. The optimizer must get the mean over all parts in the last block. So each ``backward`` of a
-part starts from 1 / parts instead of 1, and the first one of the last part adds the gradients of the parts before. From
-there on user code (unscaling, clipping, its own norm) sees the gradient of the whole batch. Wrappers that sum and
-divide by the number of ranks do so within each part. The added gradients are the same on all ranks that share a
-gradient, so a mean over these ranks does not change them.
-The sum is the same as before except for the order of additions. The random numbers of a part are those of the rank
-whose work it is. Running statistics (BatchNorm) see only the last part.
+batch. Every block except the last stops where it would vote. The rank then restores its state as after an aborted step,
+but keeps the gradients. In the last block the optimizer must get the mean over all parts. So each ``backward`` call
+starts from the gradient 1 / parts instead of 1, and the first ``backward`` call of the last part adds the gradients of
+the earlier parts. After that call, user code (unscaling, clipping, its own norm) sees the gradient of the whole batch.
+Wrappers that sum and divide by the number of ranks do so within each part. The added gradients are equal on all ranks
+that share a gradient, so a mean over these ranks does not change them.
+The sum is the same as before the loss of nodes, except for the order of additions. A part uses the random numbers of
+the rank whose work it does. Running statistics (BatchNorm) see only the last part.
 
 Invariants:
-1. ``begin(part)`` with ``part > 0`` means that the previous part has ended in order: its gradients count from then on.
-2. A step whose parts were not added up is never voted for.
+1. ``begin(part)`` with ``part > 0`` means that the previous part has ended normally. Its gradients count from then on.
+2. A rank never votes for a step before the gradients of all its parts are added.
 """
 
 from __future__ import annotations
