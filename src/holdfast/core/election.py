@@ -175,7 +175,7 @@ class Election:
     def _controller_up(self, event: ControllerUp) -> None:
         """Become the leader if the controller on this node was started in the term in which this agent was elected.
 
-        An agent before this one may have started it.
+        An earlier agent of this node may have started that controller.
         """
         if event.term == self.kept.term and self.kept.voted_for == self.me:
             self.role = "leader"

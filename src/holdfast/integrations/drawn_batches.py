@@ -1,14 +1,14 @@
 """Comparison of the batches that a framework's own loop draws with those that an earlier process drew.
 
-Theory. See ``session/loops/batch_digest.py``. A framework draws its batches itself, often one ahead of the step. So a
-batch is identified by its place: the epoch, and its number in this rank's share of the epoch. This rank keeps the
-record of one batch, the newest that the step trains on, among its plain values of the step, from the begin of its
-block. The next process compares when it draws the batch at that place: in the step that was in flight, or after it was
-sent back by one batch.
+Theory. See ``session/loops/batch_digest.py``. A framework draws its batches itself, often one batch before the step
+that uses it. So a batch is identified by its place: the epoch, and its number in this rank's share of the epoch. This
+rank keeps the record of one batch: the newest batch that the step trains on. The record is among the plain values of
+the step, from the start of the block. The next process compares when it draws the batch at that place: in the step that
+was in flight, or after it was sent back by one batch.
 
 Invariants:
-1. A difference raises an error before the step of that batch begins.
-2. Nothing is compared for a job of another size.
+1. A batch that differs raises an error before the step of that batch begins.
+2. Nothing is compared if the number of ranks has changed.
 """
 
 from __future__ import annotations

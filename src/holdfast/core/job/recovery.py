@@ -224,9 +224,9 @@ class Recovery:
             self.progress(now)
 
     def offered(self, member: Member, offer: StateOffered) -> None:
-        """Handle the offer of a survivor to serve its state.
+        """Record the offer of a survivor to serve its state.
 
-        Order newcomers to receive when all sources have offered.
+        When all sources have offered, send newcomers the order to receive.
         """
         if self.replacement.offered(member, offer) and self.phase == "replacing":
             for newcomer in filter(lambda m: m.joining, self.job.roster.living):
@@ -235,7 +235,7 @@ class Recovery:
     def refused(self, now: float, member: Member, refusal: StateRefused) -> None:
         """Handle a refusal: the state in the memory of a rank is damaged, or no newcomer can join.
 
-        Decide again without it.
+        The decision is then made again without that state.
         """
         self.job.record("state_refused", rank=member.rank, step=refusal.step, reason=refusal.reason)
         if refusal.alone:
@@ -330,7 +330,7 @@ class Recovery:
         self.fence(now, f"there is room for {plural(job.room(), 'rank')}")
 
     def remind(self, member: Member) -> None:
-        """Send the order of the current phase to a member, also again."""
+        """Send the order of the current phase to a member. Repeated orders are harmless."""
         message = self._standing_order(member)
         if message is not None:
             self.job.send(member, message)
@@ -608,7 +608,7 @@ class Recovery:
         self.replacement.clear()
         if not self.job.start_members(self._resume):
             self._go("no_nodes")
-            # On one node alone, no other one ever comes.
+            # In a job of one node, no other node will connect.
             self.job.timer("startup", self.job.config.startup_s if self.job.hosts else 0.0)
 
     # ---------------------------------------------------------------- restored -> resumed

@@ -1,9 +1,9 @@
 """The digests of the state, sent by the ranks that hold it before the state is saved or given to replacements.
 
+A *source* is a rank that holds the state of the decided step.
+
 Invariants:
 1. The comparison becomes complete exactly once: with the report of the last source that was asked.
-
-A *source* is a rank that holds the state of the decided step.
 """
 
 from __future__ import annotations

@@ -147,7 +147,7 @@ class Updates(Protocol):
         """Return the update of ``step`` before it is made. Its bytes are valid until it is made. Raises: StateError."""
 
     def foretell(self, update: Update) -> None:
-        """Make ``update``, the next one, on a copy of the state without peers. Raises: StateError."""
+        """Foretell the next update: make ``update`` on a copy of the state, without peers. Raises: StateError."""
 
     def as_foretold(self) -> str:
         """Return the name of the first tensor that differs from the foretold update; empty: none differs."""
@@ -216,7 +216,7 @@ class ProvesBlocks(Protocol):
         """Return digests of the results of the block so far, with keys in words; empty: there are no results."""
 
     def cause(self) -> str:
-        """Return the value that a suspected run used and the run before it had made, in words; empty: none."""
+        """Name in words a value that a suspected run used but the previous run had made; empty: none."""
 
 
 class ForeignBlocks(Protocol):

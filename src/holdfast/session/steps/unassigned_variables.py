@@ -39,7 +39,7 @@ class NotComputed(float):
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        """Return this placeholder for any attribute (``loss.detach()``, ``loss.item()``, ...), and warn once per name."""
+        """Return this placeholder for any attribute (``loss.item()``, ...). Warn once per name."""
         if attribute.startswith("_"):  # array protocols, pickling and copying are not supported
             raise AttributeError(attribute)
         return self._tell()
