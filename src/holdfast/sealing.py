@@ -96,40 +96,40 @@ def same(one: bytes, other: bytes) -> bool:
 
 
 class SealedBatch(Protocol):
-    """Raw bytes of one end, in order, and the tag that follows them."""
+    """The raw bytes that this end sends, in order, and the tag that follows them."""
 
     def seal(self, part: memoryview) -> bytes | memoryview:
-        """The next bytes as they are sent."""
+        """Return the next bytes in the form in which they are sent."""
 
     def tag(self) -> bytes:
-        """Of all bytes; after the last of them."""
+        """Return the tag of all bytes. Call this after the last of them."""
 
 
 class OpenedBatch(Protocol):
-    """Raw bytes of the other end, in order, and the tag that follows them."""
+    """The raw bytes that the other end sends, in order, and the tag that follows them."""
 
     def open(self, part: memoryview) -> None:
-        """The next bytes that have come: after it they are what was sealed."""
+        """Turn the next received bytes, in place, into the bytes that were sealed."""
 
     def fits(self, tag: bytes) -> bool:
-        """The other end has sent all of these bytes; after the last of them."""
+        """Return whether ``tag`` proves that the other end sent all these bytes. Call this after the last of them."""
 
 
 class DirectionSeal(Protocol):
     """One direction of one connection; both ends have the same one, and use it in the same order."""
 
     def sealed(self, payload: bytes) -> bytes:
-        """The next frame as it is sent: ``TAG_SIZE_BYTES`` longer."""
+        """Return the next frame in the form in which it is sent, ``TAG_SIZE_BYTES`` longer than the payload."""
 
     def unsealed(self, data: bytes) -> bytes | memoryview:
-        """The payload of the next frame.
+        """Return the payload of the next frame.
 
         Raises:
             ProtocolError: the other end did not send it, or not in this place.
         """
 
     def seal_batch(self, *, local: bool) -> SealedBatch:
-        """Takes the bytes of the next batch.
+        """Return the object that seals the bytes of the next batch.
 
         Args:
             local: both ends are on this host: without rights over the whole host nothing changes what passes there.

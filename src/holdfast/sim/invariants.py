@@ -22,7 +22,7 @@ from holdfast.sim.worker import SimWorker
 
 
 class Violation(AssertionError):
-    """A check failed. ``name`` is the check's, e.g. ``one_decision_per_generation``."""
+    """The error of a failed check. ``name`` is the name of the check, e.g. ``one_decision_per_generation``."""
 
     def __init__(self, name: str, what: str) -> None:
         super().__init__(f"{name}: {what}")
@@ -30,7 +30,7 @@ class Violation(AssertionError):
 
 
 class CheckedScene(Protocol):
-    """What the checks may look at."""
+    """The part of a simulated job that the checks may read."""
 
     now: float
     events: int
@@ -63,7 +63,7 @@ class Checks:
         self.counts = {"forward": 0, "back": 0, "none": 0}
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
-        """A rank moved in the step protocol: nobody may update what another one has given up."""
+        """Check, after a rank changed its state, that no rank updates a step that another rank has discarded."""
         machine = worker.machine
         where = (machine.generation, machine.step)
         if new == "updating" and old != "updating":
@@ -80,7 +80,7 @@ class Checks:
                 raise Violation("one_fate_per_step", text)
 
     def step_spread(self, workers: Iterable[SimWorker]) -> None:
-        """No two ranks of one generation are inside updates of different steps."""
+        """Check that no two ranks of one generation are inside updates of different steps."""
         inside: dict[Generation, int] = {}
         for worker in workers:
             if worker.alive and worker.machine.state == "updating":
@@ -91,7 +91,7 @@ class Checks:
                     raise Violation("one_step_at_a_time", text)
 
     def sealed(self, save: SimSave) -> None:
-        """A checkpoint counts as complete."""
+        """Check a checkpoint that was sealed: it is complete, of one step, and without flipped bits."""
         written = {shard for share in save.shares.values() for shard in share.shards}
         if written != set(range(self.scene.store.shards)):
             raise Violation("sealed_is_covered", f"{save.directory} has no copy of some shard")
@@ -102,23 +102,23 @@ class Checks:
             raise Violation("sealed_was_compared", f"{save.directory} holds what a flipped bit has done")
 
     def given(self, source: SimWorker) -> None:
-        """A newcomer takes the state of ``source``."""
+        """Check that ``source``, whose state a newcomer takes, has no flipped bits."""
         if source.flipped or source.wrong:
             raise Violation("given_was_compared", f"rank {source.rank} gives what a flipped bit has done")
 
     def loaded(self, rank: int, step: int, applied: int | None) -> None:
-        """A process takes a state out of memory: it must be the one that its marker says."""
+        """Check that a state that a process takes from memory is of the step in its marker."""
         if applied != step:
             text = f"rank {rank} takes the state of step {step}, its parameters are of {applied}"
             raise Violation("memory_is_one_step", text)
 
     def catalogued(self, version: LayoutVersion, layouts: Layouts) -> None:
-        """A rank hears of everyone's layouts."""
+        """Check that a version of the layouts, received by a rank, always means the same layouts."""
         if self._catalogues.setdefault(version, layouts) != layouts:
             raise Violation("one_catalogue_per_version", f"{version} means two sets of layouts")
 
     def plans(self, save_id: SaveId, version: LayoutVersion, told: bool) -> None:
-        """A rank plans a save by the catalogue of ``version``; ``told``: which has what the rank holds."""
+        """Check that all ranks plan a save by the same catalogue, and that it has the boxes of each rank."""
         first = self._plans.setdefault(save_id, version)
         if first != version or not told:
             text = f"{save_id} is planned by {first} and {version}, with what this rank holds: {told}"

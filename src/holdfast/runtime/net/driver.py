@@ -1,4 +1,4 @@
-"""Runs any pure machine inside an asyncio process: feeds events, keeps timers, journals before it acts."""
+"""The driver of a pure machine in an asyncio process: it feeds events, keeps timers, and journals before it acts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("holdfast")
 
 
 def watched(work: Coroutine[Any, Any, None], fail: Callable[[BaseException], None]) -> asyncio.Task[None]:
-    """``work`` as a task; ``fail`` gets what it raises, which nobody would see before the task is awaited, if ever."""
+    """Start ``work`` as a task, and return the task. ``fail`` is called at once with an exception of the task."""
 
     def ended(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -30,19 +30,19 @@ def watched(work: Coroutine[Any, Any, None], fail: Callable[[BaseException], Non
 
 
 class Machine(Protocol):
-    """What every machine of ``core/`` offers."""
+    """The interface of every machine of ``core/``."""
 
     def start(self, now: float) -> list[Command]:
-        """The first commands, before any event."""
+        """Return the first commands, before any event."""
         ...
 
     def handle(self, now: float, event: Message) -> list[Command]:
-        """Take one event in; return the effects, in order."""
+        """Handle one event. Return the commands, in order."""
         ...
 
 
 class Driver:
-    """One machine and its surroundings.
+    """The driver of one machine.
 
     All records of an event are in the log (and on the disk, if the event has other effects too) before its first
     effect happens. ``failure`` ends with the exception of a machine or executor that broke; the daemon awaits it.
@@ -73,7 +73,7 @@ class Driver:
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def start(self) -> None:
-        """Let the machine begin; before any :meth:`post`."""
+        """Start the machine. Call this before :meth:`post`."""
         self._run(None)
 
     def post(self, event: Message) -> None:
@@ -97,7 +97,7 @@ class Driver:
             self._busy = False
 
     def fail(self, error: BaseException) -> None:
-        """Something that the machine relies on broke: end ``failure`` with it."""
+        """End ``failure`` with ``error``, because a thing that the machine relies on broke."""
         if not self.failure.done():
             self.failure.set_exception(error)
         self.close()
