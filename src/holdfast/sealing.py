@@ -58,7 +58,7 @@ def derive(secret: bytes, salt: bytes, info: bytes, size_bytes: int) -> bytes:
 
 
 class ConnectionKeys(NamedTuple):
-    """What both ends of one connection have in common."""
+    """The proofs and the direction keys that both ends of one connection derive."""
 
     client_proof: bytes
     server_proof: bytes
@@ -81,17 +81,17 @@ class ConnectionKeys(NamedTuple):
 
 
 class Digest(Protocol):
-    """A tag under way."""
+    """An incremental digest, from which a tag is cut."""
 
     def update(self, data: bytes | memoryview, /) -> None:
-        """Take in more bytes."""
+        """Add bytes to the digest."""
 
     def digest(self) -> bytes:
-        """At least ``TAG_SIZE_BYTES`` bytes."""
+        """Return the digest of all added bytes: at least ``TAG_SIZE_BYTES`` bytes."""
 
 
 def same(one: bytes, other: bytes) -> bool:
-    """Equal, compared in a time that tells nothing."""
+    """Return True if both are equal, compared in constant time."""
     return hmac.compare_digest(one, other)
 
 
@@ -99,30 +99,30 @@ class SealedBatch(Protocol):
     """Raw bytes of one end, in order, and the tag that follows them."""
 
     def seal(self, part: memoryview) -> bytes | memoryview:
-        """The next bytes as they are sent."""
+        """Return the next bytes in the form in which they are sent."""
 
     def tag(self) -> bytes:
-        """Of all bytes; after the last of them."""
+        """Return the tag of all bytes. Call it after the last of them."""
 
 
 class OpenedBatch(Protocol):
     """Raw bytes of the other end, in order, and the tag that follows them."""
 
     def open(self, part: memoryview) -> None:
-        """The next bytes that have come: after it they are what was sealed."""
+        """Turn the next received bytes into the bytes that the other end sealed, in place."""
 
     def fits(self, tag: bytes) -> bool:
-        """The other end has sent all of these bytes; after the last of them."""
+        """Return True if ``tag`` proves that the other end sent all of these bytes. Call it after the last of them."""
 
 
 class DirectionSeal(Protocol):
     """One direction of one connection; both ends have the same one, and use it in the same order."""
 
     def sealed(self, payload: bytes) -> bytes:
-        """The next frame as it is sent: ``TAG_SIZE_BYTES`` longer."""
+        """Return the next frame in the form in which it is sent: ``TAG_SIZE_BYTES`` longer than ``payload``."""
 
     def unsealed(self, data: bytes) -> bytes | memoryview:
-        """The payload of the next frame.
+        """Return the payload of the next frame.
 
         Raises:
             ProtocolError: the other end did not send it, or not in this place.
