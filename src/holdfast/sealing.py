@@ -58,7 +58,7 @@ def derive(secret: bytes, salt: bytes, info: bytes, size_bytes: int) -> bytes:
 
 
 class ConnectionKeys(NamedTuple):
-    """What both ends of one connection have in common."""
+    """The proofs and the direction keys that both ends of one connection derive."""
 
     client_proof: bytes
     server_proof: bytes
@@ -81,17 +81,17 @@ class ConnectionKeys(NamedTuple):
 
 
 class Digest(Protocol):
-    """The running computation of a tag."""
+    """An incremental digest, from which a tag is cut."""
 
     def update(self, data: bytes | memoryview, /) -> None:
-        """Add bytes to the computation."""
+        """Add bytes to the digest."""
 
     def digest(self) -> bytes:
-        """Return the digest of the bytes so far, at least ``TAG_SIZE_BYTES`` bytes long."""
+        """Return the digest of all added bytes: at least ``TAG_SIZE_BYTES`` bytes."""
 
 
 def same(one: bytes, other: bytes) -> bool:
-    """Return whether both are equal. The time of the comparison does not depend on the bytes."""
+    """Return True if both are equal, compared in constant time."""
     return hmac.compare_digest(one, other)
 
 
@@ -102,24 +102,24 @@ class SealedBatch(Protocol):
         """Return the next bytes in the form in which they are sent."""
 
     def tag(self) -> bytes:
-        """Return the tag of all bytes. Call this after the last of them."""
+        """Return the tag of all bytes. Call it after the last of them."""
 
 
 class OpenedBatch(Protocol):
     """The raw bytes that the other end sends, in order, and the tag that follows them."""
 
     def open(self, part: memoryview) -> None:
-        """Turn the next received bytes, in place, into the bytes that were sealed."""
+        """Turn the next received bytes into the bytes that the other end sealed, in place."""
 
     def fits(self, tag: bytes) -> bool:
-        """Return whether ``tag`` proves that the other end sent all these bytes. Call this after the last of them."""
+        """Return True if ``tag`` proves that the other end sent all of these bytes. Call it after the last of them."""
 
 
 class DirectionSeal(Protocol):
     """One direction of one connection; both ends have the same one, and use it in the same order."""
 
     def sealed(self, payload: bytes) -> bytes:
-        """Return the next frame in the form in which it is sent, ``TAG_SIZE_BYTES`` longer than the payload."""
+        """Return the next frame in the form in which it is sent: ``TAG_SIZE_BYTES`` longer than ``payload``."""
 
     def unsealed(self, data: bytes) -> bytes | memoryview:
         """Return the payload of the next frame.

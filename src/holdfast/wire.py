@@ -160,7 +160,7 @@ class Codec(Generic[M]):
         self._encoder = msgspec.msgpack.Encoder()
 
     def encode(self, message: M) -> bytes:
-        """One message as msgpack."""
+        """Return the message as msgpack."""
         return self._encoder.encode(message)
 
     def decode(self, payload: bytes | memoryview) -> M:
@@ -206,12 +206,12 @@ class FrameReader:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> None:
-        """Take in what was received."""
+        """Add received bytes to the buffer."""
         self._buffer += data
 
     @property
     def partial(self) -> bool:
-        """Bytes are here that are no whole frame yet."""
+        """True if the buffer holds bytes of a frame that is not complete."""
         return bool(self._buffer)
 
     def next(self) -> bytes | None:
@@ -273,7 +273,7 @@ class Link(Generic[M]):
 
     @property
     def open(self) -> bool:
-        """Both sides have proved that they know the token."""
+        """True if both sides have proved that they know the token."""
         return self._seals is not None
 
     def take_output(self) -> bytes:
@@ -310,7 +310,7 @@ class Link(Generic[M]):
 
     @property
     def partial(self) -> bool:
-        """The beginning of a message has come, the rest has not."""
+        """True if a message has arrived in part."""
         return self._reader.partial
 
     def receive(self, data: bytes) -> list[M]:

@@ -61,7 +61,7 @@ class Round:
         self.wrong = False  # a flipped bit was in somebody's gradients, and so is in everybody's
 
     def enter(self, member_id: MemberId, ballot: Ballot) -> bool:
-        """One more ballot; True when it was the last one."""
+        """Add a ballot. Return True if it was the last one."""
         self.ballots[member_id] = ballot
         self.waiting.add(member_id)
         if len(self.ballots) < self.world_size:
@@ -87,14 +87,14 @@ class SimGroup:
 
 
 class Collectives:
-    """Of all generations."""
+    """The collectives of all generations."""
 
     def __init__(self, scene: CollectivesScene) -> None:
         self.scene = scene
         self._groups: dict[Generation, SimGroup] = {}
 
     def group(self, generation: Generation) -> SimGroup:
-        """Collectives of a generation."""
+        """Return the collectives of a generation."""
         return self._groups.setdefault(generation, SimGroup(generation, self.scene.world_size))
 
     def vote(self, worker: Voter, ballot: Ballot, number: int) -> None:
@@ -113,7 +113,7 @@ class Collectives:
             self._later(voter, self.scene.jitter(0.0005, 0.006), "voted", deliver)
 
     def deliver(self, group: SimGroup, round_: Round, voter: Voter) -> None:
-        """The all-reduce completes at one rank of ``group``."""
+        """Complete the all-reduce at one rank of ``group``."""
         assert round_.tally is not None
         round_.waiting.discard(voter.member_id)
         if round_.ballots[voter.member_id].between:

@@ -42,18 +42,18 @@ class Memory:
         return self.every > 0 and step % self.every == 0
 
     def begin(self, rank: int) -> None:
-        """A copy begins: the older state is gone."""
+        """Drop all states of a rank but the newest, to make room for a new copy."""
         self._slots[rank] = self._slots.get(rank, [])[-(SLOTS - 1) :]
 
     def commit(self, rank: int, step: int, applied: int | None) -> None:
-        """The copy is complete and marked."""
+        """Record that the copy of ``step`` is complete."""
         self._slots[rank] = [
             *(s for s in self._slots.get(rank, []) if s.step != step),
             SlotState(step, applied),
         ]
 
     def steps(self, rank: int) -> tuple[int, ...]:
-        """What the markers of one rank say."""
+        """Return the steps whose states a rank keeps, in order."""
         return tuple(sorted(state.step for state in self._slots.get(rank, [])))
 
     def damage(self, rank: int) -> None:
@@ -104,7 +104,7 @@ class Memory:
         return False
 
     def take(self, rank: int, order: Receive) -> int | None:
-        """The updates that a newcomer's parameters then hold."""
+        """Load the state that a newcomer is ordered to take. Return the updates that its parameters then hold."""
         if not order.replays:
             return self.load(rank, order.step)
         base = max(step for step in self.steps(rank) if step <= order.step)

@@ -70,7 +70,7 @@ class SimStore:
         return save.sealed
 
     def is_complete(self, save: SimSave) -> bool:
-        """Every shard is there."""
+        """Return True if every shard is written."""
         return len(save.written) == self.shards
 
     def newest_step(self, preferred: str) -> int:

@@ -34,7 +34,7 @@ class Home(Protocol):
 
 
 class SimSpare:
-    """One process."""
+    """The process of one spare."""
 
     def __init__(self, node_id: NodeId, order: BuildSpare) -> None:
         self.node_id = node_id
@@ -52,7 +52,7 @@ class SimSpares:
         self._all: dict[MemberId, SimSpare] = {}
 
     def carry_out(self, node_id: NodeId, message: Message) -> bool:
-        """An order to a shell; False when it is not about a spare."""
+        """Carry out an order to the driver of a node. Return False if the order is not about a spare."""
         if isinstance(message, BuildSpare):
             self._build(node_id, message)
         elif isinstance(message, CallSpare):
@@ -64,7 +64,7 @@ class SimSpares:
         return True
 
     def kill_one(self, node_id: NodeId) -> None:
-        """A fault: the newest living spare of a node dies."""
+        """Kill the living, uncalled spare of a node that has the lowest member id (a fault)."""
         living = [
             s for _, s in sorted(self._all.items()) if s.alive and not s.called and s.node_id == node_id
         ]
@@ -72,7 +72,7 @@ class SimSpares:
             self._die(living[0])
 
     def agent_died(self, node_id: NodeId) -> None:
-        """Spares end with their agent, which hears nothing of it."""
+        """End the uncalled spares of an agent that died. No exit is reported."""
         for spare in self._all.values():
             if spare.node_id == node_id and not spare.called:
                 spare.alive = False

@@ -380,11 +380,11 @@ class World:
         self._link(agent.node_id, "controller", type(message).__name__, up, agent.node_id)
 
     def _carry_out_kill(self, worker: SimWorker, order: KillMember) -> None:
-        """An agent kills a process of its node."""
+        """Kill a process on the order of the agent of its node."""
         self.later_on(worker.node_id, 0.001, f"kill:{worker.rank}", partial(self.died, worker, None, 9))
 
     def tell_agent(self, node_id: NodeId, event: Message) -> None:
-        """A shell says something to its machine."""
+        """Pass an event to the agent of a node, if the agent lives."""
         agent = self._agents[node_id]
         if agent.alive:
             self._feed_agent(agent, event)
@@ -419,7 +419,7 @@ class World:
             self.later(0.002, f"lost {agent.node_id}", partial(self._feed_agent, agent, ControllerGone()))
 
     def ask_exit(self) -> None:
-        """Somebody types ``holdfast exit`` on the first node."""
+        """Request the exit of the run, as ``holdfast exit`` on the first node does."""
         agent = next(iter(self._agents.values()))
         self._feed_agent(agent, ExitRun(grace_s=60.0, source="test"))
 
@@ -490,7 +490,7 @@ class World:
         )
 
     def updates(self, worker: SimWorker) -> None:
-        """A rank begins an update."""
+        """Check the invariants when a rank begins an update."""
         self.checks.updates(worker)
 
     def fetch(self, newcomer: SimWorker, rank: int) -> int | None:
@@ -521,7 +521,7 @@ class World:
         self.checks.catalogued(version, layouts)
 
     def plans(self, save_id: SaveId, version: LayoutVersion, told: bool) -> None:
-        """A rank plans its part of a save."""
+        """Check the invariants when a rank plans its part of a save."""
         self.checks.plans(save_id, version, told)
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
@@ -532,7 +532,7 @@ class World:
         self.injector.moved(worker, new)
 
     def died(self, worker: SimWorker, code: int | None, killed_by: int | None) -> None:
-        """A process is gone."""
+        """End a process, break its collectives and report the exit to its agent."""
         if not worker.alive:
             return
         worker.alive = False

@@ -24,7 +24,7 @@ class Address(NamedTuple):
 
     @property
     def is_path(self) -> bool:
-        """A Unix socket: nothing beyond this host reaches it."""
+        """True if the address is the path of a Unix socket, which only processes of this host reach."""
         return self.host.startswith("/")
 
     def __str__(self) -> str:
@@ -36,12 +36,12 @@ LOOPBACK = Address("127.0.0.1")
 
 
 def family_of(address: str) -> socket.AddressFamily:
-    """Of an address, or of a name: a name is looked up for IPv4."""
+    """Return the address family of an IP address. A host name counts as IPv4."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def is_loopback(address: str) -> bool:
-    """An address that no other host reaches."""
+    """Return True if ``address`` is a loopback address. A host name is none."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:  # a name
@@ -49,7 +49,7 @@ def is_loopback(address: str) -> bool:
 
 
 def same_address(address: str) -> str:
-    """The one spelling of an address; a name itself."""
+    """Return the canonical spelling of an IP address. A host name is returned unchanged."""
     try:
         return str(ipaddress.ip_address(address))
     except ValueError:
@@ -57,12 +57,12 @@ def same_address(address: str) -> str:
 
 
 def endpoint(host: str, port: int) -> str:
-    """Both as one text."""
+    """Return ``host:port``. An IPv6 host is put in brackets."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split_endpoint(text: str) -> Address:
-    """What :func:`endpoint` made."""
+    """Return the host and the port in a text that :func:`endpoint` has made."""
     host, _, port = text.rpartition(":")
     return Address(host.strip("[]"), int(port))
 
@@ -114,7 +114,7 @@ def read_endpoint(text: str, flag: str, default_port: int) -> tuple[str, int]:
 
 
 def _in_brackets(text: str, default_port: int) -> str:
-    """What was probably meant, or an example."""
+    """Return the IPv6 endpoint that ``text`` probably means, in brackets, or an example if it means none."""
     head, _, tail = text.rpartition(":")
     for address, port in ((text, str(default_port)), (head, tail)):
         try:

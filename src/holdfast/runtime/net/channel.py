@@ -144,7 +144,7 @@ class Channel(asyncio.Protocol, Generic[M]):
 
     @property
     def unread(self) -> bool:
-        """The peer has said something that was not handled yet."""
+        """True if bytes of the peer have arrived that are not handled yet."""
         if self._transport is None or self._transport.is_closing():
             return False
         count = fcntl.ioctl(self._transport.get_extra_info("socket"), termios.FIONREAD, bytes(4))
@@ -173,7 +173,7 @@ class Channel(asyncio.Protocol, Generic[M]):
             self._transport.close()
 
     def abort(self) -> None:
-        """Close now, whatever is queued."""
+        """Close now, without sending the queued output."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -234,7 +234,7 @@ class Channel(asyncio.Protocol, Generic[M]):
         self.hub.on_open(self)
 
     def cut(self, why: str) -> None:
-        """Close it now, and count it as refused."""
+        """Close the connection now, and count it as refused for the reason ``why``."""
         self.hub.refused[why] += 1
         self.abort()
 
@@ -246,7 +246,7 @@ class Channel(asyncio.Protocol, Generic[M]):
 
 
 def _pass(data: memoryview) -> None:
-    """Of a message: its link looks at it."""
+    """Ignore the bytes of a message, because its link checks them."""
 
 
 class BlockingChannel(Generic[M]):
@@ -288,7 +288,7 @@ class BlockingChannel(Generic[M]):
             raise
 
     def fileno(self) -> int:
-        """For select."""
+        """Return the file descriptor, for ``select``."""
         return self._sock.fileno()
 
     def send(self, message: M) -> None:

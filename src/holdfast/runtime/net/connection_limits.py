@@ -74,7 +74,7 @@ class ConnectionLimits(Generic[S]):
             return [self._pop() for _ in range(surplus)]
 
     def release(self, stranger: S) -> None:
-        """It has shown the secret, or is gone."""
+        """Remove a connection that has shown the secret or is closed."""
         with self._lock:
             self._here.pop(stranger, None)
 
@@ -87,7 +87,7 @@ class ConnectionLimits(Generic[S]):
             return [self._pop() for _ in range((1 + len(self._here)) // 2)]
 
     def accepted(self) -> None:
-        """Connections are taken again."""
+        """Record that a connection was accepted, so that the next failure is logged again."""
         self._told = False
 
     def _pop(self) -> S:

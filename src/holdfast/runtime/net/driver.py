@@ -30,14 +30,14 @@ def watched(work: Coroutine[Any, Any, None], fail: Callable[[BaseException], Non
 
 
 class Machine(Protocol):
-    """The interface of every machine of ``core/``."""
+    """The interface of every state machine in ``core/``."""
 
     def start(self, now: float) -> list[Command]:
         """Return the first commands, before any event."""
         ...
 
     def handle(self, now: float, event: Message) -> list[Command]:
-        """Handle one event. Return the commands, in order."""
+        """Handle one event and return its commands, in order."""
         ...
 
 
@@ -97,7 +97,7 @@ class Driver:
             self._busy = False
 
     def fail(self, error: BaseException) -> None:
-        """End ``failure`` with ``error``, because a thing that the machine relies on broke."""
+        """Set ``error`` as the exception of ``failure``, unless it has one, and close the driver."""
         if not self.failure.done():
             self.failure.set_exception(error)
         self.close()
@@ -140,7 +140,7 @@ class Driver:
             self._carry_out(commands)
 
     def _synced(self, synced: asyncio.Future[None], commands: list[Command]) -> None:
-        """Carry out the commands of an event whose records are on disk. Then handle the events that came meanwhile."""
+        """Carry out the commands of an event whose records are on the disk, then handle later events."""
         self._syncing = None
         if self.failure.done() or self._closed or synced.cancelled():
             return

@@ -37,6 +37,6 @@ def use_sockets_of(pages: Path) -> None:
 
 
 def remove_sockets_of(pages: Path) -> None:
-    """All processes of the run have ended."""
+    """Remove the socket directory of a run whose processes have all ended."""
     with contextlib.suppress(OSError):
         shutil.rmtree(sockets_of(pages))

@@ -65,7 +65,7 @@ class AnswerServer(ABC, Generic[M]):
         return at
 
     def close(self) -> None:
-        """Stop; lines under way are cut."""
+        """Stop listening and close all open connections."""
         self._closing.set()
         with self._lines_lock:
             lines = list(self._lines)
@@ -145,7 +145,7 @@ class AnswerServer(ABC, Generic[M]):
 
 
 def _send(sock: socket.socket, batch: Sequence[memoryview], link: Link[M]) -> None:
-    """Raw bytes and their tag; a part is sealed while the one before is on its way."""
+    """Send raw bytes and their tag. Each part is sealed while the previous part is being sent."""
     sealed = link.seal_batch(local=is_local(sock))
     for view in batch:
         for start in range(0, len(view), PART_SIZE_BYTES):

@@ -14,17 +14,17 @@ TTP = "TTP controller"
 
 
 def agent_of(node: str) -> str:
-    """The agent of a node, for its workers and for commands."""
+    """Return the service name of the agent of a node, for its workers and for commands."""
     return f"agent of {node}"
 
 
 def zygote_of(node: str) -> str:
-    """The zygote of a node, for its agent."""
+    """Return the service name of the zygote of a node, for its agent."""
     return f"zygote of {node}"
 
 
 def controller_of(term: int) -> str:
-    """The controller of a term, for the agents."""
+    """Return the service name of the controller of a term, for the agents."""
     return f"controller of term {term}"
 
 

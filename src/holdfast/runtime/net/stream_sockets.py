@@ -108,14 +108,14 @@ def tune(sock: socket.socket) -> None:
 
 
 def is_local(sock: socket.socket) -> bool:
-    """Both ends are on this host: a Unix socket, or TCP over loopback."""
+    """Return True if both ends are on this host: a Unix socket, or TCP over loopback."""
     if sock.family == socket.AF_UNIX:
         return True
     return is_loopback(str(sock.getpeername()[0])) and is_loopback(str(sock.getsockname()[0]))
 
 
 def _family(at: Address) -> socket.AddressFamily:
-    """Of an address, or of a name: IPv4 where it has one."""
+    """Return the address family to listen with. A host name that has an IPv4 address uses IPv4."""
     if ":" in at.host or any(each[0] == socket.AF_INET for each in socket.getaddrinfo(at.host, at.port)):
         return family_of(at.host)
     return socket.AF_INET6
@@ -163,7 +163,7 @@ def _dialled_path(path: Path) -> socket.socket | None:
 
 @contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """A name of ``path`` that fits into the address of a socket."""
+    """Yield a name of ``path`` that is short enough for the address of a Unix socket."""
     if len(os.fsencode(path)) <= PATH_SIZE_BYTES_MAX:
         yield str(path)
         return

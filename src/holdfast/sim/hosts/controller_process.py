@@ -51,7 +51,7 @@ class ControllerScene(DriverScene, Protocol):
 
 
 class ControllerProcess:
-    """One process life.
+    """The process of one controller.
 
     Attributes:
         lost: members that it gave up without a page.
@@ -81,20 +81,20 @@ class ControllerProcess:
         self._driver = driver
 
     def begin(self) -> None:
-        """The process serves."""
+        """Start the machine and the heartbeats."""
         self._heard_s = self._scene.clock(self.host)
         self._driver.start()
         self._beat()
 
     def accept(self, end: End) -> None:
-        """An agent has connected."""
+        """Take the connection of an agent."""
         self._ends[end] = False
         self._agents.opened(end)
         end.on_message = partial(self._heard, end)
         end.on_closed = partial(self._closed, end)
 
     def die(self) -> None:
-        """The process is gone; the kernel closes its lines."""
+        """End the process and close its connections."""
         if self.lives:
             self.lives = False
             self._driver.close()
@@ -102,7 +102,7 @@ class ControllerProcess:
                 end.close()
 
     def post(self, event: Message) -> None:
-        """An event for the machine."""
+        """Pass an event to the machine."""
         self._driver.post(event)
 
     # ---------------------------------------------------------------- in

@@ -58,7 +58,7 @@ class JudgedView:
         self._process: DecidingProcess | None = None
 
     def of(self, process: DecidingProcess) -> None:
-        """From now on it is the view of this controller."""
+        """Make this the view of the given controller."""
         self._process = process
 
     def given_up(self, members: set[MemberId]) -> list[SimWorker]:
@@ -140,7 +140,7 @@ class HostChecks(Checks):
         self._votes: dict[tuple[NodeId, int], str] = {}
 
     def decided(self, process: DecidingProcess, record: LogRecord) -> None:
-        """A controller has written a line."""
+        """Check the invariants after a controller has written a record to its event log."""
         self._given_up |= process.lost
         self.view.of(process)
         self.recorded(record)
@@ -153,7 +153,7 @@ class HostChecks(Checks):
             self._committed, self._is_judged, self._thrown_away = {opened: step}, False, -1
 
     def sends(self, process: DecidingProcess, message: Message) -> None:
-        """A controller sends an order."""
+        """Check the invariants when a controller sends an order."""
         self.view.of(process)
         if isinstance(message, Settle):
             self.sending(message)

@@ -70,7 +70,7 @@ class SimDriver:
         self._take(event)
 
     def close(self) -> None:
-        """The process is gone."""
+        """Drop all events, because the process has ended."""
         self._closed = True
         self._events.clear()
 

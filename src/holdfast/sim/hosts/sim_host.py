@@ -37,9 +37,9 @@ class SimHost:
 
     @property
     def is_over(self) -> bool:
-        """Nothing of the control plane runs here, nor will."""
+        """True if no process of the control plane runs on this host or will run on it."""
         return not self.booting and (self.left or not self.is_up)
 
     def reads(self, now_s: float) -> float:
-        """Its clock, in seconds."""
+        """Return what the clock of the host shows at virtual time ``now_s``, in seconds."""
         return self.offset_s + now_s * self.rate

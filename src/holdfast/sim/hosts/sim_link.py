@@ -82,19 +82,19 @@ class SimLink:
         self._dial(lead, self._replace(), self._scene.clock(self._host) + FOLLOW_S)
 
     def send(self, message: Message) -> bool:
-        """To the controller; False when it is away."""
+        """Send a message to the controller. Return False if there is no connection."""
         if isinstance(message, AgentHello | AgentBeat):
             message = msgspec.structs.replace(message, clock_ns=int(self._scene.clock(self._host) * 1e9))
         return self._end is not None and self._end.send(message)
 
     def kill_local(self) -> None:
-        """End the controller of this host."""
+        """Kill the controller of this host, if one runs."""
         process = self._scene.controller_on(self._host)
         if process is not None:
             process.die()
 
     def end(self) -> None:
-        """The agent ends, or is dead."""
+        """Close the connection for good, because the agent has ended."""
         self._ending = True
         self._replace()
 

@@ -42,7 +42,7 @@ class Contribution(NamedTuple):
 
 
 class StepHistory:
-    """Of all ranks."""
+    """The committed steps of all ranks."""
 
     def __init__(self) -> None:
         self._shown: dict[int, int] = {}  # rank -> steps shown without a gap
@@ -81,7 +81,7 @@ class StepHistory:
         self._next.clear()
 
     def begins(self, worker: Trainer) -> None:
-        """A process of a rank exists."""
+        """Record that a new process of a rank exists."""
         self._lives.setdefault(worker.rank, []).append(worker)
 
     def ends(self, step: int, ranks: int) -> None:
