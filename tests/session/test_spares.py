@@ -19,6 +19,7 @@ import torch
 import holdfast
 from holdfast.core.ids import Generation, MemberId
 from holdfast.errors import PeerLost
+from holdfast.exit_codes import Exit
 from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.session.session import Session
 from tests.runtime.runs import exists, until
@@ -249,17 +250,17 @@ def test_a_stopped_zygote_is_replaced_and_forks_the_newcomer(
     assert {e["steps_lost"] for e in job.events("recovered")} == {0}
 
 
-def test_a_second_interrupt_ends_a_job_whose_newcomer_never_was_a_process(tmp_path: Path) -> None:
-    with running(tmp_path, "--gates", "3", code=130) as job:
+def test_an_interrupt_saves_and_ends_a_job_whose_newcomer_never_was_a_process(tmp_path: Path) -> None:
+    """Regression: the exit waited for the newcomer, and only a second interrupt, without a save, ended the job."""
+    with running(tmp_path, "--gates", "3", code=int(Exit.REQUEUE)) as job:
         job.wait("resumed", 1)
         zygote = job.zygote()
         os.kill(zygote, signal.SIGSTOP)
         job.kill(1)
         job.wait("members_replaced", 1)
         job.launcher.send_signal(signal.SIGINT)
-        job.wait("exit_requested", 1)
-        job.launcher.send_signal(signal.SIGINT)
-    assert "stopping at once" in job.output.read_text()
+    assert "no lost rank is replaced" in job.events("verdict")[-1]["reason"]
+    assert "saved step 1 (last-gasp)" in job.output.read_text()
     pids = [zygote, *(e["pid"] for kind in ("agent_started", "member_started") for e in job.events(kind))]
     assert not any(exists(pid) for pid in pids)
 
