@@ -1,4 +1,4 @@
-"""Cost of the controller at scale: simulated ranks, the real controller machine, CPU time of its own calls only.
+"""Cost of the controller at scale: simulated ranks and the real controller machine, CPU time of its calls only.
 
 ``python bench/scale.py [--ranks 1024 4096 16384]`` prints a table. The network, the agents and the workers are
 simulated and not counted. Encoding, sockets and the log are not part of the figure. Python's collector of cycles is

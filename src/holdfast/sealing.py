@@ -4,7 +4,7 @@ Theory. Both ends of a connection know a secret and have each sent a fresh rando
 HMAC-SHA256) makes from them a proof and a key for each direction. The name of the service goes in, so a connection that
 is led to another service of the same run has other keys and fails. What one end sends after that carries a tag,
 HMAC-SHA256 under the key of its direction over the number of the frame and its bytes, cut to 16 bytes. The number
-is counted by both ends and never sent. Raw bytes behind a frame (a batch) have one tag of their own. Where the secret
+is counted by both ends and never sent. Raw bytes after a frame (a batch) have one separate tag. Where the secret
 asks for it frames and batches are encrypted, too (``frame_encryption.py``).
 
 Invariants:

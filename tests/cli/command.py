@@ -36,7 +36,7 @@ def on_terminal(*args: str, cwd: Path, env: Mapping[str, str] | None = None) -> 
     try:
         while data := os.read(ours, 65536):
             shown += data
-    except OSError as error:  # no process holds the other end any more
+    except OSError as error:  # no process holds the other end now
         if error.errno != errno.EIO:
             raise
     finally:

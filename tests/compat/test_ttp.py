@@ -239,12 +239,20 @@ def test_a_host_may_be_given_by_its_name(tmp_path: Path, monkeypatch: pytest.Mon
         assert "getent" in caught.value.hint
 
 
-def test_a_stranger_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def listening_controller(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> tuple[int, int, Path]:
+    """Start a controller for ``ranks`` ranks. Return its port, its process and its log."""
     port, path = free_port(), tmp_path / "log.jsonl"
     monkeypatch.setenv(LOG_VARIABLE, str(path))
-    pid = start_controller("127.0.0.1", port, 1)
+    pid = start_controller("127.0.0.1", port, ranks)
+    until("it listens", lambda: path.exists() and event_log.read(path).events)
+    return port, pid, path
+
+
+def test_a_stranger_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    port, pid, path = listening_controller(tmp_path, monkeypatch, 1)
     try:
-        until("it listens", lambda: path.exists() and event_log.read(path).events)
         with pytest.raises(AuthError):
             BlockingChannel.connect(LINES, Address("127.0.0.1", port), Secret(b"y" * 64), TTP, "worker")
         honest = BlockingChannel.connect(
@@ -279,10 +287,7 @@ while True:
 def test_a_stopped_rank_leaves_when_the_controller_is_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port, path = free_port(), tmp_path / "log.jsonl"
-    monkeypatch.setenv(LOG_VARIABLE, str(path))
-    pid = start_controller("127.0.0.1", port, 2)
-    until("it listens", lambda: event_log.read(path).events)
+    port, pid, path = listening_controller(tmp_path, monkeypatch, 2)
     rank = subprocess.Popen([sys.executable, "-c", STOPPED, str(port)], stderr=subprocess.PIPE, text=True)
     other = BlockingChannel.connect(
         LINES, Address("127.0.0.1", port), Secret(token("127.0.0.1", port)), TTP, "worker"
@@ -307,10 +312,7 @@ def test_a_stopped_rank_leaves_when_the_controller_is_lost(
 def test_sigterm_is_held_off_by_nobody_without_a_controller_or_where_the_script_handles_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: list[str], code: int
 ) -> None:
-    port, path = free_port(), tmp_path / "log.jsonl"
-    monkeypatch.setenv(LOG_VARIABLE, str(path))
-    pid = start_controller("127.0.0.1", port, 2)
-    until("it listens", lambda: event_log.read(path).events)
+    port, pid, path = listening_controller(tmp_path, monkeypatch, 2)
     command = [sys.executable, "-c", STOPPED, str(port), *own]
     rank = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
@@ -349,10 +351,7 @@ while True:
 def test_a_sigterm_that_comes_while_the_processor_starts_ends_the_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port, path = free_port(), tmp_path / "log.jsonl"
-    monkeypatch.setenv(LOG_VARIABLE, str(path))
-    pid = start_controller("127.0.0.1", port, 2)
-    until("it listens", lambda: event_log.read(path).events)
+    port, pid, _ = listening_controller(tmp_path, monkeypatch, 2)
     rank = subprocess.Popen([sys.executable, "-c", EARLY, str(port)], stderr=subprocess.PIPE, text=True)
     try:
         assert rank.stderr is not None

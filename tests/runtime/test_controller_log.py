@@ -45,7 +45,7 @@ def test_a_log_is_read_from_its_newest_sound_snapshot_on(
 def test_a_successor_reads_from_the_newest_snapshot_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Regression: after four million lines, no controller could be replaced any more."""
+    """Regression: after four million lines, no controller could be replaced."""
     monkeypatch.setattr(controllerd, "SNAPSHOT_LINES", 10)
     run = Run(tmp_path).dir
     shown: list[Mirror] = []

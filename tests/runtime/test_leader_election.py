@@ -1,4 +1,4 @@
-"""An agent among the others: the lines of controllers in its log, and a job that has no leader any more."""
+"""An agent among the others: the lines of controllers in its log, and a job that has lost its leader."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ from holdfast.core.protocol.messages import (
 from holdfast.errors import HoldfastError
 from holdfast.exit_codes import Exit
 from tests.core.test_controller import NODE, Job, fail, successor
-from tests.scenarios.test_scenarios import BREAK
+from tests.scenarios.scenario_texts import with_output
 
 HERE = Path(__file__).parent / "recovery"
 
@@ -228,16 +228,8 @@ class RecoveryPlayer:
 
 
 def played(text: str) -> str:
-    """``text`` with the output that its input has."""
-    player, blocks = RecoveryPlayer(), []
-    for block in text.strip("\n").split("\n\n"):
-        if BREAK not in block:
-            blocks.append(block)
-            continue
-        lines = block[: block.index(BREAK)].splitlines()
-        output = [out for line in lines if not line.startswith("#") for out in player.play(line)]
-        blocks.append("\n".join([*lines, BREAK, *output]))
-    return "\n\n".join(blocks) + "\n"
+    """Return ``text`` with the output that its input gives."""
+    return with_output(text, RecoveryPlayer().play)
 
 
 @pytest.mark.parametrize("path", sorted(HERE.glob("*.txt")), ids=lambda path: path.stem)

@@ -37,9 +37,9 @@ from holdfast.core.worker.position import (
     ScriptPosition,
 )
 from holdfast.errors import HoldfastError
+from tests.scenarios.scenario_texts import with_output
 
 HERE = Path(__file__).parent
-BREAK = "----"
 BLOCK = (ScriptEvent.STEP_TAKEN, ScriptEvent.STEP_GIVEN, ScriptEvent.BLOCK_BEGUN, ScriptEvent.BLOCK_ENDED)
 
 AWAITED = {"step": "its block", "block": "its next step", "loop": "its next loop", "": "nothing"}
@@ -118,15 +118,7 @@ class Player:
 
 def played(text: str) -> str:
     """Return ``text`` with the output that its input gives."""
-    player, blocks = Player(), []
-    for block in text.strip("\n").split("\n\n"):
-        if BREAK not in block:
-            blocks.append(block)
-            continue
-        lines = block[: block.index(BREAK)].splitlines()
-        output = [out for line in lines if not line.startswith("#") for out in player.play(line)]
-        blocks.append("\n".join([*lines, BREAK, *output]))
-    return "\n\n".join(blocks) + "\n"
+    return with_output(text, Player().play)
 
 
 @pytest.mark.parametrize("path", sorted(HERE.glob("*.txt")), ids=lambda path: path.stem)

@@ -36,10 +36,15 @@ def run_job(
     return _run(where, *inside, HOLDFAST, "run", "--nproc-per-node", str(nproc), *arguments)
 
 
-def start_job(where: Path, nproc: int, output: int) -> subprocess.Popen[str]:
-    """Start ``train.py`` in the background, as the run ``it``. ``output`` gets both streams."""
+def start_job(where: Path, nproc: int, output: int | IO[bytes], *arguments: str) -> subprocess.Popen[str]:
+    """Start a job in the background, as the run ``it``.
+
+    Args:
+        output: gets both streams.
+        arguments: flags and the script; by default ``train.py``.
+    """
     return subprocess.Popen(
-        [HOLDFAST, "run", "--nproc-per-node", str(nproc), "--run-id", "it", "train.py"],
+        [HOLDFAST, "run", "--nproc-per-node", str(nproc), "--run-id", "it", *(arguments or ("train.py",))],
         cwd=where,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=output,

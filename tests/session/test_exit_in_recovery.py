@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -11,9 +9,8 @@ import pytest
 from holdfast.exit_codes import Exit
 from holdfast.store.manage.checkpoint_root import Root
 from tests.runtime.runs import until
-from tests.session.launch import BOUND_S, end
+from tests.session.launch import BOUND_S, end, start_job
 from tests.session.slow_replacement_job import REPLACING, STRUCK_AT
-from tests.session.test_jobs import BIN
 
 pytestmark = [pytest.mark.torch, pytest.mark.processes]
 
@@ -23,14 +20,7 @@ JOB = str(Path(__file__).with_name("slow_replacement_job.py"))
 def test_an_exit_does_not_wait_for_a_replacement(tmp_path: Path) -> None:
     """Regression: the exit waited for the replacement. The deadline passed, and the committed steps were lost."""
     with (tmp_path / "out").open("wb") as output:
-        job = subprocess.Popen(
-            [BIN / "holdfast", "run", "--nproc-per-node", "2", "--grace-s", "20", "--run-id", "it", JOB],
-            cwd=tmp_path,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-        )
+        job = start_job(tmp_path, 2, output, "--grace-s", "20", JOB)
         try:
             until("a replacement starts", lambda: (tmp_path / REPLACING).exists(), BOUND_S)
             job.terminate()

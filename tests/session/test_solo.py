@@ -528,7 +528,7 @@ def test_a_section_that_was_cut_off_is_run_again_or_told(
             with s.section("eval"):
                 pass
     assert caplog.text.count('section "eval" after step 1 was cut off') == (form == "after the block")
-    if steps > 2:  # the save at the end does not record it any more
+    if steps > 2:  # the save at the end no longer records it
         caplog.clear()
         Job().train(steps + 1, checkpoint=tmp_path)
         assert "cut off" not in caplog.text

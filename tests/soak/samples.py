@@ -2,7 +2,7 @@
 
 ``python -m tests.soak.samples mindspore|megatron [--faults 125] [--faults-each 30] [--seed 1] [--sample lenet]``
 
-Runs in the environment of the framework (``make samples``). Each sample is copied into a directory of its own; sizes
+Runs in the environment of the framework (``make samples``). Each sample is copied into a separate directory; sizes
 alone are changed, so that a training lasts long enough to be hit. Five victims of six are ranks, the sixth is the
 launcher, which gets SIGTERM: the run saves and leaves, and the same command is started again. The exit code is 0 only
 when every training ended with the bits of the undisturbed one: the tensors of its final checkpoint and the files of
@@ -65,7 +65,7 @@ class DocumentSample(Exercise):
 
 
 class SampleChaos(Chaos):
-    """Faults of one training of a sample, in a working directory of its own.
+    """Faults of one training of a sample, in a separate working directory.
 
     Args:
         base, draw, tally: see :class:`Chaos`.

@@ -133,7 +133,7 @@ def test_a_file_system_whose_server_is_gone_is_no_damage(tmp_path: Path) -> None
         pytest.skip(f"no file systems of processes here: {error}")
     told = f"fd={fd},rootmode=40000,user_id=0,group_id=0".encode()
     mounted = libc.mount(b"none", os.fsencode(place), b"fuse", 0, told)
-    os.close(fd)  # no process serves it any more
+    os.close(fd)  # no process serves it now
     if mounted != 0:
         pytest.skip(f"mounting is not allowed here: {os.strerror(ctypes.get_errno())}")
     try:

@@ -68,7 +68,7 @@ class Faulted(TtpMessage, frozen=True):
 
 
 class Stood(TtpMessage, frozen=True):
-    """Answer to :class:`Stop`: no update begins any more at this rank. ``why``: its state is not sound."""
+    """Answer to :class:`Stop`: this rank begins no further update. ``why``: its state is not sound."""
 
     rank: int
     step: int

@@ -4,7 +4,7 @@ Theory. The agent decides nothing about the job. It starts, signals and reaps th
 messages, and remembers. Its memory makes every other process replaceable: the last message of each kind of each worker
 of the newest generation, the layouts of all ranks, and the messages that could not be delivered. A new controller gets
 all of it after the hello, and then a heartbeat that closes the list. When the controller is lost, the agent orders a
-new one. When the launcher is lost, the agent asks for a graceful exit, because no person watches the run any more.
+new one. When the launcher is lost, the agent asks for a graceful exit, because no person watches the run then.
 
 The shell is the code that drives this state machine: it starts and signals processes.
 

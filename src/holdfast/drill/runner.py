@@ -122,7 +122,7 @@ class Runner:
         return subprocess.Popen([*module, str(directory), str(plan), str(out)], stdin=subprocess.DEVNULL)
 
     def _watch(self, directory: Path, launcher: subprocess.Popen[bytes]) -> bool:
-        """Wait until the launcher ends. Return False if the run makes no progress any more."""
+        """Wait until the launcher ends. Return False if the run has stopped making progress."""
         run = ObservedRun(directory)
         seen: tuple[int, ...] = ()
         step, moved_s = 0, time.monotonic()

@@ -13,7 +13,7 @@ INDEX = "JOB_COMPLETION_INDEX"
 def node_rank(env: Mapping[str, str]) -> int | None:
     """Return the number of this node, which is the index of its pod; None without a manifest of Holdfast.
 
-    An index alone is not enough: each task of an Indexed Job may be a job of its own.
+    An index alone is not enough: each task of an Indexed Job may be a separate job.
 
     Raises:
         UsageError: the pod is from such a manifest, but has no index.

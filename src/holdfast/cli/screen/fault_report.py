@@ -286,13 +286,13 @@ def _advice(case: _Case, logs: str, run: Path) -> list[str]:
         return [
             f"nothing: start the same command on {fault.node or 'that node'} to give the job this node again"
         ]
-    if fault.kind == "signal" and "oom_kill" in fault.what:
-        return [
-            "give the job more memory (the limit of its container or of its scheduler's step), or fewer ranks per node",
-            "does this step need more than those before it: a longer sequence, a cache that grows, losses kept?",
-            logs,
-        ]
     if fault.kind == "signal":
+        if "oom_kill" in fault.what:
+            return [
+                "give the job more memory (its container's or scheduler's limit), or fewer ranks per node",
+                "does this step need more than those before it: a longer sequence, a cache that grows, losses kept?",
+                logs,
+            ]
         hints = {
             "6": "it gave up by itself: what it asserted or threw is in its output, if it said so (of gloo: does each "
             "rank call the same collectives, of the same size?)",

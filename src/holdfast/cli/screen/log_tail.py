@@ -72,7 +72,7 @@ class FileTail:
         return [_last_state(line) for line in lines]
 
     def drain(self) -> Iterator[str]:
-        """Yield the unread lines of a file that no process writes any more, with a last line that has no line end."""
+        """Yield the unread lines of a file that no process writes to, with a last line that has no line end."""
         before = -1
         while self._offset != before:
             before = self._offset

@@ -1,13 +1,13 @@
-"""The newest connection of each agent to the controller, so that messages on older connections are ignored.
+"""The connections of the agents to one controller, and which of them counts.
 
-Theory. A *line* is one connection. A broken line may deliver messages after the agent has connected again, because the
-kernel retransmits for seconds. The agent repeats its reports after each hello, so the reports on the newest line are
-newer than all of those messages. Messages on older lines are therefore ignored. A late report would replace a newer
-one, and a late hello would make a dead line the connection to the node.
+Theory. A connection that broke may deliver its last messages after the agent has connected again: the kernel
+retransmits for seconds. What the agent repeated after its newest hello is newer than those messages. So only the newest
+connection of a node counts. An older one may neither replace a newer report nor name a dead connection as the way to
+the node.
 
 Invariants:
-1. Of each node at most one line counts: the line that was opened last among those with a hello of the node.
-2. A line that was superseded never counts again.
+1. At most one connection of each node counts: the last one that was opened, of those with a hello.
+2. A connection that was superseded never counts again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Line = TypeVar("Line", bound=Hashable)
 
 
 class AgentLines(Generic[Line]):
-    """The lines of the agents of one controller. A line is any hashable object of the driver.
+    """The connections of the agents to one controller. The type of a connection is the caller's.
 
     Example:
         >>> lines = AgentLines[str]()
@@ -34,41 +34,48 @@ class AgentLines(Generic[Line]):
     """
 
     def __init__(self) -> None:
-        self._opened: dict[Line, int] = {}  # their order
+        self._opened: dict[Line, int] = {}  # connection -> its number, in the order of opening
         self._count = 0
         self._newest: dict[NodeId, Line] = {}
+        self._nodes: dict[
+            Line, NodeId
+        ] = {}  # the inverse of _newest: a controller asks for it at each message
 
     def opened(self, line: Line) -> None:
-        """Record that a connection was accepted."""
+        """Record a connection that was accepted."""
         self._count += 1
         self._opened[line] = self._count
 
     def hello(self, line: Line, node_id: NodeId) -> bool:
         """Record the hello of an agent on ``line``.
 
-        Returns: False if the node has a line that was opened later, so that messages on this line must be ignored.
+        Returns:
+            False if its node has a connection that was opened later. Then nothing on this one counts.
         """
         newest = self._newest.get(node_id)
         if newest is not None and self._opened.get(line, 0) < self._opened[newest]:
             return False
-        self._newest[node_id] = line
+        if newest is not None:
+            del self._nodes[newest]
+        self._newest[node_id], self._nodes[line] = line, node_id
         return True
 
     def node_of(self, line: Line) -> NodeId | None:
-        """Return the node whose newest line is ``line``; None if there is no such node."""
-        return next((node for node, newest in self._newest.items() if newest == line), None)
+        """Return the node whose newest connection ``line`` is, or None."""
+        return self._nodes.get(line)
 
     def line_of(self, node_id: NodeId) -> Line | None:
-        """Return the newest line of a node; None if the node cannot be reached."""
+        """Return the newest connection of a node, or None."""
         return self._newest.get(node_id)
 
     def closed(self, line: Line) -> NodeId | None:
-        """Record that a connection is closed.
+        """Forget a connection that was closed.
 
-        Returns: the node that can no longer be reached; None if ``line`` was not the newest line of a node.
+        Returns:
+            The node that cannot be reached after that, or None if ``line`` was not the newest connection of a node.
         """
         self._opened.pop(line, None)
-        node_id = self.node_of(line)
+        node_id = self._nodes.pop(line, None)
         if node_id is not None:
             del self._newest[node_id]
         return node_id

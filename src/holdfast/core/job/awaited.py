@@ -87,7 +87,7 @@ class Awaited:
         return True
 
     def _is_held_up(self, wait: str, member: Member) -> bool:
-        """Return True if the member cannot act yet because it waits for others or for another task of its own."""
+        """Return True if the member cannot act yet because it waits for others or for another of its tasks."""
         recovery = self.recovery
         if wait == "join" and member.joining:
             return member.asked and (recovery.rules.compares or not recovery.replacement.is_offered)

@@ -181,7 +181,7 @@ class Spares:
     def prepare(self, order: PrepareSeats) -> None:
         """Build a spare for each rank that will move to this node, and report when all of them wait.
 
-        Spares of an earlier order are killed if they are not needed any more.
+        Spares of an earlier order are killed if they are no longer needed.
         """
         if order.members:
             self.fit(order.world_size)

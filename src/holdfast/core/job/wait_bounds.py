@@ -37,7 +37,7 @@ FAILS_TO: dict[str, str] = {
     "gasp": "save",
     "leave": "leave",
 }
-"""The bounds; ``PhaseRules.waits`` names those of each phase. The other phases have a timer of their own (``grace``,
+"""The bounds; ``PhaseRules.waits`` names those of each phase. The other phases have a separate timer (``grace``,
 ``startup``), or the workers train, and ``core/watch/hang_detection.py`` judges them."""
 
 

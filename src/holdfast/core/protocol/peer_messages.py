@@ -1,7 +1,8 @@
 """Messages between agents, and the events and commands of an election.
 
-Theory. Agents of one job have connections of their own, separate from that to the controller. Over these they elect a
-leader, and serve each other's workers when a process group is built. These messages never reach a worker.
+Theory. Agents of one job are connected with each other, separately from their connection to the controller. Over these
+connections they elect a leader, and serve each other's workers when a process group is built. These messages never
+reach a worker.
 """
 
 from __future__ import annotations

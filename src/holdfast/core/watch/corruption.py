@@ -3,7 +3,7 @@
 Theory. A vote shows that copies differ, not which one is wrong. So every rank sends the digests of its state, divided
 into the same parts everywhere. Of three or more holders, the one that differs from a majority is wrong. Of two, either
 may be wrong. Which rank is wrong matters only for the report and the kill: the gradients of a wrong weight have reached
-all ranks alike, so no living state is trusted any more. The job goes back to a state whose copies were compared, and
+all ranks alike, so no living state is trusted after that. The job goes back to a state whose copies were compared, and
 computes again.
 
 Invariants:

@@ -214,7 +214,7 @@ def _by_place(seen: Sequence[RankEvidence]) -> HangVerdict | None:
         return HangVerdict(
             answer="kill", ranks=_ranks(busy), confidence="likely", reason=f"{reason}, and it computes"
         )
-    # One of them delays the others of its own group, and nothing shows which. A fence frees those that only wait.
+    # One of them delays the others of its group, and nothing shows which. A fence frees those that only wait.
     return HangVerdict(answer="retry", reason=f"one of ranks {', '.join(map(str, _ranks(odd)))}: {reason}")
 
 

@@ -16,7 +16,7 @@ and a test compares them.
 The state machine is not thread-safe: main thread, client thread and task thread share it under the lock of its owner.
 
 Invariants:
-1. Code of the script before a block, in a block and after a block has a position of its own.
+1. Code of the script before a block, in a block and after a block has a separate position.
 2. A survivor gives its present state only while the script waits at its block, in an aborted block, or where another
    library drives the loop. In every other position it gives the state of the last boundary between two steps.
 3. A recovery waits for the script only in a position in which the script may change the state.

@@ -1,6 +1,6 @@
 """The treatment of denormal numbers in the thread that calls the graph.
 
-Theory. MindSpore executes a compiled graph in a thread of its own pool or in the calling thread, and chooses between
+Theory. MindSpore executes a compiled graph in a thread of its pool or in the calling thread, and chooses between
 them by measured times, run by run. The threads of its pool flush results below the smallest normal number to zero, the
 calling thread does not. A moment that decays to that size then differs between two ranks that made the same updates.
 So the thread of a session computes as the pool does.

@@ -4,7 +4,7 @@ With several nodes the keys of a generation are in the agent of rank 0's node. T
 When a lost connection to it is up again, they send the unanswered requests again. A repeated change is still made once
 (``runtime/agent/kv_server.py``).
 
-The agent with the keys serves until the run ends, even without workers of its own: workers of other nodes may still
+The agent with the keys serves until the run ends, even if its node has no workers: workers of other nodes may still
 wait for each other. When all workers start again, the keys are cleared before the first request of that start,
 whichever node it comes from. A request of an earlier start is dropped. Both the keys and the name of their node outlive
 the agent.

@@ -2,7 +2,7 @@
 
 A pidfd fires when a process is gone, whichever process is the parent. The exit status is known only to the parent (the
 zygote or this agent); it is waited for briefly. A worker that was killed or failed is reported earlier, when its end
-has begun (``runtime/node/death_watch.py``). Nothing of it runs any more then, but its memory is not free yet. A worker
+has begun (``runtime/node/death_watch.py``). None of its code runs after that, but its memory is not free yet. A worker
 from scratch is therefore started only after the pidfd has fired, or when the end of the process makes no progress.
 
 The zygote may be stopped, frozen or stuck, so each request to it has a time limit. To end a member, the agent does not
@@ -84,7 +84,7 @@ class Processes:
 
     Args:
         on_started: gets (member, pid).
-        on_exited: gets (member, pid, code, signal, died_ns). Nothing of the process runs any more, and its group is
+        on_exited: gets (member, pid, code, signal, died_ns). The process has stopped running, and its group is
             killed. The pid is 0 if no process of the member is known.
         fail: gets an exception that no other code handles; the agent ends with it.
     """

@@ -59,7 +59,7 @@ from holdfast.store.layouts.layout_completion import catalogue_of
 from holdfast.store.layouts.save_plan import plan
 from holdfast.wire import MESSAGES, WireMessage
 
-# Without any agent for this time, the run has no node any more: no process would read a decision.
+# Without any agent for this time, the run has lost all nodes: no process would read a decision.
 LONELY_S = 60.0
 BEAT_S = 0.5
 NODE_LOST_S = 1.5

@@ -1,7 +1,7 @@
 """The flight recorder: the last collectives of a process, in its status page, as evidence for the cause of a hang.
 
 A slot is written with a few stores and no system call. A read at that moment may mix halves of two records. The record
-is one piece of evidence among others, and is read when no rank makes progress any more.
+is one piece of evidence among others, and is read when no rank makes progress.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Shorter tracebacks and stacks: consecutive frames of Holdfast become one line.
 
-An exception that is raised in Holdfast and is none of its own types may be a mistake in Holdfast: its traceback stays
-whole. The error file always has the whole text.
+An exception that is raised in Holdfast and has a type of another package may be a mistake in Holdfast: its traceback
+stays whole. The error file always has the whole text.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def without_own_frames(text: str) -> str:
 
 
 def is_own_mistake(error: BaseException) -> bool:
-    """Return True if the exception was raised in Holdfast, and is none of its own types."""
+    """Return True if the exception was raised in Holdfast and has a type of another package."""
     tail, file = error.__traceback__, ""
     while tail is not None:
         file, tail = tail.tb_frame.f_code.co_filename, tail.tb_next

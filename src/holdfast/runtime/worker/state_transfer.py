@@ -185,7 +185,7 @@ class _FetchedPart(msgspec.Struct):
 
 
 class _SourcePeer:
-    """The connection to one holder, made at its first use. ``lost``: why it is not used any more; empty: it is used."""
+    """The connection to one holder, made at its first use. ``lost``: why it is no longer used; empty: it is used."""
 
     def __init__(self, rank: int, at: Address, secret: Secret, service: str) -> None:
         self.rank = rank

@@ -77,7 +77,7 @@ class WorkerClient:
 
     ``hello`` returns state and step for :class:`WorkerHello`; a session sets it. ``on_fence_default`` poisons the
     process groups of a script that has no session. ``fenced`` is True from the first fence until a
-    :class:`ResumeInPlace`. ``orphaned`` is True from the time when no agent is expected any more, until one answers
+    :class:`ResumeInPlace`. ``orphaned`` is True from the time when no further agent is expected, until one answers
     nevertheless.
     """
 
@@ -225,7 +225,7 @@ class WorkerClient:
 
         Returns:
             The reply. Its ``error`` is ``timeout``, ``missing``, ``full``, ``not a number``, ``fenced`` (a new
-            generation began, so the result is not needed any more) or ``orphaned`` (there is no agent to answer).
+            generation began, so the result is no longer needed) or ``orphaned`` (there is no agent to answer).
         """
         if threading.current_thread() is self._thread:
             raise InternalError("kv() would wait for itself in the client thread")
@@ -335,7 +335,7 @@ class WorkerClient:
                 time.sleep(RETRY_S)
 
     def _is_orphan(self, away_s: float) -> bool:
-        """Return True if no successor of the agent is expected any more."""
+        """Return True if no successor of the agent is expected."""
         if away_s <= min(ORPHAN_LOOK_S, self.orphan_s):
             return False
         assert self.run_dir is not None

@@ -102,7 +102,7 @@ class Connection:
 
     @property
     def is_over(self) -> bool:
-        """Nothing can happen on it any more."""
+        """Return True if the connection is over in both directions."""
         return not (self.ends[0].open or self.ends[1].open)
 
     def _travel(self, side: int, message: Message | None, delay_s: float) -> None:

@@ -77,7 +77,7 @@ class StepHistory:
         self._shown[worker.rank] = max(shown, step + 1)
 
     def requeued(self) -> None:
-        """The job starts again in another run, whose processes have names of their own."""
+        """The job starts again in another run, whose processes have other names."""
         self._next.clear()
 
     def begins(self, worker: Trainer) -> None:

@@ -8,7 +8,7 @@ leases after that. A process that takes a lease looks for the mark after that. L
 so at least one of the two sees the other.
 
 Invariants:
-1. A marked attempt is not listed any more. It is removed only when no lease younger than ``LEASE_EXPIRY_S`` exists. The
+1. A marked attempt is no longer listed. It is removed only when no lease younger than ``LEASE_EXPIRY_S`` exists. The
    clocks of this machine and of the server may differ by 15 minutes (signatures allow no more).
 2. The objects that make an attempt valid go first, so that a half-removed one is never complete.
 3. Safety does not depend on leases: a reader that lost its own finds objects missing or digests wrong, never other

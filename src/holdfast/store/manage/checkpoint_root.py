@@ -252,7 +252,7 @@ class Root:
 
     @staticmethod
     def _past(attempts: Sequence[Validity], valid: Sequence[Validity]) -> set[str]:
-        """Return the attempts whose run has sealed a later step since: its ranks write to them no more."""
+        """Return the attempts whose run has sealed a later step since. Its ranks no longer write to these attempts."""
         sealed = [found.save_id for found in valid if found.save_id is not None]
         return {
             found.name

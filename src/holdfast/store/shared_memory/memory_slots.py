@@ -12,7 +12,7 @@ Invariants:
 2. Nothing is read from a slot before all its digests are verified. A slot with a wrong digest is dropped for all
    readers.
 3. The memory is allocated before it is written: a lack of it is an error here, not a SIGBUS in a copy.
-4. A whole state does not change any more.
+4. A whole state no longer changes.
 """
 
 from __future__ import annotations

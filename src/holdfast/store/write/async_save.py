@@ -2,7 +2,7 @@
 
 Theory. A save stalls the step for one memory copy of this rank's share (not of its whole state). The memory is reused,
 since a copy into fresh pages costs several times as much. The writer process gets its order before the copy and begins
-to write when most is there. What it wrote counts only when all was copied. It runs in a process session of its own:
+to write when most is there. What it wrote counts only when all was copied. It runs in a separate process session:
 when this worker is killed, it finishes the save in progress and ends. When the writer is killed, a new one does the
 same job from the same memory. One save is in progress at a time: when the disk is slower than the save interval, the
 next save is delayed (``busy``), never the training step.

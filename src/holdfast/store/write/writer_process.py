@@ -1,7 +1,7 @@
 """The writer process of one worker: it writes the staged data of the worker, and survives the worker.
 
 ``python -m holdfast.store.write.writer_process SOCKET_FD POOL_FD WORKER_PID`` is started by
-``store/write/async_save.py`` in a process session of its own. It executes one order after the other. When the worker
+``store/write/async_save.py`` in a separate process session. It executes one order after the other. When the worker
 has ended (its socket is closed, or its process is gone), the writer does the order that is still in the socket, if any,
 and ends. It begins an order while the worker still copies the tensors. When the worker ends before it has copied all of
 them, the order is dropped, and no manifest names the written data. The writer ignores the signals that end a job

@@ -425,7 +425,7 @@ class _PreparedSource(MapSource):
 
 
 class StatefulSource(Source):
-    """A loader with a position of its own (``state_dict``), per rank."""
+    """A loader that keeps its position (``state_dict``) on each rank."""
 
     def __init__(self, loader: Any, seed: int, rank: int) -> None:
         super().__init__(loader, seed, rank)

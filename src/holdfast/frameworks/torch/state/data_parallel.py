@@ -4,7 +4,7 @@ Ranks that hold parts of one copy (tensor parallel, pipeline stages) must draw t
 numbers where they compute the same thing. Ranks of different copies draw different ones. The wrappers define the
 copies: DDP by its process group, ``fully_shard`` and ``replicate`` by their mesh. Without them, the ranks of a pipeline
 are one copy, and so are those of a mesh of DTensor parameters; such a copy is numbered by its lowest rank. A rank
-without any of these is a copy of its own.
+without any of these is a separate copy.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def sharded_mesh(model: Models) -> DeviceMesh | None:
 def copy_of(model: Models, rank: int, world_size: int) -> Copy:
     """Return the copy of the model that this rank holds, or holds a part of.
 
-    If nothing else is known, each rank is a copy of its own.
+    If nothing else is known, each rank is a separate copy.
     """
     if world_size == 1:
         return Copy(0, 1)
