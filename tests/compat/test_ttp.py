@@ -104,9 +104,9 @@ def test_the_chapter_s_own_handlers_save_once_for_all_parts(
 @pytest.mark.parametrize(
     ("how", "chapter", "wait_s"),
     [
-        pytest.param("given", True, "0.3", id="the chapter's handlers"),
+        pytest.param("given", True, "0.3", id="the chapter's handlers", marks=pytest.mark.more),
         pytest.param("given", False, "0.3", id="handlers of its own, in two parts"),
-        pytest.param("between", True, "0.3", id="killed between the calls"),
+        pytest.param("between", True, "0.3", id="killed between the calls", marks=pytest.mark.more),
     ],
 )
 def test_a_death_between_the_two_calls_seals_the_step_under_its_own_number(
@@ -148,6 +148,7 @@ def test_ranks_that_never_come_to_the_second_call_are_no_source(
     assert final(tmp_path) == undisturbed
 
 
+@pytest.mark.more
 def test_arguments_may_be_given_inside_the_update(
     tmp_path: Path, undisturbed: set[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -176,6 +177,7 @@ def test_torchrun_asks_the_others_to_leave_while_they_write(
     assert np.load(tmp_path / "step_17" / "rank_1.npz")["step"] == 17
 
 
+@pytest.mark.more
 def test_writers_that_are_asked_to_leave_end_by_that_signal_when_they_have_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

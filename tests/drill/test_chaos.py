@@ -32,6 +32,7 @@ def test_a_worker_that_stops_while_an_agent_takes_over_is_found(tmp_path: Path) 
     assert tally.failures == [] and list(tally.times_s) == ["agent", "stopped worker"]
 
 
+@pytest.mark.more
 def test_a_newcomer_that_is_stopped_in_its_start_is_replaced(tmp_path: Path) -> None:
     tally = Tally()
     one = Chaos(tmp_path, small("ddp", 300, SAVE_EVERY, 2), random.Random(4), tally)

@@ -162,6 +162,7 @@ def test_a_rank_that_came_after_the_last_step_has_the_same_state(tmp_path: Path)
     assert verdict.passed and [fault.phase for fault in verdict.faults] == ["save"], verdict
 
 
+@pytest.mark.more
 def test_a_shard_that_was_made_again_is_no_wrong_copy(tmp_path: Path) -> None:
     """The new optimizer has other tensors than the lost one. The comparison must use the new ones."""
     flags = ("--memory-every", "3", "--verify-every", "2")

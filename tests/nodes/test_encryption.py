@@ -100,7 +100,9 @@ def replaced(net: Network, base: Path, encrypts: bool) -> set[str]:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("encrypts", [False, True], ids=["plain", "encrypted"])
+@pytest.mark.parametrize(
+    "encrypts", [pytest.param(False, marks=pytest.mark.more), True], ids=["plain", "encrypted"]
+)
 def test_a_lost_host_leaves_its_shards_with_its_buddy_and_nothing_of_them_is_seen(
     net: Network, tmp_path: Path, encrypts: bool
 ) -> None:

@@ -60,7 +60,7 @@ def holdfast(hosts: Hosts, index: int, *words: str) -> subprocess.CompletedProce
     )
 
 
-@pytest.mark.parametrize("leaves", [1, 0])
+@pytest.mark.parametrize("leaves", [pytest.param(1, marks=pytest.mark.more), 0])
 def test_ranks_of_a_drained_node_move_and_nothing_is_done_again(
     net: Network, tmp_path: Path, weights: str, leaves: int
 ) -> None:

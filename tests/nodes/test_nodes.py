@@ -84,7 +84,9 @@ def test_two_hosts_find_each_other_and_share_one_job(net: Network, tmp_path: Pat
         assert not hosts.pids(0) and not hosts.pids(1)
 
 
-@pytest.mark.parametrize("killed", [None, 0, 1])
+@pytest.mark.parametrize(
+    "killed", [pytest.param(None, marks=pytest.mark.more), 0, pytest.param(1, marks=pytest.mark.more)]
+)
 def test_the_keys_are_served_until_the_last_node_is_done(
     net: Network, tmp_path: Path, killed: int | None
 ) -> None:

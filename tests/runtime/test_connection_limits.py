@@ -265,7 +265,9 @@ def test_a_run_among_strangers_loses_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("encrypts", [False, True], ids=["plain", "encrypted"])
+@pytest.mark.parametrize(
+    "encrypts", [pytest.param(False, marks=pytest.mark.more), True], ids=["plain", "encrypted"]
+)
 def test_a_run_of_two_nodes_among_strangers_loses_nothing(tmp_path: Path, encrypts: bool) -> None:
     """At all that listens on TCP: controller, agents for each other, states in memory."""
     nodes = Nodes(tmp_path, 2)

@@ -40,7 +40,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
 @pytest.mark.parametrize(
     ("arguments", "kill"),
     [
-        ((), "1:7:behind"),
+        pytest.param((), "1:7:behind", marks=pytest.mark.more),
         pytest.param((), "0:7:end", marks=pytest.mark.more),
         (("--layout", "fsdp"), "1:7:behind"),
         pytest.param(("--layout", "fsdp"), "0:8:mid", marks=pytest.mark.more),
@@ -75,6 +75,7 @@ def test_a_periodic_save_has_what_the_script_did_behind_the_block(tmp_path: Path
     assert told == calm(), output
 
 
+@pytest.mark.more
 def test_a_save_that_a_break_leaves_behind_is_made_at_the_next_step(tmp_path: Path, calm: Calm) -> None:
     """A resumed process runs the code after the loop again, so the save must not contain the changes of that code."""
     arguments = ("--loops", "--leave", "7")

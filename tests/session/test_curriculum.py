@@ -49,7 +49,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         ("1:6", ()),  # in the middle of a phase
         pytest.param("0:4", (), marks=pytest.mark.more),  # in the first step of a phase
         pytest.param("2:7", (), marks=pytest.mark.more),  # in the last step of a phase
-        ("1:9", ("--on-fault", "restart")),
+        pytest.param("1:9", ("--on-fault", "restart"), marks=pytest.mark.more),
     ],
 )
 def test_an_end_counted_from_where_a_process_stands(

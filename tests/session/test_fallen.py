@@ -53,7 +53,11 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]
 
 @pytest.mark.parametrize(
     ("what", "layout"),
-    [("raise", "ddp"), pytest.param("raise", "hsdp", marks=pytest.mark.more), ("metric", "hsdp")],
+    [
+        pytest.param("raise", "ddp", marks=pytest.mark.more),
+        pytest.param("raise", "hsdp", marks=pytest.mark.more),
+        ("metric", "hsdp"),
+    ],
 )
 def test_no_step_is_lost_and_the_bits_stay(
     tmp_path: Path, calm: Callable[[str], list[str]], what: str, layout: str
@@ -97,6 +101,7 @@ def test_an_end_that_cannot_be_saved_is_said_and_nothing_is_trained_again(
     assert len(events(tmp_path / "job", "generation_started")) == 1, done.stdout
 
 
+@pytest.mark.more
 def test_a_death_after_an_exit_was_saved_ends_the_run(tmp_path: Path) -> None:
     done, _ = run(tmp_path / "job", "leave")
     assert done.returncode == Exit.REQUEUE, done.stdout

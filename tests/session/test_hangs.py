@@ -69,7 +69,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("kind", "faults", "why"),
     [
-        ("worker stops", [(1, "hang", 2)], "its process is stopped (state T)"),
+        pytest.param(
+            "worker stops", [(1, "hang", 2)], "its process is stopped (state T)", marks=pytest.mark.more
+        ),
         pytest.param(
             "newcomer stops",
             [(1, "signal", 2), (1, "hang", 4)],

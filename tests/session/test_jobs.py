@@ -73,7 +73,7 @@ def test_cut_connections_are_answered_in_place(
         ("ddp", "0@4", "replace"),
         ("hsdp", "2@4", "replace"),
         pytest.param("ddp", "1@4", "restart_last_gasp", marks=pytest.mark.more),
-        ("hsdp", "3@0", "restart_fresh"),
+        pytest.param("hsdp", "3@0", "restart_fresh", marks=pytest.mark.more),
     ],
 )
 def test_killed_rank_loses_nothing(

@@ -61,7 +61,7 @@ def test_all_start_again_when_one_that_has_left_its_loop_is_not_to_be_had(tmp_pa
     assert ", 1 fault, 0 steps lost" in output and told[0] == told[1], output
 
 
-@pytest.mark.parametrize("way", ["stop", "exit"])
+@pytest.mark.parametrize("way", ["stop", pytest.param("exit", marks=pytest.mark.more)])
 def test_a_rank_whose_script_has_left_its_loop_for_good_is_not_joined_by_a_newcomer(
     tmp_path: Path, way: str
 ) -> None:

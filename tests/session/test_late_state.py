@@ -81,7 +81,7 @@ def test_a_newcomer_gets_what_has_come_since_the_start(
         assert (tmp_path / step / "struck").exists()
 
 
-@pytest.mark.parametrize("verify", ["50", "0"])
+@pytest.mark.parametrize("verify", [pytest.param("50", marks=pytest.mark.more), "0"])
 def test_a_last_gasp_has_what_has_come_since_the_last_step(
     tmp_path: Path, calm: Callable[[int], list[str]], verify: str
 ) -> None:

@@ -90,10 +90,12 @@ def test_each_rank_gets_back_what_it_held(
 @pytest.mark.parametrize(
     ("victim", "step", "verify", "arguments"),
     [
-        (1, 7, "50", ("--alike",)),  # the victim already has the tensors of the others
+        pytest.param(
+            1, 7, "50", ("--alike",), marks=pytest.mark.more
+        ),  # the victim already has the tensors of the others
         (2, 6, "0", ("--alike",)),  # the victim has the tensor, and one other rank does not
         pytest.param(2, 5, "0", ("--alike", "--doubt"), marks=pytest.mark.more),
-        (1, 6, "0", ()),
+        pytest.param(1, 6, "0", (), marks=pytest.mark.more),
         pytest.param(2, 8, "50", ("--doubt",), marks=pytest.mark.more),
     ],
 )

@@ -19,9 +19,19 @@ JOB = str(Path(__file__).with_name("mistake_job.py"))
 @pytest.mark.parametrize(
     ("mistake", "code", "told"),
     [
-        ("exit before the model", Exit.FAILED, "rank 1 left with code 0 while others computed"),
+        pytest.param(
+            "exit before the model",
+            Exit.FAILED,
+            "rank 1 left with code 0 while others computed",
+            marks=pytest.mark.more,
+        ),
         ("exit before the loop", Exit.FAILED, "it has left its loop at step 0"),
-        ("break in the block", Exit.BAD_INPUT, f"the script has left its loop behind step {AT}"),
+        pytest.param(
+            "break in the block",
+            Exit.BAD_INPUT,
+            f"the script has left its loop behind step {AT}",
+            marks=pytest.mark.more,
+        ),
         ("exit in the block", Exit.FAILED, f"exit code 0 inside the block of step {AT}, {JOB}:"),
     ],
 )

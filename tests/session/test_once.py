@@ -18,7 +18,11 @@ JOB = str(Path(__file__).with_name("once_job.py"))
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("flags", "lives"),
-    [((), [1, 2]), (("--on-fault", "restart"), [2, 2]), (("--spares", "1"), [1, 2])],
+    [
+        ((), [1, 2]),
+        pytest.param(("--on-fault", "restart"), [2, 2], marks=pytest.mark.more),
+        pytest.param(("--spares", "1"), [1, 2], marks=pytest.mark.more),
+    ],
     ids=["replaced", "restarted", "spare"],
 )
 def test_every_process_of_a_rank_has_the_value_of_the_first(

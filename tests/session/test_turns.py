@@ -57,10 +57,12 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ends]:
             (),
             "replace",
         ),  # an evaluation of all ranks, which the newcomer need not run
-        ("plain", "0:6:after", (), "replace"),  # the file of that epoch is written by the newcomer
-        ("shared", "0:6:after", (), "restart last gasp"),
+        pytest.param(
+            "plain", "0:6:after", (), "replace", marks=pytest.mark.more
+        ),  # the file of that epoch is written by the newcomer
+        pytest.param("shared", "0:6:after", (), "restart last gasp", marks=pytest.mark.more),
         # All ranks have ended the turn. The state that the lost rank kept of this step is from before or after that.
-        ("sharded", "1:6:prelude", (), "replace from memory"),
+        pytest.param("sharded", "1:6:prelude", (), "replace from memory", marks=pytest.mark.more),
         ("sharded", "1:6:uncopied", (), "replace from memory"),
         pytest.param("sharded", "0:6:after", (), "restart from memory", marks=pytest.mark.more),
         ("phased", "1:6:block", ("--on-fault", "restart"), "restart last gasp"),
