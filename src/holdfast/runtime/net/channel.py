@@ -338,9 +338,8 @@ class BlockingChannel(Generic[M]):
         """
         head = bytearray(PREFIX_SIZE_BYTES)
         self._fill(memoryview(head), timeout_s)
-        self._link.receive(
-            bytes(head)
-        )  # refuses a message that is too long before memory is allocated for it
+        # Refuses a message that is too long before memory is allocated for it
+        self._link.receive(bytes(head))
         body = bytearray(int.from_bytes(head, "big"))
         self._fill(memoryview(body), timeout_s)
         (message,) = self._link.receive(bytes(body))
