@@ -123,7 +123,7 @@ class Checks:
         Args:
             save_id: id of the save.
             version: version of the layouts that the rank uses.
-            told: True if these layouts contain the present layout of the rank.
+            told: whether these layouts contain the present layout of the rank.
         """
         first = self._plans.setdefault(save_id, version)
         if first != version or not told:
