@@ -226,7 +226,7 @@ def _facts(env: Mapping[str, str], launcher: LauncherVariables) -> dict[str, Fac
 
 
 def _slurm(env: Mapping[str, str]) -> LaunchClaim:
-    """Return the claim of Slurm if this process belongs to a step.
+    """Return the values that Slurm has set for this process. Return an empty claim if it belongs to no job step.
 
     A batch script is a task 0 without a step. An interactive shell is a task in a special step.
     """

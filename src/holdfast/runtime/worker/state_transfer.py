@@ -197,7 +197,7 @@ class _SourcePeer:
         self._channel: BlockingChannel[Talk] | None = None
 
     def values(self) -> bytes:
-        """Return the plain values. Raises: PeerLost."""
+        """Fetch the plain values of the holder's state, encoded. Raises: PeerLost."""
         with self._lock:
             return self._ask(AskValues(), Values, ()).data
 

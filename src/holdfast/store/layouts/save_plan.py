@@ -144,14 +144,14 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         return self.groups.setdefault(alive, len(self.groups)) if alive else -1
 
     def _groups_of(self, grid: int, held: HeldBoxes) -> Integers:
-        """Return the group of each box."""
+        """Return for each box the number of the group of ranks that hold it; -1: no living rank does."""
         groups = self.living[grid][held.entry]
         for place, ranks in held.joined.items():
             groups[place] = self._group(ranks)
         return groups
 
     def _measure(self) -> Integers:
-        """Return the size in bytes of the stream of each group. Note the boxes without a living holder."""
+        """Return the size in bytes of the stream of each group. Collect the boxes without a living holder."""
         sizes = np.zeros(len(self.groups), np.int64)
         for kind, tensors in self.kinds.items():
             held = self.catalogue.grids[kind[0]].on(kind[1])
@@ -185,7 +185,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         return [*lost, *(piece for region in rest for piece in subtract(region, lost))]
 
     def uncovered(self) -> list[tuple[str, Box]]:
-        """Return the regions that no living rank holds, by name, up to the limit."""
+        """Return tensor name and region of each box that no living rank holds, at most ``UNCOVERED_MAX``."""
         lost = {tensor.fqn: boxes for kind, boxes in self.lost for tensor in self.kinds[kind]}
         if not self.sources:
             lost |= {t.fqn: [Box.whole(t.shape)] for t in self.catalogue.tensors if not t.size_bytes}

@@ -38,11 +38,11 @@ class GroupInfo(msgspec.Struct, frozen=True):
 
 
 def read_group_info(path: Path) -> GroupInfo:
-    """Return the content of a file.
+    """Read a ``group_info.pb`` file, and return its content.
 
     Raises:
-        UsageError: it cannot be read.
-        CheckpointInvalid: damaged.
+        UsageError: the file cannot be read.
+        CheckpointInvalid: the file is damaged.
     """
     try:
         data = read_given(path, FILE_SIZE_BYTES_MAX)

@@ -60,10 +60,10 @@ class TensorSource(Protocol):
 
 @runtime_checkable
 class ContiguousSource(TensorSource, Protocol):
-    """A source that may hold several items in the order of their file."""
+    """A source that may have several parts next to each other in memory, in the order in which the file has them."""
 
     def run(self, items: Sequence[WriteItem]) -> ByteRun | None:
-        """Return the bytes of all items, one after the other; None when they are stored in another order."""
+        """Return the bytes of all items, one after the other. Return None if they are stored in another order."""
 
 
 class ByteRun(Protocol):
@@ -71,7 +71,7 @@ class ByteRun(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """Size of all of them."""
+        """Total size of the bytes."""
 
     def piece(self, start: int, stop: int) -> memoryview:
         """Return the bytes ``start`` to ``stop``, as soon as they have arrived."""
