@@ -150,7 +150,7 @@ class JobError(FaultError):
     """A job that this process has started on a cluster ended without success.
 
     Args:
-        message: how it ended.
+        message: the end of the job, in words.
         code: its exit code (``docs/exit-codes.md``); minus the signal's number if a signal has killed its launchers.
         hint: what to do next.
     """

@@ -43,10 +43,10 @@ def require_encryption() -> None:
 
 
 def direction(key: bytes, *, encrypts: bool) -> DirectionSeal:
-    """The seal of one direction.
+    """Return the seal of one direction.
 
     Args:
-        key: of this direction, ``KEY_SIZE_BYTES`` bytes.
+        key: key of this direction, ``KEY_SIZE_BYTES`` bytes.
     """
     return EncryptedFrames(key) if encrypts else FrameSeal(key)
 
@@ -55,7 +55,7 @@ class EncryptedFrames:
     """A ``DirectionSeal`` that encrypts and authenticates.
 
     Args:
-        key: of this direction, 32 bytes. The package is there: :func:`require_encryption`.
+        key: key of this direction, 32 bytes. Call :func:`require_encryption` before: the package must be installed.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -66,11 +66,11 @@ class EncryptedFrames:
         self._count = 0
 
     def sealed(self, payload: bytes) -> bytes:
-        """As ``DirectionSeal``."""
+        """Implement ``DirectionSeal.sealed``."""
         return self._frames.encrypt(self._nonce(_FRAME), payload, None)
 
     def unsealed(self, data: bytes) -> bytes:
-        """As ``DirectionSeal``."""
+        """Implement ``DirectionSeal.unsealed``."""
         from cryptography.exceptions import InvalidTag
 
         try:
@@ -79,11 +79,11 @@ class EncryptedFrames:
             raise ProtocolError(NOT_SENT) from None
 
     def seal_batch(self, *, local: bool) -> EncryptedBatch:
-        """As ``DirectionSeal``, the same on one host."""
+        """Implement ``DirectionSeal.seal_batch``. ``local`` has no effect."""
         return EncryptedBatch(self._cipher().encryptor())
 
     def open_batch(self, *, local: bool) -> DecryptedBatch:
-        """As ``DirectionSeal``, the same on one host."""
+        """Implement ``DirectionSeal.open_batch``. ``local`` has no effect."""
         return DecryptedBatch(self._cipher().decryptor())
 
     def _cipher(self) -> Cipher[GCM]:
@@ -106,11 +106,11 @@ class EncryptedBatch:
         self._stream = stream
 
     def seal(self, part: memoryview) -> bytes:
-        """As ``SealedBatch``."""
+        """Implement ``SealedBatch.seal``."""
         return self._stream.update(part)
 
     def tag(self) -> bytes:
-        """As ``SealedBatch``."""
+        """Implement ``SealedBatch.tag``."""
         self._stream.finalize()
         return self._stream.tag
 
@@ -122,11 +122,11 @@ class DecryptedBatch:
         self._stream = stream
 
     def open(self, part: memoryview) -> None:
-        """As ``OpenedBatch``: in place."""
+        """Implement ``OpenedBatch.open``: decrypt ``part`` in place."""
         self._stream.update_into(part, part)
 
     def fits(self, tag: bytes) -> bool:
-        """As ``OpenedBatch``."""
+        """Implement ``OpenedBatch.fits``."""
         from cryptography.exceptions import InvalidTag
 
         try:

@@ -23,11 +23,11 @@ from holdfast.errors import ProtocolError
 
 
 class Secret(NamedTuple):
-    """What both ends of a connection know.
+    """The secret that both ends of a connection know.
 
     Args:
-        token: of the run.
-        encrypts: what passes after the handshake is encrypted.
+        token: token of the run.
+        encrypts: True if all bytes after the handshake are encrypted.
     """
 
     token: bytes
@@ -35,7 +35,7 @@ class Secret(NamedTuple):
 
     @property
     def sealing(self) -> str:
-        """How frames are sealed, as the handshake names it."""
+        """The name of the method that seals frames, as used in the handshake."""
         return "aes-256-gcm" if self.encrypts else "hmac-sha256"
 
 
@@ -67,11 +67,12 @@ class ConnectionKeys(NamedTuple):
 
     @classmethod
     def of(cls, secret: bytes, nonces: bytes, *context: str) -> ConnectionKeys:
-        """The keys of one connection.
+        """Return the keys of one connection.
 
         Args:
-            nonces: of both ends, each of one fixed length, the server's first.
-            context: what both ends must mean alike: version, service, role.
+            secret: bytes that both ends know, such as the token of the run.
+            nonces: nonces of both ends, the server's first. Each has a fixed length.
+            context: values that must be equal on both ends: version, service, role.
         """
         info = b"\0".join(text.encode() for text in ("holdfast", *context))
         output = derive(secret, nonces, info, len(cls._fields) * KEY_SIZE_BYTES)
@@ -136,14 +137,14 @@ class DirectionSeal(Protocol):
         """
 
     def open_batch(self, *, local: bool) -> OpenedBatch:
-        """As :meth:`seal_batch`, of the other end."""
+        """Begin to check the raw bytes that the other end has sealed with :meth:`seal_batch`."""
 
 
 class FrameSeal:
     """A :class:`DirectionSeal` that authenticates.
 
     Args:
-        key: of this direction.
+        key: key of this direction.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -151,17 +152,17 @@ class FrameSeal:
         self._count = 0
 
     def seal_batch(self, *, local: bool) -> BatchTag:
-        """As :class:`DirectionSeal`. A digest finds accidents, and costs a fortieth of a tag."""
+        """Implement ``DirectionSeal.seal_batch``. On one host a digest is used, which costs a fortieth of a tag."""
         return BatchTag(xxhash.xxh3_128() if local else self._begin(_BATCH))
 
     open_batch = seal_batch
 
     def sealed(self, payload: bytes) -> bytes:
-        """As :class:`DirectionSeal`."""
+        """Implement ``DirectionSeal.sealed``."""
         return payload + self._tag(payload)
 
     def unsealed(self, data: bytes) -> memoryview:
-        """As :class:`DirectionSeal`."""
+        """Implement ``DirectionSeal.unsealed``."""
         payload, tag = memoryview(data)[:-TAG_SIZE_BYTES], data[-TAG_SIZE_BYTES:]
         if not same(self._tag(payload), tag):
             raise ProtocolError(NOT_SENT)
@@ -185,18 +186,18 @@ class BatchTag:
         self._digest = digest
 
     def seal(self, part: memoryview) -> memoryview:
-        """As :class:`SealedBatch`."""
+        """Implement ``SealedBatch.seal``."""
         self._digest.update(part)
         return part
 
     def open(self, part: memoryview) -> None:
-        """As :class:`OpenedBatch`."""
+        """Implement ``OpenedBatch.open``."""
         self._digest.update(part)
 
     def tag(self) -> bytes:
-        """As :class:`SealedBatch`."""
+        """Implement ``SealedBatch.tag``."""
         return self._digest.digest()[:TAG_SIZE_BYTES]
 
     def fits(self, tag: bytes) -> bool:
-        """As :class:`OpenedBatch`."""
+        """Implement ``OpenedBatch.fits``."""
         return same(self.tag(), tag)

@@ -215,7 +215,7 @@ class FrameReader:
         return bool(self._buffer)
 
     def next(self) -> bytes | None:
-        """The next complete payload, or None.
+        """Return the next complete payload, or None.
 
         Raises:
             ProtocolError: the peer announces more than the limit.
@@ -234,15 +234,15 @@ class FrameReader:
 
 
 class Link(Generic[M]):
-    """One side of one connection: feed it bytes, send what :meth:`take_output` gives.
+    """One side of one connection, without I/O: feed it received bytes, and send the bytes of :meth:`take_output`.
 
     Args:
-        codec: what travels after the handshake.
-        secret: of the run.
-        nonce: ``NONCE_SIZE_BYTES`` fresh random bytes (the shell's duty).
-        service: what listens, see ``runtime/net/service_names.py``.
-        role: what this client is; None for the server's side.
-        refused: counts refused frames by reason; shared by all links of a process.
+        codec: codec of the messages after the handshake.
+        secret: secret of the run.
+        nonce: ``NONCE_SIZE_BYTES`` fresh random bytes. The caller must draw them.
+        service: name of the service that listens, see ``runtime/net/service_names.py``.
+        role: role of this client; None on the server's side.
+        refused: counts of refused frames by reason, shared by all links of a process.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class Link(Generic[M]):
         return self._seals is not None
 
     def take_output(self) -> bytes:
-        """Bytes to send now; empty when there are none."""
+        """Return the bytes to send now, and forget them. Empty if there are none."""
         data = bytes(self._output)
         self._output.clear()
         return data
@@ -294,7 +294,7 @@ class Link(Generic[M]):
         self._output += seal.sealed(payload)
 
     def seal_batch(self, *, local: bool) -> SealedBatch:
-        """Takes the raw bytes that are sent now, behind the last message; their tag follows them.
+        """Begin a batch of raw bytes that are sent after the last message. Their tag follows them.
 
         Args:
             local: both ends are on this host.
@@ -305,7 +305,7 @@ class Link(Generic[M]):
         return self._both()[0].seal_batch(local=local)
 
     def open_batch(self, *, local: bool) -> OpenedBatch:
-        """As :meth:`seal_batch`, for the raw bytes that come now."""
+        """Begin a batch of received raw bytes, which the other end has sent with :meth:`seal_batch`."""
         return self._both()[1].open_batch(local=local)
 
     @property

@@ -105,7 +105,7 @@ class Processor:
     """The side of one rank, see the module.
 
     Args:
-        rank, world_size: of this process.
+        rank, world_size: rank of this process and number of ranks.
         call: calls the registered handler of a name with the arguments for the order.
         standing: the step of this rank's state.
     """

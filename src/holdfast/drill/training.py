@@ -221,7 +221,7 @@ def optimizer_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class RankResult:
-    """Digests of one rank's state after training. ``loss``: of its last step; None: the rank joined after that step."""
+    """The digests of one rank's state after training. ``loss``: loss of the last step; None: the rank joined later."""
 
     rank: int
     world_size: int

@@ -96,7 +96,7 @@ class StateServer(AnswerServer[Talk]):
         view: returns bytes of a box that this rank holds; raises :class:`HoldfastError` for other boxes, and for a box
             that it cannot read.
         values: the encoded plain values.
-        secret: of the run.
+        secret: secret of the run.
         service: the name of the rank and generation, see ``service_names.py``.
         moved: called with the number of bytes that are about to be sent.
     """
@@ -142,8 +142,10 @@ def fetch(
     """Fill all buffers from their holders, and return the plain values.
 
     Args:
-        sources: rank -> address of its server.
-        generation: that of the servers.
+        sources: for each rank, the address of its server.
+        wanted: the boxes to fetch.
+        secret: secret of the run.
+        generation: generation of the servers.
         values_from: ranks to ask for the plain values, in this order until one answers; empty: in the order of ranks.
         moved: called with the number of bytes of each batch that has arrived.
 

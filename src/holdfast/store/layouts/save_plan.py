@@ -1,4 +1,4 @@
-"""The plan of a save: which rank writes which bytes. Every rank computes it alone from the catalogue.
+"""The plan of a save: the bytes that each rank writes. Every rank computes the plan itself from the catalogue.
 
 Theory. The boxes that the same living ranks hold form one *stream* of bytes, in the order of the catalogue. A stream is
 divided among its holders: each gets one stretch of it. The lengths bring all holders to one common load (streams with
@@ -62,13 +62,13 @@ class WriteItem(msgspec.Struct, frozen=True, order=True):
 
 
 class SavePlan(msgspec.Struct, frozen=True):
-    """The plan of one save: which rank writes which part of the state. A source is a rank that may write.
+    """The plan of one save: the parts of the state that each rank writes. A source is a rank that may write.
 
     Attributes:
         sources: the ranks that may write.
         copies: number of copies of each part.
         shares: the parts that each source writes, by rank.
-        uncovered: tensor and box that no source holds.
+        uncovered: tensor name and box of each region that no source holds.
         absent: ranks that have declared no layout.
     """
 

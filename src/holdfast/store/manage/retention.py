@@ -123,11 +123,11 @@ def _kept(item: object) -> KeepPolicy:
 
 
 def best_interval_s(stall_s: float, mean_time_between_faults_s: float) -> float:
-    """Return Young's interval between saves, in seconds: the one that costs a job the least time.
+    """Return Young's interval between saves in seconds, which minimizes the lost time of a job.
 
     Args:
-        stall_s: how long one save delays training (not how long it takes in the background).
-        mean_time_between_faults_s: of the whole job.
+        stall_s: seconds by which one save delays training (not its duration in the background).
+        mean_time_between_faults_s: mean seconds between two faults of the whole job.
 
     Raises:
         UsageError: a duration that is not positive.
@@ -146,8 +146,8 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         step: the number of updates after this step, which is the step that would be saved.
         since_steps, since_s: steps and seconds since the last save (or the start of the session).
-        stall_s: how long a recent save delayed training; 0 before the first one.
-        durable_s: how long a recent save took until it was on disk; 0 before the first one.
+        stall_s: seconds by which a recent save delayed training; 0 before the first save.
+        durable_s: seconds until a recent save was on disk; 0 before the first save.
         faults: number of faults of this run.
         run_s: duration of this run in seconds.
     """

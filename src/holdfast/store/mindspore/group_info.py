@@ -28,9 +28,9 @@ RANKS_TOLD_MAX = 2**20
 
 
 class GroupInfo(msgspec.Struct, frozen=True):
-    """The content of the file.
+    """The content of a ``group_info.pb`` file.
 
-    ``groups``: ranks by name of the communication group; ``ranks``: those with the same slices.
+    ``groups``: ranks of each communication group, by name. ``ranks``: the ranks that hold the same slices.
     """
 
     groups: dict[str, tuple[int, ...]]
