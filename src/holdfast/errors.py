@@ -78,7 +78,7 @@ class HoldfastError(Exception):
 
 @contextlib.contextmanager
 def hinted(kind: type[HoldfastError], hint: str) -> Iterator[None]:
-    """Give errors of this kind that have no hint this one."""
+    """Set ``hint`` on errors of this kind that leave the block without a hint."""
     try:
         yield
     except kind as error:

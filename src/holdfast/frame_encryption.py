@@ -1,8 +1,8 @@
 """Encryption of one direction of a connection, without I/O: AES-256-GCM of the ``cryptography`` package.
 
-Theory. The key of a direction belongs to one connection (``sealing.py``), and a nonce is the number of the frame or
-batch, which both ends count. So no nonce is used twice under a key, and a frame fits in its place only: GCM's tag
-authenticates, in place of HMAC. A batch is encrypted as a stream, and its one tag follows it.
+Theory. The key of a direction belongs to one connection (``sealing.py``). The nonce is the number of the frame or
+batch, which both ends count. No nonce is therefore used twice with a key, and a frame is valid only at its place. GCM's
+tag authenticates in place of HMAC. A batch is encrypted as a stream, and its one tag follows it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COUNT_SIZE_BYTES = 8
 
 
 def missing() -> str:
-    """Why this interpreter cannot encrypt, or an empty string."""
+    """Return the reason why this interpreter cannot encrypt, or an empty string."""
     needed = f"encryption needs the package {PACKAGE}, version {MAJOR_MIN} or newer, and"
     if importlib.util.find_spec(PACKAGE) is None:
         return f"{needed} it is not installed"
@@ -37,7 +37,7 @@ def missing() -> str:
 
 
 def require_encryption() -> None:
-    """Raises: UsageError: the package is missing."""
+    """Check that the package ``cryptography`` is installed. Raises: UsageError: it is missing."""
     if why := missing():
         raise UsageError(why, hint=INSTALL)
 
@@ -100,7 +100,7 @@ class EncryptedFrames:
 
 
 class EncryptedBatch:
-    """A ``SealedBatch``."""
+    """A ``SealedBatch`` that encrypts."""
 
     def __init__(self, stream: AEADEncryptionContext) -> None:
         self._stream = stream
@@ -116,7 +116,7 @@ class EncryptedBatch:
 
 
 class DecryptedBatch:
-    """An ``OpenedBatch``."""
+    """An ``OpenedBatch`` that decrypts."""
 
     def __init__(self, stream: AEADDecryptionContext) -> None:
         self._stream = stream

@@ -1,14 +1,14 @@
 """Keys and seals of one connection, without I/O: the only place where keys are derived and frames are authenticated.
 
-Theory. Both ends of a connection know a secret and have each sent a fresh random nonce. HKDF (RFC 5869, over
-HMAC-SHA256) makes from them a proof and a key for each direction. The name of the service goes in, so a connection that
-is led to another service of the same run has other keys and fails. What one end sends after that carries a tag,
-HMAC-SHA256 under the key of its direction over the number of the frame and its bytes, cut to 16 bytes. The number
-is counted by both ends and never sent. Raw bytes after a frame (a batch) have one separate tag. Where the secret
-asks for it frames and batches are encrypted, too (``frame_encryption.py``).
+Theory. Both ends of a connection know a secret, and each has sent a fresh random nonce. HKDF (RFC 5869, over
+HMAC-SHA256) derives a proof and a key for each direction from them. The name of the service is an input, so a
+connection that is redirected to another service of the same run has other keys and fails. Each later frame carries a
+tag: HMAC-SHA256, with the key of its direction, over the number of the frame and its bytes, cut to 16 bytes. Both ends
+count the frames, so the number is never sent. Raw bytes after a frame (a batch) have one separate tag. If the secret
+requires it, frames and batches are also encrypted (``frame_encryption.py``).
 
 Invariants:
-1. A frame is taken only in the place of its connection and direction in which it was sent.
+1. A frame is accepted only on the connection, in the direction and at the place in which it was sent.
 2. No key is used for two connections or two directions.
 """
 
@@ -48,7 +48,7 @@ _COUNT_SIZE_BYTES = 8
 
 
 def derive(secret: bytes, salt: bytes, info: bytes, size_bytes: int) -> bytes:
-    """HKDF of RFC 5869 with HMAC-SHA256."""
+    """Derive bytes by HKDF (RFC 5869) with HMAC-SHA256."""
     key = hmac.digest(salt, secret, _HASH)
     block, output = b"", b""
     for number in range(1, 2 + (size_bytes - 1) // KEY_SIZE_BYTES):
@@ -117,7 +117,7 @@ class OpenedBatch(Protocol):
 
 
 class DirectionSeal(Protocol):
-    """One direction of one connection; both ends have the same one, and use it in the same order."""
+    """The seal of one direction of one connection. Both ends have equal seals, and use them in the same order."""
 
     def sealed(self, payload: bytes) -> bytes:
         """Return the next frame in the form in which it is sent: ``TAG_SIZE_BYTES`` longer than ``payload``."""
@@ -133,7 +133,8 @@ class DirectionSeal(Protocol):
         """Return the object that seals the bytes of the next batch.
 
         Args:
-            local: both ends are on this host: without rights over the whole host nothing changes what passes there.
+            local: True if both ends are on this host. Only a process with full rights over the host could change the
+                bytes there.
         """
 
     def open_batch(self, *, local: bool) -> OpenedBatch:
@@ -180,7 +181,7 @@ class FrameSeal:
 
 
 class BatchTag:
-    """A :class:`SealedBatch` and an :class:`OpenedBatch`: the bytes stay as they are."""
+    """A :class:`SealedBatch` and an :class:`OpenedBatch` that leave the bytes as they are, and compute a tag."""
 
     def __init__(self, digest: Digest) -> None:
         self._digest = digest

@@ -102,7 +102,7 @@ WireMessage = (
     | spares.SpareWaits
     | spares.Called
 )
-"""All that may travel; the decoder accepts nothing else."""
+"""The union of all messages of the control plane. The decoder accepts nothing else."""
 
 GREETING_SIZE_BYTES_MAX = 1024
 NONCE_SIZE_BYTES = 32
@@ -120,7 +120,7 @@ class ServerChallenge(msgspec.Struct, frozen=True, tag=True):
 
 
 class ClientProof(msgspec.Struct, frozen=True, tag=True):
-    """A client's proof, and what it is."""
+    """The client's proof, its role, and the service that it expects."""
 
     version: int
     role: str
@@ -131,13 +131,13 @@ class ClientProof(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """A server's proof; the link is open."""
+    """The server's proof. After it the link is open."""
 
     proof: bytes
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The server closes: ``version``, ``service``, ``encryption`` or ``token``."""
+    """The server's refusal, before it closes. The reason is ``version``, ``service``, ``encryption`` or ``token``."""
 
     reason: str
 
@@ -149,10 +149,10 @@ Greeting = ServerChallenge | ClientProof | Welcome | Refused
 
 
 class Codec(Generic[M]):
-    """msgpack of one closed union of structs.
+    """The msgpack codec of one closed union of structs.
 
     Args:
-        kind: the union; nothing else is decoded.
+        kind: the union. Nothing else is decoded.
     """
 
     def __init__(self, kind: type[M]) -> None:
@@ -164,10 +164,10 @@ class Codec(Generic[M]):
         return self._encoder.encode(message)
 
     def decode(self, payload: bytes | memoryview) -> M:
-        """Inverse of :meth:`encode`.
+        """Decode bytes that :meth:`encode` has made.
 
         Raises:
-            ProtocolError: not one of the union, with the path of the first wrong field.
+            ProtocolError: the bytes are no message of the union. The error names the path of the first wrong field.
         """
         try:
             return self._decoder.decode(payload)
@@ -180,10 +180,10 @@ _GREETINGS: Codec[Greeting] = Codec(Greeting)  # type: ignore[arg-type]
 
 
 def frame(payload: bytes) -> bytes:
-    """``payload`` with its length in front.
+    """Return ``payload`` with its length before it.
 
     Raises:
-        ProtocolError: longer than ``FRAME_SIZE_BYTES_MAX``.
+        ProtocolError: the payload is longer than ``FRAME_SIZE_BYTES_MAX``.
     """
     return _prefix(payload) + payload
 
@@ -195,7 +195,7 @@ def _prefix(payload: bytes, more_bytes: int = 0) -> bytes:
 
 
 class FrameReader:
-    """Cuts a byte stream into frames.
+    """A reader that cuts a byte stream into frames.
 
     Args:
         limit_bytes: longest payload; set it higher once the peer is trusted.
@@ -314,12 +314,12 @@ class Link(Generic[M]):
         return self._reader.partial
 
     def receive(self, data: bytes) -> list[M]:
-        """Take in bytes and return the complete messages. After an error nothing more is taken: close the connection.
+        """Add received bytes, and return the messages that are complete. After an error, close the connection.
 
         Raises:
-            AuthError: the peer does not know the token, or speaks another version.
-            ProtocolError: it means another service; a frame that is too long, out of place, not from the other end
-                or not a message.
+            AuthError: the peer does not know the token, or uses another version of the protocol.
+            ProtocolError: the peer expects another service, or a frame is too long, out of place, not from the other
+                end, or no message.
         """
         if self._broken:
             raise ProtocolError("nothing is taken after a refused frame")
