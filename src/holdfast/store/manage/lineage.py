@@ -36,7 +36,9 @@ class Lineage(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_run(cls, run: str, session: Mapping[str, object], name: str) -> Self:
-        """Return the lineage of ``run`` when it continues from an attempt. From memory, it continues from its own.
+        """Return the lineage of ``run`` when it continues from an attempt to save.
+
+        A run that continues from states in memory continues from one of its own attempts.
 
         Args:
             run: id of the run.

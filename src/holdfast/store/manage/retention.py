@@ -32,7 +32,7 @@ KeepPolicy = Callable[[Sequence[Validity], AgeOf], set[str]]
 
 
 class KeepNewest(msgspec.Struct, frozen=True):
-    """Keep the newest ``count`` checkpoints."""
+    """A policy that keeps the newest ``count`` checkpoints."""
 
     count: int
 
@@ -49,7 +49,7 @@ class KeepNewest(msgspec.Struct, frozen=True):
 
 
 class KeepEvery(msgspec.Struct, frozen=True):
-    """Keep for ever, for each full multiple of ``steps``, the first checkpoint at or after it."""
+    """A policy that keeps for ever the first checkpoint at or after each full multiple of ``steps``."""
 
     steps: int
 
@@ -69,7 +69,7 @@ class KeepEvery(msgspec.Struct, frozen=True):
 
 
 class KeepFor(msgspec.Struct, frozen=True):
-    """Keep each checkpoint for ``duration_s`` seconds."""
+    """A policy that keeps each checkpoint for ``duration_s`` seconds."""
 
     duration_s: float
 
@@ -83,7 +83,7 @@ class KeepFor(msgspec.Struct, frozen=True):
 
 
 class KeepAny(msgspec.Struct, frozen=True):
-    """Keep every checkpoint that any of the policies keeps."""
+    """A policy that keeps every checkpoint that any of several policies keeps."""
 
     policies: tuple[KeepPolicy, ...]
 
@@ -174,7 +174,7 @@ SaveWhen = OneSaveWhen | Sequence[OneSaveWhen] | None
 
 
 class EverySteps(msgspec.Struct, frozen=True):
-    """Save at each full multiple of ``count`` updates."""
+    """A policy that saves at each full multiple of ``count`` updates."""
 
     count: int
 
@@ -190,7 +190,7 @@ class EverySteps(msgspec.Struct, frozen=True):
 
 
 class EverySeconds(msgspec.Struct, frozen=True):
-    """Save when the last save is ``interval_s`` seconds old."""
+    """A policy that saves when the last save is ``interval_s`` seconds old."""
 
     interval_s: float
 
@@ -206,7 +206,7 @@ class EverySeconds(msgspec.Struct, frozen=True):
 
 
 class BestInterval(msgspec.Struct, frozen=True, kw_only=True):
-    """Save at the interval that costs the least: Young's optimum for the measured stall and the time between faults.
+    """A policy that saves at the cheapest interval: Young's optimum for the measured stall and the time between faults.
 
     Without ``mean_time_between_faults_s`` that time is estimated from the run itself. The estimate starts with the
     assumption of one fault a day: (1 day + duration of the run) / (1 + faults). The interval is never shorter than the

@@ -148,7 +148,7 @@ def inspect(
 
 
 def judge(directory: Attempt, index: Index, more: Sequence[str] = ()) -> Validity:
-    """Return the judgement that a checkpoint is valid, which is certain once its index could be read.
+    """Return the judgement of a checkpoint whose index was read without an error: it is valid.
 
     ``more`` is further damage, which copies can replace.
     """
