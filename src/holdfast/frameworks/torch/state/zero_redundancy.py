@@ -78,8 +78,8 @@ class ZeroState(OptimizerState):
         """Return the plain values of the optimizer as the base class does. All state per parameter must be tensors.
 
         Raises:
-            StateError: a parameter's state has a value that is no tensor, so the state of two ranks could not be told
-                apart.
+            StateError: a parameter's state has a value that is no tensor, so the state of two ranks could not be
+                distinguished.
         """
         for of_one in state.values():
             for key, value in of_one.items():
