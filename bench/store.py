@@ -63,7 +63,7 @@ STATE_SIZE_BYTES = TENSORS * len(KINDS) * ROWS * COLUMNS * 4
 SHARE_SIZE_BYTES = STATE_SIZE_BYTES // RANKS
 
 Begun = Callable[[], None]
-"""Returned by a contender when the step may go on; called, it waits until everything is on disk."""
+"""The function that a contender returns when the step may continue. A call waits until everything is on the disk."""
 
 
 def nothing() -> None:

@@ -78,7 +78,7 @@ class HoldfastError(Exception):
 
 @contextlib.contextmanager
 def hinted(kind: type[HoldfastError], hint: str) -> Iterator[None]:
-    """Give errors of this kind that have no hint this one."""
+    """Set ``hint`` on errors of this kind that leave the block without a hint."""
     try:
         yield
     except kind as error:
@@ -150,7 +150,7 @@ class JobError(FaultError):
     """A job that this process has started on a cluster ended without success.
 
     Args:
-        message: how it ended.
+        message: the end of the job, in words.
         code: its exit code (``docs/exit-codes.md``); minus the signal's number if a signal has killed its launchers.
         hint: what to do next.
     """

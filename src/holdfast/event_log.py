@@ -98,7 +98,7 @@ def read(path: Path) -> LogReading:
 
 
 class Follower:
-    """Reads a log that grows.
+    """A reader of a growing log.
 
     Args:
         path: the log; it may not exist yet.
@@ -195,7 +195,10 @@ class EventSink(Protocol):
 
 
 class EventLog:
-    """Appends to a log. Made by :meth:`open`; other processes may append at the same time, each by one thread."""
+    """A log to which events are appended, made by :meth:`open`.
+
+    Several processes may append at the same time, each in one thread.
+    """
 
     def __init__(self, path: Path, who: str, fd: int, room_wait_s: float) -> None:
         self.path = path

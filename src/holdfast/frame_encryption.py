@@ -1,8 +1,8 @@
 """Encryption of one direction of a connection, without I/O: AES-256-GCM of the ``cryptography`` package.
 
-Theory. The key of a direction belongs to one connection (``sealing.py``), and a nonce is the number of the frame or
-batch, which both ends count. So no nonce is used twice under a key, and a frame fits in its place only: GCM's tag
-authenticates, in place of HMAC. A batch is encrypted as a stream, and its one tag follows it.
+Theory. The key of a direction belongs to one connection (``sealing.py``). The nonce is the number of the frame or
+batch, which both ends count. No nonce is therefore used twice with a key, and a frame is valid only at its place. GCM's
+tag authenticates in place of HMAC. A batch is encrypted as a stream, and its one tag follows it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COUNT_SIZE_BYTES = 8
 
 
 def missing() -> str:
-    """Why this interpreter cannot encrypt, or an empty string."""
+    """Return the reason why this interpreter cannot encrypt, or an empty string."""
     needed = f"encryption needs the package {PACKAGE}, version {MAJOR_MIN} or newer, and"
     if importlib.util.find_spec(PACKAGE) is None:
         return f"{needed} it is not installed"
@@ -37,16 +37,16 @@ def missing() -> str:
 
 
 def require_encryption() -> None:
-    """Raises: UsageError: the package is missing."""
+    """Check that the package ``cryptography`` is installed. Raises: UsageError: it is missing."""
     if why := missing():
         raise UsageError(why, hint=INSTALL)
 
 
 def direction(key: bytes, *, encrypts: bool) -> DirectionSeal:
-    """The seal of one direction.
+    """Return the seal of one direction.
 
     Args:
-        key: of this direction, ``KEY_SIZE_BYTES`` bytes.
+        key: key of this direction, ``KEY_SIZE_BYTES`` bytes.
     """
     return EncryptedFrames(key) if encrypts else FrameSeal(key)
 
@@ -55,7 +55,7 @@ class EncryptedFrames:
     """A ``DirectionSeal`` that encrypts and authenticates.
 
     Args:
-        key: of this direction, 32 bytes. The package is there: :func:`require_encryption`.
+        key: key of this direction, 32 bytes. Call :func:`require_encryption` before: the package must be installed.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -66,11 +66,11 @@ class EncryptedFrames:
         self._count = 0
 
     def sealed(self, payload: bytes) -> bytes:
-        """As ``DirectionSeal``."""
+        """Implement ``DirectionSeal.sealed``."""
         return self._frames.encrypt(self._nonce(_FRAME), payload, None)
 
     def unsealed(self, data: bytes) -> bytes:
-        """As ``DirectionSeal``."""
+        """Implement ``DirectionSeal.unsealed``."""
         from cryptography.exceptions import InvalidTag
 
         try:
@@ -79,11 +79,11 @@ class EncryptedFrames:
             raise ProtocolError(NOT_SENT) from None
 
     def seal_batch(self, *, local: bool) -> EncryptedBatch:
-        """As ``DirectionSeal``, the same on one host."""
+        """Implement ``DirectionSeal.seal_batch``. ``local`` has no effect."""
         return EncryptedBatch(self._cipher().encryptor())
 
     def open_batch(self, *, local: bool) -> DecryptedBatch:
-        """As ``DirectionSeal``, the same on one host."""
+        """Implement ``DirectionSeal.open_batch``. ``local`` has no effect."""
         return DecryptedBatch(self._cipher().decryptor())
 
     def _cipher(self) -> Cipher[GCM]:
@@ -100,33 +100,33 @@ class EncryptedFrames:
 
 
 class EncryptedBatch:
-    """A ``SealedBatch``."""
+    """A ``SealedBatch`` that encrypts."""
 
     def __init__(self, stream: AEADEncryptionContext) -> None:
         self._stream = stream
 
     def seal(self, part: memoryview) -> bytes:
-        """As ``SealedBatch``."""
+        """Implement ``SealedBatch.seal``."""
         return self._stream.update(part)
 
     def tag(self) -> bytes:
-        """As ``SealedBatch``."""
+        """Implement ``SealedBatch.tag``."""
         self._stream.finalize()
         return self._stream.tag
 
 
 class DecryptedBatch:
-    """An ``OpenedBatch``."""
+    """An ``OpenedBatch`` that decrypts."""
 
     def __init__(self, stream: AEADDecryptionContext) -> None:
         self._stream = stream
 
     def open(self, part: memoryview) -> None:
-        """As ``OpenedBatch``: in place."""
+        """Implement ``OpenedBatch.open``: decrypt ``part`` in place."""
         self._stream.update_into(part, part)
 
     def fits(self, tag: bytes) -> bool:
-        """As ``OpenedBatch``."""
+        """Implement ``OpenedBatch.fits``."""
         from cryptography.exceptions import InvalidTag
 
         try:

@@ -148,7 +148,7 @@ class Callback(ms.train.Callback):  # type: ignore[misc]
         model: a ``Model`` that has not trained yet.
         exit_name: at a graceful exit each rank also writes ``rank_N/<exit_name>_train.ckpt`` and ``.mindir``.
         exit_directory: parent of ``rank_N``.
-        options: of :func:`session`.
+        options: options of :func:`session`.
     """
 
     def __init__(
@@ -307,9 +307,9 @@ def train(
     """Run ``model.train(epoch, dataset, callbacks)``, protected: resume automatically, and save at faults and exits.
 
     Args:
-        model, epoch, dataset, callbacks: as ``Model.train``; ``epoch`` is the final epoch, also after a resume.
+        model, epoch, dataset, callbacks: as for ``Model.train``. ``epoch`` is the final epoch, also after a resume.
         exit_name, exit_directory: see :class:`Callback`.
-        options: of :func:`session`.
+        options: options of :func:`session`.
 
     Raises:
         As :func:`session`.

@@ -1,14 +1,14 @@
 """Keys and seals of one connection, without I/O: the only place where keys are derived and frames are authenticated.
 
-Theory. Both ends of a connection know a secret and have each sent a fresh random nonce. HKDF (RFC 5869, over
-HMAC-SHA256) makes from them a proof and a key for each direction. The name of the service goes in, so a connection that
-is led to another service of the same run has other keys and fails. What one end sends after that carries a tag,
-HMAC-SHA256 under the key of its direction over the number of the frame and its bytes, cut to 16 bytes. The number
-is counted by both ends and never sent. Raw bytes after a frame (a batch) have one separate tag. Where the secret
-asks for it frames and batches are encrypted, too (``frame_encryption.py``).
+Theory. Both ends of a connection know a secret, and each has sent a fresh random nonce. HKDF (RFC 5869, over
+HMAC-SHA256) derives a proof and a key for each direction from them. The name of the service is an input, so a
+connection that is redirected to another service of the same run has other keys and fails. Each later frame carries a
+tag: HMAC-SHA256, with the key of its direction, over the number of the frame and its bytes, cut to 16 bytes. Both ends
+count the frames, so the number is never sent. Raw bytes after a frame (a batch) have one separate tag. If the secret
+requires it, frames and batches are also encrypted (``frame_encryption.py``).
 
 Invariants:
-1. A frame is taken only in the place of its connection and direction in which it was sent.
+1. A frame is accepted only on the connection, in the direction and at the place in which it was sent.
 2. No key is used for two connections or two directions.
 """
 
@@ -23,11 +23,11 @@ from holdfast.errors import ProtocolError
 
 
 class Secret(NamedTuple):
-    """What both ends of a connection know.
+    """The secret that both ends of a connection know.
 
     Args:
-        token: of the run.
-        encrypts: what passes after the handshake is encrypted.
+        token: token of the run.
+        encrypts: True if all bytes after the handshake are encrypted.
     """
 
     token: bytes
@@ -35,7 +35,7 @@ class Secret(NamedTuple):
 
     @property
     def sealing(self) -> str:
-        """How frames are sealed, as the handshake names it."""
+        """The name of the method that seals frames, as used in the handshake."""
         return "aes-256-gcm" if self.encrypts else "hmac-sha256"
 
 
@@ -48,7 +48,7 @@ _COUNT_SIZE_BYTES = 8
 
 
 def derive(secret: bytes, salt: bytes, info: bytes, size_bytes: int) -> bytes:
-    """HKDF of RFC 5869 with HMAC-SHA256."""
+    """Derive bytes by HKDF (RFC 5869) with HMAC-SHA256."""
     key = hmac.digest(salt, secret, _HASH)
     block, output = b"", b""
     for number in range(1, 2 + (size_bytes - 1) // KEY_SIZE_BYTES):
@@ -67,11 +67,12 @@ class ConnectionKeys(NamedTuple):
 
     @classmethod
     def of(cls, secret: bytes, nonces: bytes, *context: str) -> ConnectionKeys:
-        """The keys of one connection.
+        """Return the keys of one connection.
 
         Args:
-            nonces: of both ends, each of one fixed length, the server's first.
-            context: what both ends must mean alike: version, service, role.
+            secret: bytes that both ends know, such as the token of the run.
+            nonces: nonces of both ends, the server's first. Each has a fixed length.
+            context: values that must be equal on both ends: version, service, role.
         """
         info = b"\0".join(text.encode() for text in ("holdfast", *context))
         output = derive(secret, nonces, info, len(cls._fields) * KEY_SIZE_BYTES)
@@ -116,7 +117,7 @@ class OpenedBatch(Protocol):
 
 
 class DirectionSeal(Protocol):
-    """One direction of one connection; both ends have the same one, and use it in the same order."""
+    """The seal of one direction of one connection. Both ends have equal seals, and use them in the same order."""
 
     def sealed(self, payload: bytes) -> bytes:
         """Return the next frame in the form in which it is sent: ``TAG_SIZE_BYTES`` longer than ``payload``."""
@@ -132,18 +133,19 @@ class DirectionSeal(Protocol):
         """Return the object that seals the bytes of the next batch.
 
         Args:
-            local: both ends are on this host: without rights over the whole host nothing changes what passes there.
+            local: True if both ends are on this host. Only a process with full rights over the host could change the
+                bytes there.
         """
 
     def open_batch(self, *, local: bool) -> OpenedBatch:
-        """As :meth:`seal_batch`, of the other end."""
+        """Begin to check the raw bytes that the other end has sealed with :meth:`seal_batch`."""
 
 
 class FrameSeal:
     """A :class:`DirectionSeal` that authenticates.
 
     Args:
-        key: of this direction.
+        key: key of this direction.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -151,17 +153,17 @@ class FrameSeal:
         self._count = 0
 
     def seal_batch(self, *, local: bool) -> BatchTag:
-        """As :class:`DirectionSeal`. A digest finds accidents, and costs a fortieth of a tag."""
+        """Implement ``DirectionSeal.seal_batch``. On one host a digest is used, which costs a fortieth of a tag."""
         return BatchTag(xxhash.xxh3_128() if local else self._begin(_BATCH))
 
     open_batch = seal_batch
 
     def sealed(self, payload: bytes) -> bytes:
-        """As :class:`DirectionSeal`."""
+        """Implement ``DirectionSeal.sealed``."""
         return payload + self._tag(payload)
 
     def unsealed(self, data: bytes) -> memoryview:
-        """As :class:`DirectionSeal`."""
+        """Implement ``DirectionSeal.unsealed``."""
         payload, tag = memoryview(data)[:-TAG_SIZE_BYTES], data[-TAG_SIZE_BYTES:]
         if not same(self._tag(payload), tag):
             raise ProtocolError(NOT_SENT)
@@ -179,24 +181,24 @@ class FrameSeal:
 
 
 class BatchTag:
-    """A :class:`SealedBatch` and an :class:`OpenedBatch`: the bytes stay as they are."""
+    """A :class:`SealedBatch` and an :class:`OpenedBatch` that leave the bytes as they are, and compute a tag."""
 
     def __init__(self, digest: Digest) -> None:
         self._digest = digest
 
     def seal(self, part: memoryview) -> memoryview:
-        """As :class:`SealedBatch`."""
+        """Implement ``SealedBatch.seal``."""
         self._digest.update(part)
         return part
 
     def open(self, part: memoryview) -> None:
-        """As :class:`OpenedBatch`."""
+        """Implement ``OpenedBatch.open``."""
         self._digest.update(part)
 
     def tag(self) -> bytes:
-        """As :class:`SealedBatch`."""
+        """Implement ``SealedBatch.tag``."""
         return self._digest.digest()[:TAG_SIZE_BYTES]
 
     def fits(self, tag: bytes) -> bool:
-        """As :class:`OpenedBatch`."""
+        """Implement ``OpenedBatch.fits``."""
         return same(self.tag(), tag)

@@ -143,14 +143,14 @@ def fit(
     """Run ``model.fit(dataset, epochs=..., steps_per_epoch=...)``, protected: resume at the next batch automatically.
 
     Args:
-        model: compiled and built, in the strategy's scope.
-        dataset: of one epoch (or endless), or a function epoch -> dataset.
+        model: a model, compiled and built in the strategy's scope.
+        dataset: a dataset of one epoch (or an endless one), or a function epoch -> dataset.
         epochs: the final epoch, also after a resume.
         steps_per_epoch: batches per epoch.
         callbacks: Keras callbacks.
         strategy: see :func:`session`.
         fit_options: further arguments of ``model.fit``.
-        options: of :func:`session`.
+        options: options of :func:`session`.
 
     Raises:
         UnsupportedError: Keras 3 with several workers: its ``fit`` does not work with MultiWorkerMirroredStrategy.

@@ -102,7 +102,7 @@ WireMessage = (
     | spares.SpareWaits
     | spares.Called
 )
-"""All that may travel; the decoder accepts nothing else."""
+"""The union of all messages of the control plane. The decoder accepts nothing else."""
 
 GREETING_SIZE_BYTES_MAX = 1024
 NONCE_SIZE_BYTES = 32
@@ -120,7 +120,7 @@ class ServerChallenge(msgspec.Struct, frozen=True, tag=True):
 
 
 class ClientProof(msgspec.Struct, frozen=True, tag=True):
-    """A client's proof, and what it is."""
+    """The client's proof, its role, and the service that it expects."""
 
     version: int
     role: str
@@ -131,13 +131,13 @@ class ClientProof(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
-    """A server's proof; the link is open."""
+    """The server's proof. After it the link is open."""
 
     proof: bytes
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The server closes: ``version``, ``service``, ``encryption`` or ``token``."""
+    """The server's refusal, before it closes. The reason is ``version``, ``service``, ``encryption`` or ``token``."""
 
     reason: str
 
@@ -149,10 +149,10 @@ Greeting = ServerChallenge | ClientProof | Welcome | Refused
 
 
 class Codec(Generic[M]):
-    """msgpack of one closed union of structs.
+    """The msgpack codec of one closed union of structs.
 
     Args:
-        kind: the union; nothing else is decoded.
+        kind: the union. Nothing else is decoded.
     """
 
     def __init__(self, kind: type[M]) -> None:
@@ -164,10 +164,10 @@ class Codec(Generic[M]):
         return self._encoder.encode(message)
 
     def decode(self, payload: bytes | memoryview) -> M:
-        """Inverse of :meth:`encode`.
+        """Decode bytes that :meth:`encode` has made.
 
         Raises:
-            ProtocolError: not one of the union, with the path of the first wrong field.
+            ProtocolError: the bytes are no message of the union. The error names the path of the first wrong field.
         """
         try:
             return self._decoder.decode(payload)
@@ -180,10 +180,10 @@ _GREETINGS: Codec[Greeting] = Codec(Greeting)  # type: ignore[arg-type]
 
 
 def frame(payload: bytes) -> bytes:
-    """``payload`` with its length in front.
+    """Return ``payload`` with its length before it.
 
     Raises:
-        ProtocolError: longer than ``FRAME_SIZE_BYTES_MAX``.
+        ProtocolError: the payload is longer than ``FRAME_SIZE_BYTES_MAX``.
     """
     return _prefix(payload) + payload
 
@@ -195,7 +195,7 @@ def _prefix(payload: bytes, more_bytes: int = 0) -> bytes:
 
 
 class FrameReader:
-    """Cuts a byte stream into frames.
+    """A reader that cuts a byte stream into frames.
 
     Args:
         limit_bytes: longest payload; set it higher once the peer is trusted.
@@ -215,7 +215,7 @@ class FrameReader:
         return bool(self._buffer)
 
     def next(self) -> bytes | None:
-        """The next complete payload, or None.
+        """Return the next complete payload, or None.
 
         Raises:
             ProtocolError: the peer announces more than the limit.
@@ -234,15 +234,15 @@ class FrameReader:
 
 
 class Link(Generic[M]):
-    """One side of one connection: feed it bytes, send what :meth:`take_output` gives.
+    """One side of one connection, without I/O: feed it received bytes, and send the bytes of :meth:`take_output`.
 
     Args:
-        codec: what travels after the handshake.
-        secret: of the run.
-        nonce: ``NONCE_SIZE_BYTES`` fresh random bytes (the shell's duty).
-        service: what listens, see ``runtime/net/service_names.py``.
-        role: what this client is; None for the server's side.
-        refused: counts refused frames by reason; shared by all links of a process.
+        codec: codec of the messages after the handshake.
+        secret: secret of the run.
+        nonce: ``NONCE_SIZE_BYTES`` fresh random bytes. The caller must draw them.
+        service: name of the service that listens, see ``runtime/net/service_names.py``.
+        role: role of this client; None on the server's side.
+        refused: counts of refused frames by reason, shared by all links of a process.
     """
 
     def __init__(
@@ -277,7 +277,7 @@ class Link(Generic[M]):
         return self._seals is not None
 
     def take_output(self) -> bytes:
-        """Bytes to send now; empty when there are none."""
+        """Return the bytes to send now, and forget them. Empty if there are none."""
         data = bytes(self._output)
         self._output.clear()
         return data
@@ -294,7 +294,7 @@ class Link(Generic[M]):
         self._output += seal.sealed(payload)
 
     def seal_batch(self, *, local: bool) -> SealedBatch:
-        """Takes the raw bytes that are sent now, behind the last message; their tag follows them.
+        """Begin a batch of raw bytes that are sent after the last message. Their tag follows them.
 
         Args:
             local: both ends are on this host.
@@ -305,7 +305,7 @@ class Link(Generic[M]):
         return self._both()[0].seal_batch(local=local)
 
     def open_batch(self, *, local: bool) -> OpenedBatch:
-        """As :meth:`seal_batch`, for the raw bytes that come now."""
+        """Begin a batch of received raw bytes, which the other end has sent with :meth:`seal_batch`."""
         return self._both()[1].open_batch(local=local)
 
     @property
@@ -314,12 +314,12 @@ class Link(Generic[M]):
         return self._reader.partial
 
     def receive(self, data: bytes) -> list[M]:
-        """Take in bytes and return the complete messages. After an error nothing more is taken: close the connection.
+        """Add received bytes, and return the messages that are complete. After an error, close the connection.
 
         Raises:
-            AuthError: the peer does not know the token, or speaks another version.
-            ProtocolError: it means another service; a frame that is too long, out of place, not from the other end
-                or not a message.
+            AuthError: the peer does not know the token, or uses another version of the protocol.
+            ProtocolError: the peer expects another service, or a frame is too long, out of place, not from the other
+                end, or no message.
         """
         if self._broken:
             raise ProtocolError("nothing is taken after a refused frame")

@@ -33,7 +33,7 @@ from tests.adapters.worlds import Line, Order, Say
 
 SIZE = 64
 LIMIT = timedelta(seconds=300)
-"""Longer than any test: who waits for it has not come out."""
+"""A time-out longer than any test: a collective that waits for it was not interrupted."""
 
 
 def _value(rank: int, turn: int) -> float:

@@ -1,4 +1,4 @@
-"""The rank that computes different results: all cases of one such rank, without processes."""
+"""Detection of a rank that computes wrong gradients: all cases of one such rank, without processes."""
 
 from __future__ import annotations
 

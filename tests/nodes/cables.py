@@ -1,7 +1,7 @@
-"""A network of several hosts on one machine, with cables that can be cut, one way too, or lose packets.
+"""A network of several hosts on one machine. Its cables can be cut in one or both directions, or lose packets.
 
-Every host is a network namespace with a TAP device; a process copies the frames from each device to the others, as the
-state of the cables says. No kernel module beside ``tun`` is needed, and the loss is exactly what is asked for.
+Every host is a network namespace with a TAP device. A thread copies the frames from each device to the others,
+according to the state of the cables. ``tun`` is the only kernel module needed, and the loss rate is exact.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ CLONE_NEWNET = 0x40000000
 TUNSETIFF = 0x400454CA
 IFF_TAP, IFF_NO_PI = 0x0002, 0x1000
 FRAME_SIZE_BYTES_MAX = 65536
-NAMES = Path("/etc/netns")  # ip(8) puts files of it over those of /etc
+NAMES = Path("/etc/netns")  # ip(8) mounts its files over those of /etc
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 def why_not() -> str:
-    """Why this machine cannot have such a network, or an empty string."""
+    """Return the reason why this machine cannot have such a network, or an empty string."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need root on Linux"
     if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
@@ -41,13 +41,13 @@ def why_not() -> str:
 
 
 class Network:
-    """``count`` hosts, 10.77.0.1 and up; use it as a context manager."""
+    """A network of ``count`` hosts with the addresses 10.77.0.1 and following. Use it as a context manager."""
 
     def __init__(self, count: int, seed: int = 0) -> None:
         self.names = [f"hf{os.getpid()}n{i}" for i in range(count)]
-        self.loss: dict[tuple[int, int], float] = {}  # (from, to) -> share of frames that vanish
+        self.loss: dict[tuple[int, int], float] = {}  # (from, to) -> share of frames that are lost
         self.carried = self.dropped = 0
-        self.recorded: list[bytes] | None = None  # all that is carried; None: nothing is kept
+        self.recorded: list[bytes] | None = None  # all frames that were carried; None: they are not recorded
         self._taps: list[int] = []
         self._random = random.Random(seed)
         self._stop_read, self._stop_write = os.pipe()
@@ -74,31 +74,31 @@ class Network:
 
     @staticmethod
     def address(index: int) -> str:
-        """The address of one host."""
+        """Return the address of one host."""
         return f"10.77.0.{index + 1}"
 
     def on(self, index: int) -> list[str]:
-        """Words in front of a command that runs on this host."""
+        """Return the words before a command that make it run on this host."""
         return ["ip", "netns", "exec", self.names[index]]
 
     def know(self, index: int, *addresses: str) -> None:
-        """The names that one host knows: ``first`` is at these addresses."""
+        """Set the names that one host can resolve: ``first`` has these addresses."""
         place = NAMES / self.names[index]
         place.mkdir(parents=True, exist_ok=True)
-        # Written in place: a command that runs has this very file as its /etc/hosts.
+        # Written in place, because running commands have this file mounted as their /etc/hosts.
         lines = ["127.0.0.1 localhost", *(f"{address} first" for address in addresses)]
         (place / "hosts").write_text("\n".join(lines) + "\n")
 
     def also_at(self, index: int, address: str) -> None:
-        """One host has a further address, of a network in which nobody else is."""
+        """Give one host a second address, in a network without other hosts."""
         _ip("-n", self.names[index], "addr", "add", f"{address}/24", "dev", "tap0")
 
     def cut(self, index: int, *, to_it: bool = True, from_it: bool = True) -> None:
-        """Pull the cable of one host, both ways or one."""
+        """Cut the cable of one host, in one or both directions."""
         self._set(index, 1.0, to_it=to_it, from_it=from_it)
 
     def mend(self, index: int) -> None:
-        """Plug it in again."""
+        """Repair the cable of one host."""
         self._set(index, 0.0, to_it=True, from_it=True)
 
     def _set(self, index: int, loss: float, *, to_it: bool, from_it: bool) -> None:
@@ -109,7 +109,7 @@ class Network:
                 self.loss[other, index] = loss
 
     def lose(self, share: float) -> None:
-        """Every cable loses this share of its frames, in both directions."""
+        """Make every cable lose this share of its frames, in both directions."""
         count = range(len(self.names))
         self.loss = {(a, b): share for a in count for b in count}
 
@@ -141,7 +141,7 @@ def _ip(*words: str) -> None:
 
 
 def _tap_in(name: str) -> int:
-    """A TAP device in a namespace, held by a descriptor of this process."""
+    """Make a TAP device in a namespace. Return its descriptor in this process."""
     with open("/proc/self/ns/net") as home, open(Path("/run/netns") / name) as there:
         _enter(there.fileno())
         try:

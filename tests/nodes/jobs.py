@@ -50,11 +50,12 @@ digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.param
 open(f"{result}-{rank}", "w").write(digest)
 dist.destroy_process_group()
 """
-"""DDP with dropout; each rank writes the digest of its final weights. It makes haste when there is ``RESULT.hurry``."""
+"""A training script with DDP and dropout. Each rank writes the digest of its final weights. Once the file
+``RESULT.hurry`` exists, steps have no pause."""
 
 
 class Hosts:
-    """``holdfast run`` on every host of a network; use it as a context manager: nothing of it is left behind."""
+    """``holdfast run`` on every host of a network. Use it as a context manager, which leaves no process or file."""
 
     def __init__(
         self, net: Network, base: Path, nnodes: str, script: str = LOOP, args: tuple[str, ...] = (), nproc: int = 1,
@@ -66,8 +67,8 @@ class Hosts:
         self.nnodes = nnodes
         self.counts = counts or (nproc,)
         self.flags = flags
-        self.table = table  # hosts learn who they are from a rank table, all by the same command
-        self.first = first or net.address(0)  # what --master-addr says
+        self.table = table  # all hosts use the same command, with a rank table
+        self.first = first or net.address(0)  # the value of --master-addr
         base.mkdir(exist_ok=True)
         if table:
             (base / "table.json").write_bytes(
@@ -99,7 +100,7 @@ class Hosts:
             run.remove_pages()
 
     def start(self, *indices: int) -> None:
-        """Type the command on these hosts (all of them without a word)."""
+        """Start the command on the given hosts; without arguments, on all hosts."""
         for index in indices or range(len(self.net.names)):
             if index in self.commands:
                 self.homes[index] = f"host{index}-again"
@@ -115,15 +116,15 @@ class Hosts:
                 self.commands[index] = subprocess.Popen(words, stdout=out, stderr=out, env=self.env)
 
     def run(self, index: int) -> RunDir:
-        """The run directory of a host."""
+        """Return the run directory of a host."""
         return RunDir(self.base / self.homes[index] / f"job-node{index}")
 
     def events(self, index: int, kind: str = "") -> list[Event]:
-        """The event log of a host."""
+        """Return the events in the log of a host, all or of one kind."""
         return [e for e in event_log.read(self.run(index).journal).events if kind in ("", e.kind)]
 
     def wait_event(self, index: int, kind: str, count: int = 1, bound_s: float = BOUND_S) -> Event:
-        """The ``count``-th event of a kind on a host."""
+        """Wait for the ``count``-th event of a kind on a host, and return it."""
         event: Event = until(
             f"{kind} on host {index}",
             lambda: next(iter(self.events(index, kind)[count - 1 :]), None),
@@ -132,38 +133,38 @@ class Hosts:
         return event
 
     def wait_step(self, index: int, step: int) -> None:
-        """Until a worker of a host has committed ``step``, as its status page says: the job trains."""
+        """Wait until a worker of a host has committed ``step``, according to its status page."""
         until(f"step {step} on host {index}", lambda: committed_step(self.run(index)) >= step)
 
     def let_end(self) -> None:
-        """The loop has done enough steps, or the training may make haste."""
+        """Let the endless loop end, or let the training run without pauses."""
         self.script.with_name("enough").touch()
         (self.base / "out.hurry").touch()
 
     def wait(self, index: int, bound_s: float = BOUND_S) -> int:
-        """Exit code of the command of a host."""
+        """Wait for the command of a host to end, and return its exit code."""
         return self.commands[index].wait(bound_s)
 
     def output(self, index: int) -> str:
-        """What the command printed."""
+        """Return the output of a host's command."""
         return (self.base / f"host{index}.out").read_text()
 
     def pids(self, index: int) -> list[int]:
-        """Every process of a host."""
+        """Return the pids of all processes of a host."""
         listed = subprocess.run(
             ["ip", "netns", "pids", self.net.names[index]], capture_output=True, text=True, check=True
         )
         return [int(word) for word in listed.stdout.split()]
 
     def freeze(self, index: int) -> list[int]:
-        """The host stands still; returns the processes to thaw."""
+        """Stop all processes of a host, and return their pids."""
         pids = self.pids(index)
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
         return pids
 
     def kill(self, index: int) -> None:
-        """The host loses its power: nobody there sees another one die first."""
+        """Simulate a power loss of a host: all its processes are stopped first, so none sees another die."""
         while pids := [pid for pid in self.pids(index) if exists(pid)]:
             for number in (signal.SIGSTOP, signal.SIGKILL):
                 for pid in pids:

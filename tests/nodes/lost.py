@@ -1,11 +1,11 @@
-"""From the loss of a node to the next step at full size: ``python -m tests.nodes.lost [--rounds 5]`` (root).
+"""The time from the loss of a node to the next step with all ranks: ``python -m tests.nodes.lost [--rounds 5]`` (root).
 
-Three hosts as network namespaces, ``--nnodes 2:3``, a small DDP model; the third host waits as a spare. In turns: all
-processes of a node are gone, or its cable is cut both ways; a node, or the one on which the controller runs. The clock
-starts before the first kill or the cut, and stops when the log says that all ranks have committed a step
+Three hosts are network namespaces, with ``--nnodes 2:3`` and a small DDP model. The third host is a spare. In turns,
+all processes of a node are killed, or its cable is cut in both directions; and the node is the controller's or another
+one. The time starts before the first kill or the cut. It ends when the log shows that all ranks have committed a step
 (``recovered``). No step may be lost.
 
-Prints markdown: seconds, min / median / max.
+It prints markdown: seconds as minimum, median and maximum.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ STEPS, PAUSE_S = "4000", "0.05"
 
 
 def controller(hosts: Hosts) -> int:
-    """The host that runs it."""
+    """Return the host that runs the controller."""
     return next(index for index in (0, 1, 2) if hosts.events(index, "elected"))
 
 
 def measure(net: Network, base: Path, strike: Callable[[Hosts, int], None], at_controller: bool) -> float:
-    """Seconds of one loss.
+    """Lose one host, and return the seconds until the job has recovered.
 
     Raises:
         InternalError: steps were lost.
@@ -54,7 +54,7 @@ def measure(net: Network, base: Path, strike: Callable[[Hosts, int], None], at_c
 
 
 def main() -> None:
-    """Measure and print."""
+    """Measure all kinds of losses, and print the table."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds

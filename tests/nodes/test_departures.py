@@ -1,4 +1,4 @@
-"""The launcher of one host is asked to leave, or killed: the job goes on without that host. All are asked: it saves."""
+"""Launchers that are asked to leave, or killed. The job continues without one host, and saves if all are asked."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def net() -> Iterator[Network]:
-    """Three hosts."""
+    """Yield a network of three hosts."""
     with Network(3) as network:
         yield network
 
 
 def start_with_spare(hosts: Hosts) -> None:
-    """The ranks are on hosts 0 and 1, host 2 waits."""
+    """Start a job with its ranks on hosts 0 and 1, and host 2 as a spare."""
     hosts.start(0, 1)
     hosts.wait_event(0, "generation_started")
     hosts.start(2)

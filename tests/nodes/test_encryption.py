@@ -1,4 +1,4 @@
-"""``--encrypt`` over several hosts: faults are recovered from, and the wire shows no byte of a state."""
+"""``--encrypt`` over several hosts: the job recovers from faults, and no part of a state is readable on the wire."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 LOADED_S = 120.0
 CHUNK_SIZE_BYTES = 48
-"""Of a state that is looked for in what the network carries: no other bytes are the same by chance."""
+"""Size of a piece of a state that is searched for on the wire. It is too large for a match by chance."""
 
 WRITES_WEIGHTS = TRAIN.replace(
     "digest = ",
@@ -36,7 +36,7 @@ WRITES_WEIGHTS = TRAIN.replace(
                 states.write(net[0].weight.detach().numpy().tobytes())
 digest = """,
 )
-"""Weights after each step: gloo carries gradients, and weights before the first step only."""
+"""A script that writes the weights after each step. gloo sends gradients, and weights only before the first step."""
 
 WRITES_MOMENTS = SHARDED.replace(
     "digest = ",
@@ -47,18 +47,18 @@ WRITES_MOMENTS = SHARDED.replace(
                 states.write(moments["exp_avg"].to_local().numpy().tobytes())
 digest = """,
 )
-"""The optimizer's state of each shard: gloo carries gradients and weights of FSDP, and never this."""
+"""A script that writes the optimizer state of each shard. gloo sends gradients and weights, but never this state."""
 
 
 @pytest.fixture(scope="module")
 def net() -> Iterator[Network]:
-    """Three hosts, of which one may stay unused."""
+    """Yield a network of three hosts. Some tests do not use the third."""
     with Network(3) as network:
         yield network
 
 
 def seen(net: Network, states: Path) -> int:
-    """Chunks of the states in the files that the network has carried as they are."""
+    """Return the number of pieces of the states in the files that were on the wire in plain text."""
     assert net.recorded is not None
     wire = b"\0\0".join(net.recorded)
     data = b"".join(path.read_bytes() for path in sorted(states.parent.glob(f"{states.name}*.states")))
@@ -71,13 +71,13 @@ def seen(net: Network, states: Path) -> int:
 def test_a_replacement_gets_its_state_from_another_host_and_nothing_of_it_is_seen(
     net: Network, tmp_path: Path
 ) -> None:
-    """Without the flag the weights are there to be read."""
+    """Without the flag, the weights are on the wire in plain text."""
     ends = {encrypts: replaced(net, tmp_path, encrypts) for encrypts in (False, True)}
     assert len(ends[True]) == 1 and ends[True] == ends[False]
 
 
 def replaced(net: Network, base: Path, encrypts: bool) -> set[str]:
-    """A rank is killed, and gets its state from the other host; digests of the weights at the end."""
+    """Kill a rank, whose replacement gets its state from the other host. Return the digests of the final weights."""
     base = base / ("encrypted" if encrypts else "plain")
     flags = ("--encrypt",) if encrypts else ()
     arguments = ("60", "0.05", str(base / "out"))
@@ -106,7 +106,7 @@ def replaced(net: Network, base: Path, encrypts: bool) -> set[str]:
 def test_a_lost_host_leaves_its_shards_with_its_buddy_and_nothing_of_them_is_seen(
     net: Network, tmp_path: Path, encrypts: bool
 ) -> None:
-    """States that are kept for another node, and fetched by a third one."""
+    """The states of a node are kept by its buddy, and fetched by a third node."""
     flags = ("--memory-every", str(EVERY), *(("--encrypt",) if encrypts else ()))
     arguments = ("60", "0.06", str(tmp_path / "out"))
     with Hosts(net, tmp_path, "2:3", WRITES_MOMENTS, arguments, torch=True, flags=flags) as hosts:

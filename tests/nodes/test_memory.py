@@ -43,23 +43,23 @@ BEHIND = SHARDED.replace(
                     p.mul_(0.9)
 digest = """,
 )
-"""What it does behind the block belongs to each state that is kept; the rank ``LINGERS`` waits there at one step."""
+"""A script that changes its state after the block. The rank ``LINGERS`` waits there at one step."""
 
 
 @pytest.fixture(scope="module")
 def net() -> Iterator[Network]:
-    """Three hosts."""
+    """Yield a network of three hosts."""
     with Network(3) as network:
         yield network
 
 
 def shards(base: Path) -> list[str]:
-    """Digests of each rank's shards."""
+    """Return the digests of all ranks' shards."""
     return [path.read_text() for path in sorted(base.glob("out-*"))]
 
 
 def alone(base: Path, script: str) -> list[str]:
-    """The same of the same training on one host, undisturbed."""
+    """Run the same training undisturbed on one host. Return the digests of all ranks' shards."""
     (base / "alone").mkdir()
     (base / "alone.py").write_text(script)
     words = [
@@ -101,7 +101,7 @@ def test_a_lost_host_leaves_its_shards_with_its_buddy(net: Network, tmp_path: Pa
 def test_what_is_done_behind_a_block_is_in_the_buddys_copy(
     net: Network, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lingers: bool
 ) -> None:
-    """The host is lost after that, or right there, with the others already further."""
+    """The host is lost while its rank is after the block and the others are further, or at a later step."""
     monkeypatch.setenv("LINGERS", "1" if lingers else "-1")
     flags = ("--memory-every", str(EVERY))
     arguments = (str(STEPS), "0.06", str(tmp_path / "out"))

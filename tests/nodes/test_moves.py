@@ -1,4 +1,4 @@
-"""Ranks of a node that will leave move to another one while the job trains: no step is done again, the same weights."""
+"""Ranks of a node that will leave move to another node while the job trains. No step is repeated."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ STEPS = 400
 
 @pytest.fixture(scope="module")
 def net() -> Iterator[Network]:
-    """Three hosts."""
+    """Yield a network of three hosts."""
     with Network(3) as network:
         yield network
 
 
 @pytest.fixture(scope="module")
 def weights(net: Network, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Digest of the final weights of a run that nothing disturbs."""
+    """Return the digest of the final weights of an undisturbed run."""
     base = tmp_path_factory.mktemp("undisturbed")
     with Hosts(net, base, "2:3", TRAIN, (str(STEPS), "0.0", str(base / "out")), torch=True) as hosts:
         hosts.start(0, 1)
@@ -43,13 +43,13 @@ def weights(net: Network, tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def final(base: Path) -> str:
-    """Of all ranks, which are the same."""
+    """Return the digest of the final weights. Check that it is equal on all ranks."""
     (digest,) = {(base / f"out-{rank}").read_text() for rank in range(2)}
     return digest
 
 
 def holdfast(hosts: Hosts, index: int, *words: str) -> subprocess.CompletedProcess[str]:
-    """A command on a host about its run."""
+    """Run a command of ``holdfast`` on a host for the run of this host."""
     directory = str(hosts.run(index).path)
     return subprocess.run(
         [*hosts.net.on(index), HOLDFAST, *words, directory],
@@ -64,7 +64,7 @@ def holdfast(hosts: Hosts, index: int, *words: str) -> subprocess.CompletedProce
 def test_ranks_of_a_drained_node_move_and_nothing_is_done_again(
     net: Network, tmp_path: Path, weights: str, leaves: int
 ) -> None:
-    """Also those of the node that runs the controller."""
+    """The drained node is the node of the controller, or the other one."""
     stays = 1 - leaves
     with Hosts(net, tmp_path, "2:3", TRAIN, (str(STEPS), "0.05", str(tmp_path / "out")), torch=True) as hosts:
         start_with_spare(hosts)
@@ -106,7 +106,7 @@ def test_a_notice_that_is_withdrawn_changes_nothing(net: Network, tmp_path: Path
 def test_a_spot_notice_of_one_host_moves_its_ranks_within_the_lead(
     net: Network, tmp_path: Path, weights: str
 ) -> None:
-    """A fake metadata service of GCP on the loopback of that host."""
+    """The notice comes from a simulated metadata service of GCP on the loopback address of the host."""
     pages = tmp_path / "pages" / "computeMetadata" / "v1" / "instance"
     pages.mkdir(parents=True)
     server = subprocess.Popen(

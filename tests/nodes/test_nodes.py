@@ -1,4 +1,4 @@
-"""Several hosts, each a network namespace: one command per host, and a host that is lost."""
+"""Jobs on several hosts, each a network namespace, with one command per host. Some tests lose a host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def net() -> Iterator[Network]:
-    """Three hosts."""
+    """Yield a network of three hosts."""
     with Network(3) as network:
         yield network
 
@@ -44,11 +44,11 @@ else:
     print("got", client.kv("get", ("result",)).value, client.kv("add", ("n",), amount=2).number, reply.error)
     sys.exit(0 if reply.ok else 9)
 """
-"""Rank 0 leaves a key behind and ends; the others read it when there is a file ``enough``."""
+"""A script in which rank 0 stores a key and ends. The other ranks read the key after the file ``enough`` exists."""
 
 
 def alone(base: Path, steps: int, workers: int = 2) -> str:
-    """Digest of the same training on one node, undisturbed."""
+    """Run the same training undisturbed on one node. Return the digest of the final weights."""
     script = base / "alone.py"
     script.write_text(TRAIN)
     subprocess.run(
@@ -59,7 +59,10 @@ def alone(base: Path, steps: int, workers: int = 2) -> str:
 
 
 def seats_when_lost(hosts: Hosts, lost: int) -> list[list[str]]:
-    """Host 0 or 1 is lost, the spare takes its ranks, and no step is lost: nodes of the ranks before and after."""
+    """Lose host 0 or 1, and check that the spare takes its ranks and no step is lost.
+
+    Return the nodes of the ranks in each generation.
+    """
     left = 1 - lost
     hosts.start()
     hosts.wait_event(left, "resumed")
@@ -90,7 +93,7 @@ def test_two_hosts_find_each_other_and_share_one_job(net: Network, tmp_path: Pat
 def test_the_keys_are_served_until_the_last_node_is_done(
     net: Network, tmp_path: Path, killed: int | None
 ) -> None:
-    """The last worker of the node that has them is gone, and so is the agent of one of the two nodes."""
+    """The last worker on the node with the keys has ended, and the agent of one of the two nodes was killed."""
     with Hosts(net, tmp_path, "2", LATE) as hosts:
         hosts.start(1, 0)
         assert hosts.wait_event(1, "member_exited").data["rank"] == 0
@@ -163,7 +166,7 @@ def test_the_host_of_the_controller_is_lost_and_a_spare_takes_its_ranks(net: Net
 @pytest.mark.more
 @pytest.mark.torch
 def test_a_device_that_fails_again_is_left_for_one_of_the_spare_host(net: Network, tmp_path: Path) -> None:
-    """Its rank was replaced onto it until the run ended as a bug of the script."""
+    """Regression: the rank was replaced on the same device until the run ended as a bug of the script."""
     breaks = (
         "if os.environ['HOLDFAST_RUN_DIR'].endswith('node0') and step.number == 3:\n"
         "                raise torch.AcceleratorError('CUDA error: uncorrectable ECC error encountered')\n"
@@ -242,7 +245,7 @@ FLIP = TRAIN.replace(
 @pytest.mark.torch
 @pytest.mark.skipif(not os.environ.get("HOLDFAST_FLIPS"), reason="make flips")
 def test_a_flipped_bit_is_found_across_hosts(net: Network, tmp_path: Path) -> None:
-    """The vote goes over a group there, not over a board."""
+    """Over several hosts, the vote uses a process group and not shared memory."""
     with Hosts(net, tmp_path, "2", FLIP, ("40", "0.02", str(tmp_path / "out")), nproc=1, torch=True,
                flags=("--verify-every", "4")) as hosts:  # fmt: skip
         hosts.start(0, 1)

@@ -1,4 +1,7 @@
-"""Cables that are cut, cut one way, or lose packets; two hosts with and without a witness. ``make partitions``."""
+"""Partitions: cables that are cut in one or both directions or lose packets, and two hosts with and without a witness.
+
+``make partitions`` runs these tests.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ LOSSY_S = 20.0
 
 @pytest.fixture
 def net(request: pytest.FixtureRequest) -> Iterator[Network]:
-    """Three hosts, or as many as the test asks for."""
+    """Yield a network of three hosts, or of the number in the test's parameter."""
     with Network(getattr(request, "param", 3)) as network:
         yield network
 
@@ -45,14 +48,14 @@ def digests(base: Path) -> set[str]:
 
 
 def steps_sealed(base: Path) -> list[int]:
-    """Steps of the sealed checkpoints, newest first."""
+    """Return the steps of the sealed checkpoints, newest first."""
     return [found.step for found in Root(base / "checkpoints").list() if found.valid]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(("to_it", "from_it"), [(True, True), (True, False), (False, True)])
 def test_a_host_is_cut_off(net: Network, tmp_path: Path, victim: int, to_it: bool, from_it: bool) -> None:
-    """Whoever is cut off, wherever the controller is and whichever way: the others go on, it never commits a step."""
+    """The other hosts continue, and the host that is cut off never commits a step, with or without the controller."""
     with train(net, tmp_path, "2:3") as hosts:
         hosts.start()
         hosts.wait_step(1, 3)
@@ -93,7 +96,7 @@ def test_thirty_percent_of_the_packets_are_lost(net: Network, tmp_path: Path) ->
         hosts.start()
         hosts.wait_event(1, "resumed")
         net.lose(0.3)
-        time.sleep(LOSSY_S)  # every collective waits for packets that are sent again: the job crawls
+        time.sleep(LOSSY_S)  # every collective waits for packets that are sent again, so the job is slow
         net.lose(0.0)
         assert [hosts.wait(i, 110) for i in range(3)] == [0, 0, 0], hosts.output(0)
         fences = [e.data["reason"] for e in hosts.events(0, "fenced")]
@@ -114,7 +117,7 @@ def test_of_two_hosts_without_a_witness_the_one_that_is_left_seals_and_leaves(
         assert hosts.wait(1) == Exit.REQUEUE, hosts.output(1)
         sealed = steps_sealed(tmp_path)
         assert sealed and 0 < sealed[0] < STEPS
-    # The same commands again go on where it was sealed.
+    # The same commands continue at the sealed step.
     with train(net, tmp_path / "again", "2") as hosts:
         hosts.env["HOLDFAST_CHECKPOINT"] = str(tmp_path / "checkpoints")
         hosts.args = (*hosts.args[:2], str(tmp_path / "out"))
@@ -125,11 +128,11 @@ def test_of_two_hosts_without_a_witness_the_one_that_is_left_seals_and_leaves(
 
 
 def test_both_hosts_of_a_job_are_lost_in_turn_and_what_they_held_is_not(net: Network, tmp_path: Path) -> None:
-    """What the second one held is known to the newcomer alone, on a host that held no rank before."""
+    """The state of the second host is then held only by a newcomer, on a host that had no rank before."""
     with train(net, tmp_path, "2:3") as hosts:
         hosts.start()
         hosts.wait_step(1, 3)
-        # The controller's host first: its successor knows the layouts by hearsay.
+        # The controller's host is lost first, so its successor knows the layouts only from the agents.
         leads = max(
             (0, 1), key=lambda i: max((int(e.data["term"]) for e in hosts.events(i, "elected")), default=0)
         )

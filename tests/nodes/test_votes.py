@@ -1,4 +1,4 @@
-"""Votes of nodes that are lost: in a module of its own, for it needs four hosts."""
+"""Votes of nodes that are lost. The module is separate because it needs four hosts."""
 
 from __future__ import annotations
 

@@ -50,8 +50,8 @@ for step in range(int(sys.argv[1])):
     time.sleep(0.02)
 print("done", flush=True)
 """
-"""Each step is a barrier over the key-value store, the last one when a file ``enough`` is there; a fenced rank waits to
-be told to leave."""
+"""A script in which each step is a barrier over the key-value store. It ends after the file ``enough`` exists. A fenced
+rank waits for the order to leave."""
 
 
 def without_torch(base: Path) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Texts of scenarios: blocks with an empty line between them, each with input, a line ``----``, and output.
 
-Lines that begin with ``#`` are comments, and so is a block without ``----``.
+Lines that begin with ``#``, and blocks without ``----``, are comments.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ def with_output(text: str, play: Callable[[str], Iterator[str]]) -> str:
     """Return ``text`` with the output that its input gives.
 
     Args:
-        play: yields the output of one line of input; the lines of a text are played in order.
+        play: yields the output of one line of input. It is called with all input lines of a text, in order.
 
     Example:
         >>> with_output("loud\\n----\\nold", lambda line: iter([line.upper()]))

@@ -1,4 +1,4 @@
-"""Scenarios of a recovery, in text: events of the ranks in, phases and orders of the controller out.
+"""Scenarios of a recovery as text: the input has events of the ranks, the output phases and orders of the controller.
 
 A file has blocks with an empty line between them, as in ``test_scenarios.py``: input, a line ``----``, output. Words of
 an input line, from left to right:
@@ -6,14 +6,16 @@ an input line, from left to right:
 - ``job ranks=N``: a job of N ranks whose sessions are open at step 0 and whose groups can be rebuilt in place. With
   ``compare`` replacements receive compared copies only. With ``restart`` all workers are restarted at each fault;
 - ``dies RANK STATE STEP``, ``exits RANK``: a process ends by a signal, or as it was ordered to;
-- ``fails RANK``: the script raises an error that the user has to mend; ``breaks RANK``: a collective breaks there;
+- ``fails RANK``: the script raises an error that the user must correct; ``breaks RANK``: a collective of this rank
+  breaks;
 - ``settles RANK STATE STEP``: an answer to the fence; with ``away`` the script has left its loop;
-- ``digests RANK STEP VALUE``, ``writes RANK``, ``offers RANK STEP``: what a source does; the last share seals;
-- ``starts RANK STEP``, ``asks RANK``, ``joins RANK STEP``: what a replacement does; ``starts`` and ``opens RANK STEP``:
-  any new process;
-- ``reaches RANK STEP``: the first step in a generation; ``connects RANK``: a member says hello again;
-- ``tick NAME``: a timer is over; ``room N``: the node can hold N ranks; ``successor``: another controller takes over;
-- ``exit``, ``cancel``: a graceful exit is asked for, or taken back; ``stop``: the run is stopped.
+- ``digests RANK STEP VALUE``, ``writes RANK``, ``offers RANK STEP``: actions of a source. The last share that is
+  written seals the checkpoint;
+- ``starts RANK STEP``, ``asks RANK``, ``joins RANK STEP``: actions of a replacement; ``starts`` and ``opens RANK STEP``
+  also of any other new process;
+- ``reaches RANK STEP``: the first step in a generation; ``connects RANK``: a member connects again;
+- ``tick NAME``: a timer fires; ``room N``: the node can hold N ranks; ``successor``: another controller takes over;
+- ``exit``, ``cancel``: a graceful exit is requested, or cancelled; ``stop``: the run is stopped.
 
 The output has the phases that were entered, the orders, and the orders to start processes. To write the output of
 changed files: ``python -m tests.scenarios.test_recovery_scenarios FILE ...``, then read the difference.
@@ -66,7 +68,7 @@ HERE = Path(__file__).parent / "recovery"
 
 
 class RecoveryPlayer:
-    """Plays the input of one file."""
+    """A player of the input of one file."""
 
     def __init__(self) -> None:
         self.job = Job(1)
@@ -75,7 +77,7 @@ class RecoveryPlayer:
         self.phase = "idle"
 
     def play(self, line: str) -> Iterator[str]:
-        """The output of one line of input."""
+        """Yield the output of one line of input."""
         verb, *words = line.split()
         start = len(self.job.log)
         if verb == "job":
@@ -98,7 +100,7 @@ class RecoveryPlayer:
                     yield text
 
     def _order(self, message: Message) -> str:
-        """An order in words; empty: it is none that a phase gives."""
+        """Return an order in words. Return an empty text for a message that no phase sends."""
         if isinstance(message, StartMembers):
             seats = ", ".join(str(seat.rank) for seat in message.members)
             return f"start rank {seats}" + (" beside the others" if message.join else "")
@@ -143,7 +145,7 @@ class RecoveryPlayer:
         )
         self.job.controller.job.config = self.job.config
         self.phase = self.job.controller.recovery.phase
-        # Sources say what a scenario says.
+        # Only the scenario sends the digests of the sources.
         self.job._vouch = lambda: None  # type: ignore[method-assign]
 
     def _dies(self, rank: str, state: Any, step: str) -> None:
@@ -240,13 +242,13 @@ def test_a_recovery_scenario_ends_as_it_is_written(path: Path) -> None:
 
 WITHOUT_EFFECT = {
     ("waiting", "order"),  # no process is left
-    ("preparing", "to_replacement"),  # a replacement is no source, which alone has a ``Settle``
-    ("starting", "until"),  # ends the account of a fault of a script without a session, and no phase
+    ("preparing", "to_replacement"),  # only a source gets a ``Settle``, and a replacement is no source
+    ("starting", "until"),  # ends only the record of a fault of a script without a session, not a phase
 }
 
 
 def changed(rules: PhaseRules) -> Iterator[tuple[str, PhaseRules]]:
-    """Mutants of one row: the field, and the row with another value there."""
+    """Yield mutants of one row: the field, and the row with another value in it."""
     for order in ("", "fence", "settle", "resume", "leave"):
         if order != rules.order:
             yield "order", rules._replace(order=order)
@@ -264,7 +266,7 @@ def changed(rules: PhaseRules) -> Iterator[tuple[str, PhaseRules]]:
 
 
 def fails(text: str) -> bool:
-    """The scenario ends otherwise than it is written."""
+    """Return True if the output of a scenario differs from its text."""
     try:
         return played(text) != text
     except (HoldfastError, AssertionError):

@@ -1,14 +1,14 @@
-"""Scenarios of the script's position as text: events in, positions and answers out.
+"""Scenarios of the script's position as text: the input has events, the output positions and answers.
 
 A file has blocks with an empty line between them. A block is one or more lines of input, a line ``----``, and the
-output. Lines that begin with ``#`` are comments, and so is a block without ``----``. Words of an input line, from left
-to right:
+output. Lines that begin with ``#``, and blocks without ``----``, are comments. Words of an input line, from left to
+right:
 
 - ``worker``: a new process; with ``joining`` it takes the place of a lost rank until ``joined``;
-- ``loop step=N``: a loop of steps opens, which can go back to step N; with ``endless`` it has no end of its own;
-- ``ended``: the loop has come to its end for the whole job;
+- ``loop step=N``: a loop of steps opens that can go back to step N; with ``endless`` its number of steps is not known;
+- ``ended``: the loop has ended for the whole job;
 - ``blocks=N``: N steps that commit, each without code before and after its block;
-- ``again``: the script is given a step before whose block it has already run code;
+- ``again``: the script gets a step again after it has already run code before the block of this step;
 - the name of an event of ``core/worker/position.py``;
 - ``ask``: the answers of a survivor in this position; ``ask aborted``: with the block of its step aborted.
 
@@ -46,7 +46,7 @@ AWAITED = {"step": "its block", "block": "its next step", "loop": "its next loop
 WITHOUT_EFFECT = {
     (position, "can_rewind") for position in ("outside", "between_loops", "after_loop", "next_loop")
 }
-"""A script is there without a loop that could go back."""
+"""Positions in which no loop is open, so that ``can_rewind`` has no effect."""
 
 
 class Player:

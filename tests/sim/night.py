@@ -36,7 +36,7 @@ Coverage = Counter[tuple[str, str]]
 
 
 class Case(NamedTuple):
-    """One schedule. ``memory``: steps between states in memory, 0: none; ``shards``: kinds of ranks."""
+    """One schedule. ``memory``: steps between states in memory; 0: none. ``shards``: number of distinct boxes."""
 
     ranks: int
     memory: int
@@ -45,14 +45,14 @@ class Case(NamedTuple):
 
 
 class Found(NamedTuple):
-    """A line for each seed that breaks an invariant, and how often each fault struck in each phase."""
+    """One line for each seed that breaks an invariant, and the number of faults by kind and phase."""
 
     lines: list[str]
     coverage: Coverage
 
 
 def case_of(seed: int) -> Case:
-    """The schedule of a seed: two of three are clustered."""
+    """Return the schedule of a seed. In two of three schedules, the faults are close together."""
     rng = random.Random(seed)
     ranks, memory = rng.choice((2, 2, 3, 4, 6)), rng.choice((0, 0, 2, 3))
     shards = rng.choice((1, 2, ranks))
@@ -68,7 +68,7 @@ def case_of(seed: int) -> Case:
 
 
 def breach(seed: int, case: Case) -> str:
-    """The name of the invariant that this schedule breaks, and what was seen; empty: none."""
+    """Return the invariant that a schedule breaks, with what was observed. Return an empty text if it breaks none."""
     try:
         run_sim(case.ranks, seed, case.faults, memory=case.memory, shards=case.shards)
     except Violation as violation:
@@ -77,7 +77,7 @@ def breach(seed: int, case: Case) -> str:
 
 
 def shrunk(seed: int, case: Case) -> Case:
-    """Without the faults that the breach does not need."""
+    """Return the schedule without the faults that the breach does not need."""
     name = breach(seed, case).partition(":")[0]
     for fault in case.faults:
         fewer = case._replace(faults=tuple(f for f in case.faults if f is not fault))
@@ -87,7 +87,7 @@ def shrunk(seed: int, case: Case) -> Case:
 
 
 def run_one(seed: int, coverage: Coverage) -> str:
-    """One job on one or two nodes; the line of a breach, or nothing."""
+    """Simulate a job on one or two nodes. Return a line about a breach, or an empty text."""
     case = case_of(seed)
     try:
         result = run_sim(case.ranks, seed, case.faults, memory=case.memory, shards=case.shards)
@@ -103,7 +103,7 @@ def run_one(seed: int, coverage: Coverage) -> str:
 
 
 def run_one_on_hosts(seed: int, coverage: Coverage) -> str:
-    """One job on several hosts; the line of a breach, or nothing."""
+    """Simulate a job on several hosts. Return a line about a breach, or an empty text."""
     case: HostsCase = hosts_case(seed)
     try:
         coverage.update(run_hosts(seed, case).coverage)
@@ -115,7 +115,7 @@ def run_one_on_hosts(seed: int, coverage: Coverage) -> str:
 
 
 def run(first_seed: int, runs: int) -> Found:
-    """All seeds of a task."""
+    """Simulate ``runs`` seeds from ``first_seed`` on."""
     lines, coverage = list[str](), Coverage()
     for seed in range(first_seed, first_seed + runs):
         one = run_one if seed % HOSTS_EVERY else run_one_on_hosts
@@ -125,7 +125,7 @@ def run(first_seed: int, runs: int) -> Found:
 
 
 def table(coverage: Coverage) -> str:
-    """Faults in lines, phases in columns."""
+    """Return the coverage as a table with one row per kind of fault and one column per phase."""
     phases = sorted({phase for _, phase in coverage})
     kinds = sorted({kind for kind, _ in coverage})
     wide = max([len(kind) for kind in kinds], default=0)
@@ -137,7 +137,7 @@ def table(coverage: Coverage) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """1 when a seed has broken an invariant."""
+    """Run the seeds that the command line asks for. Return 1 if one of them broke an invariant."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=1_000_000)
     parser.add_argument("--first-seed", type=int, default=int(time.time() // 86400) * 10_000_000)

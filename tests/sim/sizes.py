@@ -1,4 +1,4 @@
-"""Simulated jobs whose states are large: what workers do in a recovery takes long, and their agents see bytes move."""
+"""Simulated jobs with large states: the work of a recovery takes long, and agents report that bytes move."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from holdfast.sim.world import World
 
 
 class LargeWorker(SimWorker):
-    """Takes longer for what it does under some labels; ``silent``: nothing of that can be seen."""
+    """A worker whose actions take ``seconds`` longer, by label. If ``silent``, no progress is reported for them."""
 
     seconds: Mapping[str, float] = {}
     silent = False
@@ -39,7 +39,7 @@ class LargeWorker(SimWorker):
 
 
 class LargeWorld(World):
-    """Nobody who makes progress is killed for time."""
+    """A simulated run that checks that no worker with progress is killed for a time-out."""
 
     worker_type = LargeWorker
 
@@ -54,6 +54,6 @@ class LargeWorld(World):
 
 
 def world_of(seconds: Mapping[str, float], *, silent: bool = False) -> type[World]:
-    """A world whose workers take so many seconds longer, by the label of what they do."""
+    """Return a simulated run whose workers take ``seconds`` longer, by the label of the action."""
     worker = type("Worker", (LargeWorker,), {"seconds": dict(seconds), "silent": silent})
     return type("Large", (LargeWorld,), {"worker_type": worker})

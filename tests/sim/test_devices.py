@@ -1,4 +1,4 @@
-"""A device that is broken for good, on a node that lives: its rank moves, and the run goes on."""
+"""A permanently broken device on a living node: its rank moves to another device, and the run continues."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BROKEN_AT = 5
 
 
 class BrokenWorker(SimWorker):
-    """Raises in its block at the same step, on one slot or wherever it is."""
+    """A worker that raises in its block from one step on: in one of ``slots``, or as rank 1 in every slot."""
 
     says: ClassVar[str] = ECC
     slots: ClassVar[tuple[tuple[NodeId, int], ...]] = (SLOT,)
@@ -49,7 +49,7 @@ class BrokenWorker(SimWorker):
 
 
 class Fleet(World):
-    """Four ranks on one node; a second node with four slots waits."""
+    """A simulated run with all ranks on one node, and a spare node with four slots."""
 
     worker_type = BrokenWorker
     spare_slots = 4
@@ -71,7 +71,7 @@ def fleet(
 
 
 def seats(result: SimResult) -> list[tuple[object, object]]:
-    """Where rank 1 sat, one after the other."""
+    """Return the seats of rank 1 in their order, each as (node, local rank)."""
     found: list[tuple[object, object]] = []
     for record in result.records:
         if record.kind == "generation_started" and not record.data["in_place"]:
@@ -91,7 +91,7 @@ def lost(result: SimResult) -> bool:
 
 @pytest.mark.parametrize("says", [ECC, ACCESS])
 def test_a_broken_device_is_left_after_its_second_failure(says: str) -> None:
-    """The run was ended as a bug of the script, beside a node that waited."""
+    """Regression: the run ended as a bug of the script, although a spare node was available."""
     for seed in (2, 4, 6):
         result = run_sim(4, seed, world=fleet(says))
         assert (result.code, result.step) == (Exit.OK, 12), result.reason

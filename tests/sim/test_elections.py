@@ -29,7 +29,7 @@ def test_two_elections_with_a_crash_at_any_moment() -> None:
 
 
 class VotesTwice(Election):
-    """Forgets in memory whom it voted for in this term."""
+    """A mutant that forgets its vote of this term."""
 
     def _asked(self, ask: RequestVote) -> None:
         if self.role == "follower":
@@ -38,7 +38,7 @@ class VotesTwice(Election):
 
 
 class ActsBeforeKeeping(Election):
-    """Answers first, writes afterwards."""
+    """A mutant that answers before it stores its state."""
 
     def handle(self, now: float, event: Message) -> list[Command]:
         commands = super().handle(now, event)
@@ -46,7 +46,7 @@ class ActsBeforeKeeping(Election):
 
 
 class LeadsByPlurality(Election):
-    """Takes any grant for a majority."""
+    """A mutant for which every vote is a majority."""
 
     def _elected(self, electorate: object) -> bool:
         return True

@@ -30,7 +30,7 @@ def test_no_faults_no_loss_and_all_shares_add_up() -> None:
 
 
 def test_the_formula_is_what_happens() -> None:
-    """Faults drawn one by one, a fault during a stop begins it anew."""
+    """Faults are drawn one by one. A fault during a stop restarts the stop."""
     cause = Cause(name="any", rank_hours=1.0, stop_s=20.0, redo_s=3.0)
     rate, draw = 40 / 3600.0, random.Random(5)
     useful_s = lost_s = 0.0

@@ -29,7 +29,7 @@ EXPECTED = {Exit.OK, Exit.REQUEUE, Exit.UNSAVED}
 
 
 def kinds(result: HostsResult) -> list[str]:
-    """Of its records."""
+    """Return the kinds of its records."""
     return [record.kind for record in result.records]
 
 
@@ -50,7 +50,7 @@ def test_a_run_on_hosts_is_a_function_of_its_seed() -> None:
 
 @pytest.mark.parametrize("kind", sorted(set(KINDS)))
 def test_one_fault_of_a_host_while_the_job_trains_ends_no_job(kind: HostFaultKind) -> None:
-    """Three hosts hold ranks, a fourth one waits."""
+    """Three hosts hold ranks, and a fourth host is a spare."""
     for node in range(3):
         fault = HostFault(kind=kind, at_s=1.2, node=node, other=(node + 1) % 3, duration_s=3.0)
         result = run_hosts(node, HostsCase(spares=1, host_faults=(fault,)))
@@ -87,7 +87,7 @@ def test_a_job_that_lost_its_majority_is_queued_again_and_shows_each_step() -> N
 
 
 def caught(cases: Iterable[tuple[int, HostsCase]], world: type[HostsWorld] = HostsWorld) -> str:
-    """The first check that catches something in these runs; empty: none does."""
+    """Return the first check that fails in these runs, or an empty text."""
     for seed, case in cases:
         try:
             run_hosts(seed, case, world=world)
@@ -97,12 +97,15 @@ def caught(cases: Iterable[tuple[int, HostsCase]], world: type[HostsWorld] = Hos
 
 
 def drawn(count: int) -> list[tuple[int, HostsCase]]:
-    """The schedules of the first seeds."""
+    """Return the schedules of the first ``count`` seeds."""
     return [(seed, hosts_case(seed)) for seed in range(count)]
 
 
 def broken_lines() -> list[tuple[int, HostsCase]]:
-    """A host is cut off while a newcomer joins there, for longer than its line lives, and not until it is lost."""
+    """Return schedules in which a host is cut off while a newcomer joins there.
+
+    The cut breaks the connection of its agent, but ends before the host counts as lost.
+    """
     kill = SimFault(kind="kill", at_s=1.1, rank=3)
     found = []
     for number in range(12):
@@ -156,13 +159,13 @@ def test_mirroring_lines_that_a_host_has_written_itself(monkeypatch: pytest.Monk
 
 
 def test_electing_a_host_that_has_lost_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of two hosts one loses power, and what it had not synced; it returns when the other one leads no more."""
+    """One of two hosts loses power and its unsynced log lines. It returns after the other host has ceased to lead."""
     lost = HostFault(kind="lose_host", at_s=1.2, node=1, duration_s=9.0)
     cases = [(seed, HostsCase(nodes=2, host_faults=(lost,))) for seed in range(8)]
     assert caught(cases) == ""
 
     class Mutant(Election):
-        """Votes for any log."""
+        """A mutant that votes for a candidate with any log."""
 
         def handle(self, now: float, event: Message) -> list[Command]:
             return [] if isinstance(event, LogHeld) else super().handle(now, event)

@@ -1,4 +1,4 @@
-"""Nodes that will leave, on a virtual clock: seeds with notices, withdrawn ones, and every other fault beside them."""
+"""Nodes that will leave, on a virtual clock: seeds with notices, withdrawn notices, and all other faults."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ RANKS, PER_NODE = 12, 6  # on two nodes
 
 
 class Moving(World):
-    """Two nodes hold the ranks, a third one waits. The first one is to leave; every third notice is false."""
+    """A simulated run on two nodes with a spare node. The first node gets a notice to leave.
+
+    The notice is withdrawn in every third seed.
+    """
 
     drained = NodeId("n0")
 
@@ -41,7 +44,7 @@ class Moving(World):
             self.later(at_s + self.jitter(0.0, 0.6), "withdrawn", partial(self.notice, withdrawn=True))
 
     def notice(self, *, withdrawn: bool) -> None:
-        """A user types ``holdfast drain`` on the other node."""
+        """Simulate ``holdfast drain`` on the other node."""
         self.tell_agent(NodeId("n1"), DrainNode(node_id=self.drained, withdrawn=withdrawn))
 
     def _start_controller(self) -> None:
@@ -57,12 +60,12 @@ class Moving(World):
 
 
 def moving(seed: int, faults: tuple[SimFault, ...] = ()) -> SimResult:
-    """One run with a notice."""
+    """Simulate one run with a notice."""
     return run_sim(RANKS, seed, faults, until=30, world=Moving)
 
 
 def kinds(result: SimResult) -> list[str]:
-    """Of its records."""
+    """Return the kinds of its records."""
     return [record.kind for record in result.records]
 
 

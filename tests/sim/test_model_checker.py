@@ -1,4 +1,4 @@
-"""Exhaustive search of one step with deaths: bounded, complete, and able to find what is wrong."""
+"""Exhaustive search of one step with deaths: it is bounded, complete, and finds planted errors."""
 
 from __future__ import annotations
 

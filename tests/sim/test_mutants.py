@@ -1,4 +1,4 @@
-"""Mutants of the protocol: each one must be caught, by the check that exists for it."""
+"""Mutants of the protocol: versions with a planted error. Each must be caught by the check that exists for it."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ RANKS = 4
 
 
 def faults_of(seed: int) -> tuple[SimFault, ...]:
-    """Two to four faults, the way the ordinary simulation draws them."""
+    """Return two to four random faults, drawn as in the ordinary simulation."""
     rng = random.Random(seed)
     return random_faults(rng, RANKS, 1.5, rng.randint(2, 4))
 
 
 def catch(world: type[World] = World, among: frozenset[str] = frozenset()) -> set[str]:
-    """Run seeds until a check (one of ``among``, if it is not empty) catches something; its name."""
+    """Run seeds until a check fails (one of ``among``, if it is not empty). Return its name, or an empty set."""
     for seed in range(SEEDS):
         try:
             run_sim(RANKS, seed, faults_of(seed), world=world)
@@ -66,7 +66,7 @@ def test_accepting_a_stale_generation(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Careless(SimStore):
-    """Plans whatever it is asked for, and seals as soon as every source has written."""
+    """A store that plans every save, and seals a save as soon as every source has written."""
 
     def uncovered(self, layouts: Layouts, sources: tuple[int, ...]) -> str:
         return ""
@@ -79,7 +79,7 @@ def test_sealing_what_is_not_covered() -> None:
     class Mutant(World):
         store_type = Careless
 
-    # Ranks 0 and 2 hold shard 0 of 2: with both dead at once, nobody does.
+    # Ranks 0 and 2 hold shard 0 of 2. After both have died at once, no rank holds it.
     faults = tuple(SimFault(kind="kill", at_s=0.75, rank=rank) for rank in (0, 2))
     with pytest.raises(Violation) as caught:
         run_sim(RANKS, 1, faults, world=Mutant)
@@ -88,7 +88,7 @@ def test_sealing_what_is_not_covered() -> None:
 
 def test_acting_before_persisting() -> None:
     class Mutant(World):
-        """Sends first, writes the journal afterwards."""
+        """A controller that sends its orders before it writes the journal."""
 
         def execute_controller(self, commands: list[Command]) -> None:
             for command in commands:
@@ -100,7 +100,7 @@ def test_acting_before_persisting() -> None:
 
 def test_deciding_alone_in_doubt() -> None:
     class Rash(SimWorker):
-        """Gives a step up by itself when its vote broke, and would go on with the next attempt."""
+        """A worker that discards a step on its own when its vote breaks, and begins the step again."""
 
         def vote_broken(self) -> None:
             if self.alive and not self.stopped and self.machine.state == "voting":
@@ -114,7 +114,7 @@ def test_deciding_alone_in_doubt() -> None:
 
 def test_applying_alone_in_doubt() -> None:
     class Rash(SimWorker):
-        """Takes a broken vote for a passed one."""
+        """A worker that treats a broken vote as passed."""
 
         def vote_broken(self) -> None:
             if self.alive and not self.stopped and self.machine.state == "voting":
@@ -173,7 +173,7 @@ def test_resuming_before_the_newcomers_have_joined(monkeypatch: pytest.MonkeyPat
 
 def test_saving_without_comparing_the_copies() -> None:
     class Trusting(SimWorker):
-        """Writes whatever it holds."""
+        """A worker that saves its state without a comparison."""
 
         def _compare(self, then: Callable[[], None]) -> None:
             then()
@@ -253,7 +253,8 @@ def test_trusting_the_living_after_their_copies_differed(monkeypatch: pytest.Mon
         return situation(survey, decided, answers, faults)
 
     monkeypatch.setattr(Survey, "situation", trusting)
-    with pytest.raises(Violation) as caught:  # four holders: the odd one is killed, and would be replaced
+    # With four holders, the rank with the wrong copy is killed, and would be replaced.
+    with pytest.raises(Violation) as caught:
         run_sim(RANKS, 1, (SimFault(kind="flip", at_s=0.75, rank=2),), shards=1)
     assert caught.value.name == "given_was_compared"
 
@@ -279,7 +280,7 @@ def test_a_spare_whose_words_leave_the_node(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_spare_that_trains_on_what_it_was_built_with() -> None:
     class Vain(SimWorker):
-        """Joins with its own parameters, as if it had been given a state."""
+        """A newcomer that joins with its own parameters, as if it had received a state."""
 
         def _receive(self, order: Receive) -> None:
             super()._receive(order)

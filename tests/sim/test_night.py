@@ -1,4 +1,4 @@
-"""Nights of fresh seeds: what has been found stays found, and a breach is shrunk to the faults that it needs."""
+"""Nightly runs of new seeds: schedules that once broke an invariant are rerun, and a breach is shrunk to few faults."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What the controller does grows with the number of ranks and no faster: lines run are counted, no time is taken.
+"""The work of the controller grows linearly with the number of ranks. Executed lines are counted, not time.
 
-Quadratic work hides well: a look through all ranks for each message costs nothing at 64 and half a minute at 16,384.
+Quadratic work is easily missed: a scan of all ranks for each message costs nothing at 64 ranks and half a minute at
+16,384.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ GROWTH_MAX = (
 )  # for what is shared by few calls, or comes in an order that chance decides; a square is 16
 LINES_PER_RANK = 6  # of one function, on which growth is not judged
 AS_LARGE_AS_THE_JOB = ("all_layouts.", "Layouts.of.")
-"""What each newcomer is told, made anew only where a layout has changed meanwhile."""
+"""Functions that make the message with all layouts for newcomers. It is made again only after a layout has changed."""
 
 
 class Counting(Controller):
-    """Counts, by function, the lines of ``core`` that its calls run."""
+    """A controller that counts the executed lines of ``core`` by function."""
 
     lines: ClassVar[Counter[CodeType]] = Counter()
 
     def handle(self, now: float, event: Message) -> list[Command]:
-        """Answer one event, watched."""
+        """Handle one event and count the executed lines."""
         before = sys.gettrace()
         sys.settrace(self._trace)
         try:
@@ -73,7 +74,7 @@ def lines_of(ranks: int, seed: int, faults: tuple[SimFault, ...], disturb: bool)
 
 
 def see(world: World) -> None:
-    """Every node tells how fast its ranks are, that they stand still, why, and that they move again."""
+    """Send the reports of all nodes to the controller: step times, a stall, its evidence, and the end of the stall."""
     controller = world._controller
     assert controller is not None
     roster = controller.job.roster

@@ -20,14 +20,14 @@ SEEDS = 80
 
 
 def run(seed: int, world: type[World] = World) -> SimResult:
-    """A job whose ranks hold their shards alone; states at every step, every other, or every third."""
+    """Simulate a job in which each shard has one holder. States are kept at every, every second or every third step."""
     rng = random.Random(seed)
     faults = random_faults(rng, RANKS, 1.5, rng.randint(1, 4))
     return run_sim(RANKS, seed, faults, shards=RANKS, memory=1 + seed % 3, world=world)
 
 
 def catches(world: type[World], name: str) -> bool:
-    """Run seeds until this check raises."""
+    """Run seeds until the check ``name`` fails. Return False if it never does."""
     for seed in range(SEEDS):
         try:
             run(seed, world)
@@ -67,13 +67,13 @@ def test_what_a_loss_costs(state: RankState, every: int) -> None:
 
 
 class Logging(Memory):
-    """With a log of updates."""
+    """A memory tier with a gradient log."""
 
     logs = True
 
 
 class Logged(World):
-    """Each rank logs its updates before it votes for them."""
+    """A simulated run in which each rank logs an update before it votes for the update."""
 
     memory_type = Logging
 
@@ -128,7 +128,7 @@ def test_mutant_that_makes_updates_again_over_a_hole() -> None:
 
 
 def test_mutant_that_logs_after_the_vote() -> None:
-    """The others have made an update that the log of the lost rank lacks, and it is believed to lead there."""
+    """The other ranks have made an update that is missing from the lost rank's log. The log claims to contain it."""
 
     class Late(Logging):
         def note(self, rank: int, step: int, applied: int | None) -> None:
@@ -145,7 +145,7 @@ def test_mutant_that_logs_after_the_vote() -> None:
 
 
 class Damaged(World):
-    """Every state of rank 2 is damaged before it is killed."""
+    """A simulated run in which every kept state of rank 2 is damaged before the rank is killed."""
 
     def died(self, worker: SimWorker, code: int | None, killed_by: int | None) -> None:
         if worker.rank == 2 and killed_by == 9:
@@ -193,7 +193,7 @@ def test_mutant_that_does_not_go_back_with_the_others() -> None:
         def _resumed(self, resume: ResumeInPlace) -> None:
             if resume.step < self.machine.step and self.machine.state in ("ready", "aborted"):
                 self.world.memory.keep_only(self.rank, resume.step)
-                self.machine.rewind(resume.step)  # says so, and keeps its parameters
+                self.machine.rewind(resume.step)  # the machine goes back, but the parameters do not
             super()._resumed(resume)
 
     class Mutant(World):

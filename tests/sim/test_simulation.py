@@ -30,7 +30,7 @@ EXPECTED = {
 
 
 def simulate(seed: int) -> SimResult:
-    """One run whose size and faults follow from the seed."""
+    """Simulate a run whose size and faults follow from the seed."""
     rng = random.Random(seed)
     ranks = rng.choice(LARGE if seed % 25 == 0 else SIZES)
     return run_sim(ranks, seed, random_faults(rng, ranks, 2.0, rng.randint(1, 4)))
@@ -48,15 +48,17 @@ def test_hundreds_of_seeds_keep_every_invariant() -> None:
 
 @pytest.mark.parametrize(("seed", "memory"), [(807, 0), (1023, 0), (59, 2), (77, 2), (83, 2)])
 def test_flips_that_nothing_can_tell_are_no_breach(seed: int, memory: int) -> None:
-    """The last other holder dies while the update that a flip has spoilt is under way; states in memory of a job whose
-    copies differ."""
+    """The last other holder dies during the update that a flipped bit has made wrong.
+
+    With ``memory``, states are kept in memory while the copies of the job differ.
+    """
     rng = random.Random(seed)
     result = run_sim(4, seed, random_faults(rng, 4, 2.0, rng.randint(1, 4)), memory=memory)
     assert (result.code, result.step) == (Exit.OK, 12)
 
 
 def test_two_flipped_copies_are_not_equal() -> None:
-    """Both holders of a shard, before either is compared."""
+    """A bit flips in both holders of a shard before their copies are compared."""
     flips = tuple(SimFault(kind="flip", at_s=at_s, rank=rank) for at_s, rank in ((0.75, 1), (0.78, 3)))
     for seed in range(20):
         result = run_sim(5, seed, flips)
@@ -65,7 +67,10 @@ def test_two_flipped_copies_are_not_equal() -> None:
 
 
 def test_a_newcomer_that_holds_the_state_is_known_to_the_next_controller() -> None:
-    """Rank 1 of two is lost, then the controller, then rank 0: a decision was made while the newcomer lived."""
+    """Rank 1 of two is lost, then the controller, then rank 0.
+
+    Regression: a decision was made while the newcomer lived.
+    """
     faults = (
         SimFault(kind="kill", at_s=0.673, rank=1),
         SimFault(kind="controller", at_s=0.75),
@@ -114,8 +119,10 @@ def test_a_torn_update_costs_no_step() -> None:
 
 
 def test_a_deadline_in_a_recovery_starts_no_process() -> None:
-    """The exit's deadline passed between two answers to a fence: the second one started a replacement, and the run did
-    not end."""
+    """Regression: the deadline of an exit passed between two answers to a fence.
+
+    The second answer started a replacement, and the run did not end.
+    """
     faults = (
         SimFault(kind="raise", at_s=1.5449202332842615, rank=1),
         SimFault(kind="stop", at_s=1.6608707256988071, rank=0),
@@ -145,7 +152,7 @@ def test_graceful_exit_saves_and_asks_to_be_requeued() -> None:
 
 
 def test_a_request_that_comes_as_the_controller_dies_is_kept() -> None:
-    """Whether it is asked before the death, unread, or after it, unnoticed."""
+    """The request comes before the death and is not read, or after the death and before its detection."""
     for seed in range(60):
         asked_s = 0.5985 + 0.0001 * seed
         faults = (SimFault(kind="controller", at_s=0.6), SimFault(kind="ask_exit", at_s=asked_s))
@@ -225,7 +232,7 @@ def test_a_run_is_a_function_of_its_seed() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_resume_that_some_ranks_never_heard_is_said_again(rank: int) -> None:
-    """The controller dies between two of its orders to go on, as soon as one rank has followed its own."""
+    """The controller dies between its orders to resume, as soon as one rank has followed its own order."""
     faults = (
         SimFault(kind="kill", at_s=1.0, rank=2),
         SimFault(kind="controller", at_s=1.05, rank=rank, state="ready"),
@@ -237,7 +244,7 @@ def test_a_resume_that_some_ranks_never_heard_is_said_again(rank: int) -> None:
 
 @pytest.mark.parametrize("kind", [StateOffered, StateDigests, JoinAsked, Joined])
 def test_a_word_that_dies_with_its_agent_is_said_again(kind: type[Message]) -> None:
-    """The agent is killed while a word of the recovery is on its way: nobody waits for it until somebody is killed."""
+    """The agent is killed while a message of the recovery is in flight. No rank is killed for its absence."""
 
     class Swallowing(World):
         struck = False

@@ -1,4 +1,4 @@
-"""States that take longer to move than any constant: nobody is killed who makes progress."""
+"""States whose transfer takes longer than any constant time limit: no process with progress is killed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SLOW = {"gasp": 70.0, "join": 130.0, "vouch": 20.0}
 
 
 def outcome(result: SimResult) -> tuple[list[object], int, bool]:
-    """Verdicts, members killed for time, whether steps were lost."""
+    """Return the verdicts, the number of members killed for a time-out, and whether steps were lost."""
     told = result.records
     return (
         [r.data["action"] for r in told if r.kind == "verdict"],
@@ -41,7 +41,7 @@ def outcome(result: SimResult) -> tuple[list[object], int, bool]:
 def test_one_kill_costs_no_step_however_long_the_state_takes(
     seed: int, seconds: dict[str, float], action: str
 ) -> None:
-    """Three healthy workers were killed and three steps lost for a save of 70 s."""
+    """Regression: three healthy workers were killed, and three steps lost, because a save took 70 s."""
     result = run_sim(4, seed, KILL, world=world_of(seconds))
     assert (result.code, result.step) == (Exit.OK, 12)
     assert outcome(result) == ([action], 0, False)

@@ -1,4 +1,4 @@
-"""The command and the summary behind it."""
+"""``holdfast sim`` and the summary that it prints."""
 
 from __future__ import annotations
 

@@ -1,15 +1,15 @@
-"""Random faults of everything that a run consists of, one or two at once, at random moments; compared bit for bit.
+"""Random faults of all processes of a run, one or two at once, at random moments. Results are compared bit for bit.
 
 ``python -m tests.soak.chaos [--faults 500] [--seed 1] [--steps 3000] [--layout ddp] [--script train.py]
 [--flag=--spares=1]``
 
-Victims are any worker, the agent, the controller, the zygote and the launcher, which are killed, or a worker, the
-agent or a newcomer, which are stopped, the newcomer in its start, after a worker was killed for it; half of the pairs
-hit the recovery from the first one. The layouts, or scripts, take turns, a training each. A dead launcher ends the run
-with a sealed checkpoint, since nothing watches it then: the same command is typed again, as a scheduler or a person
-would. A fault counts as recovered when every rank lives and the job has committed a step beyond the one of the fault.
-The exit code is 0 only when every run ended with the bits of the undisturbed one: what the ranks of the drill's own job
-tell, or the tensors of a script's final checkpoint.
+A worker, the agent, the controller, the zygote or the launcher is killed. A worker, the agent or a newcomer is stopped.
+The newcomer is stopped in its start, after a worker was killed for it. In half of the pairs, the second fault hits the
+recovery from the first. The layouts, or scripts, take turns, one training each. A dead launcher ends the run with a
+sealed checkpoint. The same command is then started again, as a scheduler or a user would do. A fault counts as
+recovered when every rank lives and the job has committed a step after the step of the fault. The exit code is 0 only if
+every run ended with the bits of the undisturbed run: the results of the drill's own job, or the tensors of a script's
+final checkpoint.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from holdfast.text import plural
 SAVE_EVERY = 50
 POLL_S = 0.01
 RECOVERED_S_MAX = 180.0  # a start may take 120 s
-NEWCOMER_S_MAX = 20.0  # a process takes the place of a killed one
+NEWCOMER_S_MAX = 20.0  # longest wait for the replacement of a killed process
 NPROC = 4
 NPROC_OF_SCRIPT = 2
-QUIET_S = 1.0  # between faults, up to
-PAIR_S = 0.6  # from the first to the second of a pair, up to
+QUIET_S = 1.0  # longest time between two faults
+PAIR_S = 0.6  # longest time between the two faults of a pair
 SIGNALS = {"stopped ": signal.SIGSTOP, "terminated ": signal.SIGTERM}
-"""By the first word of a victim; without one it is killed."""
+"""The signal by the first word of a victim's kind. Other victims get SIGKILL."""
 
 KINDS = (
     *("worker", "worker", "worker", "stopped worker", "stopped newcomer"),
@@ -59,9 +59,10 @@ SAID_EVERY_S = 30.0
 
 @dataclass
 class Tally:
-    """What happened. ``times_s``: from the kill to a later committed step of all ranks, by victims.
+    """The counts and times of all trainings.
 
-    ``struck``: signals by kind of victim, also those before the end of a training.
+    ``times_s``: seconds from the kill to a later committed step of all ranks, by victims. ``struck``: number of signals
+    by kind of victim, including those just before the end of a training.
     """
 
     times_s: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -72,7 +73,7 @@ class Tally:
     said_s: float = field(default_factory=time.monotonic)
 
     def say(self, place: Path, step: int) -> None:
-        """How far it is, every 30 s: a training may take its ten minutes."""
+        """Print the progress every 30 s, because a training may take ten minutes."""
         if time.monotonic() - self.said_s > SAID_EVERY_S:
             self.said_s = time.monotonic()
             print(
@@ -81,7 +82,7 @@ class Tally:
             )
 
     def rows(self) -> list[str]:
-        """The table of recovery times."""
+        """Return the lines of the table of recovery times."""
         lines = ["| victims | times | median s | p90 s | max s |", "|---|---|---|---|---|"]
         for victims, times_s in sorted(self.times_s.items()):
             ordered = sorted(times_s)
@@ -92,13 +93,13 @@ class Tally:
 
 
 class Chaos:
-    """One training, started again whenever its launcher was killed.
+    """One training with faults. It is started again whenever its launcher was killed.
 
     Args:
         base: directory of its runs, results and checkpoints.
-        exercise: what to train.
-        draw: where chance comes from.
-        tally: what is counted.
+        exercise: the training to run.
+        draw: the random generator.
+        tally: the counts to update.
     """
 
     kinds: Sequence[str] = KINDS
@@ -112,7 +113,7 @@ class Chaos:
         self._draw = draw
         self._tally = tally
         self._starts = 0
-        self._struck_s = 0.0  # when a worker was killed or stopped last
+        self._struck_s = 0.0  # time when a worker was last killed or stopped
         self._start()
 
     def work(self, faults: int) -> None:
@@ -136,21 +137,20 @@ class Chaos:
         return None
 
     def undisturbed(self) -> None:
-        """Only let it end."""
+        """Let the training end without faults."""
         self._finish()
 
     def bits(self) -> str:
-        """Of a training that has ended: of what its ranks tell, else of its final checkpoint."""
+        """Return the digest of an ended training: of the results of its ranks, or of its final checkpoint."""
         if self._exercise.results:
             return digest_of_results(self.results, self.nproc, STATE)
         step = int(self._run.all_of("run_ended")[-1].data["step"])
-        return digest_of_checkpoint(
-            self.base / "checkpoints", None, step
-        )  # the last start may have had nothing to do
+        # The last start may have had nothing to do
+        return digest_of_checkpoint(self.base / "checkpoints", None, step)
 
     def _start(self) -> None:
         self._starts += 1
-        self._leaving = False  # the launcher was asked to end: a second time is an order to end at once
+        self._leaving = False  # the launcher was asked to end; a second signal would order it to end at once
         directory = self.base / f"run-{self._starts:03d}"
         told = ("--result", str(self.results)) if self._exercise.results else ()
         command = [*self._exercise.command, *told]
@@ -162,7 +162,7 @@ class Chaos:
         self._run = ObservedRun(directory)
 
     def settle(self, beyond: int = -1) -> bool:
-        """Wait until all ranks live and a step after ``beyond`` is committed; False when the training has ended."""
+        """Wait until all ranks live and a step after ``beyond`` is committed. Return False if the training ended."""
         deadline_s = time.monotonic() + RECOVERED_S_MAX
         while time.monotonic() < deadline_s:
             if self._launcher.poll() is not None:
@@ -184,13 +184,13 @@ class Chaos:
         return False
 
     def _at_work(self) -> bool:
-        """No recovery is under way, and none is due for a worker that was struck."""
+        """Return True if no recovery is in progress, and none is due for a worker that was hit."""
         fenced, resumed = self._run.all_of("fenced"), self._run.all_of("resumed")
         since_s = max([self._struck_s, *(event.t_mono for event in fenced[-1:])])
         return bool(resumed) and resumed[-1].t_mono > since_s
 
     def _again(self) -> None:
-        """The launcher was killed: when nothing of its run is left, the same command once more."""
+        """Wait until no process is left of a run whose launcher was killed. Then start the same command again."""
         place = self._run.directory
         self._note_broken()
         if self._launcher.returncode not in (-signal.SIGKILL, Exit.REQUEUE, Exit.UNSAVED):
@@ -201,20 +201,20 @@ class Chaos:
             agent = run.serving("agent")
             kill_if(agent, lambda pid, run=run: stopped(pid) and pid == run.serving("agent"))  # type: ignore[misc]
             if not agent and run.endpoint_path("agent").exists():
-                break  # its agent died too: the workers agree on an exit by themselves
+                break  # its agent died, too: the workers agree on an exit without it
             if time.monotonic() > until_s:
                 break
             time.sleep(POLL_S)
         while (workers := self._run.workers()) and time.monotonic() < until_s:
             for worker in () if RunDir(place).serving("agent") else workers.values():
-                kill_if(worker.pid, stopped)  # launcher and agent are gone: nobody else looks for it
+                kill_if(worker.pid, stopped)  # launcher and agent are gone: no other process kills it
             time.sleep(POLL_S)
         end(self._launcher, place)
-        RunDir(place).remove_pages()  # with agent and launcher gone nobody else does
+        RunDir(place).remove_pages()  # agent and launcher are gone: no other process removes them
         self._start()
 
     def hit(self, victims: Sequence[str]) -> bool:
-        """Kill (or stop) them, and wait until the job is whole again; False when the training has ended."""
+        """Kill or stop the victims, and wait until the job has recovered. Return False if the training has ended."""
         step = self._run.committed_step()
         struck: list[str] = []
         since_s = time.monotonic()
@@ -251,7 +251,7 @@ class Chaos:
         return RunDir(self._run.directory).serving(kind)
 
     def _newcomer(self, victim: PageSeen) -> int:
-        """Kill a worker; the process that starts in its place, 0 where none does."""
+        """Kill a worker. Return the pid of its replacement, or 0 if none starts."""
         kill_if(victim.pid, alive)
         until_s = time.monotonic() + NEWCOMER_S_MAX
         while time.monotonic() < until_s and self._launcher.poll() is None:
@@ -272,12 +272,12 @@ class Chaos:
 
 
 def signal_of(kind: str) -> signal.Signals:
-    """What the victim gets: ``signal_of("stopped worker") == signal.SIGSTOP``."""
+    """Return the signal for a kind of victim: ``signal_of("stopped worker") == signal.SIGSTOP``."""
     return next((number for word, number in SIGNALS.items() if kind.startswith(word)), signal.SIGKILL)
 
 
 def journal_has(directory: Path, kind: str) -> bool:
-    """True when the event log of a run has an event of this kind."""
+    """Return True if the event log of a run has an event of this kind."""
     return any(event.kind == kind for event in event_log.read(directory / "events.jsonl").events)
 
 
@@ -289,7 +289,11 @@ def chaos(
     start: Callable[[Path, Exercise, random.Random, Tally], Chaos] = Chaos,
     faults_each: int | None = None,
 ) -> Tally:
-    """Trainings of these kinds in turn, until ``faults`` were made, at most ``faults_each`` in one training."""
+    """Run trainings of the given kinds in turn, until ``faults`` were injected. Return the counts.
+
+    Args:
+        faults_each: largest number of faults in one training.
+    """
     tally = Tally()
     base.mkdir(parents=True)
     wanted: dict[str, str] = {}
@@ -322,7 +326,7 @@ def chaos(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
+    """Run the command. Return its exit code."""
     parser = argparse.ArgumentParser(description="random faults of everything, many times")
     parser.add_argument("--faults", type=int, default=500)
     parser.add_argument("--steps", type=int, default=3000)

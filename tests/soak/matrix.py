@@ -1,10 +1,11 @@
-"""Every phase x victim x way to die x layout, and many kills at random moments: each compared bit for bit.
+"""Faults in all combinations of phase, victim, kind and layout, and many kills at random moments.
 
-``python -m tests.soak.matrix [--layout ddp] [--kind kill] [--run-dir DIR]``; all layouts but ddp and hsdp by name
+``python -m tests.soak.matrix [--layout ddp] [--kind kill] [--run-dir DIR]``
 ``python -m tests.soak.matrix --soak 50``
 
-One undisturbed run per layout; several faults per disturbed run, each after the recovery from the one before.
-The exit code is 0 only when every cell was injected, lost nothing and ended with the same bits.
+Each layout has one undisturbed run. A disturbed run has several faults, each after the recovery from the fault before
+it. Results are compared bit for bit. The exit code is 0 only if every fault was injected, no step was lost, and the
+bits are equal.
 """
 
 from __future__ import annotations
@@ -26,21 +27,25 @@ NPROC = 4
 PAIRED = ("ddp", "hsdp")
 LAYOUTS = (*PAIRED, "fsdp")
 VICTIMS = (0, 2)
-SPACING = 12  # a job whose survivors live on is soon at full speed again: the next fault must still find it
+SPACING = (
+    12  # steps between two faults: a job whose survivors live is soon fast, and must not pass the next fault
+)
 SAVE_EVERY = 4
 SOAK_KILLS_PER_RUN = 10
 Cell = tuple[str, int]
-"""Phase and victim."""
+"""A phase and the rank that is the victim."""
 
 
 def schedule(kind: Kind, cells: Sequence[Cell]) -> list[InjectedFault]:
-    """One fault per cell, ``SPACING`` steps apart."""
+    """Return one fault per cell, ``SPACING`` steps apart."""
     return [InjectedFault(kind, (rank,), SPACING * (i + 1), phase) for i, (phase, rank) in enumerate(cells)]
 
 
 def pairwise(layout: str) -> list[InjectedFault]:
-    """Half of the phase x kind combinations: with the other layout's half, every pair of values of two dimensions
-    (phase, kind, victim, layout) occurs."""
+    """Return the faults of one layout for pairwise coverage: half of the combinations of phase and kind.
+
+    Together with the other layout's half, every pair of values of two dimensions (phase, kind, victim, layout) occurs.
+    """
     chosen = [
         (kind, phase, VICTIMS[(p // 2 + k) % 2])
         for (p, phase), (k, kind) in product(enumerate(PHASES), enumerate(DEATHS))
@@ -52,18 +57,18 @@ def pairwise(layout: str) -> list[InjectedFault]:
 
 
 def steps_for(faults: int) -> int:
-    """Steps of a run that has room for so many faults."""
+    """Return the number of steps that a run needs for this number of faults."""
     return SPACING * (faults + 4)
 
 
 def drill_for(base: Path, layout: str, steps: int, seed: int) -> Drill:
-    """A drill on the tiny model, quiet."""
+    """Return a drill on the tiny model that prints no progress."""
     exercise = small(layout, steps, SAVE_EVERY, NPROC)
     return Drill(base / layout, exercise, seed, lambda _name, _step, _done: None)
 
 
 def rows(verdict: DrillVerdict) -> Iterator[str]:
-    """One line per injected fault."""
+    """Yield one line per injected fault."""
     for fault in verdict.faults:
         resumed = "never" if fault.resumed_s is None else f"{fault.resumed_s:6.2f} s"
         place = f"{fault.kind:9}  {fault.phase:9}  rank {fault.rank}  step {fault.step:4}"
@@ -71,7 +76,7 @@ def rows(verdict: DrillVerdict) -> Iterator[str]:
 
 
 def summary(name: str, verdict: DrillVerdict) -> str:
-    """One line per run."""
+    """Return one line about a run."""
     facts = [
         plural(len(verdict.faults), "fault"),
         f"weights {'identical' if verdict.identical else 'DIFFERENT'}",
@@ -86,7 +91,7 @@ def summary(name: str, verdict: DrillVerdict) -> str:
 
 
 def matrix(base: Path, layouts: Sequence[str], kinds: Sequence[Kind], seed: int) -> bool:
-    """Run every cell of the chosen layouts and kinds; whether all passed."""
+    """Run every cell of the chosen layouts and kinds. Return True if all passed."""
     cells = list(product(PHASES, VICTIMS))
     good = True
     for layout in layouts:
@@ -99,9 +104,9 @@ def matrix(base: Path, layouts: Sequence[str], kinds: Sequence[Kind], seed: int)
 
 
 def soak(base: Path, layouts: Sequence[str], kills: int, seed: int) -> bool:
-    """``kills`` kills of random ranks at random moments, and some around the vote; whether all passed.
+    """Kill random ranks ``kills`` times at random moments, and some around the vote. Return True if all runs passed.
 
-    In-doubt decisions of both directions must have occurred, or nothing was proved about them.
+    In-doubt decisions of both directions must have occurred. Otherwise nothing was proved about them.
     """
     per_run = min(SOAK_KILLS_PER_RUN, kills)
     steps = steps_for(len(random_faults(per_run, seed)))
@@ -125,8 +130,11 @@ def soak(base: Path, layouts: Sequence[str], kills: int, seed: int) -> bool:
 
 
 def random_faults(kills: int, seed: int) -> list[InjectedFault]:
-    """Kills of random ranks: ``kills`` at random moments, and beyond them a fifth before the vote's end (the others
-    are in doubt and go back) and a fifth after it (whoever has not heard goes forward)."""
+    """Return kills of random ranks: ``kills`` at random moments, and additional ones around the vote.
+
+    A fifth of ``kills`` comes before the end of the vote: the other ranks are in doubt and go back. Another fifth comes
+    after the end: ranks that have not received the result go forward.
+    """
     draw = random.Random(seed)
     phases = [MOMENT] * kills + [DOUBT, "vote"] * max(1, kills // 5)
     draw.shuffle(phases)
@@ -137,7 +145,7 @@ def random_faults(kills: int, seed: int) -> list[InjectedFault]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
+    """Run the command. Return its exit code."""
     parser = argparse.ArgumentParser(description="prove the recovery, cell by cell")
     parser.add_argument("--layout", choices=ALL_LAYOUTS, action="append")
     parser.add_argument("--kind", choices=DEATHS, action="append")

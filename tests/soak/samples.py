@@ -2,10 +2,10 @@
 
 ``python -m tests.soak.samples mindspore|megatron [--faults 125] [--faults-each 30] [--seed 1] [--sample lenet]``
 
-Runs in the environment of the framework (``make samples``). Each sample is copied into a separate directory; sizes
-alone are changed, so that a training lasts long enough to be hit. Five victims of six are ranks, the sixth is the
+It runs in the environment of the framework (``make samples``). Each sample is copied into a separate directory. Only
+sizes are changed, so that a training lasts long enough to be hit. Five of six victims are ranks. The sixth is the
 launcher, which gets SIGTERM: the run saves and leaves, and the same command is started again. The exit code is 0 only
-when every training ended with the bits of the undisturbed one: the tensors of its final checkpoint and the files of
+if every training ended with the bits of the undisturbed training: the tensors of its final checkpoint and the files of
 weights that its script writes.
 """
 
@@ -36,14 +36,14 @@ PAIRED = 0.5
 
 @dataclass(frozen=True)
 class DocumentSample(Exercise):
-    """A sample of a document.
+    """A sample script from a document.
 
     Attributes:
-        folders: whose files are copied into the working directory.
-        sizes: per file what is written in the place of what: numbers of epochs and images, nothing else.
-        environment: what the script reads from it.
-        finals: pattern of the files of weights, one of each rank, that the script leaves in the working directory;
-            empty: it leaves none.
+        folders: directories whose files are copied into the working directory.
+        sizes: for each file, texts and their replacements: numbers of epochs and images, nothing else.
+        environment: environment variables of the script.
+        finals: pattern of the files of weights, one per rank, that the script leaves in the working directory; empty:
+            it leaves none.
     """
 
     folders: tuple[Path, ...] = ()
@@ -84,11 +84,11 @@ class SampleChaos(Chaos):
 
     @property
     def cwd(self) -> Path:
-        """Where the files of the sample are."""
+        """The directory with the files of the sample."""
         return self.base / "work"
 
     def bits(self) -> str:
-        """Of the final checkpoint and of the files that the script wrote; empty where a rank wrote none."""
+        """Return the digest of the final checkpoint and of the files of weights; empty if a rank wrote no file."""
         files = sorted(self.cwd.glob(self._sample.finals)) if self._sample.finals else []
         if self._sample.finals and len(files) != self.nproc:
             return ""
@@ -99,7 +99,7 @@ class SampleChaos(Chaos):
 
 
 def mindspore(data: Path) -> dict[str, DocumentSample]:
-    """The samples that MindSpore trains in a session; their data sets are written to ``data``."""
+    """Return the samples that MindSpore trains in a session. Write their data sets to ``data``."""
     from tests.frameworks.mindspore.seeds.data import write_cifar10, write_mnist
 
     cifar10, mnist = data / "cifar-10", data / "MNIST_Data"
@@ -143,7 +143,7 @@ def mindspore(data: Path) -> dict[str, DocumentSample]:
 
 
 def megatron(_data: Path) -> dict[str, DocumentSample]:
-    """The jobs over Megatron-core."""
+    """Return the jobs that use Megatron-core."""
     job, example = FRAMEWORKS / "faces" / "megatron_job.py", ROOT / "examples" / "megatron_gpt.py"
     commands = {
         "tensor": (str(job), "--mode", "tensor", "--steps", "240"),
@@ -160,7 +160,7 @@ SAMPLES = {"mindspore": mindspore, "megatron": megatron}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
+    """Run the command. Return its exit code."""
     parser = argparse.ArgumentParser(description="kills and stops over the samples of the documents")
     parser.add_argument("framework", choices=SAMPLES)
     parser.add_argument("--faults", type=int, default=125)

@@ -2,11 +2,11 @@
 
 ``python -m tests.soak.storm [--seconds 300] [--every 2] [--seed 1]``
 
-A *cascade* kills a worker, watches the event log for one phase of the recovery, and kills again in it: a survivor, the
-newcomer, the controller or the agent; then, for every other cascade, a third time in the recovery from that. The
-*storm* kills one worker every few seconds, whatever the job is doing, and looks whether steps go on being committed.
-The exit code is 0 only when every cascade was recovered from, the storm was made progress in, and the final weights are
-those of the undisturbed run.
+A *cascade* kills a worker, waits for one phase of the recovery in the event log, and kills again in this phase. The
+second victim is a survivor, the newcomer, the controller or the agent. Every second cascade kills a third time, in the
+recovery from the second kill. The *storm* kills one worker every few seconds in any phase, and checks that steps are
+still committed. The exit code is 0 only if the job recovered from every cascade, made progress in the storm, and ended
+with the weights of the undisturbed run.
 """
 
 from __future__ import annotations
@@ -28,19 +28,21 @@ from holdfast.text import plural
 from tests.soak.chaos import POLL_S, Chaos, Tally
 
 PHASES = ("fenced", "quiesced", "verdict", "members_replaced", "joined", "generation_started", "resumed")
-"""Events of the log that stand for the phases of a recovery."""
+"""Events of the log that mark the phases of a recovery."""
 VICTIMS = ("survivor", "newcomer", "controller", "agent")
-PHASE_S_MAX = 10.0  # a recovery that takes another way never shows the phase: then nothing more is killed
-STEPS_PER_CASCADE = 60  # steps go on while the next one is chosen
-TRAININGS_MAX = 8  # one and a half does for all cascades
+PHASE_S_MAX = (
+    10.0  # longest wait for a phase: some recoveries have no such phase, and then no further kill follows
+)
+STEPS_PER_CASCADE = 60  # steps are committed while the next cascade is chosen
+TRAININGS_MAX = 8  # usually one and a half are enough for all cascades
 STEPS_PER_S = 40
 SAVE_EVERY = 20
 NPROC = 4
-WINDOW_S = 30.0  # the storm must have committed a step in each
+WINDOW_S = 30.0  # the job must commit a step in each such time of the storm
 
 
 def cells() -> list[tuple[str, str, int]]:
-    """(phase, victim, faults after the first one) of every cascade. A newcomer exists from its start on."""
+    """Return (phase, victim, number of kills after the first) of every cascade. A newcomer exists after its start."""
     pairs = [
         (phase, victim)
         for phase, victim in product(PHASES, VICTIMS)
@@ -50,12 +52,12 @@ def cells() -> list[tuple[str, str, int]]:
 
 
 class Storm(Chaos):
-    """A training that is struck while it recovers."""
+    """A training that is hit by faults while it recovers."""
 
     def cascades(self, plan: Sequence[tuple[str, str, int]]) -> list[bool]:
-        """Run as many of them as the training has time for; whether each had a kill inside the phase.
+        """Run cascades until the training ends. Return for each whether a kill inside its phase was made.
 
-        Not every recovery shows a phase twice.
+        Not every recovery has a phase twice.
         """
         struck: list[bool] = []
         for phase, victim, more in plan:
@@ -63,14 +65,13 @@ class Storm(Chaos):
                 break
             done = self._cascade(phase, victim, more)
             if not done and self._launcher.poll() is not None:
-                break  # it was over before the phase came
+                break  # the training ended before the phase came
             struck.append(done > 0)
             print(f"  {phase:18} {victim:10} {done} of {more} more kills", flush=True)
         return struck
 
     def storm(self, duration_s: float, every_s: float) -> list[int]:
-        """Kill a worker every ``every_s``, from the first checkpoint on; steps committed in each window of
-        ``WINDOW_S``."""
+        """Kill a worker every ``every_s`` after the first checkpoint. Return the steps committed per ``WINDOW_S``."""
         self.settle(SAVE_EVERY)
         self._await("sealed", 0)
         progress: list[int] = []
@@ -92,7 +93,7 @@ class Storm(Chaos):
         self._finish()
 
     def _cascade(self, phase: str, victim: str, more: int) -> int:
-        """Kills that were made after the first one."""
+        """Run one cascade. Return the number of kills after the first one."""
         step = self._run.committed_step()
         before = {seen.member for seen in self._run.workers().values()}
         since_s = time.monotonic()
@@ -109,7 +110,7 @@ class Storm(Chaos):
         return done
 
     def _await(self, phase: str, after: int) -> int:
-        """Number of events up to the next one of ``phase``; 0 when none comes."""
+        """Wait for the next event of ``phase``. Return the number of events up to it, or 0 if none comes."""
         until_s = time.monotonic() + PHASE_S_MAX
         while time.monotonic() < until_s and self._launcher.poll() is None:
             self._run.poll()
@@ -144,7 +145,7 @@ class Storm(Chaos):
 
 
 def trained(base: Path, name: str, steps: int, seed: int, tally: Tally, nproc: int = NPROC) -> Storm:
-    """A training of ``steps`` steps that has begun."""
+    """Start a training of ``steps`` steps."""
     place = base / name
     place.mkdir(parents=True)
     exercise = Exercise.builtin(nproc=nproc, size="tiny", layout="ddp", steps=steps, save_every=SAVE_EVERY)
@@ -154,7 +155,7 @@ def trained(base: Path, name: str, steps: int, seed: int, tally: Tally, nproc: i
 def identical(
     base: Path, struck: Sequence[Storm], name: str, steps: int, tally: Tally, nproc: int = NPROC
 ) -> bool:
-    """Whether the weights of all are those of the same training undisturbed."""
+    """Return True if the weights of all trainings are equal to those of the undisturbed training."""
     calm = trained(base, name, steps, 0, tally, nproc)
     calm.close()
     wanted = digest_of_results(calm.results, nproc, STATE)
@@ -164,9 +165,9 @@ def identical(
 def cascaded(
     base: Path, plan: Sequence[tuple[str, str, int]], steps: int, seed: int, tally: Tally, nproc: int = NPROC
 ) -> list[Storm]:
-    """The trainings in which the plan's cascades were struck, one after the other.
+    """Run the cascades of a plan one after the other. Return the trainings that they ran in.
 
-    A wait for a phase that does not show costs steps, so a training may be over before the plan is.
+    A wait for a phase that never comes costs steps. A training may therefore end before the plan does.
     """
     trainings: list[Storm] = []
     struck: list[bool] = []
@@ -185,7 +186,7 @@ def cascaded(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Entry point."""
+    """Run the command. Return its exit code."""
     parser = argparse.ArgumentParser(description="kill again while the job recovers")
     parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--every", type=float, default=2.0)

@@ -46,12 +46,12 @@ from tests.store.worlds import World, random_array, replicated
 RANKS = 2
 DELAY_S_MAX = 0.12
 SLOWER = 5
-"""How many times as long a save to a server may take."""
+"""Factor by which a save to a server may take longer than a save to a directory."""
 BOUND_S = 60.0
 TARGETS = ("worker", "writer", "worker and its writer", "both workers", "everything")
 MARK = "HOLDFAST_SOAK_ROOT"
 READY_STEP = 2
-"""Saves that are sealed before anything is killed."""
+"""Number of saves that must be sealed before the first kill."""
 
 
 def world_at(step: int) -> World:

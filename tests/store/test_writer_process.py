@@ -160,7 +160,7 @@ def test_a_copy_that_fails_takes_the_order_back(tmp_path: Path) -> None:
 
 
 def kill_writers(saver: BackgroundSaver, count: int, done: threading.Event) -> int:
-    """Kill the writer and those that replace it. Returns how many were killed before the save was done."""
+    """Kill the writer and its replacements. Return the number of killed writers before the save was done."""
     killed: list[int] = []
     while len(killed) < count and not done.is_set():
         pid = saver.writer_pid

@@ -32,7 +32,7 @@ DTYPES = ("bool", "uint8", "int16", "float32", "float64", "complex64")
 
 
 Part = tuple[Box, Cuts | None]
-"""A box, and the cut that it is known to be a part of."""
+"""A box, and the regular cut of the tensor that it belongs to, if known."""
 
 
 @dataclass
@@ -144,9 +144,8 @@ def placements(draw: st.DrawFn, shape: Shape, size: int) -> list[list[Part]]:
         cells = [fine[i :: len(ranks)] for i in range(len(ranks))]
     else:
         cells = [flat_range_boxes(shape, o, o + n) for o, n in intervals(prod(shape), len(ranks))]
-    for index in range(
-        max(len(ranks), len(cells))
-    ):  # more ranks than cells: replicas; fewer: several cells each
+    # More ranks than cells: replicas; fewer: several cells each
+    for index in range(max(len(ranks), len(cells))):
         mine = boxes[ranks[index % len(ranks)]]
         mine += [(box, None) for box in cells[index % len(cells)] if (box, None) not in mine]
     return boxes
@@ -206,7 +205,7 @@ def world_at(step: int) -> World:
 
 
 def newest_of(root: Place, steps: set[int]) -> int:
-    """Check that the newest valid state is exactly that of one of ``steps``. Returns which."""
+    """Check that the newest valid state is exactly that of one of ``steps``. Return this step."""
     found = Root(root).newest_valid(deep=True).require()
     assert found.step in steps
     world = world_at(found.step)

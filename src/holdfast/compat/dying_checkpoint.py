@@ -68,7 +68,8 @@ class Faulted(TtpMessage, frozen=True):
 
 
 class Stood(TtpMessage, frozen=True):
-    """Answer to :class:`Stop`: this rank begins no further update. ``why``: its state is not sound."""
+    """Answer to :class:`Stop`: this rank begins no further update. ``why``: reason why its state is not sound; empty:
+    it is sound."""
 
     rank: int
     step: int
@@ -84,7 +85,7 @@ class Saved(TtpMessage, frozen=True):
 
 
 class Renamed(TtpMessage, frozen=True):
-    """Report: the result is published, or not (``why``)."""
+    """Report: this rank has published the dying checkpoint (renamed it), or failed (``why``)."""
 
     rank: int
     why: str = ""

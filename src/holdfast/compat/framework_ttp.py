@@ -74,7 +74,7 @@ class _State:
         """Make the processor of this rank. Keep arguments that were given before.
 
         Args:
-            rank, world_size: of this process.
+            rank, world_size: rank of this process and number of ranks.
             bound: see :class:`StepState`.
         """
         given, self.standing = self.standing.arguments, StepState(bound)

@@ -223,7 +223,7 @@ class OptTFTWrapper(nn.Optimizer):  # type: ignore[misc]
 
 @jit_class
 class ExitByRequest:
-    """``mindspore.utils.ExitByRequest``: a reduction in the graph that tells all ranks if one was asked to leave."""
+    """``mindspore.utils.ExitByRequest``: a reduction in the graph that shows every rank if one was asked to leave."""
 
     def __init__(self) -> None:
         self.reduce = ops.AllReduce()

@@ -105,7 +105,7 @@ class Processor:
     """The side of one rank, see the module.
 
     Args:
-        rank, world_size: of this process.
+        rank, world_size: rank of this process and number of ranks.
         call: calls the registered handler of a name with the arguments for the order.
         standing: the step of this rank's state.
     """
@@ -197,7 +197,10 @@ class Processor:
             self._changed.notify_all()
 
     def give(self, arguments: Any) -> None:
-        """Set the arguments of the save handler. While the job is being stopped, keep those of a whole state."""
+        """Set the arguments of the save handler.
+
+        While the job is being stopped, block instead of replacing the arguments that belong to a complete state.
+        """
         with self._changed:
             while (
                 self._limit is not None

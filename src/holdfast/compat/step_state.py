@@ -18,10 +18,11 @@ from typing import Any
 
 
 class StepState:
-    """The step of a rank's state, see the module. Pure: the caller guards it with its own lock.
+    """The step of a rank's state, and the arguments for it. See the module. It has no lock: the caller guards it.
 
     Args:
-        bound: each state has its own arguments. If False, this holds once arguments are given that begin with a count.
+        bound: True if the script gives arguments for each step. If False, that is assumed as soon as given arguments
+            begin with an iteration count.
 
     Example:
         state = StepState(bound=True)
@@ -94,7 +95,7 @@ class StepState:
             self.arguments = arguments
 
     def moves(self, arguments: Any) -> bool:
-        """Return whether these arguments would replace those of a whole state."""
+        """Return True if :meth:`give` would replace the arguments that belong to a whole state by others."""
         return bool(self.step) and self.whole and self._bound and arguments is not self.arguments
 
     def _complete(self, updates: int, least: int) -> None:

@@ -34,7 +34,10 @@ _functions: dict[str, Callable[..., Any]] = {}
 
 
 def init_taskd_agent(config: Mapping[str, Any] | None = None, cls: Any = None) -> bool:
-    """Return whether msrun may hand over its loop: only if a restart was asked for (``TTP:1`` alone ends the job)."""
+    """Return True if msrun may pass its loop to this agent.
+
+    It may do so only if the user has requested restarts (``RSC:1``). With ``TTP:1`` alone, a fault ends the job.
+    """
     configure_logging()
     _functions.clear()
     return "RSC:1" in os.environ.get(TFT_VARIABLE, "")

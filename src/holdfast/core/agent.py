@@ -372,7 +372,7 @@ class Agent:
         self._end(EndRun(code=int(Exit.INTERRUPTED), reason=request.reason))
 
     def _keep_deadline(self, now: float) -> None:
-        """Arm the deadline of the request in force: without a controller, no other process enforces it."""
+        """Set the timer for the deadline of the current exit request. Without a controller, only the agent has one."""
         if self._request is None:
             return
         if self._request.cancel:

@@ -84,7 +84,7 @@ PROTOCOL = (Settled, FaultSeen, StepReached, StateOffered, StateRefused, JoinAsk
 class Controller:
     """The state machine that decides for one job.
 
-    The module describes the clock. ``uncovered`` is the planner of the store.
+    The module describes the clock. ``uncovered`` returns the reason why given sources cannot save the whole state.
     """
 
     def __init__(self, config: Config, past: ReplayedState, uncovered: Uncovered) -> None:

@@ -81,7 +81,7 @@ class HardState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ElectionConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The time limits of an election, in seconds."""
+    """The name of this agent and the time limits of its elections, in seconds."""
 
     node_id: NodeId
     stagger_s: float = 0.15  # voters campaign one after the other, so that votes do not split
@@ -208,7 +208,7 @@ class Election:
         return self.config.stagger_s * (1 + place)
 
     def _campaign(self) -> None:
-        """Ask whether a majority would elect this agent."""
+        """Begin a campaign: ask all voters for a trial vote."""
         self._waits = False
         self._timer("campaign", self.config.retry_s + self._turn_s())
         electorate = self.kept.electorate
@@ -272,9 +272,9 @@ class Election:
             self._send(ask.candidate, self.lead)
 
     def _wait(self) -> None:
-        """Wait for the controller of the elected agent.
+        """Wait for the start of the elected agent's controller.
 
-        On a busy host its start takes long; the agent then asks again.
+        A start on a busy host takes long. The elected agent then asks again, and this voter waits longer.
         """
         self._waits = True
         self._timer("campaign", self.config.starting_s + self._turn_s())
@@ -353,7 +353,7 @@ class Election:
         self._cancel("campaign", "alone", "amend")
         self._out.append(GiveUp(reason=reason))
 
-    # ---------------------------------------------------------------- who votes
+    # ---------------------------------------------------------------- electorate
 
     def _amend(self) -> None:
         """Issue the next change of the electorate if this agent leads, one is needed, and none is in progress."""

@@ -31,8 +31,8 @@ class ProcessPlace(NamedTuple):
     """The place of one process in its job.
 
     Attributes:
-        rank, world_size: of the job.
-        local_rank, local_world_size: on this node; the size is 0 if no variable gives it.
+        rank, world_size: rank in the job, and number of ranks of the job.
+        local_rank, local_world_size: rank on this node, and number of its ranks; 0 if no variable gives the number.
         node: number of this node; -1: not known.
         master: address of the node of rank 0; empty: not known.
         said: the variables that were used, with their values, for messages.
@@ -104,9 +104,9 @@ class LaunchClaim(NamedTuple):
     """The values that one launcher has set.
 
     Attributes:
-        launcher: its variables.
-        facts: by the name of the field of :class:`LauncherVariables`.
-        inside: a variable shows that this launcher runs inside of any process manager.
+        launcher: the variables of the launcher.
+        facts: the values that are set, by the name of the field of :class:`LauncherVariables`.
+        inside: True if a variable shows that this launcher runs inside a process manager.
     """
 
     launcher: LauncherVariables
@@ -226,7 +226,7 @@ def _facts(env: Mapping[str, str], launcher: LauncherVariables) -> dict[str, Fac
 
 
 def _slurm(env: Mapping[str, str]) -> LaunchClaim:
-    """Return the claim of Slurm if this process belongs to a step.
+    """Return the values that Slurm has set for this process. Return an empty claim if it belongs to no job step.
 
     A batch script is a task 0 without a step. An interactive shell is a task in a special step.
     """

@@ -68,8 +68,10 @@ def small(layout: str, steps: int, save_every: int, nproc: int, flags: Sequence[
 
 
 class DrillVerdict(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a drill. ``digest``: of the undisturbed run; ``missed``: faults that were never injected;
-    ``last_words``: the last log lines of a run that did not end well.
+    """The result of a drill.
+
+    ``digest`` is the digest of the undisturbed run. ``missed`` lists faults that were never injected. ``last_words``
+    has the last log lines of a run that did not end well.
     """
 
     identical: bool
@@ -114,8 +116,8 @@ class Drill:
 
     Args:
         base: the directory.
-        exercise: what to train.
-        seed: of everything random about the faults.
+        exercise: the training.
+        seed: seed of all random choices of faults.
         progress: see :data:`runner.Progress`.
     """
 

@@ -110,7 +110,7 @@ def parse_fault(text: str) -> FaultSpec:
 
 
 def check(spec: FaultSpec, *, world_size: int, steps: int | None) -> None:
-    """Refuse a fault that can never come. ``steps``: of the run; None: not known yet.
+    """Refuse a fault that can never come. ``steps``: number of steps of the run; None: not known yet.
 
     Raises:
         UsageError: a rank or a step that the run does not have.

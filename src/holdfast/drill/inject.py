@@ -88,8 +88,8 @@ class FaultInjector:
 
     Args:
         run: the run.
-        plan: what to inject.
-        out: file to append :class:`Injected` lines to.
+        plan: the faults to inject.
+        out: file to which a line is appended for each :class:`Injected` fault.
     """
 
     def __init__(self, run: ObservedRun, plan: InjectionPlan, out: Path) -> None:

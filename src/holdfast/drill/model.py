@@ -92,7 +92,8 @@ class Stage(nn.Module):
 
     Args:
         gpt: the whole model.
-        index: of the part, of ``parts``.
+        index: index of this part.
+        parts: number of parts.
     """
 
     def __init__(self, gpt: Gpt, index: int, parts: int) -> None:

@@ -29,7 +29,7 @@ class ObservedRun:
     """The observer of one run.
 
     Args:
-        directory: of the run.
+        directory: directory of the run.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -75,7 +75,7 @@ class Runner:
         """Run to the end, and return the outcome.
 
         Args:
-            name: of the run directory below the base.
+            name: name of the run directory below the base.
             extra: more arguments of the script.
             faults: to inject, in order.
 

@@ -44,7 +44,11 @@ class InjectedFaultReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def redone(self) -> bool:
-        """True if its steps are no loss: a bit was flipped, or a box's only holder had kept an earlier state of it."""
+        """True if repeated steps are expected after this fault, so that ``steps_lost`` is no failure.
+
+        This is the case after a flipped bit, or if the lost rank was the only holder of a box and the memory tier had
+        an earlier state.
+        """
         return self.kind in FLIPS or self.action.endswith("_from_memory")
 
     def seconds(self, phase: str) -> float | None:

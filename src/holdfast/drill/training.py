@@ -1,6 +1,7 @@
-"""Common parts of the drill's training script and its twin: arguments, data, model, gradients of a step, the digest.
+"""Common parts of the drill's training script and of its twin, the same training without Holdfast (``bare.py``).
 
-Neither knows the loop of the other; everything here is plain torch.
+The parts are arguments, data, model, gradients of a step, and the digest. All of this is plain torch. The loops are in
+the two scripts.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class DrillSettings:
 
 
 def parse(argv: Sequence[str] | None = None) -> DrillSettings:
-    """Return the settings on the command line of the training script or of its twin."""
+    """Parse the command line of the drill's training script, with or without Holdfast, and return the settings."""
     parser = argparse.ArgumentParser(description="byte-level GPT on the sources of the standard library")
     parser.add_argument("--layout", choices=LAYOUTS, default="ddp")
     parser.add_argument("--size", choices=tuple(SIZES), default="tiny")
@@ -220,7 +221,7 @@ def optimizer_tensors(optimizer: Optimizer) -> Iterator[tuple[str, Tensor]]:
 
 @dataclass(frozen=True)
 class RankResult:
-    """Digests of one rank's state after training. ``loss``: of its last step; None: the rank joined after that step."""
+    """The digests of one rank's state after training. ``loss``: loss of the last step; None: the rank joined later."""
 
     rank: int
     world_size: int

@@ -31,11 +31,11 @@ class DrawnBatches:
     """The batches that one rank draws.
 
     Args:
-        expected: the record of the process before this one; None: there was none, or it is not known.
-        verify: compare; otherwise nothing is done.
+        expected: the record of the earlier process with this rank; None: there was none, or it is not known.
+        verify: True to compare batches; otherwise nothing is done.
 
     Attributes:
-        record: of the newest batch that the step trains on, for the next process; None: it is not known.
+        record: record of the newest batch that the step trains on, for the next process; None: it is not known.
     """
 
     def __init__(self, expected: Plain, *, verify: bool) -> None:
@@ -51,12 +51,12 @@ class DrawnBatches:
         self._digests: dict[tuple[int, int], int] = {}
 
     def expects(self, epoch: int, batch: int) -> bool:
-        """Return whether the batch of this place will be compared when it is drawn."""
+        """Return True if the batch at this place will be compared when it is drawn."""
         known = self._expected
         return self._verify and known is not None and (known["epoch"], known["batch"]) == (epoch, batch)
 
     def saw(self, epoch: int, batch: int, drawn: Any, loader: Any) -> None:
-        """Note and compare a batch of ``loader``. Raises: DataError: it differs from that of the process before."""
+        """Record and compare a batch of ``loader``. Raises: DataError: it differs from that of the earlier process."""
         if not self._verify:
             return
         found = digest_of_batch(drawn)

@@ -16,11 +16,11 @@ from holdfast.frameworks.torch.state.boxes import declare as declare_region
 
 
 def declare(model: nn.Module, rank: int | None = None, world_size: int | None = None) -> None:
-    """Declare every tensor-parallel parameter of ``model``; before ``holdfast.session(model=model, ...)``.
+    """Declare every tensor-parallel parameter of ``model``. Call this before ``holdfast.session(model=model, ...)``.
 
     Args:
         model: a module with Megatron's marks on its parameters.
-        rank, world_size: in the tensor-parallel group; Megatron's own by default.
+        rank, world_size: rank in the tensor-parallel group, and its size; Megatron's own by default.
 
     Raises:
         UnsupportedError: a strided partition, whose parts are no rectangles of the weight.

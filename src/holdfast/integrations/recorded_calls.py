@@ -18,7 +18,7 @@ from holdfast.session.steps.step import Step
 
 
 def is_newcomer() -> bool:
-    """Return whether this process replaces a lost one and does not communicate yet; the other ranks are ahead of it."""
+    """Return True if this process replaces a lost one and does not communicate yet. The other ranks are ahead of it."""
     client = WorkerClient.current()
     return client is not None and client.joining
 
@@ -32,7 +32,7 @@ class RecordedCalls:
     """
 
     def __init__(self, steps: Iterator[Step]) -> None:
-        """Take the first step; ``steps``: of the session."""
+        """Take the first step of ``steps``, the steps of the session."""
         self._steps = steps
         self._remembered: list[Callable[[], Any]] = []
         self._seed = 0

@@ -21,8 +21,8 @@ def job_token(path: Path, *, makes: bool, wait_s: float) -> None:
     appears with its content (as a link to a finished file), so that no reader sees a part of it.
 
     Args:
-        path: in a directory that all nodes share.
-        makes: this node makes it; the others wait for it.
+        path: the file, in a directory that all nodes share.
+        makes: True if this node makes the file. The other nodes wait for it.
         wait_s: time limit of the wait.
 
     Raises:

@@ -1,5 +1,6 @@
-"""The protocol on a virtual clock: the real controller, agents and step machines, simulated workers, one seed.
+"""Simulation of a job on a virtual clock, with the real controller, agent and step machines, and simulated workers.
 
-``world`` runs it, ``invariants`` are checked at every event, ``faults`` and ``injector`` disturb it,
-``model_checker`` and ``elections`` search all orders of a small case, ``goodput`` computes the cost of faults.
+``world`` runs a job that one seed determines. ``invariants`` are checked at every event. ``faults`` and ``injector``
+make processes fail. ``model_checker`` and ``elections`` search all orders of events of a small case. ``goodput``
+computes the cost of faults.
 """

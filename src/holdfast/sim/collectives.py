@@ -1,7 +1,7 @@
-"""The collectives of the simulated ranks, as far as the protocol can tell: the vote's all-reduce, and how it breaks.
+"""Simulated collectives: the all-reduce of a vote, and its failure.
 
-A vote completes when every rank of the generation has entered it; each rank hears of it on its own, and a
-rank that has not heard yet when a peer dies may see it break instead: that is where doubt comes from.
+A vote completes when every rank of the generation has entered it. Each rank receives the result at its own time. If a
+peer dies before that, the vote may break for this rank instead. The rank is then in doubt.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COLLECTIVE_TIMEOUT_S = 30.0
 
 
 class Voter(Protocol):
-    """What a collective needs of a rank."""
+    """The interface of a rank that the collectives use."""
 
     member_id: MemberId
     node_id: NodeId
@@ -39,7 +39,7 @@ class Voter(Protocol):
 
 
 class CollectivesScene(Protocol):
-    """What the collectives need of the world."""
+    """The interface of the simulated world that the collectives use."""
 
     world_size: int
     rng: random.Random
@@ -51,14 +51,14 @@ class CollectivesScene(Protocol):
 
 
 class Round:
-    """One vote of one generation."""
+    """One vote of one generation: its ballots, the members that wait for the result, and the tally."""
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
         self.ballots: dict[MemberId, Ballot] = {}
         self.waiting: set[MemberId] = set()
         self.tally: Tally | None = None
-        self.wrong = False  # a flipped bit was in somebody's gradients, and so is in everybody's
+        self.wrong = False  # a flipped bit in the gradients of one rank has changed the sum on all ranks
 
     def enter(self, member_id: MemberId, ballot: Ballot) -> bool:
         """Add a ballot. Return True if it was the last one."""
@@ -72,7 +72,7 @@ class Round:
 
 
 class SimGroup:
-    """The collectives of one generation."""
+    """The collectives of one generation: its votes by number."""
 
     def __init__(self, generation: Generation, world_size: int) -> None:
         self.generation = generation
@@ -82,7 +82,7 @@ class SimGroup:
         self.rounds: dict[int, Round] = {}
 
     def round(self, number: int) -> Round:
-        """The vote that all ranks of the generation count as this one."""
+        """Return the vote number ``number`` of the generation."""
         return self.rounds.setdefault(number, Round(self.world_size))
 
 
@@ -98,7 +98,7 @@ class Collectives:
         return self._groups.setdefault(generation, SimGroup(generation, self.scene.world_size))
 
     def vote(self, worker: Voter, ballot: Ballot, number: int) -> None:
-        """A rank enters a vote, which it counts as this one."""
+        """Enter the ballot of a rank into the vote number ``number``. The last ballot completes the vote."""
         group = self.group(worker.machine.generation)
         if group.broken:
             self._break(worker, 0.7)
@@ -125,13 +125,13 @@ class Collectives:
         self.scene.later_on(voter.node_id, delay_s, f"{label}:{voter.rank}", action)
 
     def forget_wrong(self) -> None:
-        """What a flipped bit did to the gradients is in all copies alike from now on: nothing can tell."""
+        """Forget flipped bits in gradients, because they are equal in all copies now and cannot be detected."""
         for group in self._groups.values():
             for round_ in group.rounds.values():
                 round_.wrong = False
 
     def _break(self, worker: Voter, chance: float) -> None:
-        """The vote breaks here soon, or only when the collective times out."""
+        """Break the vote of a rank: soon with probability ``chance``, otherwise when the collective times out."""
         where = (worker.machine.generation, worker.machine.step)
 
         def broken() -> None:
@@ -143,10 +143,13 @@ class Collectives:
         self._later(worker, delay_s, "broken", broken)
 
     def break_off(self, generation: Generation) -> None:
-        """A member is gone, or a connection is: some ranks notice, others hang until they are fenced."""
+        """Break the collectives of a generation after the loss of a member or connection.
+
+        Some ranks notice at once. The others hang until they are fenced.
+        """
         group = self.group(generation)
         if group.broken and self.scene.world_size > FEW_RANKS:
-            return  # whoever was in a collective then is on the way out
+            return  # the first call has handled the ranks that were in a collective
         group.broken = True
         for member_id in sorted(group.members):
             worker = self.scene.workers[member_id]

@@ -1,9 +1,10 @@
-"""Bounded exhaustive search: every order of votes, losses of messages, crashes and restarts around two elections.
+"""Bounded exhaustive search over two elections: every order of votes, lost messages, crashes and restarts.
 
-Theory. The election machines are the real ones; the network is the set of messages under way (one that is never taken
-out is lost), and an agent may crash after any prefix of the commands of an event: what it has kept by then is all that
-a restart finds. Trial votes bind nobody, so any answer to them is possible at any time: a campaign goes straight to the
-real vote here. From each state every enabled action is taken; states seen before are cut.
+Theory. The election machines are the real ones. The network is the set of messages in flight; a message that is never
+taken out of the set is lost. An agent may crash after any prefix of the commands of an event. A restarted agent has
+only the state that the executed commands have persisted. An answer to a trial vote (raft pre-vote) binds no voter, so
+every answer is possible at any time. A campaign therefore begins with the real vote here. The search takes every
+enabled action from each state and skips states that it has seen.
 """
 
 from __future__ import annotations
@@ -33,19 +34,27 @@ STATES_MAX = 2_000_000
 
 
 class Node(NamedTuple):
-    """One agent: what it has kept, and its machine unless it has crashed."""
+    """One agent: its persistent state, and its election machine (None after a crash)."""
 
     kept: HardState
     machine: Election | None
 
     def key(self) -> tuple[object, ...]:
-        """What tells two states apart."""
+        """Return a key that is equal for equal states of the agent."""
         m = self.machine
         return (self.kept, None) if m is None else (self.kept, m.role, m.lead, m._granted)
 
 
 class ElectionState(NamedTuple):
-    """A configuration of the whole system. ``leaders``, ``granted`` remember what has ever happened."""
+    """One state of the whole system.
+
+    Attributes:
+        nodes: all agents.
+        network: the messages in flight, with their receivers.
+        leaders: every (term, leader) so far.
+        granted: every granted vote so far: (voter, term, candidate).
+        crashes: number of crashes that may still happen.
+    """
 
     nodes: tuple[Node, ...]
     network: frozenset[tuple[NodeId, Message]]
@@ -54,20 +63,26 @@ class ElectionState(NamedTuple):
     crashes: int
 
     def key(self) -> tuple[object, ...]:
-        """What tells two states apart."""
+        """Return a key that is equal for equal states of the system."""
         return (tuple(n.key() for n in self.nodes), *self[1:])
 
 
 class ElectionResult(NamedTuple):
-    """What a search saw. ``elections``: most terms that had a leader in one history."""
+    """The result of a search: the number of states, and the most terms with a leader in one history (``elections``)."""
 
     states: int
     elections: int
 
 
 class ElectionSearch:
-    """All histories of ``agents`` voters in which the first agent campaigns in each of ``campaigns[0]`` terms, the
-    second in ``campaigns[1]``, ..., with at most ``crashes`` crashes.
+    """A search through all histories of a group of voters.
+
+    Args:
+        agents: number of voters.
+        campaigns: for each agent, the highest term up to which it campaigns. Further agents do not campaign.
+        crashes: largest number of crashes.
+        announced: True if a leader's controller starts, so that the leader announces itself.
+        machine: the election machine to test.
     """
 
     def __init__(
@@ -86,7 +101,7 @@ class ElectionSearch:
         self.machine = machine
 
     def run(self) -> ElectionResult:
-        """Visit everything.
+        """Visit every reachable state.
 
         Raises:
             Violation: two leaders in a term, two grants of a voter in a term, or a machine's own check.
@@ -143,7 +158,7 @@ class ElectionSearch:
         return VoteReply(voter=other, term=node.kept.term + 1, trial=True, granted=True)
 
     def _feed(self, state: ElectionState, index: int, events: list[Message]) -> list[ElectionState]:
-        """The state after these events, and one for each point at which the agent may crash on the way."""
+        """Return the state after an agent handled ``events``, and one state for each point at which it may crash."""
         before = state.nodes[index].machine
         assert before is not None
         machine = before.copy()

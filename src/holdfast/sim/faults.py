@@ -1,8 +1,8 @@
-"""What may go wrong in a simulated run, as data.
+"""Faults of processes in a simulated run, as data.
 
-The list follows what failure studies of training clusters report, as far as the model can express it:
-processes that die at any phase, that raise, leave quietly or hang, or whose memory changes; a collective that breaks
-although nobody died; a save that fails; a controller or an agent that dies while it is needed.
+The list follows failure studies of training clusters, within the limits of the model. A process dies in any phase,
+raises, exits without an error message, hangs, or its memory changes. A collective breaks although no process died. A
+save fails. A controller or an agent dies while it is needed.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ FaultKind = Literal[
     "kill",  # SIGKILL
     "exit",  # os._exit(1)
     "raise",  # an exception in user code, then the process exits
-    "stop",  # SIGSTOP: lives, but never answers again
-    "glitch",  # a collective breaks, nobody dies
+    "stop",  # SIGSTOP: the process lives but never answers again
+    "glitch",  # a collective breaks, no process dies
     "save_error",  # the next share of this rank cannot be written
     "controller",  # the controller dies; its agent starts the next term
     "agent",  # the agent of the rank's node dies; the launcher starts a successor
-    "flip",  # a bit of the state of a rank that lives on changes
+    "flip",  # a bit in the state of a living rank changes
     "spare",  # a spare on the rank's node dies
-    "ask_exit",  # a graceful exit is asked for
+    "ask_exit",  # a user requests a graceful exit
 ]
 WORKER_KINDS: tuple[FaultKind, ...] = ("kill", "exit", "raise", "stop", "glitch", "save_error", "flip")
 STATES: tuple[RankState, ...] = ("starting", "ready", "compute", "voting", "updating", "in_doubt", "aborted")
 
 
 class SimFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """From ``at_s`` (virtual seconds) on, as soon as ``rank`` is in ``state`` (empty: any), plus
-    ``delay_s``."""
+    """A fault of one rank. It strikes ``delay_s`` after the rank enters ``state``, but not before ``at_s``.
+
+    Without a ``state`` it strikes at ``at_s``. All times are virtual seconds.
+    """
 
     kind: FaultKind
     at_s: float
@@ -43,7 +45,7 @@ class SimFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 def random_faults(rng: random.Random, ranks: int, horizon_s: float, count: int) -> tuple[SimFault, ...]:
-    """``count`` faults within ``horizon_s`` virtual seconds; some come in pairs, close together."""
+    """Return ``count`` random faults within ``horizon_s`` virtual seconds. Some come in pairs at close times."""
     faults: list[SimFault] = []
     at_s = 0.0
     for _ in range(count):

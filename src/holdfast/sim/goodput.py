@@ -1,8 +1,8 @@
-"""Goodput of a fleet: what faults cost in the long run, by cause. Arithmetic, nothing is simulated here.
+"""Expected goodput of a job, and the cost of faults by cause. It is computed, not simulated.
 
-Theory. Faults of cause i come at rate ``ranks / hours`` (Poisson); one costs ``stop_s`` until the job trains again and
-``redo_s`` of work done twice. A recovery that another fault hits begins anew, so a stop of c seconds under the total
-rate r takes ``(e^(r c) - 1) / r`` seconds. Goodput is useful time over all time.
+Theory. Faults of a cause arrive at rate ``ranks / rank_hours`` (Poisson). One fault costs ``stop_s`` until the job
+trains again, and ``redo_s`` of repeated work. A fault during a recovery restarts the recovery, so a stop of c seconds
+takes ``(e^(r c) - 1) / r`` seconds at the total rate r. Goodput is useful time divided by total time.
 
 Invariants:
 1. Without faults goodput is 1; more ranks, higher rates or longer stops never raise it.
@@ -18,7 +18,14 @@ import msgspec
 
 
 class Cause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One kind of fault. ``rank_hours``: hours of one rank between two of them."""
+    """One cause of faults.
+
+    Attributes:
+        name: name of the cause.
+        rank_hours: mean hours between two such faults of one rank.
+        stop_s: seconds from a fault until the job trains again.
+        redo_s: seconds of work that is repeated.
+    """
 
     name: str
     rank_hours: float
@@ -27,7 +34,7 @@ class Cause(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Loss(msgspec.Struct, frozen=True, kw_only=True):
-    """What one cause costs. ``share``: of all time."""
+    """The cost of one cause: faults per day, seconds per fault, and share of the total time."""
 
     name: str
     per_day: float
@@ -36,7 +43,7 @@ class Loss(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Forecast(msgspec.Struct, frozen=True, kw_only=True):
-    """A fleet's goodput and where the rest goes."""
+    """The goodput of a job of ``ranks`` ranks, and the losses by cause."""
 
     ranks: int
     goodput: float
@@ -44,10 +51,15 @@ class Forecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def default_causes(mean_hours: float, step_s: float, stop_s: float) -> tuple[Cause, ...]:
-    """Assumed causes: shares of ``mean_hours`` (rank-hours between faults) and multiples of one stop.
+    """Return assumed causes of faults, as shares of all faults.
 
-    A worker or its device fails most often; a whole node takes its detection on top; a hang is seen after twelve steps;
-    a controller costs nothing. Half a step is done twice.
+    The loss of a worker or its device is the most frequent. The loss of a node costs additional time for its detection.
+    A hang is detected after twelve steps. The loss of a controller costs nothing. Half a step is repeated.
+
+    Args:
+        mean_hours: mean hours between two faults of one rank, of any cause.
+        step_s: seconds of a step.
+        stop_s: seconds from the loss of a worker until the job trains again.
     """
     redo_s = step_s / 2
     return (
@@ -59,7 +71,7 @@ def default_causes(mean_hours: float, step_s: float, stop_s: float) -> tuple[Cau
 
 
 def forecast(ranks: int, causes: Sequence[Cause]) -> Forecast:
-    """Expected goodput of a job of ``ranks`` ranks that always has a replacement at hand."""
+    """Compute the expected goodput of a job of ``ranks`` ranks. A replacement is assumed to be always available."""
     rates = {cause.name: ranks / (cause.rank_hours * 3600.0) for cause in causes}
     total = sum(rates.values())
 

@@ -1,7 +1,7 @@
-"""Invariants of a simulated run, checked against what the model knows and no machine can see.
+"""Invariants of a simulated run. The checks read the state of all processes, which no single machine can see.
 
-Each breach raises :class:`Violation` with the name of its check; a mutant of the protocol counts as caught
-when one of these names is raised.
+A broken invariant raises :class:`Violation` with the name of its check. A mutant of the protocol (a version with a
+planted error) counts as caught when one of these names is raised.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ class CheckedScene(Protocol):
 
 
 class Checks:
-    """State of the checks of one run."""
+    """The checks of one run and their state."""
 
     def __init__(self, scene: CheckedScene) -> None:
         self.scene = scene
         self.planned: set[str] = set()
-        self._written: set[str] = set()  # decisions in the journal, as far as it was read
+        self._written: set[str] = set()  # decisions in the part of the journal that was read
         self._read = 0
         self.updated: dict[tuple[Generation, int], set[int]] = {}
         self.discarded: dict[tuple[Generation, int], set[int]] = {}
         self.promised: int | None = None  # step that the restart under way must open at
         self._resumed: tuple[int, ResumeInPlace] | None = (
-            None  # the event that was looked at, and what was told
+            None  # number of the newest event that was checked, and the order to resume
         )
-        self.distrusted = False  # copies differ: everything starts again
+        self.distrusted = False  # copies of the state differ, so all ranks return to a checkpoint
         self._catalogues: dict[LayoutVersion, Layouts] = {}
         self._plans: dict[SaveId, LayoutVersion] = {}
         self.counts = {"forward": 0, "back": 0, "none": 0}
@@ -113,12 +113,18 @@ class Checks:
             raise Violation("memory_is_one_step", text)
 
     def catalogued(self, version: LayoutVersion, layouts: Layouts) -> None:
-        """Check that a version of the layouts, received by a rank, always means the same layouts."""
+        """Check that all ranks receive the same layouts under one version."""
         if self._catalogues.setdefault(version, layouts) != layouts:
             raise Violation("one_catalogue_per_version", f"{version} means two sets of layouts")
 
     def plans(self, save_id: SaveId, version: LayoutVersion, told: bool) -> None:
-        """Check that all ranks plan a save by the same catalogue, and that it has the boxes of each rank."""
+        """Check that all ranks plan a save by the same catalogue.
+
+        Args:
+            save_id: id of the save.
+            version: version of the layouts that the rank uses.
+            told: whether these layouts contain the present layout of the rank.
+        """
         first = self._plans.setdefault(save_id, version)
         if first != version or not told:
             text = f"{save_id} is planned by {first} and {version}, with what this rank holds: {told}"
@@ -127,7 +133,7 @@ class Checks:
     def recorded(self, record: LogRecord) -> None:
         """Check the invariants that concern an event-log record of the controller."""
         if record.kind == "resumed" or (record.kind == "restored" and record.data["steps_lost"]):
-            self.scene.replaced = []  # from here on a rank may stand below what they have left
+            self.scene.replaced = []  # from now on, a rank may be at an earlier step than the replaced processes were
         if record.kind == "planned":
             self._planned(record)
         elif record.kind == "verdict":
@@ -139,14 +145,14 @@ class Checks:
             self.distrusted = True
 
     def goes_up(self, message: Message) -> None:
-        """An agent tells the controller something: never of a spare, which is nobody until it is called."""
+        """Check that a message of an agent to the controller names no spare. A spare has no seat until it is called."""
         seen = message.members if isinstance(message, AgentHello) else ()
         named = [getattr(message, "member_id", 0), *(m.member_id for m in seen)]
         if any(is_spare(member_id) for member_id in named):
             raise Violation("a_spare_is_nobody", f"{type(message).__name__} of {named}")
 
     def sending(self, settle: Settle) -> None:
-        """A decision goes out: it must be in the journal already."""
+        """Check that a decision is in the journal before the controller sends it."""
         text = str(settle.generation)
         journal = self.scene.journal
         for record in journal[self._read :]:
@@ -157,15 +163,15 @@ class Checks:
             raise Violation("persist_then_act", f"the decision of {text} was told before it was written")
 
     def updates(self, worker: SimWorker) -> None:
-        """An update begins: it must be the next one of what this rank holds."""
+        """Check that an update that begins is the next one for the parameters of the rank."""
         if worker.applied != worker.machine.step:
             text = f"rank {worker.rank} holds step {worker.applied} and updates step {worker.machine.step}"
             raise Violation("updates_what_it_holds", text)
 
     def resuming(self, resume: ResumeInPlace) -> None:
-        """The job goes on in place: every seat must be taken by a rank that holds the step.
+        """Check, when the job resumes without a restart, that every seat has a rank with the state of the step.
 
-        All ranks are told in one event, in which none of them moves: one look serves them all.
+        All ranks receive the order in one event, in which no rank changes its state. The check runs once per event.
         """
         told = msgspec.structs.replace(resume, member_id=EVERYBODY)
         if self._resumed == (self.scene.events, told):
@@ -198,7 +204,7 @@ class Checks:
                     f"rank {worker.rank} is {worker.machine.state} and fenced by {fenced}, not {generation}"
                 )
                 raise Violation("decided_after_all_settled", text)
-        # A rank that answered before its session opened may have told more since: too late for this decision.
+        # A rank that answered before its session opened may have reported more since, too late for this decision.
         known = [r for r in self._reports() if record.data["sources"] or not r.alive or r.state == "torn"]
         floors = [f for f in map(committed_floor, known) if f is not None]
         if floors and record.data["step"] != max(floors):
@@ -215,8 +221,8 @@ class Checks:
             self.promised = int(str(record.data["memory_step"]))
         if action in ("restart_checkpoint", "restart_fresh") and step:
             holders = {w.rank for _, w in self.scene.seated.items() if w.alive and self._can_reach(w, step)}
-            # Layouts live in the controller and in the agents: both gone, a rank that dies before it repeated its
-            # own leaves a hole. The verdict says so, and the newest checkpoint is taken.
+            # Layouts are kept in the controller and in the agents. If both died, and a rank dies before it repeats its
+            # own layout, that layout is missing. The verdict names it, and the newest checkpoint is used.
             excused = (
                 "layout" in f"{record.data['reason']} {record.data['evidence']}"
                 and len(self.scene.memory_losses) > 1
@@ -228,12 +234,13 @@ class Checks:
             self._forgotten(str(action))
 
     def _forgotten(self, action: str) -> None:
-        """Going back to the disk, or to the start: no newer state may be in memory for all ranks."""
+        """Check a return to a checkpoint or to the start: no newer state may be in the memory of all ranks."""
         seated = [worker for _, worker in sorted(self.scene.seated.items())]
         kept = [set(self.scene.memory.steps(worker.rank)) for worker in seated]
         newest = max(set.intersection(*kept), default=-1) if kept else -1
-        unknown = [w for w in seated if w.alive and not w.opened]  # may have died without a word
-        trusted = not self.distrusted  # else what is in memory may be wrong as well
+        # These have not reported their states in memory
+        unknown = [w for w in seated if w.alive and not w.opened]
+        trusted = not self.distrusted  # otherwise the states in memory may be wrong, too
         if (
             newest > self.scene.store.newest_step("")
             and trusted

@@ -1,13 +1,14 @@
 """Bounded exhaustive search: every order of messages, votes and deaths of a few ranks around one step.
 
-Theory. The state is small: step machines, where each rank's vote stands, the messages under way (in order per link),
-and the coordinator's fence and decision. From each state every enabled action is taken; states seen before are cut. The
-step machine, the decision rule and the staleness test are the real ones; the coordinator around them is the fencing
-part of ``core.job.recovery`` without timers: any death may be noticed at any later moment, a second one starts again.
+Theory. The state is small: the step machines, the vote of each rank, the messages in flight (in order per link), and
+the fence and the decision of the coordinator. The search takes every enabled action from each state and skips states
+that it has seen. The step machine, the decision rule and the staleness test are the real ones. The coordinator is the
+fencing part of ``core.job.recovery`` without timers. A death may be noticed at any later moment. A second death starts
+the recovery again.
 
 Invariants checked in every state:
-1. Never does one rank update a step that another one of the same generation has discarded.
-2. After the decision every living sound rank can reach the decided step, and nobody stands above it.
+1. No rank updates a step that another rank of the same generation has discarded.
+2. After the decision, every living sound rank can reach the decided step, and no rank is at a later step.
 3. A step that some rank committed is never discarded while a rank that holds it, or can apply it, lives.
 4. A decision is made only when every living rank is fenced by the newest generation.
 5. Every path ends with all living ranks at one step (or torn, or all dead).
@@ -36,16 +37,16 @@ _TABLE: dict[tuple[RankState, StepEvent, bool], RankState] = {
 
 
 class RankNow(NamedTuple):
-    """One rank. ``fence`` is the newest fence it has heard of, 0 for none."""
+    """The state of one rank. ``fence`` is the newest fence that the rank has received; 0: none."""
 
     state: RankState = "ready"
     step: int = STEP
     fence: int = 0
     alive: bool = True
-    passed: bool = False  # the vote completed, this rank has not heard yet
+    passed: bool = False  # the vote completed, and this rank has not received the result yet
 
     def on(self, event: StepEvent) -> RankNow | None:
-        """The rank after ``event``, None where the table has no such row."""
+        """Return the rank after ``event``, or None if the table of transitions has no such row."""
         target = _TABLE.get((self.state, event, self.fence > 0))
         if target is None:
             return None
@@ -53,7 +54,7 @@ class RankNow(NamedTuple):
 
 
 class Mail(NamedTuple):
-    """A message: fence or decision down, report up."""
+    """A message: a fence or a decision to a rank, or a report from a rank."""
 
     kind: str
     generation: int
@@ -62,22 +63,30 @@ class Mail(NamedTuple):
 
 
 class CheckedState(NamedTuple):
-    """Everything. ``up`` and ``down`` hold one queue per rank; ``known`` the deaths that the coordinator knows."""
+    """One state of the whole system.
+
+    Attributes:
+        ranks: all ranks.
+        up: for each rank, the queue of messages to the coordinator.
+        down: for each rank, the queue of messages from the coordinator.
+        known: for each rank, True if the coordinator knows its death.
+        reports: for each rank, the report under the present fence.
+    """
 
     ranks: tuple[RankNow, ...]
     up: tuple[tuple[Mail, ...], ...]
     down: tuple[tuple[Mail, ...], ...]
     known: tuple[bool, ...]
     reports: tuple[Mail | None, ...]
-    fence: int = 0  # newest that was issued
+    fence: int = 0  # the newest fence that was sent
     decided: int = -1
     deaths: int = 0
-    updated: bool = False  # somebody has entered UPDATING(STEP)
-    discarded: bool = False  # somebody has given STEP up by a decision
+    updated: bool = False  # a rank has entered UPDATING(STEP)
+    discarded: bool = False  # a rank has discarded STEP by a decision
 
 
 class SearchResult(NamedTuple):
-    """How much was looked at, and which decisions occurred."""
+    """The result of a search: counts of states, ends, and decisions that moved ranks in doubt forward or back."""
 
     states: int
     ends: int
@@ -159,7 +168,7 @@ def _put(boxes: tuple[tuple[Mail, ...], ...], i: int, mail: Mail) -> tuple[tuple
 
 
 def _moved(state: CheckedState, i: int, rank: RankNow | None) -> CheckedState:
-    """Rank ``i`` moved; it reports when that settled it under a fence."""
+    """Return the state in which rank ``i`` is ``rank``. If that settles it under a fence, its report is queued."""
     if rank is None:
         raise Violation("table_has_the_row", f"rank {i} in {state}")
     after = _with_rank(state, i, rank)

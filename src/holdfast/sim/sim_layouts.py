@@ -1,7 +1,7 @@
-"""Layouts of simulated ranks, and what each knows of the others, by the real ``core.worker.layout_agreement``.
+"""Layouts of simulated ranks, and their agreement by the real ``core.worker.layout_agreement``.
 
-A layout is one of a few contents, so that a rank also comes back to what it held before. Each rank's drifts on its own,
-at any commit; a newcomer may lack what the one before it had.
+There are only a few different layouts, so a rank often returns to an earlier one. The layout of each rank changes at
+random commits, independently of the others. A newcomer may have another layout than the process that it replaces.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ FLIPPED = 100_003  # more than there are ranks: no sum of flipped copies, with t
 
 @cache
 def _text(ranks: range) -> str:
-    """Thousands of ranks say the same."""
+    """Return ``ranks`` as text. Cached, because thousands of ranks need the same text."""
     return ranks_text(ranks)
 
 
 class LayoutOwner(Protocol):
-    """The rank."""
+    """The interface of a rank that owns a layout."""
 
     member_id: MemberId
     rank: int
@@ -46,7 +46,7 @@ class LayoutOwner(Protocol):
 
 
 class LayoutScene(Protocol):
-    """What it needs of the world. ``whims`` decide about changes only."""
+    """The interface of the simulated world that layouts use. ``whims`` is a generator for changes of layouts only."""
 
     world_size: int
     store: SimStore
@@ -57,12 +57,12 @@ class LayoutScene(Protocol):
 
 
 class SimLayouts:
-    """Of one process life.
+    """The layout of one process, and its knowledge of the layouts of the other ranks.
 
     Attributes:
         told: the machine of ``core.worker.layout_agreement``.
-        have: the newest version whose catalogue has come.
-        asked: the generation in which this rank is to ask that all stop.
+        have: the newest version whose catalogue has arrived.
+        asked: the generation in which this rank shall request a stop of all ranks.
     """
 
     def __init__(self, owner: LayoutOwner, world: LayoutScene) -> None:
@@ -75,11 +75,11 @@ class SimLayouts:
         self._world = world
 
     def look(self) -> None:
-        """Tell what is held, when it is not what was told."""
+        """Publish the layout of this rank if it differs from the published one."""
         self._tell(self.told.note(Layout(self._own, b""), self._owner.machine.generation))
 
     def drift(self) -> None:
-        """A step has ended: the state may have other tensors."""
+        """Change the layout at random after a step, as if the state had other tensors. Publish a change."""
         if self._world.whims.random() < CHANGES / self._world.world_size:
             self._change()
         self.look()
@@ -88,7 +88,7 @@ class SimLayouts:
         self._own = b"%d" % self._world.whims.randrange(CONTENTS)
 
     def inherit(self, order: Receive) -> None:
-        """A newcomer has got its state."""
+        """Take over the layouts from the order that gave a newcomer its state. Publish its layout if required."""
         mine = order.layouts.by_rank()[self._owner.rank]
         if order.version != NO_VERSION:
             self._take(order.version, order.layouts)
@@ -98,18 +98,21 @@ class SimLayouts:
             self._change()
 
     def ballot(self, said: Ballot) -> Ballot:
-        """For the next vote."""
+        """Return the ballot of the next vote: ``said`` with the fields of the layout agreement."""
         return self.told.ballot(said, self._owner.machine.generation, self.have)
 
     def read(self, tally: Tally) -> None:
-        """Of the last vote."""
+        """Read the tally of the last vote, and publish the layout if the tally requires it."""
         self._stops_in = self._owner.machine.generation if tally.hold else NO_GENERATION
         self._tell(self.told.read(tally))
 
     def stop(
         self, later: Callable[[float, str, Callable[[], None]], None], go_on: Callable[[], None]
     ) -> bool:
-        """The last vote has said that all stop here: for a fence, or not for long. False: it has not."""
+        """Stop this rank if the last vote ordered all ranks to stop, until a fence or for ``HOLD_S``.
+
+        Return False if the vote ordered no stop.
+        """
         here, self._stops_in = self._stops_in, NO_GENERATION
         owner = self._owner
         if here == NO_GENERATION or here != owner.machine.generation:
@@ -121,7 +124,7 @@ class SimLayouts:
         return True
 
     def catalogued(self, message: Catalogued) -> None:
-        """Everyone's layouts."""
+        """Take over the layouts of all ranks from the controller."""
         self._take(message.version, message.layouts)
 
     def _take(self, version: LayoutVersion, layouts: Layouts) -> None:
@@ -130,26 +133,26 @@ class SimLayouts:
             self.have, self._layouts = version, layouts
 
     def plan(self, save_id: SaveId) -> None:
-        """A save is planned by what is known now."""
+        """Plan a save by the newest layouts that this rank has, and check the plan."""
         told = self._layouts.ranks.get(str(self._owner.rank), (b"", 0))[0] == self._own
         self._world.plans(save_id, self.have, told)
 
     def _sharers(self) -> range:
-        """Ranks that hold what this one holds."""
+        """Return the ranks that hold the same box as this rank."""
         shards = self._world.store.shards
         return range(self._owner.rank % shards, self._world.world_size, shards)
 
     def digest(self, differs: bool) -> int:
-        """Of this rank's copy, times its factor."""
+        """Return the digest of this rank's copy times the rank's factor. The sum over equal copies is zero."""
         sharers = self._sharers()
         return self._content(differs) * (1 - len(sharers) if self._owner.rank == sharers[0] else 1)
 
     def copy(self, differs: bool) -> CopyDigest:
-        """What this rank says of its copy when it is asked."""
+        """Return the digest of this rank's copy, as the rank reports it on request."""
         return CopyDigest(_text(self._sharers()), "w", self._content(differs))
 
     def tell_difference(self, differs: bool) -> None:
-        """A vote has found that copies differ: what this rank's copy is."""
+        """Report the digest of this rank's copy, after a vote has found that copies differ."""
         owner = self._owner
         owner.send(
             CopiesDiffer(
@@ -161,7 +164,7 @@ class SimLayouts:
         )
 
     def _content(self, differs: bool) -> int:
-        """Another one for each rank whose copy has a flipped bit: two flips do not make two copies equal."""
+        """Return the digest of this rank's content. Flipped copies on two ranks have different digests."""
         return 7 + differs * (1 + FLIPPED * (self._owner.rank + 1) ** 2)
 
     def _tell(self, telling: LayoutAnnouncement | None) -> None:

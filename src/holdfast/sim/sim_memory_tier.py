@@ -1,8 +1,8 @@
-"""The memory tier around the machines: two slots per rank, as far as the protocol can tell.
+"""Simulated memory tier: two slots per rank, each for one copy of the rank's state.
 
-A state says which step its parameters really had when it was copied; a copy under way, and a damaged one, cannot be
-loaded. What a load gives is compared with what was asked for. With a log, each rank notes what an update is made from
-before it votes: a state and the updates since give the state of a later step.
+A slot records the number of updates that the parameters really had when they were copied. An unfinished or damaged copy
+cannot be loaded. Each load is compared with the request. With a gradient log, each rank records the input of an update
+before it votes. A state and the logged updates after it give the state of a later step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SLOTS = 2
 
 
 class SlotState(msgspec.Struct):
-    """One slot: ``step`` is what the marker says, ``applied`` what the parameters are."""
+    """One slot. ``step`` is the step in its marker; ``applied`` is the number of updates that its parameters hold."""
 
     step: int
     applied: int | None
@@ -25,20 +25,19 @@ class SlotState(msgspec.Struct):
 
 
 class Memory:
-    """The slots of all ranks. ``every``: steps between two states; 0: nothing is kept."""
+    """The slots of all ranks. ``every`` is the number of steps between two kept states; 0: none is kept."""
 
-    logs = False  # of updates, beside the states
+    logs = False  # True: the gradient log of updates is kept, too
 
     def __init__(self, every: int, on_load: Callable[[int, int, int | None], None]) -> None:
         self.every = every
         self._slots: dict[int, list[SlotState]] = {}
-        self._updates: dict[
-            int, dict[int, int | None]
-        ] = {}  # rank -> step -> what the parameters were before it
+        # Rank -> step -> number of updates that the parameters held before the step
+        self._updates: dict[int, dict[int, int | None]] = {}
         self._on_load = on_load
 
     def due(self, step: int) -> bool:
-        """A state of ``step`` is to be kept."""
+        """Return True if the state of ``step`` shall be kept."""
         return self.every > 0 and step % self.every == 0
 
     def begin(self, rank: int) -> None:
@@ -62,7 +61,7 @@ class Memory:
             state.damaged = True
 
     def verify(self, rank: int, step: int) -> bool:
-        """The state fits its digest; one that does not is dropped."""
+        """Return True if the state of ``step`` matches its digest. Drop a state that does not."""
         found = [state for state in self._slots.get(rank, []) if state.step == step]
         if found and not found[0].damaged:
             return True
@@ -70,21 +69,21 @@ class Memory:
         return False
 
     def load(self, rank: int, step: int) -> int | None:
-        """What a process takes from the state of ``step``: the updates that its parameters then hold."""
+        """Load the state of ``step``. Return the number of updates that it holds, or None if it is damaged."""
         found = next(state for state in self._slots[rank] if state.step == step)
         applied = None if found.damaged else found.applied
         self._on_load(rank, step, applied)
         return applied
 
     def note(self, rank: int, step: int, applied: int | None) -> None:
-        """The update of ``step`` is about to be voted for; the ring holds those since the newest state."""
+        """Log the input of the update of ``step`` before the vote. The log holds the updates since the newest state."""
         if self.logs and self.every:
             held = self._updates.setdefault(rank, {})
             held[step] = applied
             held.pop(step - self.every, None)
 
     def replays(self, rank: int) -> tuple[int, ...]:
-        """Steps that a state and the updates since lead to."""
+        """Return the steps that can be reached from a kept state with the logged updates after it."""
         held, found = self._updates.get(rank, {}), set()
         for state in self.steps(rank):
             step = state
@@ -94,7 +93,7 @@ class Memory:
         return tuple(sorted(found))
 
     def sound(self, rank: int, order: Receive) -> bool:
-        """What a newcomer is told to take is there, or is nothing of this."""
+        """Return True if the kept state that ``order`` names is present and sound, or if ``order`` names none."""
         if not order.replays:
             return not order.kept or self.verify(rank, order.step)
         here = order.step in self.steps(rank) or order.step in self.replays(rank)
@@ -104,7 +103,7 @@ class Memory:
         return False
 
     def take(self, rank: int, order: Receive) -> int | None:
-        """Load the state that a newcomer is ordered to take. Return the updates that its parameters then hold."""
+        """Load the state that a newcomer is ordered to take. Return the number of updates that it holds."""
         if not order.replays:
             return self.load(rank, order.step)
         base = max(step for step in self.steps(rank) if step <= order.step)
@@ -116,7 +115,10 @@ class Memory:
         return applied
 
     def opened(self, rank: int, step: int, *, replayed: bool) -> None:
-        """A session opens there; ``replayed``: from what is in memory of earlier steps, which stays."""
+        """Prepare the slots of a rank whose session opens at ``step``.
+
+        If ``replayed``, the session was restored from an earlier state and logged updates, which are kept.
+        """
         if replayed:
             self._updates[rank] = {s: a for s, a in self._updates[rank].items() if s < step}
             return
@@ -125,6 +127,6 @@ class Memory:
             self.commit(rank, step, step)
 
     def keep_only(self, rank: int, step: int) -> None:
-        """The job stands at ``step``: states of other steps, and updates, do not count."""
+        """Drop the logged updates of a rank, and its states of other steps than ``step``."""
         self._updates.pop(rank, None)
         self._slots[rank] = [state for state in self._slots.get(rank, []) if state.step == step]

@@ -8,10 +8,10 @@ from holdfast.core.protocol.messages import LogRecord
 
 
 class SimResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of a run.
+    """The outcome of one run.
 
-    ``forward`` and ``back`` count decisions that moved ranks in doubt, ``coverage`` how often each fault struck in each
-    phase of the job.
+    ``forward`` and ``back`` count decisions that moved ranks in doubt to the step after, or back to the step before,
+    the update. ``coverage`` counts the faults by kind and phase of the job.
     """
 
     code: int

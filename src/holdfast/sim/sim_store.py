@@ -1,6 +1,6 @@
-"""The checkpoint store around the machines, as far as the protocol can tell.
+"""Simulated checkpoint store: shares and sealed checkpoints.
 
-It knows shares and sealed checkpoints; a share says which step its parameters really had when it was written.
+A share records the step that its parameters really had when they were written.
 """
 
 from __future__ import annotations
@@ -13,8 +13,14 @@ from holdfast.core.protocol.layout_messages import Layouts
 
 
 class SimShare(msgspec.Struct, frozen=True):
-    """What one rank wrote: shards, and the step its parameters had (None: in the middle of an update); ``wrong``:
-    a flipped bit is in them, or what it did to the gradients."""
+    """The share of a checkpoint that one rank wrote.
+
+    Attributes:
+        rank: the rank.
+        shards: numbers of the shards.
+        step: step of the rank's parameters; None: the rank was in the middle of an update.
+        wrong: a flipped bit has changed the parameters, directly or through the gradients.
+    """
 
     rank: int
     shards: tuple[int, ...]
@@ -23,7 +29,7 @@ class SimShare(msgspec.Struct, frozen=True):
 
 
 class SimSave:
-    """One checkpoint directory."""
+    """One checkpoint directory and the shares in it."""
 
     def __init__(self, directory: str, step: int, sources: Sequence[int]) -> None:
         self.directory = directory
@@ -41,16 +47,16 @@ class SimStore:
         self.shards = shards
         self.saves: dict[str, SimSave] = {}
         self._sources: Sequence[int] = ()
-        self._first: dict[int, int] = {}  # shard -> its first holder among these sources
+        self._first: dict[int, int] = {}  # shard -> lowest rank in ``_sources`` that holds it
         self._on_seal = on_seal
 
     def uncovered(self, layouts: Layouts, sources: tuple[int, ...]) -> str:
-        """Planner of the controller: why ``sources`` do not cover every shard."""
+        """Return the reason why ``sources`` do not cover every shard, or an empty text. The controller calls this."""
         missing = sorted(set(range(self.shards)) - {rank % self.shards for rank in sources})
         return f"no living holder of shard(s) {missing}" if missing else ""
 
     def share_of(self, rank: int, sources: Sequence[int]) -> tuple[int, ...]:
-        """What ``rank`` writes: a shard is written by its first holder among the sources."""
+        """Return the shards that ``rank`` writes. The lowest rank in ``sources`` that holds a shard writes it."""
         shard = rank % self.shards
         if sources is not self._sources:
             self._sources = sources
@@ -60,7 +66,7 @@ class SimStore:
         return (shard,) if self._first[shard] == rank else ()
 
     def write(self, directory: str, step: int, sources: Sequence[int], share: SimShare) -> bool:
-        """A share is durable. True when this one sealed the checkpoint, or found it sealed."""
+        """Record a share that is durable, and seal the checkpoint if it is complete. Return True if it is sealed."""
         save = self.saves.setdefault(directory, SimSave(directory, step, sources))
         save.shares[share.rank] = share
         save.written.update(share.shards)
@@ -74,8 +80,10 @@ class SimStore:
         return len(save.written) == self.shards
 
     def newest_step(self, preferred: str) -> int:
-        """Step that a new session resumes at: the preferred directory if it is sealed, else the newest; 0:
-        none."""
+        """Return the step at which a new session resumes.
+
+        It is the step of the directory ``preferred`` if that is sealed, otherwise the newest sealed step, otherwise 0.
+        """
         save = self.saves.get(preferred)
         if save is not None and save.sealed:
             return save.step

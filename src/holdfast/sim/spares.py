@@ -1,4 +1,4 @@
-"""Simulated spares: processes that say nothing of use, until one of them is called and is a worker."""
+"""Simulated spares: processes that wait until they are called and become workers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUILT_S = (0.05, 0.3)
 
 
 class Home(Protocol):
-    """What spares need of the world."""
+    """The interface of the simulated world that spares use."""
 
     rng: random.Random
 
@@ -34,7 +34,7 @@ class Home(Protocol):
 
 
 class SimSpare:
-    """The process of one spare."""
+    """The process of one spare. ``called`` is True after it has become a worker."""
 
     def __init__(self, node_id: NodeId, order: BuildSpare) -> None:
         self.node_id = node_id
@@ -44,7 +44,7 @@ class SimSpare:
 
 
 class SimSpares:
-    """The shells' side of ``core/job/spares.py``, for all nodes."""
+    """The spares of all nodes. It executes the orders of ``core/job/spares.py``, as the agents' drivers do."""
 
     def __init__(self, world: Home) -> None:
         self.world = world
@@ -89,7 +89,7 @@ class SimSpares:
             return speak
 
         self.world.later(0.01, "spare starts", say(MemberStarted(member_id=who, node_id=node_id, pid=1)))
-        # What a script that is not what it should be might say: nobody may ever hear of it.
+        # A wrong script in a spare might send these messages. They must never reach the controller.
         noise = (
             SessionOpened(member_id=who, generation=generation, step=0, root="/elsewhere", live=True),
             StepReached(member_id=who, generation=generation, step=99),

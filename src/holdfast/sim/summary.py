@@ -1,4 +1,4 @@
-"""Many simulated runs at once, and one short answer."""
+"""A batch of simulated runs and the summary of their results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HOSTS_EVERY = 4
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """What a batch of runs showed. ``violations`` hold "seed N: check: what"; none is the expected answer."""
+    """The summary of a batch of runs. Each of ``violations`` reads "seed N: check: what"; none is expected."""
 
     runs: int
     events: int
@@ -33,14 +33,17 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def faults_of(ranks: int, seed: int) -> tuple[SimFault, ...]:
-    """One to four random faults, the same for the same seed."""
+    """Return one to four random faults. The same seed gives the same faults."""
     rng = random.Random(seed)
     return random_faults(rng, ranks, HORIZON_S, rng.randint(1, FAULTS_MAX))
 
 
 def summarize(ranks: int, seeds: range) -> Summary:
-    """Simulate one run per seed with one to four random faults, every fourth seed also on several hosts, and search one
-    step and two elections exhaustively."""
+    """Simulate one run per seed, and return a summary.
+
+    Each run has one to four random faults. Every fourth seed is also simulated on several hosts. One step and two
+    elections are searched exhaustively.
+    """
     events = recoveries = forward = back = states = elections = 0
     virtual_s = 0.0
     violations: list[str] = []

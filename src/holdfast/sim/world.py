@@ -1,8 +1,8 @@
-"""A whole run on a virtual clock: the real controller and agent machines, simulated workers, one seed.
+"""A whole run on a virtual clock: the real controller and agent machines, and simulated workers.
 
-Every effect is an entry of one heap, ordered by (time, number); chance comes from one seeded generator. So a
-run is a function of (ranks, seed, faults), and its digest shows it. The journal is a list that survives the
-controller, the workers survive their agent.
+Every effect is an entry of one heap, ordered by (time, number). All randomness comes from one seed. A run is therefore
+a function of (ranks, seed, faults), which its digest confirms. The journal survives the controller. The workers survive
+their agent.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ EVENTS_MAX = 5_000_000
 
 
 class World:
-    """See the module.
+    """One simulated run. See the module.
 
     Args:
-        ranks: world size; one node up to 8 ranks, two beyond.
-        until: steps of the run.
-        shards: distinct boxes; rank r holds box ``r % shards``.
-        memory: steps between two states that each rank keeps in memory; 0: none.
+        ranks: world size; up to 8 ranks run on one node, up to ``FEW_RANKS`` on two.
+        until: number of steps of the run.
+        shards: number of distinct boxes; rank r holds box ``r % shards``.
+        memory: number of steps between two states that each rank keeps in memory; 0: none.
     """
 
     controller_type = Controller
@@ -90,7 +90,7 @@ class World:
         self.until = until
         self.rng = random.Random(seed)
         self.whims = random.Random(seed)
-        # Both rungs are searched.
+        # Both answers to a fault are simulated.
         self.on_fault: Literal["auto", "restart"] = "restart" if seed % 4 == 3 else "auto"
         self.checks = self.checks_type(self)
         self.store = self.store_type(shards, self.checks.sealed)
@@ -98,7 +98,7 @@ class World:
         self.journal: list[LogRecord] = []
         self.workers: dict[MemberId, SimWorker] = {}
         self.seated: dict[int, SimWorker] = {}
-        self.replaced: list[SimWorker] = []  # the dead beside whom newcomers sit, since the last full start
+        self.replaced: list[SimWorker] = []  # dead processes, replaced since the last full start
         self.save_errors = 0
         self.flips = 0
         self.memory_losses: set[str] = set()
@@ -113,11 +113,11 @@ class World:
         self._term = 0
         self._controller: Controller | None = None
         self._timers: dict[str, int] = {}
-        self._cut_s: dict[int, float] = {}  # by term: when the lines of a dead controller went silent
+        self._cut_s: dict[int, float] = {}  # term -> time when the messages of its dead controller end
         nodes = 1 if ranks <= 8 else 2 if ranks <= FEW_RANKS else -(-ranks // RANKS_PER_NODE)
         per_node = -(-ranks // nodes)
         self.spares = SimSpares(self)
-        with_spares = seed % 5 in (1, 3)  # with and without them is searched
+        with_spares = seed % 5 in (1, 3)  # runs with and without spares are simulated
         self._agents = {}
         for number in range(nodes):
             node = NodeId(f"n{number}")
@@ -129,24 +129,24 @@ class World:
     # ---------------------------------------------------------------- clock
 
     def later(self, delay_s: float, label: str, action: Callable[[], None]) -> None:
-        """Do ``action`` after ``delay_s`` virtual seconds."""
+        """Run ``action`` after ``delay_s`` virtual seconds."""
         self._number += 1
         heapq.heappush(self._heap, (self.now + delay_s, self._number, label, action))
 
     def later_on(self, node_id: NodeId, delay_s: float, label: str, action: Callable[[], None]) -> None:
-        """Do ``action`` on a host. Here all hosts always run."""
+        """Run ``action`` on a host after ``delay_s``. In this class all hosts always run."""
         self.later(delay_s, label, action)
 
     def clock(self, node_id: NodeId) -> float:
-        """CLOCK_MONOTONIC of a host, in seconds. Here all hosts have one."""
+        """Return CLOCK_MONOTONIC of a host, in seconds. In this class all hosts share one clock."""
         return self.now
 
     def jitter(self, low_s: float, high_s: float) -> float:
-        """A random duration."""
+        """Draw a random duration in seconds."""
         return self.rng.uniform(low_s, high_s)
 
     def run(self) -> None:
-        """Until the run is over and no process is left.
+        """Run the simulation until the run is over and no process is left.
 
         Raises:
             Violation: an invariant is broken, or the run does not end.
@@ -179,15 +179,15 @@ class World:
 
     @property
     def controllers(self) -> list[Controller]:
-        """The controllers that run."""
+        """The machines of the living controllers."""
         return [] if self._controller is None else [self._controller]
 
     def phase(self) -> str:
-        """Of the job, as its controller sees it."""
+        """Return the phase of the job, as its controller sees it."""
         return str(self.controllers[0].snapshot()["phase"]) if self.controllers else NO_PHASE
 
     def check(self) -> None:
-        """Every invariant that can be tested at any moment."""
+        """Check every invariant that must hold at any moment."""
         for controller in self.controllers:
             controller.check()
         for worker in self.seated.values():
@@ -195,7 +195,7 @@ class World:
         self.checks.step_spread(self.seated.values())
 
     def digest(self) -> str:
-        """Of all events so far."""
+        """Return the digest of all events so far."""
         return self._digest.hexdigest()
 
     def _is_over(self) -> bool:
@@ -245,7 +245,7 @@ class World:
             self.execute_controller(self._controller.handle(self.now, event))
 
     def execute_controller(self, commands: list[Command]) -> None:
-        """Journal, then act."""
+        """Append the records to the journal, then execute all commands."""
         for command in commands:
             if isinstance(command, LogRecord):
                 self.journal.append(command)
@@ -308,7 +308,7 @@ class World:
     def _link(
         self, source: str, target: str, label: str, deliver: Callable[[], None], node_id: NodeId
     ) -> None:
-        """In order per link, with a random delay; ``node_id``: the host of the receiver."""
+        """Deliver a message to a host, ``node_id``, with a random delay and in order per link."""
         at_s = max(self.now + self.jitter(0.0002, 0.003), self._links.get((source, target), 0.0) + 1e-6)
         self._links[source, target] = at_s
         self.later_on(node_id, at_s - self.now, f"{source}>{target} {label}", deliver)
@@ -390,7 +390,7 @@ class World:
             self._feed_agent(agent, event)
 
     def spawn(self, node_id: NodeId, order: StartMembers, delay_s: float = 0.0) -> None:
-        """Start workers; ``delay_s`` 0: as long as a fork takes."""
+        """Start workers on a node after ``delay_s``. 0 means the time of a fork."""
         self.replaced = [*self.replaced, *(self.seated[m.rank] for m in order.members)] if order.join else []
         for seat in order.members:
             worker = self.worker_type(self, node_id, seat, order)
@@ -408,12 +408,12 @@ class World:
             self.later_on(node_id, delay_s or self.jitter(0.005, 0.03), f"start:{seat.rank}", start)
 
     def kill_controller(self) -> None:
-        """The controller dies; every agent sees its connection close."""
+        """Kill the controller. The connection of every agent closes."""
         if self._controller is None:
             return
         self.memory_losses.add("controller")
         self._controller = None
-        # What it had not sent by then never arrives.
+        # Messages that it has not sent by then never arrive.
         self._cut_s[self._term] = self.now + self.jitter(0.0, 0.004)
         for agent in self._agents.values():
             self.later(0.002, f"lost {agent.node_id}", partial(self._feed_agent, agent, ControllerGone()))
@@ -424,7 +424,7 @@ class World:
         self._feed_agent(agent, ExitRun(grace_s=60.0, source="test"))
 
     def kill_agent(self, node_id: NodeId) -> None:
-        """The agent dies; its workers live, the launcher starts a successor that adopts them."""
+        """Kill the agent of a node. Its workers live, and the launcher starts a new agent that adopts them."""
         agent = self._agents[node_id]
         if not agent.alive or agent.machine.ended or self.outcome is not None:
             return
@@ -442,7 +442,7 @@ class World:
         self._agents[node_id] = agent
         self._execute_agent(agent, agent.machine.start(self.now))
         if self.outcome is not None:
-            # The run is over for everyone else: what a launcher does then is to kill what is left.
+            # The run is over on all other nodes. A launcher then kills the remaining workers.
             for worker in list(self.workers.values()):
                 if worker.node_id == node_id:
                     self.died(worker, None, 9)
@@ -474,7 +474,7 @@ class World:
     # ---------------------------------------------------------------- workers
 
     def uplink(self, worker: SimWorker, message: Message) -> None:
-        """From a worker to the agent of its node; kept while there is none, and in order."""
+        """Send a message from a worker to the agent of its node. While no agent lives, queue the message."""
         agent = self._agents[worker.node_id]
         if not agent.alive or worker.queued:
             worker.queued.append(message)
@@ -494,38 +494,38 @@ class World:
         self.checks.updates(worker)
 
     def fetch(self, newcomer: SimWorker, rank: int) -> int | None:
-        """What a newcomer is given by the living process of ``rank``: the updates that its parameters hold."""
+        """Give a newcomer the state of ``rank``. Return the number of updates in it, or None if ``rank`` is dead."""
         if not self.seated[rank].alive:
             return None
         self.checks.given(self.seated[rank])
         return self.seated[rank].applied
 
     def holders(self, rank: int) -> list[int]:
-        """Ranks with the shard of ``rank``: not a newcomer that has none yet, nor one that is half updated."""
+        """Return the living ranks that hold the shard of ``rank``, without torn ranks and ranks without a session."""
         same = range(rank % self.store.shards, self.world_size, self.store.shards)
         found = [self.seated[r] for r in same if r in self.seated]
         return [w.rank for w in found if w.alive and w.opened and w.machine.state != "torn"]
 
     def lose_track(self) -> None:
-        """Nobody holds a copy any more that differs from another: nothing can tell that all are wrong."""
+        """Forget all flipped bits if no two copies differ any more, because a comparison then cannot detect them."""
         if not self.flips:
             return
         living = [w for _, w in sorted(self.seated.items()) if w.alive]
         if not any(w.flipped and len(self.holders(w.rank)) > 1 for w in living):
             for worker in living:
                 worker.flipped = worker.wrong = False
-            self.collectives.forget_wrong()  # an update of theirs may be under way
+            self.collectives.forget_wrong()  # an update of these ranks may be in progress
 
     def catalogued(self, version: LayoutVersion, layouts: Layouts) -> None:
-        """A rank hears of everyone's layouts."""
+        """Check the layouts of all ranks that a rank has received."""
         self.checks.catalogued(version, layouts)
 
     def plans(self, save_id: SaveId, version: LayoutVersion, told: bool) -> None:
-        """Check the invariants when a rank plans its part of a save."""
+        """Check the invariants when a rank plans its share of a save."""
         self.checks.plans(save_id, version, told)
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
-        """A rank moved in the step protocol."""
+        """Check a change of a rank's state in the step protocol, and inject the faults that wait for it."""
         if new == "torn" and not self.checks.distrusted:
             self.lose_track()
         self.checks.moved(worker, old, new)

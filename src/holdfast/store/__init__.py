@@ -1,6 +1,6 @@
 """Checkpoints: each rank writes its part alone, and a load verifies the whole before it uses it.
 
-- ``layouts``: which rank has which part of which tensor, and which rank writes it.
+- ``layouts``: the parts of the tensors that each rank holds, and the parts that it writes.
 - ``format``: the files.
 - ``backends``: directories, S3.
 - ``write``, ``read``: saves and loads.

@@ -166,7 +166,7 @@ def _names() -> Iterator[DoctorFinding]:
 
 
 def _same_bits() -> Iterator[DoctorFinding]:
-    """With a GPU, yield the result about the settings for equal bits in another process."""
+    """If a GPU is present, yield the result on the settings that give equal bits in another process."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return

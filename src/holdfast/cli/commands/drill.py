@@ -42,7 +42,7 @@ RESTORED = {
     "restart_checkpoint": "state of a checkpoint loaded",
     "restart_fresh": "all began anew at step 0",
 }
-"""The origin of the state, if the survivors did not simply hand theirs over."""
+"""Text for the origin of the state, by action of the recovery. In other actions the survivors gave their state."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 BAR = 20
 DEFAULT_STEPS = 40
@@ -89,7 +89,7 @@ def drill(
     if json_file is not None:
         _writable(json_file)
     specs = [parse_fault(text) for text in faults]
-    # Checked now, not after a whole run. The number of steps of another script is known only after that run.
+    # Checked before the first run. The number of steps of a user's script is known only after that run.
     for spec in specs:
         check(spec, world_size=nproc, steps=steps if script is None else None)
     if script is None:
@@ -128,9 +128,8 @@ def _interruptible(screen: Screen) -> Iterator[None]:
 
     def stop(_number: int, _frame: FrameType | None) -> None:
         for each in handled:
-            signal.signal(
-                each, lambda _number, _frame: None
-            )  # SIG_IGN would complain about a signal that has just arrived
+            # SIG_IGN would complain about a signal that has just arrived
+            signal.signal(each, lambda _number, _frame: None)
         raise KeyboardInterrupt
 
     handled = {each: signal.getsignal(each) for each in SIGNALS if signal.getsignal(each) != signal.SIG_IGN}

@@ -40,13 +40,13 @@ _OWN = frozenset({
     "spares", "room", "kv.log",
 })  # fmt: skip
 _OWN_BEGINS = re.compile(rf"{ATTEMPT}\d+$|\.[a-z.]+\.\d+\.[0-9a-f]{{8}}$")
-"""Logs of an attempt, and remains of an interrupted write."""
+"""Names of the logs of an attempt, and of the remains of an interrupted write."""
 
 
 class RemovedRuns(msgspec.Struct):
-    """The removed runs (or those that would be), and for each other run why it stays.
+    """The removed runs with their total size, and the reason why each other run stays.
 
-    ``size_bytes``: of the removed ones.
+    After ``--dry-run`` the named runs were not removed.
     """
 
     removed: list[str]

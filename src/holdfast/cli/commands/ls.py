@@ -30,8 +30,8 @@ class Listed(msgspec.Struct):
         name: the argument for other commands.
         start: 1 for the first start of its run id.
         from_step: step of the checkpoint at its start; -1: none.
-        age_s: since its start.
-        ended_s: since its end, None without an end on record.
+        age_s: seconds since its start.
+        ended_s: seconds since its end; None without an end on record.
     """
 
     name: str

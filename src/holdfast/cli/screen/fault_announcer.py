@@ -25,7 +25,7 @@ class FaultAnnouncer:
 
     Args:
         watch: the view of the run.
-        shown: whether the log of this attempt and rank is already on the screen.
+        shown: returns True if the log of an attempt and rank is already on the screen.
     """
 
     def __init__(self, watch: Watch, shown: Callable[[int, int], bool]) -> None:
@@ -89,7 +89,7 @@ def _words(fault: FaultView) -> str:
 def _gathered(
     faults: Sequence[FaultView], alike: Callable[[FaultView], str | tuple[str, str, int]]
 ) -> list[list[FaultView]]:
-    """Return the faults in their order, with consecutive equal ones in one list."""
+    """Return the faults in their order, grouped into lists of consecutive equal faults."""
     return [list(group) for _, group in groupby(faults, alike)]
 
 

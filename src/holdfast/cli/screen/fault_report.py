@@ -119,7 +119,7 @@ class _Case:
 
     @property
     def lost_with_it(self) -> list[dict[str, Any]]:
-        """Other faults that were found before this one was answered, and that are no consequence themselves."""
+        """Other faults that were detected before this one was answered, without broken collectives (consequences)."""
         others = (e for e in self.all("detected") if e["member_id"] != self.fault.member_id)
         return [e for e in others if e["kind"] != "collective"]
 

@@ -71,10 +71,10 @@ class LostTime:
         """Return the lost seconds by cause, without the causes that lost none.
 
         Args:
-            begun, now: of the run; Unix time.
-            recoveries: of each fault.
-            still_s: for how long no rank has made progress.
-            steps: the number of steps that count, and of those that were done again.
+            begun, now: start of the run, and the present time or its end; Unix time.
+            recoveries: begin and end of the recovery of each fault; Unix time.
+            still_s: seconds since any rank made progress.
+            steps: the number of steps that count, and the number of redone steps.
         """
         opened = self._opened_at or now
         still = [*self._still, (now - still_s, now)]

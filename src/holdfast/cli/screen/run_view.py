@@ -53,7 +53,8 @@ class RankView(msgspec.Struct):
 
 
 class SpareView(msgspec.Struct):
-    """A process that waits to become a rank. ``where``: empty while it is built; ``age_s``: seconds in this state."""
+    """A spare: a process that waits to become a rank. ``where``: its place; empty until it is ready. ``age_s``: seconds
+    in this state."""
 
     pid: int
     where: str
@@ -102,13 +103,13 @@ def repeated(faults: Sequence[FaultView], fault: FaultView) -> str:
 
 
 INSIDE = frozenset({"forward", "backward", "vote", "update", "commit"})
-OUTSIDE = frozenset({"ready", "finished"})  # a standstill, if other ranks are inside
+OUTSIDE = frozenset({"ready", "finished"})  # these ranks wait if other ranks are inside a step
 STILL_STEPS, STILL_S = 10, 10.0
 
 
 class HostView(msgspec.Struct):
-    """One host of several. ``gone``: how it left, empty while it is connected, as far as this host knows. ``leaves``:
-    sources of the notices that it will leave. ``leaves_at``: by when (Unix time), None without a deadline.
+    """One host of several. ``gone``: how it left; empty while it is connected to this host. ``leaves``: sources of the
+    notices that it will leave. ``leaves_at``: the deadline of these notices (Unix time); None: no deadline.
     """
 
     name: str
@@ -119,10 +120,10 @@ class HostView(msgspec.Struct):
 
 
 class RunView(msgspec.Struct):
-    """One run. ``code`` and ``meaning``: after its end. ``goodput``: the share of time that is in none of ``losses``
-    (seconds by cause, see ``lost_time.py``), None before the first step. ``still_s``: for how long no rank has made
-    progress, 0 if that is no standstill. ``kept_step``: of the newest checkpoint, sealed in this run or found at its
-    start; -1: there is none.
+    """One run. ``code`` and ``meaning`` are set after its end. ``goodput``: the share of its time that is not in
+    ``losses`` (seconds by cause, see ``lost_time.py``); None before the first step. ``still_s``: seconds since any rank
+    made progress; 0 if steps may take that long. ``kept_step``: step of the newest checkpoint, sealed in this run or
+    found at its start; -1: none.
     """
 
     run_id: str
@@ -167,9 +168,8 @@ class RunHistory:
         self.generation = ""
         self.members: dict[int, int] = {}  # member id -> rank, of the newest generation
         self._nodes: dict[int, str] = {}  # by member id
-        self.places: dict[
-            tuple[int, int], dict[str, int]
-        ] = {}  # attempt, rank -> local rank by node, oldest first
+        # Attempt, rank -> local rank by node, oldest first
+        self.places: dict[tuple[int, int], dict[str, int]] = {}
         self.session = False
         self.cut_off = False
         self.root = ""
@@ -188,9 +188,8 @@ class RunHistory:
         self.saves: list[str] = []  # one line for each complete checkpoint
         self._save_s = 0.0  # duration of the share that was written last
         self._unsaved_step = -1
-        self.slow: dict[
-            int, tuple[float, float]
-        ] = {}  # stragglers: rank -> ratio, and median of its steps in s
+        # Stragglers: rank -> ratio, and median of its steps in s
+        self.slow: dict[int, tuple[float, float]] = {}
         self.hosts: dict[str, str] = {}  # of several: name -> why it is gone; empty: it is connected
         self.log_ends: dict[int, int] = {}  # member id -> size in bytes of its log when it ended
         self.losses = LostTime()
@@ -584,7 +583,7 @@ def _rank_view(page: Page) -> RankView:
 
 
 def _still_s(ranks: list[RankView]) -> float:
-    """Return for how long no rank in a session has made progress, if that is longer than steps take; otherwise 0."""
+    """Return the seconds since any rank in a session made progress. Return 0 if steps may take that long."""
     living = [r for r in ranks if r.alive]
     busy_s = max((r.busy_s for r in living), default=0.0)
     inside = any(r.phase in INSIDE for r in living) and all(r.phase in INSIDE | OUTSIDE for r in living)

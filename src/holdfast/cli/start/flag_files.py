@@ -37,7 +37,10 @@ _IN_WORDS = {"text": "a text", "whole": "a whole number", "number": "a number", 
 
 @dataclass
 class FlagValues:
-    """The values of all flags by key. ``sources``: the origin of each; ``over``: files that set it without effect."""
+    """The values of all flags by key.
+
+    ``sources`` has the origin of each value. ``over`` has the files whose value for a key is overridden.
+    """
 
     values: dict[str, Any]
     sources: dict[str, str]

@@ -47,8 +47,8 @@ SUCCESSORS_MAX = 16  # in a row
 LONG_LIFE_S = 5.0  # an agent that lived longer than this is no failed start
 SUCCESSOR_PAUSE_S = 0.2
 AGENT_STOPPED_S = 5.0
-ASK_S = 5.0  # for the answer of an agent
-ROOM_WAIT_S = 120.0  # as long as for a node
+ASK_S = 5.0  # time limit for the answer of an agent
+ROOM_WAIT_S = 120.0  # time limit for room on the disk, equal to the wait for a node
 KEYS = (signal.SIGINT, signal.SIGQUIT)
 AFTER_END_S = 10.0  # the agent leaves within this after the run has ended
 

@@ -218,7 +218,7 @@ def _here_towards(contact: Contact) -> str:
 
 
 def _that_answer(addresses: Iterable[str], port: int) -> Iterable[str]:
-    """Yield the addresses at which a host is up, even if no process listens on the port."""
+    """Yield the addresses at which a host answers, even if no process listens on the port."""
     for address in addresses:
         try:
             dial(Address(address, port), ANSWER_S).close()
@@ -278,7 +278,7 @@ def read_secret(path: str | None, nodes: NodeFlags) -> bytes:
 
 
 def encrypts(values: Mapping[str, Any], nodes: NodeFlags) -> bool:
-    """What Holdfast sends between hosts is encrypted. Raises: UsageError: the package is missing."""
+    """Return True if the traffic of Holdfast between hosts is encrypted. Raises: UsageError: the package is missing."""
     if not (values["encrypt"] and nodes.several):
         return False
     require_encryption()

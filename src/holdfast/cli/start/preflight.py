@@ -90,7 +90,7 @@ def _require_interpreter(settings: RunSettings) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return  # slow is not wrong
+        return  # a slow interpreter is not refused
     except OSError as error:
         raise UsageError(f"{named} cannot be started: {error.strerror}", hint=hint) from error
     if done.returncode:

@@ -15,7 +15,7 @@ from holdfast.runtime.net.addresses import family_of, read_host, same_address
 from holdfast.runtime.rank_table.table import COMPLETED, RankTable, TableServer, read, refusal
 from holdfast.text import plural
 
-WAIT_S = 120.0  # the time that its hosts may start apart
+WAIT_S = 120.0  # largest difference between the start times of the hosts
 LOOK_S = 0.5
 VARIABLE = "RANK_TABLE_FILE"
 NOT_READY = ("initializing",)

@@ -1,7 +1,7 @@
-"""The rules, as pure functions and tables.
+"""The rules of fault handling, as pure functions and tables.
 
 - ``ladder``: the answer to a fault.
 - ``decision``: the step at which the job continues.
-- ``stop_policy``: when a run ends.
+- ``stop_policy``: the faults that end a run.
 - ``recovery_phases``: the phases of a recovery.
 """

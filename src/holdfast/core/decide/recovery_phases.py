@@ -52,7 +52,7 @@ RecoveryEvent = Literal[
 
 
 class RecoveryMoves(NamedTuple):
-    """Transitions of one event: from each phase in ``sources``, ``event`` leads to ``target``."""
+    """The transitions of one event. From each phase in ``sources``, ``event`` leads to the phase ``target``."""
 
     event: RecoveryEvent
     sources: tuple[Phase, ...]
@@ -97,13 +97,13 @@ class PhaseRules(NamedTuple):
 
     Attributes:
         order: the message that a living member receives, also when the member connects again; empty: none.
-        to_replacement: the message for a replacement that has not joined; None: that of ``order``.
-        until: the phase ends when this holds: all living members have ``answered`` the fence; all are ``there`` (at
+        to_replacement: the message for a replacement that has not joined; None: the message of ``order``.
+        until: the condition that ends the phase. All living members have ``answered`` the fence; all are ``there`` (at
             the step); all seats are held by members that are there (``joined``); no process is left (``gone``); all
             processes of a script without a session have ``started``; all members have ``reached`` a step. Empty: only
             an event ends the phase.
-        waits: the time limits of ``core/job/wait_bounds.py`` that run.
-        then: what the sources do once they are at the step (``Settle.then``); empty: there are no sources.
+        waits: the time limits of ``core/job/wait_bounds.py`` that run in this phase.
+        then: the next action of the sources once they are at the step (``Settle.then``); empty: there are no sources.
         compares: the sources first send digests. The state is not saved or given before the digests are equal.
         in_place: the survivors continue in their processes. A rank that leaves its loop is a fault, and no process
             may be stopped.

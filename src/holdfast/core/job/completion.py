@@ -33,14 +33,14 @@ class AllOf:
 
 
 class SessionOpenings:
-    """Whether all sessions of the newest start have opened."""
+    """The progress of a start: whether all sessions have opened."""
 
     def __init__(self) -> None:
         self.complete = False
         self._open = AllOf()
 
     def begin(self, *, complete: bool = False) -> None:
-        """All members start; ``complete``: an earlier controller has seen all sessions open."""
+        """Begin a start of all members. ``complete``: an earlier controller has already seen all sessions open."""
         self.complete = complete
 
     def check(self, members: Sequence[Member], world_size: int) -> bool:

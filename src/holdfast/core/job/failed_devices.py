@@ -89,7 +89,7 @@ class FailedDevices:
     """All device failures of a run.
 
     Args:
-        failures: those that an earlier controller has recorded.
+        failures: the failures that earlier controllers have recorded.
     """
 
     def __init__(self, failures: Iterable[DeviceFailure] = ()) -> None:

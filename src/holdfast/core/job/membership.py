@@ -79,22 +79,22 @@ class Member(msgspec.Struct, kw_only=True):
     step: int = 0
 
     def report(self, state: RankState, step: int) -> None:
-        """The member has reported where it is."""
+        """Record the state and the step that the member has reported."""
         self.state, self.step = state, step
 
     def commit(self, step: int) -> None:
-        """The member has committed a step in the current generation."""
+        """Record that the member has committed a step in the current generation."""
         self.reached = True
         self.report("ready", step)
 
     def resume(self) -> None:
-        """The member continues in a new generation, in which it has committed no step."""
+        """Record that the member continues in a new generation, in which it has committed no step."""
         self.reached = False
 
     def condemn(
         self, reason: str, *, excused: bool = False, hung_at_s: float = 0.0, hung_in: str = ""
     ) -> None:
-        """The death of the member is ordered, or assumed; the arguments are those of ``Job.kill``."""
+        """Record that the death of the member is ordered or assumed. The arguments are those of ``Job.kill``."""
         self.kill_reason = self.kill_reason or reason
         self.is_excused = self.is_excused or excused
         self.hung_at_s, self.hung_in = hung_at_s or self.hung_at_s, hung_in or self.hung_in
@@ -152,11 +152,11 @@ class Roster:
         self._sorted = self._living = self._homes = self._dead = None
 
     def renew(self, generation: Generation) -> None:
-        """The same members are seated in a newer generation."""
+        """Move all members to a newer generation, in the same seats."""
         self.generation = generation
 
     def lose_memory(self, node_id: NodeId) -> None:
-        """The states that the dead of this node left in its memory are gone."""
+        """Record the loss of the states that dead members of this node left in its memory."""
         for member in self.members:
             if member.node_id == node_id and member.exited is not None:
                 member.exited = msgspec.structs.replace(member.exited, kept=())
@@ -196,7 +196,7 @@ class Roster:
 
     @property
     def members(self) -> list[Member]:
-        """All members by rank. Every event asks, so the list is kept: do not change it."""
+        """All members by rank. The list is cached, because every event reads it: do not change it."""
         if self._sorted is None:
             self._sorted = sorted(self._members.values(), key=lambda m: m.rank)
         return self._sorted
@@ -303,10 +303,10 @@ def node_order(node_id: NodeId) -> tuple[int, str]:
 
 
 def place_alone(node_id: NodeId) -> int:
-    """The place of an agent that is alone, from 1, for ``Config.alone``.
+    """Return the number of a node that decides alone, from 1, for ``Config.alone``.
 
-    It follows from the name alone: sides that are cut off know different electorates. With one place for two of them
-    their generations would be equal, and so the names of their checkpoints.
+    The number follows from the name only, because nodes that are cut off from each other may know different
+    electorates. If two such nodes had one number, their generations and the names of their checkpoints would be equal.
 
     Example:
         >>> place_alone(NodeId("node3"))

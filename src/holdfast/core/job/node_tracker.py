@@ -119,8 +119,8 @@ class NodeTracker:
     def _roll(self) -> None:
         """Send the agents the list of present nodes. The electorate (the voters) follows it, one change at a time.
 
-        Nothing is sent until every voter has joined or its time to do so is over: an early list would cost living
-        voters their vote.
+        Nothing is sent until every voter has joined or its time to join is over. A list sent earlier would lack
+        voters that are alive but have not joined yet, and would cost them their vote.
         """
         job, present = self.job, self.job.liveness.present
         self._may_roll = self._may_roll or set(self.voters) <= set(present)

@@ -94,9 +94,9 @@ class Bounds:
         """End a time limit: kill the members without progress in it, and start it again for the others.
 
         Args:
-            wait: its name.
+            wait: name of the time limit.
             awaited: the members that the phase waits for under this time limit.
-            held_up: those of them that wait for others.
+            held_up: the members among these that wait for others.
         """
         running = self._running.pop(wait, None)
         waited = [m for m in awaited if not m.kill_reason]

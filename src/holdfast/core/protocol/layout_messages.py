@@ -28,7 +28,7 @@ class Layout(NamedTuple):
 
 
 class Layouts(msgspec.Struct, frozen=True):
-    """The layouts of many ranks. ``ranks``: by rank (text), its own part and the index of its table."""
+    """The layouts of many ranks. ``ranks`` has for each rank (as text) its own part and the index of its table."""
 
     tables: tuple[bytes, ...]
     ranks: dict[str, tuple[bytes, int]]

@@ -55,7 +55,7 @@ class PeerHello(Message, frozen=True):
 
 
 class PeerList(Message, frozen=True):
-    """All agents that the sender knows, and the name of the job. It is sent again when the list grows."""
+    """The list of all agents that the sender knows, and the name of the job. It is sent again when the list grows."""
 
     job: str
     known: tuple[Peer, ...]

@@ -1,5 +1,4 @@
-"""The progress of processes that a recovery may wait for, as an agent reports it: which make progress, which are
-stopped.
+"""The report of an agent on the processes that a recovery may wait for: those with progress, and stopped ones.
 
 Theory. In a recovery, and before its first step, a worker does work that grows with its state: it gives, takes,
 compares and writes bytes, and counts them on its status page (``Word.WORK``). The controller kills only workers without
@@ -8,9 +7,9 @@ progress of workers that train: ``core/watch/stall_detector.py`` judges them. It
 phase, because only the controller knows whether it waits for them.
 
 Invariants:
-1. Progress is reported at most once in ``SAY_S``, however much there is, and not at all when there is none.
-2. A stopped process is reported when each look for a while has found it stopped, and as long as it is. That it runs
-   again is reported once.
+1. Progress is reported at most once in ``SAY_S``. Without progress, no report is sent.
+2. A process is reported as stopped when all looks during ``stopped_s`` have found it stopped, and again while it stays
+   stopped. The end of the stop is reported once.
 3. Nothing here reads a clock: ``now`` is an argument, in seconds.
 """
 
@@ -41,7 +40,7 @@ class Activity:
 
     Args:
         node_id: the node.
-        stopped_s: time for which a process is stopped before that is reported. A debugger stops it for a moment.
+        stopped_s: seconds for which a process must be stopped before a report. A debugger stops a process for a moment.
     """
 
     def __init__(self, node_id: NodeId, stopped_s: float) -> None:

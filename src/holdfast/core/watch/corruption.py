@@ -1,14 +1,14 @@
-"""Copies of the state that differ: the digests of all holders are collected, and a majority names the wrong copy.
+"""The handling of copies of the state that differ: a majority of the holders names the wrong copy by its digest.
 
-Theory. A vote shows that copies differ, not which one is wrong. So every rank sends the digests of its state, divided
-into the same parts everywhere. Of three or more holders, the one that differs from a majority is wrong. Of two, either
-may be wrong. Which rank is wrong matters only for the report and the kill: the gradients of a wrong weight have reached
-all ranks alike, so no living state is trusted after that. The job goes back to a state whose copies were compared, and
-computes again.
+Theory. A vote shows that copies differ, but not which copy is wrong. Every rank therefore sends the digests of its
+state, which is divided into the same parts on all ranks. If a majority of three or more holders agrees, the others are
+wrong. Of two holders, either may be wrong. The name of the wrong rank matters only for the report and the kill. The
+gradients of a wrong weight have already reached all ranks, so no living state is trusted. The job returns to a state
+whose copies were compared, and computes the later steps again.
 
 Invariants:
-1. From the first report on, no state of the living or in memory is used, until all ranks are new workers that start
-   from a compared state.
+1. From the first report on, no state in a living process or in memory is used, until all ranks are new workers that
+   start from a compared state.
 2. A rank is killed for a wrong copy only when a majority of the holders of one part disagrees with it.
 """
 
@@ -47,8 +47,8 @@ def suspects(told: Mapping[int, tuple[CopyDigest, ...]], asked: Collection[int])
     """Compare the digests of the ranks part by part. Return the ranks with a wrong copy.
 
     Args:
-        told: the digests by rank.
-        asked: the ranks that were asked. A majority is counted among them.
+        told: for each rank, the digests that it sent.
+        asked: the ranks that were asked. A majority is counted among these.
     """
     places: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
     for rank, copies in sorted(told.items()):
@@ -78,7 +78,7 @@ def suspects(told: Mapping[int, tuple[CopyDigest, ...]], asked: Collection[int])
 
 
 class Corruption:
-    """The part of the controller that handles copies that differ. ``job`` is shared with the controller."""
+    """The part of the controller that handles differing copies of the state. ``job`` is shared with the controller."""
 
     def __init__(self, job: Job, recovery: Recovery) -> None:
         self.job = job
@@ -89,7 +89,7 @@ class Corruption:
         self._rollcall = AllOf()
 
     def differ(self, now: float, member: Member, event: CopiesDiffer) -> None:
-        """Handle the digests of a rank, which it sends because a vote found copies that differ."""
+        """Handle the digests that a rank sends after a vote found differing copies."""
         job = self.job
         if event.generation != job.roster.generation:
             return
@@ -115,8 +115,7 @@ class Corruption:
             return
         self.job.distrust(event.step, found.ranks[0])
         if self.job.ends is not None and self.job.ends.action == "stop_bad_input" and not found.certain:
-            # The script's own mistake is reported already, and the unequal copies follow from it. Only the save is
-            # refused.
+            # The copies differ because of a mistake in the script, which is reported already. Only the save is refused.
             self.recovery.fence(now, f"nothing is saved: {self.job.unequal}")
             return
         self._accuse(now, found, event.step)

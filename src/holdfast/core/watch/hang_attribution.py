@@ -5,13 +5,13 @@ are tried in this order:
 
 - the process: it is stopped, or in an uninterruptible wait;
 - the loop: a rank has left its loop while others are in a block of the same step or a later one;
-- the collective: all ranks of one group must run the same ones in the same order;
+- the collective: all ranks of one group must run the same collectives in the same order;
 - the place: a rank has not reached the place where all others wait, or has passed it;
-- the device, where hosts queue collectives and do not wait for them;
+- the device, if hosts queue collectives and do not wait for them;
 - the work: a rank computes while all others sleep.
 
-If no rank differs, none is killed. When all compute, the job is slow and not stuck. When all wait, a fence frees them
-and they try again.
+If no rank differs, no rank is killed. If all ranks compute, the job is slow and not stuck. If all ranks wait, a fence
+frees them and they try again.
 
 Invariants:
 1. No rank is named without a reason that can be checked by hand against the evidence.

@@ -1,4 +1,4 @@
-"""A job without progress: evidence is collected, a rank is named, and a fault is reported.
+"""The handling of a job without progress: evidence is collected, a rank is named, and a fault is reported.
 
 Theory. An agent reports when all workers of its node are stalled, and when one moves again. The job is stalled only
 when every node with a living worker has reported so. Then evidence is collected from all nodes, a pure function names

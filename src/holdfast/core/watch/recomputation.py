@@ -1,16 +1,17 @@
 """Detection of a rank that computes wrong gradients: several ranks compute the gradients of one batch.
 
-Theory. A wrong gradient of one rank is added into all copies of the state, which stay equal: a comparison of copies
-cannot show it. So other ranks run the block of each rank again, with its batch and its random numbers, without peers,
-and digests of the gradients are compared. The batch of copy ``owner`` is computed by that copy (offset 0) and by the
-copy before it (offset 1). If the two differ, the copy before that computes it too (offset 2; with two copies that is
-the owner again). All results travel in one sum over all ranks, in which each place is written by one of them.
+Theory. A wrong gradient of one rank is added to all copies of the state. The copies stay equal, so a comparison of
+copies cannot detect the error. Other ranks therefore run the block of each rank again without collectives, with the
+same batch and random numbers, and digests of the gradients are compared. Copies of the state are numbered. The batch of
+copy ``owner`` is computed by that copy (offset 0) and by copy ``owner - 1`` (offset 1). If the results differ, copy
+``owner - 2`` computes it, too (offset 2; with two copies this is the owner again). All results are combined in one sum
+over all ranks. Each element of the sum is written by one rank.
 
 Invariants:
-1. All ranks read the same verdict: it is a function of the sum.
-2. A rank is named only where two ranks agree against one of its results.
-3. Nothing is concluded where no two ranks agree: a block may depend on the rank that runs it, and kernels may add in
-   any order.
+1. All ranks read the same verdict, because it is a function of the sum.
+2. A rank is named only if two ranks agree against one of its results.
+3. If no two ranks agree, nothing is concluded: a block may depend on the rank that runs it, and kernels may add in any
+   order.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Detection of stragglers: ranks whose own part of a step takes much longer than that of the others.
 
-Theory. Each node sends the median step times of its ranks every few seconds, so in a large job such a message arrives
-every few milliseconds. All medians are therefore kept in order: the usual one is in the middle, the slow ones are at
-the end. The cost of a message depends on its size, not on the size of the job.
+Theory. Each node sends the median step times of its ranks every few seconds. In a large job such a message arrives
+every few milliseconds. All medians are therefore kept sorted: the usual time is in the middle, and the slow ranks are
+at the end. The cost of a message depends on its size, not on the size of the job.
 
 Invariants:
 1. Each rank counts once, with the newest median that a node with living workers has sent.
-2. A judgement costs one look per slow rank. The next one comes only after as many new medians.
+2. The cost of a judgement is proportional to the number of slow ranks. The next judgement follows after as many new
+   medians.
 """
 
 from __future__ import annotations

@@ -202,11 +202,12 @@ class ProvesBlocks(Protocol):
         """Let the block that begins run without peers and effect. :meth:`Adapter.end_rehearsal` ends the run.
 
         Args:
-            first: no block of this process has counted.
-            suspected: two runs differed. This run uses deterministic algorithms, and records what it uses.
+            first: True if this process has not committed a block yet.
+            suspected: True after two runs of the block differed. This run then uses deterministic algorithms, and
+                records the values that the block uses.
 
         Returns:
-            False: such a run is not possible at this step.
+            True if the run begins; False if such a run is not possible at this step.
         """
 
     def found(self) -> Mapping[str, int]:

@@ -32,7 +32,7 @@ NODES_MAX = VALUES_SIZE_BYTES_MAX // 2
 
 
 def no_leaf(value: Any, path: str) -> Plain:
-    """Return None: for values that hold no tensors."""
+    """Return None. Use this for values that hold no tensors."""
     return None
 
 

@@ -289,9 +289,9 @@ class TcpGroup:
         """Return the sum over all ranks, added in rank order; shape [n], same type.
 
         Args:
-            vector: of this rank, shape [n].
-            among: sum over these ranks only, in ascending order and including this rank. Every rank of the group calls
-                at the same time, each with its own part of a partition of the ranks.
+            vector: vector of this rank, shape [n].
+            among: the ranks to sum over, in ascending order and including this rank; None: all. Every rank of the group
+                calls this at the same time. The sets of ranks must form a partition.
 
         Raises:
             PeerLost: a rank is lost, or the group is poisoned.
@@ -467,7 +467,7 @@ class _Flow:
                     self._check()
 
     def _check(self) -> None:
-        """After the vector, wait for its tag; after the tag, check it against the vector. Raises: OSError."""
+        """Continue after a complete part: expect the tag after a vector, or check the tag. Raises: OSError."""
         if self._opened is not None:
             self._unproved, self._opened = self._opened, None
             self._in = [memoryview(self._tag)]
@@ -487,7 +487,7 @@ class _Flow:
 
 
 def _sent(line: _PeerLine, parts: Sequence[memoryview]) -> Iterator[memoryview]:
-    """What goes out: the parts as they are, or sealed, each when the one before is on its way, and their tag."""
+    """Yield the bytes to send: the plain parts, or the sealed parts and their tag. A part is sealed when it is due."""
     if line.plain:
         yield from parts
         return
@@ -557,7 +557,7 @@ def host_of(client: WorkerClient | None) -> str:
 
 
 def group_address(client: WorkerClient | None) -> tuple[Address, bool]:
-    """Where this rank listens for the others, and whether what it sends to them is encrypted."""
+    """Return the address at which this rank listens for the other ranks, and whether the traffic is encrypted."""
     if client is None or client.run_dir is None:
         return LOOPBACK, False
     settings = RunSettings.load(client.run_dir)

@@ -111,7 +111,7 @@ class TcpGroupAdapter(Generic[Kept]):
             self._mesh.close()
 
     def _broke(self, reason: str) -> None:
-        """Tell the other ranks at once that a collective of the framework itself broke."""
+        """Report to the other ranks at once that a collective of the framework itself broke."""
         if not self.poisoned:
             self._lines().poison(reason)
             self._lines().on_fault(reason)

@@ -96,10 +96,10 @@ def beside_the_model(names: Collection[str], values: Mapping[str, Plain]) -> set
     """Return those of the given tensor names that are neither parameters nor buffers of the model.
 
     Args:
-        names: of the tensors of a checkpoint.
-        values: of some of its writers. They may leave out optimizer state and extra state of another rank's modules,
-            and user state that only another rank has. Such tensors are recognised by names that no tensor of a model
-            has.
+        names: names of the tensors of a checkpoint.
+        values: plain values from some of the ranks that wrote the checkpoint. They may not mention optimizer state and
+            extra state of another rank's modules, or user state that only another rank has. Such tensors are
+            recognised by names that no tensor of a model has.
     """
     if "framework" in values:  # not torch: values that name no tensors but the user's
         return {name for name in names if name.startswith("optimizer.")} | (tensors_of(values) & set(names))

@@ -277,8 +277,8 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
     def abort(self) -> None:
         """Restore the copied values, which are not weights.
 
-        In the gate nothing is restored: the gradients are kept, and no weight has changed. Nor is anything after
-        MindSpore's own group broke, when operators may not end: this process will be replaced.
+        In the gate nothing is restored, because the gradients are kept and no weight has changed. Nothing is restored
+        after MindSpore's own group broke either: operators may not end then, and this process will be replaced.
         """
         if not self._in_gate and not (self._native and self.poisoned):
             self.state.put_back()

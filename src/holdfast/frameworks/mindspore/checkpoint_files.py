@@ -49,8 +49,8 @@ def export_checkpoint(
 
     Args:
         path: a checkpoint, a directory of checkpoints, or ``DIRECTORY@STEP``.
-        folder: gets ``rank_N/<name>.<form>``, ``strategy/src_strategy_N.ckpt`` and ``rank_N/group_info.pb``.
-        name: of the files.
+        folder: directory for ``rank_N/<name>.<form>``, ``strategy/src_strategy_N.ckpt`` and ``rank_N/group_info.pb``.
+        name: name of the files of the ranks.
         form: ``ckpt`` or ``safetensors``.
 
     Returns:
@@ -99,9 +99,9 @@ def import_checkpoint(
     """Write a ``.ckpt`` or ``.safetensors`` file of MindSpore as a verified checkpoint that a session can resume from.
 
     Args:
-        file: with all parameters of ``cell``; with ``strategy`` the directory with ``rank_N/*.ckpt`` of a parallel
-            training, which hold them in slices.
-        cell: the training cell (network and optimizer), not cut; it gets the values too.
+        file: a file with all parameters of ``cell``. With ``strategy``: the directory with ``rank_N/*.ckpt`` of a
+            parallel training, which hold the parameters in slices.
+        cell: the training cell (network and optimizer), not cut. Its parameters are set to the values, too.
         root: directory of checkpoints, as a session's ``checkpoint=``.
         step: updates done; the default is the file's ``global_step``, or its ``step_num``.
         strategy: strategy file of that training, the merged one of all stages, or the directory of all.

@@ -94,7 +94,7 @@ class DataFeed:
 
     Args:
         loader: a ``mindspore.dataset.Dataset``, or a :class:`Counted` one.
-        seed: of the session.
+        seed: seed of the session.
         world_size: ranks of the job.
         busy: called with True while an epoch is drawn again up to its place, and with False afterwards.
 

@@ -18,11 +18,11 @@ ENVIRONMENT_SIZE_BYTES = 64
 
 
 class ControlWord(NamedTuple):
-    """The word of ``fenv_t`` that says what happens to small results.
+    """The word of ``fenv_t`` with the bit that makes small results zero.
 
     Attributes:
-        offset: of the word, in bytes.
-        flush: its bit.
+        offset: offset of the word, in bytes.
+        flush: the bit.
     """
 
     offset: int
@@ -37,9 +37,9 @@ def flush_denormals(on: bool) -> bool:
     """Set whether results below the smallest normal number become zero in this thread.
 
     Args:
-        on: flush.
+        on: True makes such results zero.
 
-    Returns: what was set before; False on a processor that is not known here.
+    Returns: the earlier setting; False on an unknown processor.
 
     Example:
         ``before = flush_denormals(True)``, and later ``flush_denormals(before)``.

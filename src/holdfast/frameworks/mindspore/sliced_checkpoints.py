@@ -79,8 +79,8 @@ class Slices:
     """The state that sliced files hold together, as a source of whole tensors for a save.
 
     Args:
-        tensors: by MindSpore's name.
-        step: updates done; None if the files do not say it.
+        tensors: the tensors by MindSpore's name.
+        step: number of updates done; None if the files do not contain it.
     """
 
     def __init__(self, tensors: Mapping[str, Merged], step: int | None) -> None:

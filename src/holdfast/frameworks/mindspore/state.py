@@ -54,8 +54,8 @@ class Slice:
     """This rank's part of a parameter that several ranks share (tensor parallelism by hand).
 
     Args:
-        shape: of the whole parameter, in elements.
-        offsets: where this rank's part begins, in elements.
+        shape: shape of the whole parameter, in elements.
+        offsets: begin of this rank's part, in elements.
     """
 
     def __init__(self, shape: Shape, offsets: Shape) -> None:
@@ -118,7 +118,7 @@ class MindSporeRestore:
 
 
 class MindSporeState:
-    """All parameters of a training cell, by the names that checkpoints use.
+    """The state of a training cell: all its parameters, by the names that checkpoints use.
 
     Args:
         cell: the training cell (network and optimizer).

@@ -100,10 +100,10 @@ class TensorFlowRestore:
 
 
 class TensorFlowState:
-    """All variables, by name; ``copies`` are their values at the start of the step.
+    """The state of a training: all variables by name. ``copies`` are their values at the start of the step.
 
     Args:
-        model, optimizer: built.
+        model, optimizer: the model and the optimizer, both built.
         extras: the user's own state.
 
     Raises:

@@ -76,7 +76,7 @@ class TorchAdapter:
         optimizer, scheduler: one, a list, or a dict by name.
         scaler: a ``GradScaler`` or None.
         extras: the user's own state, by name.
-        seed: of all random numbers.
+        seed: seed of all random numbers.
 
     Raises:
         UsageError: wrong arguments, or several processes without process groups.

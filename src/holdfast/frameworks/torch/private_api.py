@@ -229,7 +229,7 @@ def new_nccl(store: Store, rank: int, world_size: int, options: Any, device: tor
     """Return a new backend of the class that torch uses for ``nccl``; its construction may connect and block.
 
     Args:
-        device: from :func:`nccl_device`.
+        device: result of :func:`nccl_device`.
     """
     if device is None:
         return c10d.ProcessGroupNCCL(store, rank, world_size, options)

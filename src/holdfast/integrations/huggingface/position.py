@@ -27,7 +27,7 @@ def due_of(trainer: Any) -> list[str]:
 
 
 def progress_of(trainer: Any) -> dict[str, Any]:
-    """Return the parts ``progress`` and ``callbacks`` of a position."""
+    """Return the entries ``progress`` and ``callbacks`` of a position."""
     return {
         "progress": {name: copy.copy(getattr(trainer.state, name)) for name in OF_TRAINING},
         "callbacks": {type(c).__name__: dict(c.state().get("attributes", {})) for c in _exportable(trainer)},
@@ -84,25 +84,29 @@ class Epochs(TrainerCallback):  # type: ignore[misc]
         self._rate = self._trainer._get_learning_rate()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note that the work at the end of an epoch is next."""
+        """Record that the work at the end of an epoch comes next."""
         self._ending = True
 
     def after(self, norm: Any) -> dict[str, Any]:
-        """Return the part ``after`` of a position: the work that is still due. ``norm``: of the gradients, logged."""
+        """Return the value that a position stores under ``after``: the work that is still due after the step.
+
+        Args:
+            norm: norm of the gradients, to be logged with that work; None: unknown.
+        """
         state, due = self._trainer.state, due_of(self._trainer)
         stopped = self._trainer.control.should_training_stop and state.global_step < state.max_steps
         logged = {"norm": None if norm is None else float(norm), "rate": self._rate} if due else {}
         return {"due": due, "ended": self._ended, "stopped": stopped, **logged}
 
     def follow(self) -> bool:
-        """Note that the due work is done. Return True if that was at the end of an epoch."""
+        """Record that the due work is done. Return True if this was the work at the end of an epoch."""
         vars(self._trainer.control).update(dict.fromkeys(DUE, False))
         ending, self._ending = self._ending, False
         self._ended += ending
         return ending
 
     def go_on(self, after: Mapping[str, Any]) -> None:
-        """Continue from the part ``after`` of a position."""
+        """Continue with the due work of a position, as :meth:`after` returned it."""
         self._after = dict(after)
         self._ended = self._after["ended"]
         self._is_newcomer = is_newcomer()  # the other ranks have done the due work

@@ -87,12 +87,12 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
             self._between.enter_context(self._replay.section("evaluate"))
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Close the section of the evaluation, and note that the position has changed."""
+        """Close the section of the evaluation, and record that the position has changed."""
         self._between.close()
         self._passed = True
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note that the position has changed, because callbacks evaluate the validation here."""
+        """Record that the position has changed, because callbacks evaluate the validation here."""
         self._passed = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

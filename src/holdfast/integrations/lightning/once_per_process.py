@@ -37,8 +37,8 @@ class Decisions:
     """The decisions of one rank in one run; without a run nothing is kept.
 
     Args:
-        run_dir: of the run.
-        rank: of this process.
+        run_dir: directory of the run.
+        rank: rank of this process.
     """
 
     def __init__(self, run_dir: Path | None, rank: int) -> None:

@@ -141,7 +141,10 @@ def _made(value: Any) -> Any:
 
 
 class PositionedLoader:
-    """The training data from the position of the loops, epoch after epoch; for one of possibly several loaders."""
+    """The training data of one loader from the position of the loops, epoch after epoch.
+
+    Where a run has several loaders, each is wrapped in an object of its own.
+    """
 
     def __init__(
         self, loader: Any, trainer: pl.Trainer, seed: int, drawn: Callable[[], DrawnBatches]

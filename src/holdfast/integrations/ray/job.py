@@ -49,7 +49,7 @@ class JobResult:
     """The result of a job that ran to its end.
 
     Args:
-        name: of the job.
+        name: name of the job.
         returned: the values that the training function has returned, by rank. A rank whose value was not plain
             (numbers, texts, lists, tuples, dicts of these, None) is missing, and its log has a warning. Empty for a
             script.
@@ -82,13 +82,13 @@ def run(
     Args:
         train: a function at the top level of a module (each rank calls it, with ``train_loop_config`` if that is
             given), or the path of a script. It uses :func:`holdfast.session`, as under ``holdfast run``.
-        name: of the job. A call with the same name continues where an earlier one has saved.
+        name: name of the job. A call with the same name continues where an earlier one has saved.
         num_nodes: nodes that hold ranks.
-        workers_per_node: ranks on each of them.
-        spares: further nodes, which wait for the loss of a node.
+        workers_per_node: ranks on each of these nodes.
+        spares: number of spare nodes, which wait for the loss of a node.
         shrink_to: least number of nodes to train with if some are lost and no spare waits; 0: wait for a node.
-        use_gpu: a GPU per worker.
-        resources: of one node, beside or instead of a CPU (and a GPU) per worker: ``{"CPU": 32, "GPU": 8}``.
+        use_gpu: True reserves a GPU per worker.
+        resources: resources of one node, beside or instead of a CPU (and GPU) per worker: ``{"CPU": 32, "GPU": 8}``.
         placement_strategy: ``STRICT_SPREAD``, or ``SPREAD``: nodes of the job may share a host, and be lost together.
         train_loop_config: plain values for the function.
         args: arguments of the script.

@@ -112,7 +112,7 @@ class KeptPlace:
 
 
 class Keeper:
-    """Runs one launcher, and asks it to leave when it has no owner."""
+    """The keeper of one launcher: it runs the launcher, and asks it to leave when the keeper has no owner."""
 
     def __init__(self, place: KeptPlace) -> None:
         self.place = place

@@ -59,8 +59,8 @@ class HoldfastNode:
     """One node of the job. All methods may be called at the same time.
 
     Args:
-        name: of the job.
-        number: of this node.
+        name: name of the job.
+        number: number of this node.
         launch: id of the driver's call.
         run_dir: directory for the runs of this user, on the node.
     """

@@ -72,12 +72,12 @@ def say(text: str) -> None:
 
 
 class Supervisor:
-    """Watches and restarts the launchers of one job.
+    """The supervisor of one job: it watches and restarts the launchers.
 
     Args:
-        name: of the job.
-        order: what the nodes run; its contacts are filled in here.
-        nodes: one per actor, in the order of their numbers.
+        name: name of the job.
+        order: the order to the nodes; its contacts are filled in here.
+        nodes: the nodes, one per actor, in the order of their numbers.
         num_nodes: number of the nodes that hold ranks.
         node_timeout_s: limit of a start, and of a time in which no node is left.
     """

@@ -1,2 +1,4 @@
-"""Connections: ``channel`` (authenticated sockets), ``driver`` (runs a pure machine in an event loop),
-``request_server``, addresses, and the limits for connections of strangers."""
+"""Connections between the processes of a run: addresses, authenticated channels, and a request server.
+
+``driver`` runs a pure state machine in an event loop. ``connection_limits`` limits the unauthenticated connections.
+"""

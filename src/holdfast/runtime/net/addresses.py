@@ -1,7 +1,7 @@
-"""Addresses: of hosts, of IPv4 and of IPv6, as text; and where a process listens.
+"""Network addresses: their text forms, and the address at which a process listens.
 
-An address stands alone as it is; before a port an IPv6 address stands in brackets: ``10.0.0.1:29500``,
-``[fd00::2]:29500``. In the structures of this package host and port are two fields, and the host has no brackets.
+In text, an IPv6 address is in brackets if a port follows: ``10.0.0.1:29500``, ``[fd00::2]:29500``. An address without
+a port has no brackets. In the structures of this package, host and port are two fields, and the host has no brackets.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from holdfast.errors import UsageError
 
 
 class Address(NamedTuple):
-    """Where a process listens: host and port, or the path of a Unix socket, which begins with a slash and has no port.
+    """The address at which a process listens: host and port, or the absolute path of a Unix socket.
 
-    Messages carry the two fields. ``runtime/net/stream_sockets.py`` listens and dials.
+    A path has no port. Messages carry the two fields. ``runtime/net/stream_sockets.py`` listens and connects.
     """
 
     host: str
@@ -41,7 +41,7 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def is_loopback(address: str) -> bool:
-    """Return True if ``address`` is a loopback address. A host name is none."""
+    """Return True if ``address`` is a loopback IP address. A host name returns False."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:  # a name
@@ -62,16 +62,16 @@ def endpoint(host: str, port: int) -> str:
 
 
 def split_endpoint(text: str) -> Address:
-    """Return the host and the port in a text that :func:`endpoint` has made."""
+    """Parse a text in the form of :func:`endpoint`, and return host and port."""
     host, _, port = text.rpartition(":")
     return Address(host.strip("[]"), int(port))
 
 
 def read_host(text: str, flag: str) -> str:
-    """A name, or an address with or without brackets, as the user gave it to ``flag``; without brackets.
+    """Return the host that the user gave to ``flag``: a host name or an IP address, without brackets.
 
     Raises:
-        UsageError: neither; or an address with a scope id.
+        UsageError: ``text`` is neither a host name nor an IP address, or the address has a scope id.
     """
     host = text[1:-1] if text.startswith("[") and text.endswith("]") else text
     _refuse_scope(host, flag)
@@ -87,10 +87,15 @@ def read_host(text: str, flag: str) -> str:
 
 
 def read_endpoint(text: str, flag: str, default_port: int) -> tuple[str, int]:
-    """``HOST``, ``HOST:PORT``, ``[ADDRESS]`` or ``[ADDRESS]:PORT``, as the user gave it to ``flag``.
+    """Return the host and the port that the user gave to ``flag``.
+
+    Args:
+        text: ``HOST``, ``HOST:PORT``, ``[ADDRESS]`` or ``[ADDRESS]:PORT``.
+        flag: name of the command-line flag, for the error.
+        default_port: the port if ``text`` has none.
 
     Raises:
-        UsageError: another form: an IPv6 address without brackets, a scope id, or a port that is none.
+        UsageError: ``text`` has another form: an IPv6 address without brackets, a scope id, or an invalid port.
     """
     if text.startswith("["):
         address, closed, rest = text[1:].partition("]")
@@ -114,7 +119,7 @@ def read_endpoint(text: str, flag: str, default_port: int) -> tuple[str, int]:
 
 
 def _in_brackets(text: str, default_port: int) -> str:
-    """Return the IPv6 endpoint that ``text`` probably means, in brackets, or an example if it means none."""
+    """Return the IPv6 endpoint that ``text`` probably means, in brackets. Return an example if none is found."""
     head, _, tail = text.rpartition(":")
     for address, port in ((text, str(default_port)), (head, tail)):
         try:

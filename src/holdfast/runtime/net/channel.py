@@ -28,9 +28,9 @@ M = TypeVar("M")
 
 
 class Hub(Generic[M]):
-    """What all channels of one asyncio process share: secret, codec, callbacks, counters.
+    """The settings and counters that all channels of one asyncio process share: secret, codec, callbacks, counters.
 
-    Callbacks run in the event loop, in order. ``on_close`` comes once for each channel that was opened.
+    Callbacks run in the event loop, in order. ``on_close`` is called once for each channel that was opened.
     """
 
     def __init__(
@@ -52,11 +52,14 @@ class Hub(Generic[M]):
         self.strangers: ConnectionLimits[Channel[M]] = ConnectionLimits()
 
     async def listen(self, service: str, at: Address) -> tuple[asyncio.Server, Address]:
-        """Serve as ``service`` at ``at``; returns the server, and where it listens: port 0 means any free one.
+        """Serve as ``service`` at the address ``at``. Port 0 means any free port.
+
+        Returns:
+            The server, and the address at which it listens.
 
         Raises:
             OSError: the address is not one of this machine, or the port is taken.
-            UsageError: the directory of a path is not private, or takes no sockets.
+            UsageError: the directory of a socket path is not private, or no socket can be made in it.
         """
         listener, at = listen(at)
         loop = asyncio.get_running_loop()
@@ -68,7 +71,7 @@ class Hub(Generic[M]):
         return server, at
 
     async def close(self, timeout_s: float) -> None:
-        """Close all channels, each after what is queued is sent; a peer that does not read is cut off."""
+        """Close all channels after their queued output is sent. Abort those that are still open after ``timeout_s``."""
         closing = {channel.closed for channel in self.channels}
         for channel in list(self.channels):
             channel.close()
@@ -78,10 +81,10 @@ class Hub(Generic[M]):
             channel.abort()
 
     async def connect(self, at: Address, service: str, role: str) -> Channel[M]:
-        """Connect and wait for the handshake.
+        """Connect, wait for the handshake, and return the channel.
 
         Raises:
-            OSError: nobody listens there.
+            OSError: no process listens there.
             AuthError: the handshake failed.
             ProtocolError: another service listens there.
             TimeoutError: the server did not finish the handshake.
@@ -95,9 +98,10 @@ class Hub(Generic[M]):
         return channel
 
     async def connect_soon(self, at: Address, service: str, role: str) -> Channel[M]:
-        """As :meth:`connect`, with another dial beside each that has no answer yet, and the first to succeed counts.
+        """Connect as :meth:`connect` does, with several attempts at once, and return the first channel that is ready.
 
-        TCP repeats a lost first packet after a second, then after two: too rarely on a line that loses many.
+        A further attempt starts every ``DIAL_AGAIN_S`` until one succeeds or all have failed. TCP itself repeats a lost
+        first packet after one second, then after two. That is too rare on a line that loses many packets.
         """
         dials: set[asyncio.Task[Channel[M]]] = set()
         try:
@@ -117,7 +121,7 @@ class Hub(Generic[M]):
 
 
 class Channel(asyncio.Protocol, Generic[M]):
-    """One asyncio connection. ``peer_role`` is what an authenticated client said it is."""
+    """One asyncio connection. ``role`` is the role of this client in the handshake; None on the server's side."""
 
     def __init__(self, hub: Hub[M], service: str, role: str | None) -> None:
         self.hub = hub
@@ -131,12 +135,12 @@ class Channel(asyncio.Protocol, Generic[M]):
 
     @property
     def peer_role(self) -> str:
-        """Role of the client at the other end; empty on a client's side."""
+        """Role that the client at the other end has named in the handshake. Empty on a client's side."""
         return self._link.peer_role
 
     @property
     def address(self) -> Address:
-        """The other end; empty when the connection is gone, or a Unix socket that has no name."""
+        """Address of the peer. Empty if the connection is closed or the peer is an unnamed Unix socket."""
         name = self._transport.get_extra_info("peername") if self._transport is not None else None
         if isinstance(name, tuple):
             return Address(str(name[0]), int(name[1]))
@@ -144,14 +148,16 @@ class Channel(asyncio.Protocol, Generic[M]):
 
     @property
     def unread(self) -> bool:
-        """True if bytes of the peer have arrived that are not handled yet."""
+        """True if bytes from the peer have arrived and are not handled yet."""
         if self._transport is None or self._transport.is_closing():
             return False
         count = fcntl.ioctl(self._transport.get_extra_info("socket"), termios.FIONREAD, bytes(4))
         return self._link.partial or any(count)
 
     def send(self, message: M) -> bool:
-        """Queue a message; False when the connection is gone. A peer that never reads is cut off.
+        """Queue a message. Return False if the connection is closed or not yet open.
+
+        The connection of a peer that leaves more than ``BACKLOG_SIZE_BYTES_MAX`` unread is aborted.
 
         Raises:
             ProtocolError: the message is too long.
@@ -168,16 +174,16 @@ class Channel(asyncio.Protocol, Generic[M]):
         return True
 
     def close(self) -> None:
-        """Close after what is queued is sent."""
+        """Close the connection after the queued output is sent."""
         if self._transport is not None:
             self._transport.close()
 
     def abort(self) -> None:
-        """Close now, without sending the queued output."""
+        """Close the connection now, without sending the queued output."""
         if self._transport is not None:
             self._transport.abort()
 
-    # asyncio calls these
+    # Callbacks of asyncio.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -190,7 +196,7 @@ class Channel(asyncio.Protocol, Generic[M]):
                 return
         try:
             tune(sock)
-        except OSError:  # it is gone already
+        except OSError:  # the connection is closed already
             self.abort()
             return
         loop = asyncio.get_running_loop()
@@ -239,14 +245,14 @@ class Channel(asyncio.Protocol, Generic[M]):
         self.abort()
 
     def _fail(self, error: Exception) -> None:
-        # Only a client's connect() waits for ``ready``; an unread exception there would be a warning.
+        # Only a client's connect() waits for ``ready``. On a server, the unread exception would cause a warning.
         if self._role is not None and not self.ready.done():
             self.ready.set_exception(error)
-            self.ready.exception()  # marks it as seen: connect() may have given up
+            self.ready.exception()  # marks the exception as read, because connect() may have given up
 
 
 def _pass(data: memoryview) -> None:
-    """Ignore the bytes of a message, because its link checks them."""
+    """Ignore the bytes of a message. The link checks them."""
 
 
 class BlockingChannel(Generic[M]):
@@ -267,10 +273,10 @@ class BlockingChannel(Generic[M]):
         *,
         timeout_s: float = 5.0,
     ) -> BlockingChannel[M]:
-        """Connect and shake hands.
+        """Connect, complete the handshake, and return the channel.
 
         Raises:
-            OSError: nobody listens, or the peer is too slow (``TimeoutError``).
+            OSError: no process listens there, or the peer is too slow (``TimeoutError``).
             AuthError, ProtocolError: the handshake failed.
         """
         sock = dial(at, timeout_s)
@@ -292,33 +298,33 @@ class BlockingChannel(Generic[M]):
         return self._sock.fileno()
 
     def send(self, message: M) -> None:
-        """Send now.
+        """Send a message, and block until the kernel has taken it.
 
         Raises:
-            OSError: the connection is gone, or the peer has not read for ``SEND_TIMEOUT_S``.
+            OSError: the connection is closed, or the peer has not read for ``SEND_TIMEOUT_S``.
         """
         self._link.send(message)
         self._sock.settimeout(SEND_TIMEOUT_S)
         self._sock.sendall(self._link.take_output())
 
     def drain(self) -> list[M]:
-        """Messages completed by what is there to read now; select said that there is something.
+        """Read once, and return the messages that are complete. Call this after ``select`` reports the descriptor.
 
         Raises:
-            ConnectionError: the peer closed.
-            ProtocolError: the peer sent nonsense.
+            ConnectionError: the peer closed the connection.
+            ProtocolError: the peer sent bytes that are no valid message.
         """
         self._pump(time.monotonic() + SEND_TIMEOUT_S)
         messages, self._inbox = self._inbox, []
         return messages
 
     def receive(self, timeout_s: float | None = None) -> M:
-        """The next message.
+        """Wait for the next message and return it. ``timeout_s`` None waits without a limit.
 
         Raises:
-            TimeoutError: none came in time.
-            ConnectionError: the peer closed.
-            ProtocolError: the peer sent nonsense.
+            TimeoutError: no message arrived in time.
+            ConnectionError: the peer closed the connection.
+            ProtocolError: the peer sent bytes that are no valid message.
         """
         deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._inbox:
@@ -326,25 +332,26 @@ class BlockingChannel(Generic[M]):
         return self._inbox.pop(0)
 
     def receive_answer(self, timeout_s: float) -> M:
-        """The next message and not a byte beyond it: raw bytes may follow, for :meth:`receive_batch`.
+        """Read exactly one message and return it. Raw bytes for :meth:`receive_batch` may follow on the connection.
 
-        Only where the peer sends nothing unasked. Raises: as :meth:`receive`.
+        Use this only if the peer sends nothing but answers to requests. Raises: as :meth:`receive`.
         """
         head = bytearray(PREFIX_SIZE_BYTES)
         self._fill(memoryview(head), timeout_s)
-        self._link.receive(bytes(head))  # refuses what is too long before there is memory for it
+        # Refuses a message that is too long before memory is allocated for it
+        self._link.receive(bytes(head))
         body = bytearray(int.from_bytes(head, "big"))
         self._fill(memoryview(body), timeout_s)
         (message,) = self._link.receive(bytes(body))
         return message
 
     def receive_batch(self, goals: Sequence[memoryview], timeout_s: float) -> None:
-        """Fill ``goals`` with the raw bytes that come next on the line.
+        """Fill ``goals`` with the raw bytes that follow on the connection, and verify their tag.
 
         Raises:
-            TimeoutError: nothing came for ``timeout_s``.
-            ConnectionError: the peer closed.
-            ProtocolError: the peer did not send these bytes.
+            TimeoutError: no bytes arrived for ``timeout_s``.
+            ConnectionError: the peer closed the connection.
+            ProtocolError: the bytes are not those that the peer has sent.
         """
         batch, tag = self._link.open_batch(local=is_local(self._sock)), bytearray(TAG_SIZE_BYTES)
         for goal in goals:
@@ -359,11 +366,11 @@ class BlockingChannel(Generic[M]):
             size_bytes = self._sock.recv_into(goal)
             if not size_bytes:
                 raise ConnectionResetError("the peer closed the connection")
-            take(goal[:size_bytes])  # while the next ones come
+            take(goal[:size_bytes])  # the next bytes arrive in the meantime
             goal = goal[size_bytes:]
 
     def close(self) -> None:
-        """Close now."""
+        """Close the connection now."""
         self._sock.close()
 
     def _pump(self, deadline_s: float | None) -> None:

@@ -20,21 +20,21 @@ log = logging.getLogger("holdfast")
 HANDSHAKE_TIMEOUT_S = 10.0
 STRANGERS_MAX = 1024
 SHARE = 8
-"""The strangers of one listener have at most this part of all descriptors."""
+"""The strangers of one listener may use at most one descriptor in ``SHARE``."""
 RESERVE = 32
 LIMIT_MAX = 1 << 20
-"""Descriptors that are asked for where there is no hard limit: programs exist that close every possible one."""
+"""Soft limit of descriptors if there is no hard limit. It is finite because some programs close every possible one."""
 BURST = 16
-"""Connections that are taken at once, before those that are too many are cut."""
+"""Connections that are accepted in one go, before surplus connections are closed."""
 BACKLOG = 1024
-"""Connections that the kernel keeps until they are taken."""
+"""Connections that the kernel queues until they are accepted."""
 ACCEPT_AGAIN_S = 0.1
 
 S = TypeVar("S", bound=Hashable)
 
 
 def raise_limit() -> None:
-    """Let this process, and those that it starts, open as many files as the hard limit allows."""
+    """Raise the soft limit of open files to the hard limit. Processes that this process starts inherit the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = LIMIT_MAX if hard == resource.RLIM_INFINITY else min(hard, LIMIT_MAX)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -42,15 +42,18 @@ def raise_limit() -> None:
 
 
 def is_accept(context: dict[str, Any]) -> bool:
-    """An event loop reports a connection that it could not accept: no descriptor is left, or the network refuses."""
+    """Return True if an event loop reports a connection that it could not accept.
+
+    Causes are a lack of descriptors or an error of the network.
+    """
     return isinstance(context.get("exception"), OSError) and "accept" in str(context.get("message"))
 
 
 class ConnectionLimits(Generic[S]):
-    """The strangers (connections not yet authenticated) of one listener, oldest first. Any thread may call.
+    """The strangers (connections not yet authenticated) of one listener, oldest first. It is thread-safe.
 
     Args:
-        most: largest number of strangers; lower if the process may not open enough files.
+        most: largest number of strangers. The limit is lower if the process may not open enough files.
     """
 
     def __init__(self, most: int = STRANGERS_MAX) -> None:
@@ -63,23 +66,26 @@ class ConnectionLimits(Generic[S]):
         return len(self._here)
 
     def admit(self, stranger: S, fd: int) -> list[S]:
-        """One more, with this descriptor; returns those that are too many now: the caller closes them."""
+        """Add a stranger with the descriptor ``fd``. Return the surplus strangers, which the caller closes."""
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         limit = LIMIT_MAX if limit == resource.RLIM_INFINITY else limit
         with self._lock:
             self._here[stranger] = None
             surplus = len(self._here) - max(1, min(self._most, limit // SHARE))
-            if fd >= limit - RESERVE:  # the kernel gives the lowest number: all below it are in use
+            if fd >= limit - RESERVE:  # the kernel gives the lowest free number, so all lower ones are in use
                 surplus = max(surplus, 1 + len(self._here) // 2)
             return [self._pop() for _ in range(surplus)]
 
     def release(self, stranger: S) -> None:
-        """Remove a connection that has shown the secret or is closed."""
+        """Remove a connection that has authenticated or is closed."""
         with self._lock:
             self._here.pop(stranger, None)
 
     def refused(self, error: BaseException) -> list[S]:
-        """A connection could not be accepted: a line in the log, once; returns strangers that the caller closes."""
+        """Handle a failure to accept a connection. Return the strangers that the caller closes to free descriptors.
+
+        The first of several failures in a row is logged.
+        """
         with self._lock:
             if not self._told:
                 log.warning("holdfast: cannot take a connection, trying on: %s", error)
@@ -87,7 +93,7 @@ class ConnectionLimits(Generic[S]):
             return [self._pop() for _ in range((1 + len(self._here)) // 2)]
 
     def accepted(self) -> None:
-        """Record that a connection was accepted, so that the next failure is logged again."""
+        """Record that a connection was accepted. The next failure is then logged again."""
         self._told = False
 
     def _pop(self) -> S:

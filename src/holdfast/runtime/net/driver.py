@@ -1,4 +1,7 @@
-"""The driver of a pure machine in an asyncio process: it feeds events, keeps timers, and journals before it acts."""
+"""The driver of a pure state machine in an asyncio process.
+
+It feeds events to the machine, runs its timers, and writes its records to the journal before it executes its commands.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ log = logging.getLogger("holdfast")
 
 
 def watched(work: Coroutine[Any, Any, None], fail: Callable[[BaseException], None]) -> asyncio.Task[None]:
-    """Start ``work`` as a task, and return the task. ``fail`` is called at once with an exception of the task."""
+    """Start ``work`` as a task and return the task. If the task raises, call ``fail`` with the exception."""
 
     def ended(task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
@@ -33,7 +36,7 @@ class Machine(Protocol):
     """The interface of every state machine in ``core/``."""
 
     def start(self, now: float) -> list[Command]:
-        """Return the first commands, before any event."""
+        """Start the machine and return its first commands, before any event."""
         ...
 
     def handle(self, now: float, event: Message) -> list[Command]:
@@ -44,15 +47,16 @@ class Machine(Protocol):
 class Driver:
     """The driver of one machine.
 
-    All records of an event are in the log (and on the disk, if the event has other effects too) before its first
-    effect happens. ``failure`` ends with the exception of a machine or executor that broke; the daemon awaits it.
+    All records of an event are in the journal before its first command is executed. They are also on the disk if the
+    event has commands other than records and timers. If the machine or ``execute`` raises, the future ``failure`` ends
+    with this exception. The daemon awaits ``failure``.
 
     Args:
         machine: the machine.
-        journal: where its records go.
-        execute: carries out every command that is neither record nor timer; it may call :meth:`post`.
-        sync: puts the journal on the disk, in a thread: effects and later events wait for it, the event loop does not.
-            None: the journal does so itself.
+        journal: receives the machine's records.
+        execute: executes every command that is neither a record nor a timer. It may call :meth:`post`.
+        sync: writes the journal to the disk. It runs in a thread. Commands and later events wait for it, but the event
+            loop does not. None: the journal syncs its durable records itself.
     """
 
     def __init__(
@@ -68,7 +72,7 @@ class Driver:
         self._execute = execute
         self._sync = sync
         self._syncing: asyncio.Future[None] | None = None
-        self._events: deque[tuple[float, Message | None]] = deque()  # when it came; None: start
+        self._events: deque[tuple[float, Message | None]] = deque()  # time of arrival; None: start
         self._busy = self._closed = False
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
@@ -77,7 +81,7 @@ class Driver:
         self._run(None)
 
     def post(self, event: Message) -> None:
-        """Handle ``event``, after those that are being handled. Nothing happens once the driver failed or closed."""
+        """Handle ``event`` after the events already posted. Do nothing if the driver has failed or is closed."""
         self._run(event)
 
     def _run(self, event: Message | None) -> None:
@@ -91,7 +95,7 @@ class Driver:
         try:
             while self._events and self._syncing is None and not self.failure.done():
                 self._step(*self._events.popleft())
-        except Exception as error:  # whatever broke: the daemon must end with it, not go on half-alive
+        except Exception as error:  # any failure must end the daemon: half alive, it would block the job
             self.fail(error)
         finally:
             self._busy = False
@@ -103,9 +107,10 @@ class Driver:
         self.close()
 
     def guard_loop(self) -> None:
-        """Let an exception in any callback of the event loop be a failure, instead of a line in a log.
+        """Treat an exception in any callback of the event loop as a failure of the driver.
 
-        But a connection that cannot be accepted, which any stranger can bring about.
+        The exception is a connection that cannot be accepted. It is only logged, because an unauthenticated peer can
+        cause it.
         """
 
         def failed(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
@@ -118,7 +123,7 @@ class Driver:
         asyncio.get_running_loop().set_exception_handler(failed)
 
     def close(self) -> None:
-        """Forget all timers and events."""
+        """Cancel all timers and drop all pending events."""
         self._closed = True
         for timer in self._timers.values():
             timer.cancel()
@@ -140,7 +145,7 @@ class Driver:
             self._carry_out(commands)
 
     def _synced(self, synced: asyncio.Future[None], commands: list[Command]) -> None:
-        """Carry out the commands of an event whose records are on the disk, then handle later events."""
+        """Execute the commands of an event after its records are on the disk, then handle later events."""
         self._syncing = None
         if self.failure.done() or self._closed or synced.cancelled():
             return
@@ -148,7 +153,7 @@ class Driver:
         try:
             synced.result()
             self._carry_out(commands)
-        except Exception as error:  # as in :meth:`_run`
+        except Exception as error:  # as in :meth:`_drain`
             self.fail(error)
         finally:
             self._busy = False

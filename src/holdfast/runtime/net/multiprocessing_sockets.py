@@ -1,8 +1,9 @@
-"""Sockets of ``multiprocessing`` in the workers of a run: one directory of the run holds them, and ends with it.
+"""The directory for the sockets of ``multiprocessing`` in the workers of a run. It is removed with the run.
 
-Theory. ``multiprocessing`` makes a directory (``pymp-...``) in the first process that needs one, and removes it when
-that process ends in order. A worker of a ``DataLoader`` that is killed, as all are whose rank is killed, leaves it. A
-process that knows of a directory makes none, and neither do its children; so each rank is told of the run's.
+Theory. ``multiprocessing`` makes a directory (``pymp-...``) in the first process that needs one. It removes the
+directory when that process ends in order. A killed ``DataLoader`` worker leaves its directory, and the workers of a
+killed rank are killed too. A process in which a directory is already set makes none, and its children make none.
+Each rank therefore sets the directory of the run.
 """
 
 from __future__ import annotations
@@ -19,16 +20,22 @@ from holdfast.runtime.net.stream_sockets import is_private
 
 
 def sockets_of(pages: Path) -> Path:
-    """Of the run whose status pages lie in ``pages``. As long as a name of ``multiprocessing``: a path of a socket has
-    107 bytes at most."""
+    """Return the socket directory of the run whose status pages are in the directory ``pages``.
+
+    The name is as long as one that ``multiprocessing`` would choose, because the path of a socket has at most 107
+    bytes.
+    """
     return Path(tempfile.gettempdir(), f"pymp-{hashlib.sha256(os.fsencode(pages.resolve())).hexdigest()[:8]}")
 
 
 def use_sockets_of(pages: Path) -> None:
-    """From now on ``multiprocessing`` puts its sockets there; nothing where that is impossible: it makes its own."""
+    """Make ``multiprocessing`` put its sockets in the socket directory of the run.
+
+    If that fails, ``multiprocessing`` makes a directory of its own.
+    """
     directory = sockets_of(pages)
     settings = getattr(process.current_process(), "_config", None)
-    if not isinstance(settings, dict):  # it has another name in this Python
+    if not isinstance(settings, dict):  # this version of Python names the private attribute differently
         return
     with contextlib.suppress(OSError):
         directory.mkdir(mode=0o700, exist_ok=True)

@@ -1,6 +1,7 @@
-"""A small server of questions and answers for processes of the same run: a thread per line, one answer per question.
+"""A small request server for processes of the same run: one thread per connection, one answer per request.
 
-Large data follows an answer on the line as it lies in memory, and behind it one tag: no frame, no copy.
+Large data follows an answer as raw bytes, sent from memory without frames and without a copy. One authentication tag
+follows these bytes.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ M = TypeVar("M")
 
 
 class AnswerServer(ABC, Generic[M]):
-    """Listens, checks who asks, and answers.
+    """A server that listens, authenticates its clients, and answers their requests.
 
     Args:
-        codec: of questions and answers.
-        secret: of the run.
-        service: what this is.
+        codec: codec of requests and answers.
+        secret: secret of the run.
+        service: service name, which both ends of a connection use to derive its keys.
     """
 
     def __init__(self, codec: Codec[M], secret: Secret, service: str) -> None:
@@ -51,10 +52,10 @@ class AnswerServer(ABC, Generic[M]):
 
     @abstractmethod
     def _answer(self, message: M) -> tuple[M, Sequence[memoryview]]:
-        """The answer, and what follows it on the line as raw bytes. In the thread of the line."""
+        """Return the answer to a request, and the raw bytes that follow it. Runs in the thread of the connection."""
 
     def start(self, at: Address) -> Address:
-        """Listen at ``at``; returns where that is: port 0 means any free one.
+        """Listen at ``at`` and return the address. Port 0 means any free port.
 
         Raises: as ``stream_sockets.listen``.
         """
@@ -78,7 +79,7 @@ class AnswerServer(ABC, Generic[M]):
             try:
                 self._admit(listener.accept()[0])
                 self._strangers.accepted()
-            except (OSError, RuntimeError) as error:  # no descriptor or thread left, or the asker is gone
+            except (OSError, RuntimeError) as error:  # no descriptor or thread is left, or the client is gone
                 if not self._closing.is_set():
                     for stranger in self._strangers.refused(error):
                         self._drop(stranger)
@@ -96,7 +97,7 @@ class AnswerServer(ABC, Generic[M]):
         except RuntimeError:
             self._drop(sock)
             raise
-        if self._closing.is_set():  # by somebody who did not see this line yet
+        if self._closing.is_set():  # close() may have copied ``_lines`` before this connection was added
             _shut(sock)
 
     def _drop(self, sock: socket.socket) -> None:
@@ -127,14 +128,17 @@ class AnswerServer(ABC, Generic[M]):
                 sock.sendall(link.take_output())
         except ProtocolError:
             with contextlib.suppress(OSError):
-                sock.sendall(link.take_output())  # why a stranger is refused
+                sock.sendall(link.take_output())  # the reason why a stranger is refused
         except OSError:
-            pass  # whoever asked is gone
+            pass  # the client is gone
         finally:
             self._drop(sock)
 
     def _patience_s(self, sock: socket.socket, link: Link[M], deadline_s: float) -> float:
-        """How long the next bytes may take: all of the handshake has one deadline, however a stranger drips."""
+        """Return the seconds that the next bytes may take.
+
+        The whole handshake has one deadline, so a stranger that sends byte by byte gains no time.
+        """
         if link.open:
             self._strangers.release(sock)
             return TIMEOUT_S
@@ -145,7 +149,7 @@ class AnswerServer(ABC, Generic[M]):
 
 
 def _send(sock: socket.socket, batch: Sequence[memoryview], link: Link[M]) -> None:
-    """Send raw bytes and their tag. Each part is sealed while the previous part is being sent."""
+    """Send raw bytes and then their authentication tag, in parts of ``PART_SIZE_BYTES``."""
     sealed = link.seal_batch(local=is_local(sock))
     for view in batch:
         for start in range(0, len(view), PART_SIZE_BYTES):

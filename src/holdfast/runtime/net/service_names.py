@@ -1,7 +1,7 @@
-"""The names of what listens in a run. Both ends of a connection derive its keys from one of them (``sealing.py``).
+"""The names of the services that listen in a run. Both ends of a connection derive its keys from the service name.
 
-A name says which one is meant where both ends know that: a worker's agent is that of its node, a controller is that of
-its term. So a connection for one of them cannot be led to another one.
+A name includes the node of an agent or the term of a controller, if both ends know it. A connection to one agent
+therefore cannot be redirected to another agent. See ``sealing.py``.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 from holdfast.core.ids import Generation
 
 PEERS = "peers"
-"""Agents among each other. Which one has answered is said in its hello: the dialling one knows an address only."""
+"""Service name of an agent for other agents. It names no node, because the connecting agent knows only an address. The
+agent that accepts names its node in its first message."""
 TTP = "TTP controller"
 
 
@@ -29,10 +30,10 @@ def controller_of(term: int) -> str:
 
 
 def state_of(rank: int, generation: Generation) -> str:
-    """The state of a rank that has stopped for ``generation``, for newcomers."""
+    """Return the service name of the state of a rank that has stopped for ``generation``, for newcomers."""
     return f"state of rank {rank} in {generation}"
 
 
 def memory_of(node: str) -> str:
-    """The states that a node keeps in memory, for other nodes."""
+    """Return the service name of the states that a node keeps in memory, for other nodes."""
     return f"memory of {node}"

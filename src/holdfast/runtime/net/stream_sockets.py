@@ -1,9 +1,9 @@
-"""Sockets that listen and dial: the one place that knows TCP from Unix sockets.
+"""Listening and connecting sockets: the only module that distinguishes TCP from Unix sockets.
 
-Theory. Where all processes of a run are on one host, they listen at Unix sockets in a private directory: no process of
-another user, and no other host, reaches them. A path of a socket has 107 bytes at most; a longer one is named through a
-descriptor of its directory. A socket is bound under a new name and then renamed: the one that a killed process has left
-is replaced in one step, and no process meets a name that does not listen yet.
+Theory. If all processes of a run are on one host, they listen at Unix sockets in a private directory. No process of
+another user and no other host reaches these sockets. The path of a socket has at most 107 bytes. A longer path is
+given through a descriptor of its directory. A socket is bound under a temporary name and then renamed. The rename
+replaces the socket of a killed process in one step, and a socket listens before its name exists.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ THIN_LINEAR_TIMEOUTS = (
 )
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_COUNT = 2, 1, 3
 FULL_AGAIN_S = 0.01
-"""Between two dials to a Unix socket whose backlog is full: the kernel refuses these at once."""
+"""Seconds between two attempts to connect to a Unix socket with a full backlog. The kernel refuses these at once."""
 
 P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 
 def is_private(directory: Path) -> bool:
-    """A directory of this user that no other one may enter; False for a link.
+    """Return True if ``directory`` belongs to this user and no other user may enter it. A symbolic link is False.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: the directory does not exist.
     """
     about = directory.lstat()
     mine = about.st_uid == os.geteuid() and not stat.S_IMODE(about.st_mode) & 0o077
@@ -47,11 +47,11 @@ def is_private(directory: Path) -> bool:
 
 
 def listen(at: Address) -> tuple[socket.socket, Address]:
-    """A socket that listens at ``at``, and where that is: port 0 means any free one.
+    """Return a socket that listens at ``at``, and its address. Port 0 means any free port.
 
     Raises:
         OSError: the address is not one of this machine, or the port is taken.
-        UsageError: the directory of a path is not private, or takes no sockets.
+        UsageError: the directory of a socket path is not private, or no socket can be made in it.
     """
     if at.is_path:
         return _listen_at_path(Path(at.host)), at
@@ -60,10 +60,10 @@ def listen(at: Address) -> tuple[socket.socket, Address]:
 
 
 def dial(at: Address, timeout_s: float) -> socket.socket:
-    """A connection to ``at``.
+    """Return a socket that is connected to ``at``.
 
     Raises:
-        OSError: no process listens there, or it does not take the connection in time (``TimeoutError``).
+        OSError: no process listens there, or it does not accept the connection in time (``TimeoutError``).
     """
     if not at.is_path:
         return socket.create_connection(at, timeout_s)
@@ -77,7 +77,7 @@ def dial(at: Address, timeout_s: float) -> socket.socket:
 
 
 async def dial_protocol(make: Callable[[], P], at: Address) -> P:
-    """As :func:`dial`, for a protocol of asyncio; the caller bounds the time.
+    """Connect to ``at`` and return the asyncio protocol that ``make`` creates. The caller limits the time.
 
     Raises:
         OSError: no process listens there.
@@ -93,8 +93,9 @@ async def dial_protocol(make: Callable[[], P], at: Address) -> P:
 
 
 def tune(sock: socket.socket) -> None:
-    """No delay; a dead or unreachable peer is noticed within about five seconds. Nothing at a Unix socket: the kernel
-    closes it with its process.
+    """Set a TCP socket to send without delay, and to notice a dead or unreachable peer within about five seconds.
+
+    Unix sockets are left alone, because the kernel closes them with their process.
     """
     if sock.family == socket.AF_UNIX:
         return
@@ -146,7 +147,7 @@ def _listen_at_path(path: Path) -> socket.socket:
 
 
 def _dialled_path(path: Path) -> socket.socket | None:
-    """A connection to a Unix socket, not blocking; None: its backlog is full. Raises: OSError."""
+    """Return a non-blocking connection to a Unix socket, or None if the backlog is full. Raises: OSError."""
     sock = socket.socket(socket.AF_UNIX)
     try:
         sock.setblocking(False)

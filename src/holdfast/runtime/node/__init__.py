@@ -1,3 +1,5 @@
-"""What the processes of a run on one host share: the run directory and its settings, status pages, knowledge about
-processes, shared memory, the registry of frameworks.
+"""The parts of a run that its processes on one host share.
+
+These are the run directory and its settings, status pages, functions about processes, shared memory, and the registry
+of frameworks.
 """

@@ -19,9 +19,9 @@ _SLOT = struct.Struct(f"={HEAD_WORDS}q{TEXT_SIZE_BYTES}s")
 
 
 class Recorded(NamedTuple):
-    """One collective.
+    """The record of one collective.
 
-    ``order``: its number in this process; ``number``: in its group; ``ended_ns``: 0 while in progress.
+    ``order``: its number in this process. ``number``: its number in its group. ``ended_ns``: 0 while it is in progress.
     """
 
     order: int
@@ -59,7 +59,7 @@ class Flight:
     def begin(self, count: int, number: int, text: bytes) -> None:
         """Record that collective ``count`` of this process begins.
 
-        ``number``: of the collective in its group; ``text``: from :func:`text_of`.
+        ``number``: number of the collective in its group. ``text``: result of :func:`text_of`.
         """
         _SLOT.pack_into(
             self._bytes, count % FLIGHT_SLOTS * FLIGHT_SLOT_BYTES, number, time.monotonic_ns(), 0, count, text

@@ -75,7 +75,7 @@ class ProcessEvidence(NamedTuple):
 
 
 def offer_stacks(path: Path, page: Page) -> None:
-    """In a worker, make ``STACKS_SIGNAL`` append all stacks to ``path``.
+    """Make ``STACKS_SIGNAL`` append the stacks of all threads of this worker to ``path``.
 
     Raises:
         OSError: the file cannot be made.
@@ -114,7 +114,7 @@ def stacks_path(run: RunDir, member_id: MemberId) -> Path:
 
 
 def offer_records(path: Path, read: Callable[[], Records]) -> None:
-    """In a worker, write ``read()`` to ``path``, in a thread, because ``read`` may wait for a device."""
+    """Write the result of ``read()`` to ``path``. This runs in a thread, because ``read`` may wait for a device."""
 
     def write() -> None:
         with contextlib.suppress(OSError):  # no room, or the run ends: the evidence lacks it

@@ -81,7 +81,7 @@ class BuiltIn:
 
     Args:
         directories: the directories that need free space.
-        log: the kernel log; a report of broken hardware stays true.
+        log: the kernel log. A report of broken hardware in it counts from then on.
     """
 
     name, period_s = "health", CHECK_S

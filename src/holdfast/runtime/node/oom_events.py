@@ -31,7 +31,7 @@ class OomKills:
     """The number of processes of a control group that were killed because its memory, or the host's, ran out.
 
     Args:
-        file: as :func:`memory_events` finds it.
+        file: the file that :func:`memory_events` has found.
     """
 
     def __init__(self, file: Path | None) -> None:

@@ -188,7 +188,7 @@ def kill_group(pid: int) -> None:
 
 
 def stopped_children(leaders: Collection[int]) -> dict[int, int]:
-    """Return a stopped process of each leader's group, other than the leader, where there is one.
+    """Return for each leader a stopped process of its process group, other than the leader, if there is one.
 
     /proc is read once.
     """

@@ -163,11 +163,14 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.nnodes_max > 1
 
     def address_of(self, run: RunDir, name: str) -> Address:
-        """Where a process of this node listens as ``name`` for all nodes: on the network only if there are several."""
+        """Return the address at which a process of this node listens as ``name`` for all nodes of the job.
+
+        It is on the network only if the job has several nodes.
+        """
         return Address(self.bind) if self.several else run.socket_of(name)
 
     def secret_of(self, run: RunDir) -> Secret:
-        """What the processes of all nodes share.
+        """Return the secret that the processes of all nodes share.
 
         Raises:
             AuthError: the token is missing, readable by others, or too short.

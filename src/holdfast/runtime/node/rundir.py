@@ -54,7 +54,7 @@ class Endpoint(msgspec.Struct, frozen=True):
 
     @property
     def at(self) -> Address:
-        """Both as one."""
+        """Host and port as one address."""
         return Address(self.host, self.port)
 
 

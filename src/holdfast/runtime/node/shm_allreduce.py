@@ -44,11 +44,11 @@ Check = Callable[[], None]
 
 
 class SharedMemoryAllReduce:
-    """The board of one generation. All ranks open the same file; each writes its own part only.
+    """The board (shared-memory all-reduce) of one generation. All ranks open one file; each writes its own part only.
 
     Args:
-        path: the file, in a directory of shared memory; the first rank makes it.
-        rank, world_size: of this process, and of the job: all its ranks are on this node.
+        path: the file, in a directory of shared memory. The first rank makes it.
+        rank, world_size: rank of this process, and size of the job. All ranks of the job are on this node.
     """
 
     def __init__(self, path: Path, rank: int, world_size: int) -> None:

@@ -22,7 +22,7 @@ from holdfast.store.backends.user_files import read_given
 
 
 class NodeRanks(NamedTuple):
-    """The ranks of one node. ``number``: of the node; a number beyond the table's hosts is a spare."""
+    """The ranks of one node. ``number``: number of the node. A number beyond the table's hosts is a spare."""
 
     number: int
     address: str

@@ -42,9 +42,9 @@ class Device(NamedTuple):
 
 
 class TableServer(NamedTuple):
-    """One host.
+    """One host of a rank table.
 
-    ``address``: its network address, empty if the table has none; ``devices``: in the order of their ranks.
+    ``address``: its network address; empty if the table has none. ``devices``: its devices in the order of their ranks.
     """
 
     name: str
@@ -53,7 +53,7 @@ class TableServer(NamedTuple):
 
 
 class RankTable(NamedTuple):
-    """A table without mistakes. ``servers``: in the order of their ranks; in version 2.0 one server without a name."""
+    """A table without mistakes. ``servers``: the hosts in the order of their ranks; in version 2.0 one without name."""
 
     version: str
     servers: tuple[TableServer, ...]
@@ -463,10 +463,10 @@ def make(
     """Return a table of hosts, in the order that version 1.0 requires; always valid.
 
     Args:
-        hosts: an address of each.
-        counts: devices of each host, numbered from 0; one number for all.
+        hosts: one address of each host.
+        counts: number of devices of each host, or one number for all. Devices are numbered from 0.
         version: ``1.0`` or ``1.2`` (one super pod).
-        device_addresses: by host and device, where they are known.
+        device_addresses: addresses of devices by host and device, if known.
 
     Raises:
         UsageError: a host is no address, or is listed twice.

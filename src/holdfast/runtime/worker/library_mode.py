@@ -151,7 +151,7 @@ def _key(seat: ProcessPlace, nodes: LibraryNodes | None) -> str:
 
 
 def _pointers() -> Path:
-    """Return the directory of this user's pointers. Raises: AuthError: other users may have written to it."""
+    """Return the directory with this user's pointers to agents. Raises: AuthError: other users can write to it."""
     directory = Path(tempfile.gettempdir()) / f"holdfast-{os.getuid()}"
     directory.mkdir(mode=0o700, exist_ok=True)
     _check_owner(directory)

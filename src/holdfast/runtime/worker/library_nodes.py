@@ -1,8 +1,9 @@
-"""Library mode over several nodes: how the agents that the nodes start for themselves find each other.
+"""Library mode over several nodes: each node starts its own agent, and this module lets the agents find each other.
 
-No launcher has given them an address or a token. The ranks can already sum integers over the framework's own group, so
-rank 0 sends both to all ranks in one sum: the token travels like the gradients. Ranks must be in blocks of one size per
-node, as torchrun places them. Every node can then compute the node of a rank from its number.
+No launcher has given the agents an address or a token. The ranks can already sum integers over the framework's own
+group, so rank 0 sends address and token to all ranks in one sum. The token is as protected as the gradients. Each node
+must have a block of consecutive ranks, all of one size, as with torchrun. Every node can then compute the node of a
+rank from its number.
 
 Invariant: every refusal is decided from sums, so all ranks refuse or none does. No rank waits for one that has left.
 """
@@ -40,8 +41,8 @@ REMEDY = (
 class LibraryNodes(NamedTuple):
     """The values with which a node meets the other nodes.
 
-    ``number`` and ``address``: of this node; ``total``: the number of nodes; ``contact``: "host:port" of the agent of
-    rank 0; ``token``: of the job.
+    ``number`` and ``address``: number and address of this node. ``total``: number of nodes. ``contact``: "host:port" of
+    the agent of rank 0. ``token``: token of the job.
     """
 
     number: int

@@ -96,7 +96,7 @@ class StateServer(AnswerServer[Talk]):
         view: returns bytes of a box that this rank holds; raises :class:`HoldfastError` for other boxes, and for a box
             that it cannot read.
         values: the encoded plain values.
-        secret: of the run.
+        secret: secret of the run.
         service: the name of the rank and generation, see ``service_names.py``.
         moved: called with the number of bytes that are about to be sent.
     """
@@ -142,8 +142,10 @@ def fetch(
     """Fill all buffers from their holders, and return the plain values.
 
     Args:
-        sources: rank -> address of its server.
-        generation: that of the servers.
+        sources: for each rank, the address of its server.
+        wanted: the boxes to fetch.
+        secret: secret of the run.
+        generation: generation of the servers.
         values_from: ranks to ask for the plain values, in this order until one answers; empty: in the order of ranks.
         moved: called with the number of bytes of each batch that has arrived.
 
@@ -197,7 +199,7 @@ class _SourcePeer:
         self._channel: BlockingChannel[Talk] | None = None
 
     def values(self) -> bytes:
-        """Return the plain values. Raises: PeerLost."""
+        """Fetch the plain values of the holder's state, encoded. Raises: PeerLost."""
         with self._lock:
             return self._ask(AskValues(), Values, ()).data
 

@@ -1,6 +1,6 @@
-"""Several hosts in one simulation: elections beside a job, lost hosts, partitions, clocks and disks.
+"""Simulation of a job on several hosts: elections, lost hosts, partitions, clocks and disks.
 
-Theory. Each host runs the real agent and election machines, and the one that is elected the real controller. Around
-them are models of what the shells of ``runtime/`` do: processes, connections, the event log of the host and its file of
-promises. ``hosts_world.py`` puts them together.
+Theory. Each host runs the real agent and election machines. The elected host also runs the real controller. The parts
+of ``runtime/`` around these machines are models: processes, connections, the event log of the host, and the file of its
+promises in elections. ``hosts_world.py`` puts the parts together.
 """

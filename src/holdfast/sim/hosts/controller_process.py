@@ -40,7 +40,7 @@ LONELY_S = 60.0
 
 
 class ControllerScene(DriverScene, Protocol):
-    """What a controller process needs of the world."""
+    """The interface of the simulated world that a controller process uses."""
 
     def jitter(self, low_s: float, high_s: float) -> float: ...
     def make_controller(self, config: Config, past: ReplayedState) -> Controller: ...
@@ -51,11 +51,13 @@ class ControllerScene(DriverScene, Protocol):
 
 
 class ControllerProcess:
-    """The process of one controller.
+    """The simulated process of one controller.
 
     Attributes:
-        lost: members that it gave up without a page.
-        seats: the member of each rank, as the lines so far say.
+        term: the term of the controller.
+        alone: True if the controller decides for its own host only, because the host lost the others.
+        lost: members that the controller gave up without having read their status pages.
+        seats: the member of each rank, according to the event log so far.
     """
 
     def __init__(self, scene: ControllerScene, host: NodeId, disk: SimDisk, term: int, alone: bool) -> None:
@@ -66,7 +68,7 @@ class ControllerProcess:
         self.lost: set[MemberId] = set()
         self._scene = scene
         self._disk = disk
-        self._ends: dict[End, bool] = {}  # every line; True: its agent mirrors the log
+        self._ends: dict[End, bool] = {}  # every connection; True: its agent mirrors the log
         self._agents: AgentLines[End] = AgentLines()
         self._homes: dict[MemberId, NodeId] = {}
         self._offsets_s: dict[NodeId, float] = {}
@@ -87,7 +89,7 @@ class ControllerProcess:
         self._beat()
 
     def accept(self, end: End) -> None:
-        """Take the connection of an agent."""
+        """Accept the connection of an agent."""
         self._ends[end] = False
         self._agents.opened(end)
         end.on_message = partial(self._heard, end)
@@ -102,7 +104,7 @@ class ControllerProcess:
                 end.close()
 
     def post(self, event: Message) -> None:
-        """Pass an event to the machine."""
+        """Pass an event to the controller machine."""
         self._driver.post(event)
 
     # ---------------------------------------------------------------- in

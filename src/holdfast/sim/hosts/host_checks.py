@@ -1,8 +1,8 @@
-"""The invariants of a run, where several controllers may decide, each for the ranks that it has not lost.
+"""The invariants of a run on several hosts, where several controllers may decide, each for the ranks it has not lost.
 
-Theory. A rank on a host that a controller gave up may live on and train until it is fenced. It does not belong to the
-job, as that controller sees it. So each controller is judged by the ranks in its own view, and two ranks may part over
-a step only where one of them was given up.
+Theory. A controller may give up a host whose ranks still live. Such a rank trains until it is fenced, but for that
+controller it no longer belongs to the job. Each controller is therefore checked against the ranks in its own view. One
+rank may update in a step and another discard it only if one of them was given up.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from holdfast.sim.worker import SimWorker
 
 LEFT_OVER = "a process from before a recovery"
 BOUND = re.compile(r"^did not (.*) (?:within|in another) ([0-9.e+]+) s$")
-"""Why a process is killed for a time-out (``core/job/wait_bounds.py``)."""
+"""The reason in the order that kills a process for a time-out (``core/job/wait_bounds.py``)."""
 
 
 class DecidingProcess(Protocol):
-    """A controller, as far as the checks look at it."""
+    """The attributes of a controller process that the checks read."""
 
     term: int
     alone: bool
@@ -43,26 +43,29 @@ class DecidingProcess(Protocol):
 
 
 class HostsScene(CheckedScene, Protocol):
-    """What the checks may look at."""
+    """The interface of the simulated world that the checks use."""
 
     @property
     def workers(self) -> Mapping[MemberId, SimWorker]: ...
 
 
 class JudgedView:
-    """A run as one controller sees it: without the ranks that it has given up. A controller that is alone decides for
-    the processes that it knows: elsewhere others may have been started in their seats."""
+    """A run as one controller sees it: without the ranks that the controller has given up.
+
+    A controller that is alone decides only for the processes that it knows. On other hosts, another controller may have
+    started other processes in their seats.
+    """
 
     def __init__(self, scene: HostsScene) -> None:
         self._scene = scene
         self._process: DecidingProcess | None = None
 
     def of(self, process: DecidingProcess) -> None:
-        """Make this the view of the given controller."""
+        """Switch the view to the controller ``process``."""
         self._process = process
 
     def given_up(self, members: set[MemberId]) -> list[SimWorker]:
-        """These processes, as far as they ever existed."""
+        """Return the processes of ``members``, without the members that never existed."""
         workers = self._scene.workers
         return [workers[member] for member in sorted(members) if member in workers]
 
@@ -72,50 +75,50 @@ class JudgedView:
 
     @property
     def now(self) -> float:
-        """Virtual seconds."""
+        """Virtual time in seconds."""
         return self._scene.now
 
     @property
     def events(self) -> int:
-        """Events so far."""
+        """Number of events so far."""
         return self._scene.events
 
     @property
     def store(self) -> SimStore:
-        """All checkpoints."""
+        """The simulated store with all checkpoints."""
         return self._scene.store
 
     @property
     def memory(self) -> Memory:
-        """States in memory."""
+        """The simulated memory tier."""
         return self._scene.memory
 
     @property
     def save_errors(self) -> int:
-        """Saves that were made to fail."""
+        """Number of saves that a fault made fail."""
         return self._scene.save_errors
 
     @property
     def memory_losses(self) -> set[str]:
-        """Kinds of processes that died with what they knew."""
+        """Kinds of processes whose memory was lost with them."""
         return self._scene.memory_losses
 
     @property
     def journal(self) -> list[LogRecord]:
-        """Of all controllers."""
+        """The event-log records of all controllers."""
         return self._scene.journal
 
     @property
     def seated(self) -> dict[int, SimWorker]:
-        """The processes in their seats that are not given up."""
+        """The process of each rank, without those that the controller has given up."""
         process, workers = self._process, self._scene.workers
-        seats = process.seats if process is not None else {}  # an order to start may never have come
+        seats = process.seats if process is not None else {}  # the order to start a member may have been lost
         seated = {rank: workers[member] for rank, member in sorted(seats.items()) if member in workers}
         return {rank: worker for rank, worker in seated.items() if worker.member_id not in self._lost}
 
     @property
     def replaced(self) -> list[SimWorker]:
-        """The dead beside whom newcomers sit."""
+        """The dead processes whose seats newcomers have taken."""
         alone = self._process is not None and self._process.alone
         return [w for w in self._scene.replaced if w.member_id not in self._lost and not alone]
 
@@ -125,16 +128,18 @@ class JudgedView:
 
 
 class HostChecks(Checks):
-    """See the module."""
+    """The checks of a run on several hosts. See the module."""
 
     def __init__(self, scene: HostsScene) -> None:
         self.view = JudgedView(scene)
-        super().__init__(cast(CheckedScene, self.view))  # whose attributes the checks only read
+        super().__init__(cast(CheckedScene, self.view))  # the checks only read the attributes of the view
         self._given_up: set[MemberId] = set()
         self._fates: dict[tuple[Generation, int], dict[bool, list[SimWorker]]] = {}
-        self._committed: dict[Generation, int] = {}  # steps that a rank has
-        self._is_judged = False  # since the last start there was a verdict
-        self._thrown_away = -1  # step of a living process that a controller did not know
+        # The most steps that a rank of the generation has committed
+        self._committed: dict[Generation, int] = {}
+        self._is_judged = False  # a verdict was recorded since the last start
+        # Newest step of a living process that was killed because its controller did not know it
+        self._thrown_away = -1
         self._acted_s: dict[MemberId, float] = {}
         self._leaders: dict[int, NodeId] = {}
         self._votes: dict[tuple[NodeId, int], str] = {}
@@ -161,7 +166,7 @@ class HostChecks(Checks):
             self.resuming(message)
 
     def _planned(self, record: LogRecord) -> None:
-        """A rank that was given up may be heard once more: what it proves is true as well."""
+        """Check a recorded decision. A last report of a rank that was given up may justify it, too."""
         try:
             super()._planned(record)
         except Violation as violation:
@@ -170,7 +175,10 @@ class HostChecks(Checks):
                 raise
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
-        """A rank moved in the step protocol: two ranks part over a step only where one of them was given up."""
+        """Check, after a rank changed its state in the step protocol, that all ranks treat the step alike.
+
+        An update by one rank and a discard by another are allowed only if one of them was given up.
+        """
         if old == "updating" and new == "ready":
             generation = worker.machine.generation
             steps = max(self._committed.get(generation, 0), worker.machine.step)
@@ -182,7 +190,7 @@ class HostChecks(Checks):
         machine = worker.machine
         fates = self._fates.setdefault((machine.generation, machine.step), {True: [], False: []})
         fates[updates].append(worker)
-        # One that was given up and comes back proves a fate that others may have parted from; all start again then.
+        # A rank that was given up and returns may prove an update that other ranks discarded. All ranks then restart.
         if any(w.member_id in self._given_up for w in (worker, *fates[True])):
             return
         others = [w.rank for w in fates[not updates] if w.member_id not in self._given_up]
@@ -192,11 +200,15 @@ class HostChecks(Checks):
             raise Violation("one_fate_per_step", text)
 
     def acts(self, worker: SimWorker) -> None:
-        """A process sends a message, or moves in the step protocol."""
+        """Record that a process sent a message or changed its state in the step protocol."""
         self._acted_s[worker.member_id] = self.scene.now
 
     def kills(self, worker: SimWorker, order: KillMember) -> None:
-        """A process is killed: not for a bound in which it made progress, and not for what it has done."""
+        """Check an order to kill a process.
+
+        A process must not be killed for a time-out if it made progress within that time, or has done what it was
+        expected to do.
+        """
         if order.reason == LEFT_OVER and worker.alive and worker.member_id not in self._given_up:
             self._thrown_away = max(self._thrown_away, worker.machine.step)
         bound = BOUND.search(order.reason)
@@ -209,12 +221,12 @@ class HostChecks(Checks):
             raise Violation("no_progress_is_killed", text)
 
     def elected(self, node_id: NodeId, term: int) -> None:
-        """An election was won."""
+        """Check, after an election was won, that the term has one leader."""
         if self._leaders.setdefault(term, node_id) != node_id:
             raise Violation("one_leader_per_term", f"{self._leaders[term]} and {node_id} lead in term {term}")
 
     def voted(self, node_id: NodeId, command: Send) -> None:
-        """An election sends a message."""
+        """Check, when an election sends a message, that a node grants at most one vote in a term."""
         reply = command.message
         if isinstance(reply, VoteReply) and reply.granted and not reply.trial:
             first = self._votes.setdefault((node_id, reply.term), command.to)

@@ -1,4 +1,7 @@
-"""Collectives of ranks on several hosts: an all-reduce needs all of them, and a lost host breaks nothing at once."""
+"""Simulated collectives of ranks on several hosts.
+
+An all-reduce completes only while all hosts of the group are connected. The loss of a host does not break it at once.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ RETRY_S = 0.2
 
 
 class HostCollectivesScene(CollectivesScene, Protocol):
-    """What these collectives need of the world."""
+    """The interface of the simulated world that these collectives use."""
 
     network: Network
 
@@ -25,18 +28,22 @@ class HostCollectivesScene(CollectivesScene, Protocol):
 
 
 class HostCollectives(Collectives):
-    """See the module."""
+    """The collectives of all generations. See the module."""
 
     scene: HostCollectivesScene
 
     def __init__(self, scene: HostCollectivesScene) -> None:
         super().__init__(scene)
         self._made_of: dict[tuple[Generation, int], dict[int, Contribution]] = {}
-        self._newest = NO_GENERATION  # in which a step has passed
-        self._last: dict[MemberId, tuple[Generation, int]] = {}  # the newest vote of a step
+        self._newest = NO_GENERATION  # the newest generation in which a vote on a step has passed
+        self._last: dict[MemberId, tuple[Generation, int]] = {}  # the newest vote on a step, by member
 
     def vote(self, worker: Voter, ballot: Ballot, number: int) -> None:
-        """A rank enters a vote, after the all-reduce of its gradients."""
+        """Enter a vote of a rank. The all-reduce of its gradients comes before it.
+
+        Raises:
+            Violation: the vote passes in an older generation than one that trains.
+        """
         group = self.group(worker.machine.generation)
         group.broken |= any(self._has_left(group, self.scene.workers[member]) for member in group.members)
         if not ballot.between:
@@ -51,11 +58,11 @@ class HostCollectives(Collectives):
         self._newest = group.generation
 
     def loss(self, member_id: MemberId) -> tuple[Contribution, ...]:
-        """What the last update of a rank is made of, by rank."""
+        """Return the gradients that the last update of a member was made of, ordered by rank."""
         return tuple(made for _, made in sorted(self._made_of[self._last[member_id]].items()))
 
     def deliver(self, group: SimGroup, round_: Round, voter: Voter) -> None:
-        """The all-reduce completes at one rank, once nothing lies between it and the others."""
+        """Complete the all-reduce at one rank, as soon as its host is connected to all others of the group."""
         if not voter.alive or voter.machine.generation != group.generation:
             return
         if not self._is_connected(group, voter.node_id):
@@ -69,7 +76,10 @@ class HostCollectives(Collectives):
 
     @staticmethod
     def _has_left(group: SimGroup, voter: Voter) -> bool:
-        """A rank that was fenced has closed its connections: a rank that was paused meanwhile votes in vain."""
+        """Return True if a rank has left the group.
+
+        A fenced rank has closed its connections. A vote of a rank that was paused in the meantime cannot complete.
+        """
         return voter.machine.fenced is not None or voter.machine.generation != group.generation
 
     def _is_connected(self, group: SimGroup, node_id: NodeId) -> bool:

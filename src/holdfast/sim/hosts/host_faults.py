@@ -1,4 +1,4 @@
-"""What may go wrong with hosts and the network between them, as data, and its injection into a simulated run."""
+"""Faults of hosts and of the network between them, as data, and their injection into a simulated run."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from holdfast.sim.hosts.network import Network
 from holdfast.sim.injector import SimInjector
 
 HostFaultKind = Literal[
-    "lose_host",  # power is lost; the host returns after the duration with its disk, 0: never
-    "reinstall_host",  # the same, and it returns with an empty disk
+    "lose_host",  # a host loses power; it returns with its disk after the duration (0: never)
+    "reinstall_host",  # as lose_host, but the host returns with an empty disk
     "split",  # one host and all others do not reach each other
-    "one_way_out",  # what a host sends is lost, what the others send arrives
-    "one_way_in",  # the other way round
+    "one_way_out",  # messages from one host are lost, messages to the host arrive
+    "one_way_in",  # messages to one host are lost, messages from the host arrive
     "bridge",  # two hosts do not reach each other; both reach the others
-    "flap",  # a split that comes and goes
+    "flap",  # a split that begins and ends repeatedly
     "slow_network",  # messages take seconds
     "pause_host",  # nothing runs on a host for a while; its clock runs
-    "jump_clock",  # the clock of a host is ahead by the duration from now on, as after a suspension
+    "jump_clock",  # the clock of a host jumps ahead by the duration, as after a suspension
     "late_timers",  # timers of a host fire late
     "slow_disk",  # a sync takes seconds
-    "full_disk",  # no file can be written; event logs have room that was kept for them
+    "full_disk",  # no file can be written, except event logs, which have reserved room
 ]
 KINDS: tuple[HostFaultKind, ...] = (
     *("lose_host", "lose_host", "reinstall_host", "split", "split", "one_way_out", "one_way_in", "bridge"),
@@ -40,10 +40,14 @@ PHASES = ("", "", "idle", "fencing", "replacing", "saving", "leaving", "starting
 
 
 class HostFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """From ``at_s`` (virtual seconds) on, as soon as the job is in ``phase`` (empty: any; ``electing``: no controller).
+    """A fault of a host or the network. It strikes when time ``at_s`` has passed and the job is in ``phase``.
 
     Attributes:
-        node: number of the host; ``other``: of the second one of a bridge.
+        at_s: virtual time in seconds.
+        node: number of the host that the fault strikes.
+        other: number of the second host of a ``bridge``.
+        duration_s: virtual seconds until the fault ends.
+        phase: a phase of the job; empty: any phase; ``electing``: no controller leads.
     """
 
     kind: HostFaultKind
@@ -55,7 +59,7 @@ class HostFault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class HostFaultTarget(Protocol):
-    """What these faults can strike."""
+    """The interface of the simulated world that these faults act on."""
 
     network: Network
 
@@ -72,7 +76,7 @@ class HostFaultTarget(Protocol):
 
 
 class HostInjector:
-    """Strikes a run with its faults, when their time and their phase have come."""
+    """The injector of host faults: it applies each fault when the time and the phase of the fault have come."""
 
     def __init__(self, world: HostFaultTarget, nodes: Sequence[NodeId]) -> None:
         self._world = world
@@ -80,12 +84,12 @@ class HostInjector:
         self._armed: list[HostFault] = []
 
     def start(self, faults: Sequence[HostFault]) -> None:
-        """Set the clock of each fault."""
+        """Schedule each fault at its time."""
         for fault in faults:
             self._world.later(fault.at_s, f"fault {fault.kind}", partial(self._arm, fault))
 
     def moved(self) -> None:
-        """The job may be in another phase."""
+        """Apply the faults that waited for the present phase. Call this when the phase may have changed."""
         if self._armed:
             phase = self._world.phase()
             for fault in [f for f in self._armed if f.phase == phase]:
@@ -159,7 +163,7 @@ def _both(node: NodeId, others: Sequence[NodeId]) -> tuple[tuple[NodeId, NodeId]
 def random_host_faults(
     rng: random.Random, nodes: int, count: int, kinds: Sequence[HostFaultKind] = KINDS
 ) -> tuple[HostFault, ...]:
-    """``count`` faults, most of them close to the one before."""
+    """Return ``count`` random faults. Most follow the fault before them after a short time."""
     faults: list[HostFault] = []
     at_s = rng.uniform(0.4, 1.6)
     for _ in range(count):

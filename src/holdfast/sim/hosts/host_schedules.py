@@ -1,4 +1,4 @@
-"""Schedules of faults for runs on several hosts, and the smallest one that breaks the same invariant."""
+"""Random fault schedules for runs on several hosts, and the reduction of a schedule that breaks an invariant."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ PROCESS_KINDS: tuple[FaultKind, ...] = (
     *("save_error", "ask_exit"),
 )
 SIZES = ((3, 0, 1), (3, 0, 2), (3, 1, 1), (2, 1, 1), (2, 1, 2), (4, 0, 1), (3, 2, 1), (2, 0, 2))
-"""(hosts with ranks, hosts that wait, ranks of a host)"""
+"""Job sizes: (hosts with ranks, spare hosts, ranks per host)."""
 TIMES_S = (0.05, 0.5, 2.0)
 
 
 def hosts_case(seed: int, kinds: tuple[HostFaultKind, ...] = HOST_KINDS) -> HostsCase:
-    """The schedule of a seed: one to three faults of hosts, up to two of processes, close together."""
+    """Return the schedule of a seed: one to three faults of hosts and up to two of processes, at close times."""
     rng = random.Random(seed)
     nodes, spares, per_node = rng.choice(SIZES)
     host_faults = random_host_faults(rng, nodes + spares, rng.randint(1, 3), kinds)
@@ -46,7 +46,7 @@ def hosts_case(seed: int, kinds: tuple[HostFaultKind, ...] = HOST_KINDS) -> Host
 
 
 def hosts_breach(seed: int, case: HostsCase) -> str:
-    """The invariant that this schedule breaks, and what was seen; empty: none."""
+    """Return the invariant that a schedule breaks, with what was observed. Return an empty text if it breaks none."""
     try:
         run_hosts(seed, case)
     except Violation as violation:
@@ -55,7 +55,7 @@ def hosts_breach(seed: int, case: HostsCase) -> str:
 
 
 def _smaller(case: HostsCase) -> Iterator[HostsCase]:
-    """Each schedule with one fault less, then each that is simpler in one number."""
+    """Yield each schedule with one fault less, then each schedule that is simpler in one number."""
     for fault in case.faults:
         yield msgspec.structs.replace(case, faults=tuple(f for f in case.faults if f is not fault))
     for each in case.host_faults:
@@ -75,7 +75,7 @@ def _smaller(case: HostsCase) -> Iterator[HostsCase]:
 def shrunk_hosts_case(
     seed: int, case: HostsCase, breach: Callable[[int, HostsCase], str] = hosts_breach
 ) -> HostsCase:
-    """Without what the breach does not need."""
+    """Return the smallest schedule found that breaks the same invariant as ``case``."""
     name = breach(seed, case).partition(":")[0]
     for smaller in _smaller(case):
         if breach(seed, smaller).partition(":")[0] == name:
@@ -84,7 +84,7 @@ def shrunk_hosts_case(
 
 
 class FoundSchedule(msgspec.Struct, frozen=True, kw_only=True):
-    """A schedule that broke ``broke`` once: one line of JSON, and a test from then on."""
+    """A schedule that once broke the invariant ``broke``. It is stored as one line of JSON and rerun as a test."""
 
     seed: int
     broke: str

@@ -1,7 +1,7 @@
-"""A whole run on several hosts: agents elect the host of the controller, hosts are lost and return, networks part.
+"""Simulation of a whole run on several hosts: elections of the controller's host, lost hosts and partitions.
 
-Every machine is the one of production: agents, elections, controllers, step machines. One seed and one case make one
-run, as in ``sim/world.py``, whose workers, store, spares and checks these hosts use.
+All state machines are those of production: agents, elections, controllers, step machines. One seed and one case
+determine one run, as in ``sim/world.py``. Its workers, store, spares and checks are used here, too.
 """
 
 from __future__ import annotations
@@ -56,15 +56,17 @@ CLOCK_RATE_ERROR_MAX = 2e-4
 
 
 class HostsCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One schedule.
+    """One schedule: the size of a job and its faults.
 
     Attributes:
-        nodes: hosts that hold ranks; ``spares``: hosts that wait.
-        per_node: ranks of each host.
-        shards: distinct boxes; rank r holds box ``r % shards``.
-        nodes_min: with fewer hosts the job continues with fewer ranks, down to this number of hosts; 0: never. It
-            needs a job in which each rank holds all (``shards`` 1).
-        witness: two agents have a witness.
+        nodes: number of hosts that hold ranks.
+        spares: number of spare hosts.
+        per_node: number of ranks per host.
+        shards: number of distinct boxes; rank r holds box ``r % shards``.
+        nodes_min: smallest number of hosts with which the job continues, with fewer ranks; 0: it never shrinks. Any
+            other value needs a job in which each rank holds the whole state (``shards`` 1).
+        witness: True if a job of two agents has a witness.
+        until: number of steps of the run.
     """
 
     nodes: int = 3
@@ -79,7 +81,7 @@ class HostsCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class HostsWorld(World):
-    """See the module."""
+    """The simulated world of one run on several hosts. See the module."""
 
     collectives_type = HostCollectives
     checks_type = HostChecks
@@ -94,7 +96,8 @@ class HostsWorld(World):
         self.hosts: dict[NodeId, SimHost] = {}
         self.network = Network(self)
         self.history = StepHistory()
-        self.finishes: list[tuple[bool, Finish]] = []  # (alone, end) of each controller that ended the run
+        # (decides alone, end) of each controller that ended the run
+        self.finishes: list[tuple[bool, Finish]] = []
         super().__init__(case.nodes * case.per_node, seed, case.faults, case.until, case.shards)
         names = [NodeId(f"n{number}") for number in range(case.nodes + case.spares)]
         for name in names:
@@ -104,12 +107,12 @@ class HostsWorld(World):
         self._with_spares = seed % 5 in (1, 3)
         self._agents = {n: self._make_agent(n, 1 + i * PIDS_PER_NODE) for i, n in enumerate(names)}
         self._claims: dict[int, tuple[NodeId, ...]] = {}
-        self._lives: dict[MemberId, int] = {}  # life of its host in which a process was started
+        self._lives: dict[MemberId, int] = {}  # the ``SimHost.life`` in which each process was started
         self._faults = HostInjector(self, names)
         self._faults.start(case.host_faults)
 
     def resume(self, before: HostsWorld) -> None:
-        """This run is the next one of a job that asked to be queued again: its checkpoints are there."""
+        """Continue the job of the run ``before``, which asked to be queued again: take over checkpoints and history."""
         self.store.saves = {f"before/{name}": save for name, save in before.store.saves.items()}
         self.history = before.history
         self.history.requeued()
@@ -122,7 +125,11 @@ class HostsWorld(World):
             self.later_on(name, self.jitter(*BOOT_S), f"boot {name}", partial(self._boot, name))
 
     def later_on(self, node_id: NodeId, delay_s: float, label: str, action: Callable[[], None]) -> None:
-        """Do ``action`` on a host, unless it loses power before; after a pause, if it is paused then."""
+        """Run ``action`` on a host after ``delay_s``.
+
+        If the host loses power before, the action never runs. If the host is paused at that time, the action runs after
+        the pause.
+        """
         host = self.hosts.get(node_id)
         if host is None:
             self.later(delay_s, label, action)
@@ -142,24 +149,24 @@ class HostsWorld(World):
         self.later(delay_s, label, run)
 
     def clock(self, node_id: NodeId) -> float:
-        """CLOCK_MONOTONIC of a host, in seconds."""
+        """Return CLOCK_MONOTONIC of a host, in seconds."""
         return self.hosts[node_id].reads(self.now)
 
     def is_up(self, node_id: NodeId) -> bool:
-        """A host has power."""
+        """Return True if a host has power."""
         return self.hosts[node_id].is_up
 
     def others(self, node_id: NodeId) -> tuple[NodeId, ...]:
-        """All hosts but this one."""
+        """Return all hosts but ``node_id``."""
         return tuple(name for name in self.hosts if name != node_id)
 
     def council_of(self, node_id: NodeId) -> SimCouncil | None:
-        """The part of a living agent that meets the others."""
+        """Return the council of the agent on a host, or None if the agent is not alive."""
         council = self.hosts[node_id].council
         return council if council is not None and not council.over else None
 
     def controller_on(self, node_id: NodeId) -> ControllerProcess | None:
-        """The controller that runs on a host."""
+        """Return the controller that runs on a host, or None."""
         process = self.hosts[node_id].process
         return process if process is not None and process.lives else None
 
@@ -171,7 +178,7 @@ class HostsWorld(World):
         return agent
 
     def _boot(self, name: NodeId) -> None:
-        """An agent starts, the first one or a successor."""
+        """Start an agent on a host: the first one or a successor."""
         host = self.hosts[name]
         host.booting = False
         if not host.is_up or host.left:
@@ -193,7 +200,7 @@ class HostsWorld(World):
             else:
                 self._feed_agent(agent, self._exit_of(worker, None, None))
         first = name == next(iter(self.hosts)) and not any(each.in_job for each in self.hosts.values())
-        # A job whose hosts were all installed again is another one.
+        # If all hosts were reinstalled, the job cannot be founded a second time: it would be another job.
         founders = len(self.hosts) if first and not self.journal else 0
         host.council = SimCouncil(self, name, host.disk, founders)
         host.council.in_job = host.in_job
@@ -202,13 +209,13 @@ class HostsWorld(World):
         host.council.begin()
 
     def _unmet(self, agent: SimAgent, host: SimHost) -> None:
-        """An agent that has met no other agent, or no leader of the job, ends."""
+        """End an agent that has no electorate and knows no leader after ``UNMET_S``."""
         knows = host.disk.ballot.electorate is not None
         if agent.alive and not knows and host.council is not None and host.council.election.lead is None:
             self._leave(host)
 
     def _leave(self, host: SimHost) -> None:
-        """The agent of a host ends for good; its controller has a moment to end, too."""
+        """End the agent of a host for good. The controller of the host ends ``END_S`` later."""
         host.left = True
         self._agents[host.node_id].alive = False
         if host.council is not None:
@@ -220,7 +227,7 @@ class HostsWorld(World):
     # ---------------------------------------------------------------- faults
 
     def phase(self) -> str:
-        """Of the job, as its newest controller sees it."""
+        """Return the phase of the job, as its newest controller sees it."""
         leading = self._leading()
         return NO_PHASE if leading is None else str(leading.machine.snapshot()["phase"])
 
@@ -230,7 +237,7 @@ class HostsWorld(World):
         return max(living, key=lambda process: process.term, default=None)
 
     def lose_host(self, node_id: NodeId, back_s: float, *, empty: bool) -> None:
-        """Power is lost; after ``back_s`` the host starts again, 0: never."""
+        """Cut the power of a host. It starts again after ``back_s`` (0: never), with an empty disk if ``empty``."""
         host, agent = self.hosts[node_id], self._agents[node_id]
         if not host.is_up or host.left:
             return
@@ -264,37 +271,37 @@ class HostsWorld(World):
         self.later_on(node_id, self.jitter(*SUCCESSOR_S), f"boot {node_id}", partial(self._boot, node_id))
 
     def pause(self, node_id: NodeId, duration_s: float) -> None:
-        """Nothing runs on a host for a while."""
+        """Stop everything on a host for ``duration_s``."""
         host = self.hosts[node_id]
         host.paused_until_s = max(host.paused_until_s, self.now + duration_s)
 
     def jump(self, node_id: NodeId, ahead_s: float) -> None:
-        """The clock of a host is ahead from now on."""
+        """Set the clock of a host ahead by ``ahead_s``."""
         self.hosts[node_id].offset_s += ahead_s
 
     def set_lateness(self, node_id: NodeId, late_s: float) -> None:
-        """Timers of a host fire up to this late."""
+        """Make the timers of a host fire up to ``late_s`` late."""
         self.hosts[node_id].late_s = late_s
 
     def set_disk(self, node_id: NodeId, *, slow_s: float, full: bool) -> None:
-        """The disk of a host is slow, or full, or neither."""
+        """Make the disk of a host slow (``slow_s`` more per sync, at most), full, or normal again."""
         disk = self.hosts[node_id].disk
         disk.slow_s, disk.is_full = slow_s, full
 
     def kill_controller(self) -> None:
-        """The newest controller dies."""
+        """Kill the newest controller."""
         leading = self._leading()
         if leading is not None:
             self.memory_losses.add("controller")
             leading.die()
 
     def kill_agent(self, node_id: NodeId) -> None:
-        """The agent dies; workers and controller of its host live, the launcher starts a successor."""
+        """Kill the agent of a host. Its workers and controller live, and the launcher starts a new agent."""
         if self.hosts[node_id].is_up and not self._agents[node_id].machine.ended:
             self.agent_broke(node_id)
 
     def agent_broke(self, node_id: NodeId) -> None:
-        """An agent process ends with an error."""
+        """End an agent process with an error, and schedule its successor."""
         host, agent = self.hosts[node_id], self._agents[node_id]
         if not agent.alive:
             return
@@ -307,7 +314,7 @@ class HostsWorld(World):
         self.later_on(node_id, self.jitter(*SUCCESSOR_S), f"boot {node_id}", partial(self._boot, node_id))
 
     def ask_exit(self) -> None:
-        """A user types ``holdfast exit`` on the first host that runs."""
+        """Simulate ``holdfast exit`` on the first host with a living agent."""
         agents = [agent for agent in self._agents.values() if agent.alive]
         if agents:
             self._feed_agent(agents[0], ExitRun(grace_s=60.0, source="test"))
@@ -316,20 +323,20 @@ class HostsWorld(World):
 
     @property
     def controllers(self) -> list[Controller]:
-        """The controllers that run."""
+        """The machines of the living controllers."""
         processes = [host.process for host in self.hosts.values()]
         return [process.machine for process in processes if process is not None and process.lives]
 
     def make_controller(self, config: Config, past: ReplayedState) -> Controller:
-        """The machine of a controller process."""
+        """Return the machine of a controller process."""
         return self.controller_type(config, past, self.store.uncovered)
 
     def make_election(self, config: ElectionConfig, kept: HardState) -> Election:
-        """The machine of an agent's part in elections."""
+        """Return the election machine of an agent."""
         return self.election_type(config, kept)
 
     def controller_config(self, disk: SimDisk, node_id: NodeId, term: int, alone: bool) -> Config:
-        """As ``controllerd.config_of`` makes it."""
+        """Return the configuration of a controller, as ``controllerd.config_of`` makes it."""
         voters = disk.ballot.electorate.voters if disk.ballot.electorate is not None else ()
         return Config(
             run_id="sim",
@@ -348,7 +355,7 @@ class HostsWorld(World):
         )
 
     def run_controller(self, node_id: NodeId, term: int, alone: bool) -> ControllerProcess | None:
-        """Start a controller process on a host; None: its disk is full."""
+        """Start a controller process on a host, and return the process."""
         host = self.hosts[node_id]
         if alone or term > 1:
             self.memory_losses.add("controller")
@@ -357,45 +364,45 @@ class HostsWorld(World):
         return process
 
     def decided(self, process: ControllerProcess, record: LogRecord) -> None:
-        """A controller has written a line."""
+        """Check the invariants after a controller has written a record to its log."""
         self.journal.append(record)
         if process.lost:
             self.memory_losses |= {
                 "node",
                 "page",
-            }  # a layout that was published to no controller is gone as well
+            }  # a layout that reached no controller is lost, too
         self.checks.decided(process, record)
         self._faults.moved()
 
     def sends(self, process: ControllerProcess, message: Message) -> None:
-        """A controller sends an order."""
+        """Check an order that a controller sends."""
         self.checks.sends(process, message)
 
     def finished(self, process: ControllerProcess, finish: Finish) -> None:
-        """A controller has ended the run for the agents that hear it."""
+        """Record that a controller has ended the run for the agents that are connected to it."""
         self.finishes.append((process.alone, finish))
 
     # ---------------------------------------------------------------- agents and elections
 
     def agent_hears(self, node_id: NodeId, message: Message) -> None:
-        """From the link of an agent, for its machine."""
+        """Pass a message from the link of an agent to the agent's machine."""
         self._feed_agent(self._agents[node_id], message)
 
     def joined(self, node_id: NodeId) -> None:
-        """The job has a name on this host."""
+        """Record that the job is known on a host, and notify the agent of the host."""
         self.hosts[node_id].in_job = True
         self._feed_agent(self._agents[node_id], JobFormed())
 
     def elected(self, node_id: NodeId, term: int) -> None:
-        """An election was won."""
+        """Check an election that a node has won."""
         self.checks.elected(node_id, term)
 
     def election_sends(self, node_id: NodeId, command: Send) -> None:
-        """An election sends a message."""
+        """Check a message that an election sends."""
         self.checks.voted(node_id, command)
 
     def claim(self, node_id: NodeId, claim: Claim, answer: Callable[[WitnessReply], None]) -> None:
-        """An agent asks the witness: the first one that makes a name has it."""
+        """Ask the witness on behalf of an agent. The first claim of a number wins, and all claims get its voters."""
 
         def ask() -> None:
             voters = self._claims.setdefault(claim.number, claim.voters)
@@ -428,7 +435,7 @@ class HostsWorld(World):
     # ---------------------------------------------------------------- workers
 
     def uplink(self, worker: SimWorker, message: Message) -> None:
-        """From a worker to the agent of its node."""
+        """Send a message from a worker to the agent of its node."""
         self.checks.acts(worker)
         super().uplink(worker, message)
 
@@ -437,7 +444,7 @@ class HostsWorld(World):
         super()._carry_out_kill(worker, order)
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
-        """A rank moved in the step protocol."""
+        """Check a change of a rank's state in the step protocol, and record a committed step in the history."""
         self.checks.acts(worker)
         super().moved(worker, old, new)
         if old == "updating" and new == "ready":
@@ -446,7 +453,7 @@ class HostsWorld(World):
             self.history.commits(worker, worker.machine.step - 1, loss, ranks)
 
     def spawn(self, node_id: NodeId, order: StartMembers, delay_s: float = 0.0) -> None:
-        """Start workers on a host; with another number of ranks the job has that many from now on."""
+        """Start workers on a host. The job takes over the number of ranks from the order."""
         if order.world_size != self.world_size:
             self.world_size = order.world_size
             self.everyone = tuple(range(order.world_size))
@@ -457,15 +464,21 @@ class HostsWorld(World):
             self.history.begins(self.workers[seat.member_id])
 
     def fetch(self, newcomer: SimWorker, rank: int) -> int | None:
-        """What a newcomer is given by a rank that it can reach."""
+        """As in ``World``. Return None also if the newcomer cannot connect to the host of ``rank``."""
         if not self.network.connects(newcomer.node_id, self.seated[rank].node_id):
             return None
         return super().fetch(newcomer, rank)
 
 
 class HostsResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The outcome of a run on several hosts. ``code``: of the job, or of the side that ended alone; -1: no host is
-    left. ``coverage``: how often each fault struck in each phase."""
+    """The outcome of a run on several hosts.
+
+    Attributes:
+        code: exit code of the job, or of a controller that ended alone; -1: no host is left.
+        step: the step at which training finished; -1: it did not finish.
+        time_s: virtual time of the run.
+        coverage: number of times that each fault struck in each phase.
+    """
 
     code: int
     reason: str
@@ -489,7 +502,7 @@ def run_hosts(seed: int, case: HostsCase, *, world: type[HostsWorld] = HostsWorl
 
 
 def run_requeued(seed: int, case: HostsCase, *, world: type[HostsWorld] = HostsWorld) -> HostsResult:
-    """Simulate a job that is queued again each time it asks for it, from the second time on without faults.
+    """Simulate a job that is queued again each time it asks to be. Only the first run has faults.
 
     Raises:
         Violation: an invariant is broken.

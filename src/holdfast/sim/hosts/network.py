@@ -1,12 +1,13 @@
-"""Connections between the processes of hosts, over a network that loses directions.
+"""Simulated connections between processes on hosts, over a network in which each direction may fail.
 
-Theory. A connection carries messages in order. While a direction is blocked the kernel keeps what was sent: it arrives
-after the direction is back, or the sender closes the connection when nothing was acknowledged for
-``USER_TIMEOUT_S`` (``TCP_USER_TIMEOUT`` of every socket). A host that is gone sends nothing, not even that it is gone.
+Theory. A connection delivers messages in order. While a direction is blocked, the kernel keeps the messages that were
+sent. They arrive when the direction works again. If nothing is acknowledged for ``USER_TIMEOUT_S``
+(``TCP_USER_TIMEOUT`` of every socket), the kernel of the sender closes the connection. A host without power sends
+nothing, and its connections are not closed.
 
 Invariants:
 1. Messages of one direction arrive in the order in which they were sent, each at most once.
-2. An end that is closed gets nothing more.
+2. A closed end receives nothing more.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from holdfast.core.protocol.messages import Message
 
 USER_TIMEOUT_S = 5.0
 LATENCY_S = (0.0002, 0.003)
-RETRANSMIT_S = 0.2  # a direction that is back is noticed within this
+RETRANSMIT_S = 0.2  # the longest time until a working direction is noticed
 
 
 class NetworkScene(Protocol):
-    """What the network needs of the world."""
+    """The interface of the simulated world that the network uses."""
 
     @property
     def now(self) -> float: ...
@@ -35,10 +36,10 @@ class NetworkScene(Protocol):
 
 
 class End:
-    """One end of a connection, in the hands of a process on ``host``.
+    """One end of a connection, used by a process on ``host``.
 
     Attributes:
-        on_message: takes what arrives.
+        on_message: called with each message that arrives.
         on_closed: called once when the other side, or the kernel, closes the connection.
     """
 
@@ -51,47 +52,47 @@ class End:
         self._side = side
 
     def send(self, message: Message) -> bool:
-        """False when this end is closed."""
+        """Send a message. Return False if this end is closed."""
         if self.open:
             self._connection.send(self._side, message)
         return self.open
 
     def close(self) -> None:
-        """The process closes its end, or has died: the other side hears of it."""
+        """Close this end and notify the other side, as when the process closes it or dies."""
         if self.open:
             self.open = False
             self._connection.send(self._side, None)
 
     def vanish(self) -> None:
-        """The host is gone: the other side hears nothing."""
+        """Close this end without notifying the other side, because the host has lost power."""
         self.open = False
 
     def drop(self) -> None:
-        """The kernel closes this end."""
+        """Close this end on behalf of the kernel, and call ``on_closed``."""
         if self.open:
             self.open = False
             self.on_closed()
 
 
 class Connection:
-    """Two ends, and what is on its way. None in place of a message: the sender has closed its end."""
+    """A connection: two ends and the messages in flight. None in place of a message closes the receiving end."""
 
     def __init__(self, network: Network, hosts: tuple[NodeId, NodeId]) -> None:
         self.ends = (End(self, hosts[0], 0), End(self, hosts[1], 1))
         self._network = network
         self._held: tuple[list[Message | None], list[Message | None]] = ([], [])
-        self._last_s = [0.0, 0.0]  # per direction: the newest arrival
-        self._watched = [False, False]  # per sender: an acknowledgement is awaited
+        self._last_s = [0.0, 0.0]  # by direction: the latest planned arrival
+        self._watched = [False, False]  # by sender: an acknowledgement is awaited
 
     def send(self, side: int, message: Message | None) -> None:
-        """From this side."""
+        """Send a message from the end number ``side``. None closes the connection."""
         if self._held[side]:
             self._held[side].append(message)
             return
         self._travel(side, message, self._network.delay_s())
 
     def retry(self) -> None:
-        """Directions may be back: send what was held, in order."""
+        """Send the held messages of each direction that works again, in order."""
         for side in (0, 1):
             if self._held[side] and self._network.carries(self.ends[side].host, self.ends[1 - side].host):
                 waiting = list(self._held[side])
@@ -102,7 +103,7 @@ class Connection:
 
     @property
     def is_over(self) -> bool:
-        """Return True if the connection is over in both directions."""
+        """True if both ends are closed."""
         return not (self.ends[0].open or self.ends[1].open)
 
     def _travel(self, side: int, message: Message | None, delay_s: float) -> None:
@@ -121,11 +122,11 @@ class Connection:
             self._watch(side)
             return
         if not network.carries(receiver.host, sender.host):
-            self._watch(side)  # it arrives, but no acknowledgement does
+            self._watch(side)  # the message arrives, but its acknowledgement does not
         if not network.scene.is_up(receiver.host):
             self._watch(side)
         elif receiver.open:
-            # A host that is paused takes it afterwards.
+            # A paused host reads the message after the pause.
             network.scene.later_on(receiver.host, 0.0, "read", partial(self._read, receiver, message))
         elif network.carries(receiver.host, sender.host):
             network.scene.later(network.delay_s(), "reset", sender.drop)
@@ -153,41 +154,41 @@ class Connection:
 
 
 class Network:
-    """Which host reaches which, and every connection."""
+    """The network between the hosts: its blocked directions and all connections."""
 
     def __init__(self, scene: NetworkScene) -> None:
         self.scene = scene
-        self.slow_s = 0.0  # added to each message
+        self.slow_s = 0.0  # the largest delay that is added to a message
         self._blocked: dict[tuple[NodeId, NodeId], int] = {}
         self._connections: list[Connection] = []
 
     def delay_s(self) -> float:
-        """For one message."""
+        """Draw the delay of one message, in seconds."""
         return self.scene.jitter(*LATENCY_S) + (self.scene.jitter(0.0, self.slow_s) if self.slow_s else 0.0)
 
     def carries(self, source: NodeId, target: NodeId) -> bool:
-        """What ``source`` sends comes to the host ``target``."""
+        """Return True if messages from ``source`` reach ``target``."""
         return source == target or (source, target) not in self._blocked
 
     def connects(self, one: NodeId, other: NodeId) -> bool:
-        """A connection can be made: both directions carry, both hosts are up."""
+        """Return True if two hosts can connect: both are up and both directions work."""
         both = self.carries(one, other) and self.carries(other, one)
         return both and self.scene.is_up(one) and self.scene.is_up(other)
 
     def connect(self, one: NodeId, other: NodeId) -> tuple[End, End]:
-        """The two ends of a new connection."""
+        """Make a connection between two hosts and return its ends."""
         connection = Connection(self, (one, other))
         self._connections = [c for c in self._connections if not c.is_over]
         self._connections.append(connection)
         return connection.ends
 
     def block(self, directions: tuple[tuple[NodeId, NodeId], ...]) -> None:
-        """These directions carry nothing; several partitions may overlap."""
+        """Block the given directions. Blocks may overlap; a direction works again when all of its blocks have ended."""
         for direction in directions:
             self._blocked[direction] = self._blocked.get(direction, 0) + 1
 
     def unblock(self, directions: tuple[tuple[NodeId, NodeId], ...]) -> None:
-        """End what :meth:`block` began."""
+        """End one earlier :meth:`block` of the given directions."""
         for direction in directions:
             self._blocked[direction] -= 1
             if not self._blocked[direction]:
@@ -196,7 +197,7 @@ class Network:
             connection.retry()
 
     def vanished(self, host: NodeId) -> None:
-        """A host lost power: its ends are gone without a word."""
+        """Close all ends of a host that lost power, without notifying the other sides."""
         for connection in self._connections:
             for end in connection.ends:
                 if end.host == host:

@@ -1,6 +1,7 @@
-"""One agent among the others: the real election in a model of ``runtime/agent/leader_election.py`` and ``peers.py``.
+"""The connections of an agent to other agents, with the real election machine.
 
-An agent that dies leaves its file of promises and its event log; its successor begins with them.
+It is a model of ``runtime/agent/leader_election.py`` and ``peers.py``. An agent that dies leaves its event log and the
+file of its promises in elections. Its successor begins with them.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ JOB = "sim"
 
 
 class CouncilScene(LinkScene, Protocol):
-    """What a council needs of the world."""
+    """The interface of the simulated world that a council uses."""
 
     def make_election(self, config: ElectionConfig, kept: HardState) -> Election: ...
     def council_of(self, node_id: NodeId) -> SimCouncil | None: ...
@@ -65,11 +66,14 @@ class CouncilScene(LinkScene, Protocol):
 
 
 class SimCouncil:
-    """Of one agent process. ``founders``: nodes that found the job together, for the one that waits for them.
+    """The council of one agent process: its election and its connections to other agents.
+
+    Args:
+        founders: number of nodes that this agent waits for before it founds the job; 0: it founds none.
 
     Attributes:
-        lines: connections to other agents.
-        in_job: the job has a name, and this agent knows it.
+        lines: connections to other agents, by node.
+        in_job: True if this agent knows that the job exists.
     """
 
     def __init__(self, scene: CouncilScene, host: NodeId, disk: SimDisk, founders: int) -> None:
@@ -88,7 +92,7 @@ class SimCouncil:
         self._link = SimLink(scene, host, self._from_link)
 
     def begin(self) -> None:
-        """Look for the controller and the other agents."""
+        """Connect to the other agents and to a controller on this host, and start the election or found the job."""
         self._look_at_log()
         self._dial()
         process = self._link.join_local()
@@ -104,7 +108,7 @@ class SimCouncil:
             self._found()
 
     def restart(self) -> None:
-        """The controller is gone."""
+        """Report the loss of the controller to the election."""
         self._look_at_log()
         self._driver.post(LeaderLost())
 
@@ -114,11 +118,11 @@ class SimCouncil:
         return self._mirrored
 
     def send(self, message: Message) -> bool:
-        """To the controller."""
+        """Send a message to the controller. Return False if there is no connection."""
         return self._link.send(message)
 
     def end(self) -> None:
-        """The agent is gone; the kernel closes its lines."""
+        """End with the agent process, and close all connections."""
         self.over = True
         self._driver.close()
         self._link.end()

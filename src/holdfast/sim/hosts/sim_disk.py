@@ -1,8 +1,9 @@
-"""The disk of a simulated host: its event log, as far as controllers wrote it, and its promises in elections.
+"""The disk of a simulated host: its event log and the file of its promises in elections.
 
-Theory. A line is in the page cache when it was written and on the disk when it was synced. A killed process loses
-neither; a host that loses power loses the lines that were not synced, and the last of those that are left may be torn:
-a reader of the log leaves it out. The file of promises is replaced with fsync: it is whole, the old one or the new one.
+Theory. A written line of the log is in the page cache. A synced line is on the disk. The death of a process loses
+neither. A loss of power loses lines that were not synced. The last remaining line may be torn, and a reader of the log
+skips a torn line. The file of promises is replaced with fsync, so after a loss of power the file is the old one or the
+new one.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ SYNC_S = (0.0002, 0.004)
 
 
 class DiskFullError(OSError):
-    """There is no room for a file."""
+    """The disk has no room for a file."""
 
 
 class LogLine(NamedTuple):
-    """One line of a controller.
+    """One line of an event log: the record of a controller.
 
-    ``at_s``: on the clock of this host, when it was written here. Term and number are 0 for a controller that is alone:
-    its lines are for this host only.
+    Attributes:
+        term: the term of the controller; 0 if it decides alone, because its lines are for this host only.
+        number: the number of the line in its term; 0 if the controller decides alone.
+        record: the record.
+        at_s: time on the clock of this host when the line was written here.
     """
 
     term: int
@@ -39,34 +43,32 @@ class LogLine(NamedTuple):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Its place among all lines of all controllers."""
+        """Position of the line in the order of all lines of all controllers: (term, number)."""
         return self.term, self.number
 
 
 class SimDisk:
-    """See the module."""
+    """The disk of one host. See the module."""
 
     def __init__(self) -> None:
         self.ballot = HardState()
         self.lines: list[LogLine] = []
         self.is_full = False
-        self.slow_s = 0.0  # what a sync takes at most, beyond the usual
+        self.slow_s = 0.0  # the largest extra time of a sync
         self._places: set[tuple[int, int]] = set()
         self._synced = 0
 
     @property
     def last_place(self) -> tuple[int, int]:
-        """Of the newest line; (0, 0): none."""
+        """The place of the newest line; (0, 0) if there is none."""
         return max(self._places, default=(0, 0))
 
     def next_number(self, term: int) -> int:
-        """Of the next line of the controller of ``term``, which runs here."""
+        """Return the number of the next line that the controller of ``term`` writes on this host."""
         return 1 + sum(place[0] == term for place in self._places)
 
     def append(self, line: LogLine) -> None:
-        """Write one line.
-
-        A full disk has room for it: a daemon keeps room at the end of its log.
+        """Write one line. This works on a full disk, too, because a daemon reserves room at the end of its log.
 
         Raises:
             Violation: the log has this line already.
@@ -77,32 +79,35 @@ class SimDisk:
         self.lines.append(line)
 
     def sync(self) -> None:
-        """Every line so far survives a loss of power."""
+        """Put all lines written so far on the disk, so that they survive a loss of power."""
         self._synced = len(self.lines)
 
     def sync_s(self, jitter: Callable[[float, float], float]) -> float:
-        """What one sync takes."""
+        """Draw the duration of one sync, in seconds."""
         return jitter(*SYNC_S) + (jitter(0.0, self.slow_s) if self.slow_s else 0.0)
 
     def keep(self, ballot: HardState) -> None:
         """Replace the file of promises, with fsync.
 
         Raises:
-            DiskFullError: there is no room; the old one is unchanged.
+            DiskFullError: there is no room. The old file is unchanged.
         """
         if self.is_full:
             raise DiskFullError("promises")
         self.ballot = ballot
 
     def lose_power(self, rng: random.Random) -> None:
-        """Lines that were not synced are gone, from one of them on."""
+        """Drop some of the lines that were not synced: all lines from a random one of them on."""
         kept = rng.randint(self._synced, len(self.lines))
         del self.lines[kept:]
         self._places = {line.place for line in self.lines}
         self._synced = len(self.lines)
 
     def read(self, now_s: float) -> ReplayedState:
-        """What a controller that starts here knows of the past; times are those of this host's clock."""
+        """Replay the log and return the state from which a controller on this host starts.
+
+        Times in the state are on the clock of this host.
+        """
         past = ReplayedState()
         for line in self.lines:
             data = line.record.data

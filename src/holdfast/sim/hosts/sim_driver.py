@@ -1,7 +1,7 @@
-"""The driver of a machine on a simulated host: what ``runtime/net/driver.py`` does, on a virtual clock.
+"""The driver of a machine on a simulated host: a model of ``runtime/net/driver.py`` on a virtual clock.
 
-Records of an event are in the log before its effects happen. With ``sync_s`` they are on the disk before them, and
-later events wait for it.
+The records of an event are in the log before its commands are executed. If ``sync_s`` is set, the records are then also
+on the disk, and later events wait for the sync.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from holdfast.sim.hosts.sim_disk import DiskFullError
 
 
 class DrivenMachine(Protocol):
-    """What every machine of ``core/`` offers."""
+    """The interface of every state machine in ``core/``."""
 
     def start(self, now: float) -> list[Command]: ...
     def handle(self, now: float, event: Message) -> list[Command]: ...
 
 
 class DriverScene(Protocol):
-    """What a driver needs of the world."""
+    """The interface of the simulated world that a driver uses."""
 
     def clock(self, node_id: NodeId) -> float: ...
     def later_on(self, node_id: NodeId, delay_s: float, label: str, action: Callable[[], None]) -> None: ...
 
 
 class SimDriver:
-    """One machine of a process.
+    """The driver of one machine in a simulated process.
 
     Args:
-        name: in labels of events.
-        execute: carries out what is neither record nor timer.
-        fail: the process cannot continue: its disk is full.
+        name: name of the machine in the labels of events.
+        execute: executes every command that is neither a record nor a timer.
+        fail: called when the process cannot continue because its disk is full.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class SimDriver:
         self._timers: dict[str, int] = {}
 
     def start(self) -> None:
-        """Let the machine begin."""
+        """Start the machine."""
         self._take(None)
 
     def post(self, event: Message) -> None:
-        """Handle ``event``, after those that are being handled."""
+        """Handle ``event`` after the events already posted."""
         self._take(event)
 
     def close(self) -> None:

@@ -9,14 +9,16 @@ from holdfast.sim.hosts.sim_disk import SimDisk
 
 
 class SimHost:
-    """See the module.
+    """One simulated host.
 
     Attributes:
-        life: counts power losses; what was scheduled in an earlier life never happens.
+        slots: number of ranks that the host can hold.
+        life: number of power losses. Actions that were scheduled before a power loss never happen.
         booting: an agent is about to start.
-        in_job: the run directory knows the name of the job.
-        left: its agent has ended for good.
-        rate: seconds of its clock per second.
+        in_job: the run directory of the host contains the name of the job.
+        left: the agent of the host has ended for good.
+        offset_s: reading of the host's clock at virtual time 0.
+        rate: seconds on the host's clock per second of virtual time.
     """
 
     def __init__(self, node_id: NodeId, slots: int, offset_s: float, rate: float) -> None:
@@ -41,5 +43,5 @@ class SimHost:
         return not self.booting and (self.left or not self.is_up)
 
     def reads(self, now_s: float) -> float:
-        """Return what the clock of the host shows at virtual time ``now_s``, in seconds."""
+        """Return the reading of the host's clock at virtual time ``now_s``, in seconds."""
         return self.offset_s + now_s * self.rate

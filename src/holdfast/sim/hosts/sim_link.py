@@ -1,4 +1,4 @@
-"""An agent's line to the controller: a model of ``runtime/agent/controller_link.py``."""
+"""The connection of an agent to the controller: a model of ``runtime/agent/controller_link.py``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WATCH_S = 0.05
 
 
 class LinkScene(DriverScene, Protocol):
-    """What a link needs of the world."""
+    """The interface of the simulated world that a link uses."""
 
     network: Network
 
@@ -40,7 +40,10 @@ class LinkScene(DriverScene, Protocol):
 
 
 class SimLink:
-    """One connection at a time. ``post`` gets ControllerHere, ControllerGone and all that the controller sends."""
+    """The link of one agent to the controller, with one connection at a time.
+
+    ``post`` is called with ControllerHere, ControllerGone and every message from the controller.
+    """
 
     def __init__(self, scene: LinkScene, host: NodeId, post: Callable[[Message], None]) -> None:
         self._scene = scene
@@ -52,14 +55,14 @@ class SimLink:
         self._ending = False
 
     def join_local(self) -> ControllerProcess | None:
-        """Join the controller that runs on this host, if one does."""
+        """Connect to the controller that runs on this host, and return it. Return None if none runs."""
         process = self._scene.controller_on(self._host)
         if process is not None:
             self._join(process)
         return process
 
     def start(self, term: int, up: Callable[[int], None], *, alone: bool = False) -> None:
-        """Run the controller of ``term`` on this host and join it; ``up`` gets its term."""
+        """Start the controller of ``term`` on this host and connect to it. ``up`` is then called with ``term``."""
         attempt = self._replace()
         self.kill_local()
 
@@ -77,7 +80,7 @@ class SimLink:
         self._later(self._scene.jitter(*SPAWN_S), "controller started", spawned)
 
     def follow(self, lead: Lead) -> None:
-        """Join the controller of another host. Ends with ControllerHere or ControllerGone."""
+        """Connect to the controller of another host. ControllerHere or ControllerGone reports the result."""
         self.kill_local()
         self._dial(lead, self._replace(), self._scene.clock(self._host) + FOLLOW_S)
 

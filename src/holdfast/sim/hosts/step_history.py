@@ -1,13 +1,13 @@
-"""What a user sees of a run: the committed steps of each rank, with the digest of their loss.
+"""The committed steps of each rank with their losses, as a user of a simulated run sees them.
 
-Theory. The loss of a step is a function of the state before it and of the gradients of all ranks, so a step that is
-made again has the digest that it had before, and all ranks see those of the run without faults. A rank whose process
-was lost inside an update may never have shown that step, although the job has made it; a rank that a smaller job did
-not have has not shown the steps of that job.
+Theory. The loss of a step is a function of the state before the step and of the gradients of all ranks. A repeated step
+therefore has the same loss as before, and every rank shows the losses of a run without faults. A process that was lost
+inside an update may not have shown that step, although the job has committed it. If the job was smaller for some steps,
+the ranks that it did not have have not shown these steps.
 
 Invariants:
-1. A rank commits step k only after it, or processes of its rank before it, have shown every step before k.
-2. The digest of step k is that of the undisturbed run.
+1. A rank commits step k only after this process, or earlier processes of the same rank, have shown every step before k.
+2. The loss of step k is the loss of a run without faults.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OWED = ("voting", "updating", "in_doubt", "torn", "aborted")
 
 
 class Trainer(Protocol):
-    """What the history needs of a rank."""
+    """The attributes of a rank's process that the history reads."""
 
     @property
     def member_id(self) -> MemberId: ...
@@ -35,7 +35,7 @@ class Trainer(Protocol):
 
 
 class Contribution(NamedTuple):
-    """The gradients of one rank: the updates that its parameters held when it made them."""
+    """The gradients of one rank in one step, represented by the number of updates that its parameters had then."""
 
     rank: int
     applied: int | None
@@ -48,13 +48,13 @@ class StepHistory:
         self._shown: dict[int, int] = {}  # rank -> steps shown without a gap
         self._lives: dict[int, list[Trainer]] = {}
         self._next: dict[MemberId, int] = {}
-        self._fewest: dict[int, int] = {}  # step -> ranks that made it, at the least
+        self._fewest: dict[int, int] = {}  # step -> the smallest number of ranks that committed it
 
     def commits(self, worker: Trainer, step: int, loss: tuple[Contribution, ...], ranks: int) -> None:
-        """A rank has committed ``step`` with this loss, in a job of so many ranks.
+        """Record that a rank has committed ``step`` with ``loss`` in a job of ``ranks`` ranks.
 
         Raises:
-            Violation: a user would see a gap, or another loss than without faults.
+            Violation: a user would see a missing step, or another loss than without faults.
         """
         self._fewest[step] = min(ranks, self._fewest.get(step, ranks))
         undisturbed = tuple(Contribution(rank, step) for rank in range(ranks))
@@ -77,7 +77,7 @@ class StepHistory:
         self._shown[worker.rank] = max(shown, step + 1)
 
     def requeued(self) -> None:
-        """The job starts again in another run, whose processes have other names."""
+        """Record that the job starts again in another run. Its processes have other ids."""
         self._next.clear()
 
     def begins(self, worker: Trainer) -> None:
@@ -85,7 +85,7 @@ class StepHistory:
         self._lives.setdefault(worker.rank, []).append(worker)
 
     def ends(self, step: int, ranks: int) -> None:
-        """Training is done at ``step``: every rank has shown all of it.
+        """Check at the end of training, at ``step``, that every rank has shown all steps.
 
         Raises:
             Violation: a step is missing.
@@ -98,10 +98,13 @@ class StepHistory:
                 raise Violation("no_gap_in_the_history", f"rank {rank} ends with {shown} of {step} steps")
 
     def _is_owed(self, worker: Trainer | None, step: int, rank: int = -1) -> bool:
-        """A process of this rank, not this one, was lost in ``step``: the job may have made it without showing it."""
+        """Return True if ``step`` may be committed although the rank never showed it.
+
+        This is the case if another process of the rank was lost in ``step``, or if a smaller job committed the step.
+        """
         rank = worker.rank if worker is not None else rank
         if rank >= self._fewest.get(step, rank + 1):
-            return True  # a job of fewer ranks made it
+            return True  # a job of fewer ranks committed the step
         lives = self._lives.get(rank, [])
         return any(
             life is not worker and life.machine.step == step and life.machine.state in OWED for life in lives

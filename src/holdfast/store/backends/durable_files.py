@@ -245,7 +245,7 @@ class Directory(Closes):
         """Write a file that appears whole and durable. The directory is synced too.
 
         Args:
-            name: of the file.
+            name: name of the file.
             data: its content.
             owner: makes the name of the temporary file unique.
             later: publish it only in :meth:`publish`, together with others.
@@ -268,7 +268,7 @@ class Directory(Closes):
         It becomes ``name``, durable, when the block ends without an error.
 
         Args:
-            name: of the file.
+            name: name of the file.
             owner: makes the name of the temporary file unique.
             later: publish it only in :meth:`publish`, together with others.
             replace: replace an existing file of this name; otherwise that is an error.

@@ -150,12 +150,12 @@ class FaultyStore:
     """A :class:`Store` in memory, with injected faults.
 
     Args:
-        name: it is found under ``faulty://<name>``; of several stores with this name, the newest is.
+        name: name of the store, found under ``faulty://<name>``. Of several stores with one name, the newest is found.
         fails: error number by write, counted from 1: ``{7: errno.EIO}``.
-        room_size_bytes: more than this does not fit (ENOSPC).
-        read_only: nothing can be written (EACCES).
-        delay_s: how long each write takes.
-        seed: decides which files :meth:`lose_power` keeps.
+        room_size_bytes: capacity of the store. Writes beyond it fail (ENOSPC).
+        read_only: True makes all writes fail (EACCES).
+        delay_s: duration of each write.
+        seed: seed of the choice of files that :meth:`lose_power` keeps.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Layouts as data: which rank has which box of which tensor.
+"""Layouts as data: the boxes of tensors that each rank holds.
 
 Theory. A *box* is a rectangular region of a global tensor. Each rank declares its boxes (:class:`RankLayout`), if
 possible as parts of a regular cut. The :class:`Catalogue` joins the declarations of all ranks into a few grids
@@ -135,7 +135,7 @@ def places_of(rows: Iterable[Row]) -> set[tuple[int, int]]:
 
 
 class RankLayout(msgspec.Struct, frozen=True):
-    """All boxes of one rank of a ``world`` of ranks. Several entries may have the same fqn (tensor name)."""
+    """The layout of one rank: all its boxes, and the number of ranks (``world``). Entries may share a tensor name."""
 
     rank: int
     tensors: tuple[TensorMeta, ...]
@@ -289,7 +289,7 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def by_fqn(self) -> dict[str, TensorEntry]:
-        """Tensors by name."""
+        """All tensors by name."""
         return {tensor.fqn: tensor for tensor in self.tensors}
 
     @cached_property
@@ -302,7 +302,7 @@ class Catalogue(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def ranks(self) -> frozenset[int]:
-        """Ranks that declared a layout."""
+        """The ranks that declared a layout."""
         return frozenset(range(self.world)).difference(self.absent)
 
     @property

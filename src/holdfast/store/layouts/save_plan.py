@@ -1,4 +1,4 @@
-"""The plan of a save: which rank writes which bytes. Every rank computes it alone from the catalogue.
+"""The plan of a save: the bytes that each rank writes. Every rank computes the plan itself from the catalogue.
 
 Theory. The boxes that the same living ranks hold form one *stream* of bytes, in the order of the catalogue. A stream is
 divided among its holders: each gets one stretch of it. The lengths bring all holders to one common load (streams with
@@ -62,13 +62,13 @@ class WriteItem(msgspec.Struct, frozen=True, order=True):
 
 
 class SavePlan(msgspec.Struct, frozen=True):
-    """The plan of one save: which rank writes which part of the state. A source is a rank that may write.
+    """The plan of one save: the parts of the state that each rank writes. A source is a rank that may write.
 
     Attributes:
         sources: the ranks that may write.
         copies: number of copies of each part.
         shares: the parts that each source writes, by rank.
-        uncovered: tensor and box that no source holds.
+        uncovered: tensor name and box of each region that no source holds.
         absent: ranks that have declared no layout.
     """
 
@@ -144,14 +144,14 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         return self.groups.setdefault(alive, len(self.groups)) if alive else -1
 
     def _groups_of(self, grid: int, held: HeldBoxes) -> Integers:
-        """Return the group of each box."""
+        """Return for each box the number of the group of ranks that hold it; -1: no living rank does."""
         groups = self.living[grid][held.entry]
         for place, ranks in held.joined.items():
             groups[place] = self._group(ranks)
         return groups
 
     def _measure(self) -> Integers:
-        """Return the size in bytes of the stream of each group. Note the boxes without a living holder."""
+        """Return the size in bytes of the stream of each group. Collect the boxes without a living holder."""
         sizes = np.zeros(len(self.groups), np.int64)
         for kind, tensors in self.kinds.items():
             held = self.catalogue.grids[kind[0]].on(kind[1])
@@ -185,7 +185,7 @@ class _Shares(Mapping[int, tuple[WriteItem, ...]]):
         return [*lost, *(piece for region in rest for piece in subtract(region, lost))]
 
     def uncovered(self) -> list[tuple[str, Box]]:
-        """Return the regions that no living rank holds, by name, up to the limit."""
+        """Return tensor name and region of each box that no living rank holds, at most ``UNCOVERED_MAX``."""
         lost = {tensor.fqn: boxes for kind, boxes in self.lost for tensor in self.kinds[kind]}
         if not self.sources:
             lost |= {t.fqn: [Box.whole(t.shape)] for t in self.catalogue.tensors if not t.size_bytes}

@@ -106,13 +106,13 @@ class Grid(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def _listed(self) -> tuple[Integers, Integers]:
-        """Offsets and sizes of the boxes: [boxes, dimensions]."""
+        """Offsets and sizes of the listed boxes, as arrays of shape [boxes, dimensions]."""
         offsets = np.array([box.offsets for box in self.boxes], np.int64)
         return offsets, np.array([box.sizes for box in self.boxes], np.int64)
 
     @cached_property
     def _steps(self) -> Integers:
-        """The cuts as numbers: [depth, dimensions, cells, (parts, index)]; (1, 0) if there is no step."""
+        """The cuts as an array of shape [depth, dimensions, cells, (parts, index)]; (1, 0) where a cell has no cut."""
         depth = max((len(steps) for cell in self.cells for steps in cell.cuts), default=0)
         steps = np.zeros((depth, len(self.cells[0].cuts), len(self.cells), 2), np.int64)
         steps[..., 0] = 1

@@ -17,15 +17,15 @@ from holdfast.store.layouts.layout import Catalogue
 def speakers(
     catalogue: Catalogue, names: Collection[str], among: Iterable[int], rank: int = -1
 ) -> tuple[int, ...]:
-    """Return the ranks to load plain values from, the most important first; empty without candidates.
+    """Return the ranks to load plain values from, the most important first. Empty if there are no candidates.
 
-    The choice is greedy: as few ranks as it finds.
+    The choice is greedy, with few ranks as the goal.
 
     Args:
         catalogue: all tensors and their holders.
-        names: the tensors of the rank that loads.
+        names: names of the tensors of the rank that loads.
         among: the candidates.
-        rank: the rank that loads. It is preferred to another candidate that holds as much.
+        rank: the rank that loads. It is preferred to other candidates that hold as many of the tensors.
     """
     asked = sorted(among)
     left = Counter(catalogue.by_fqn[name].grid for name in names if name in catalogue.by_fqn)

@@ -1,8 +1,8 @@
-"""Many checkpoints in one place.
+"""The management of many checkpoints in one place.
 
-- ``checkpoint_root``: find, list and remove them.
-- ``lineage``: which belong to one run and its predecessors.
-- ``retention``: when to save and which to keep.
+- ``checkpoint_root``: find, list and remove checkpoints.
+- ``lineage``: the checkpoints of one run and its predecessors.
+- ``retention``: the times of saves, and the checkpoints to keep.
 - ``repair``: restore damaged files.
 - ``checkpoint_tools``: list holders, merge into one file.
 """

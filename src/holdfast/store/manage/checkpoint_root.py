@@ -45,8 +45,8 @@ class Choice(msgspec.Struct, frozen=True):
         root: the root.
         chosen: the newest valid checkpoint.
         rejected: the newer attempts that are not valid.
-        at: the only step that was asked for; None: any.
-        steps: of all attempts that are there, newest first.
+        at: the step that was asked for; None: any step.
+        steps: steps of all existing attempts, newest first.
     """
 
     root: str

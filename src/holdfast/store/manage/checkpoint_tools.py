@@ -83,7 +83,7 @@ def merge(
         target: the file to make; with ``file_size_bytes_max`` > 0 the directory to make: ``model.safetensors``, or
             several files of that size with an index. A larger tensor gets a separate file.
         file_size_bytes_max: largest size of one file; 0: write one file.
-        names: of the tensors to write; all by default.
+        names: names of the tensors to write; all by default.
         progress: called with the size in bytes of every slab written.
 
     Returns:

@@ -36,12 +36,14 @@ class Lineage(msgspec.Struct, frozen=True):
 
     @classmethod
     def of_run(cls, run: str, session: Mapping[str, object], name: str) -> Self:
-        """Return the lineage of ``run`` when it continues from an attempt (or from memory: then from its own).
+        """Return the lineage of ``run`` when it continues from an attempt to save.
+
+        A run that continues from states in memory continues from one of its own attempts.
 
         Args:
             run: id of the run.
             session: the session's values in that attempt; older attempts have no ancestors.
-            name: of the attempt.
+            name: name of the attempt.
         """
         said = session.get("lineage")
         ancestors = {r: s for r, s in said.items() if isinstance(s, int)} if isinstance(said, dict) else {}

@@ -32,7 +32,7 @@ KeepPolicy = Callable[[Sequence[Validity], AgeOf], set[str]]
 
 
 class KeepNewest(msgspec.Struct, frozen=True):
-    """Keep the newest ``count`` checkpoints."""
+    """A policy that keeps the newest ``count`` checkpoints."""
 
     count: int
 
@@ -49,7 +49,7 @@ class KeepNewest(msgspec.Struct, frozen=True):
 
 
 class KeepEvery(msgspec.Struct, frozen=True):
-    """Keep for ever, for each full multiple of ``steps``, the first checkpoint at or after it."""
+    """A policy that keeps for ever the first checkpoint at or after each full multiple of ``steps``."""
 
     steps: int
 
@@ -69,7 +69,7 @@ class KeepEvery(msgspec.Struct, frozen=True):
 
 
 class KeepFor(msgspec.Struct, frozen=True):
-    """Keep each checkpoint for ``duration_s`` seconds."""
+    """A policy that keeps each checkpoint for ``duration_s`` seconds."""
 
     duration_s: float
 
@@ -83,7 +83,7 @@ class KeepFor(msgspec.Struct, frozen=True):
 
 
 class KeepAny(msgspec.Struct, frozen=True):
-    """Keep every checkpoint that any of the policies keeps."""
+    """A policy that keeps every checkpoint that any of several policies keeps."""
 
     policies: tuple[KeepPolicy, ...]
 
@@ -123,11 +123,11 @@ def _kept(item: object) -> KeepPolicy:
 
 
 def best_interval_s(stall_s: float, mean_time_between_faults_s: float) -> float:
-    """Return Young's interval between saves, in seconds: the one that costs a job the least time.
+    """Return Young's interval between saves in seconds, which minimizes the lost time of a job.
 
     Args:
-        stall_s: how long one save delays training (not how long it takes in the background).
-        mean_time_between_faults_s: of the whole job.
+        stall_s: seconds by which one save delays training (not its duration in the background).
+        mean_time_between_faults_s: mean seconds between two faults of the whole job.
 
     Raises:
         UsageError: a duration that is not positive.
@@ -146,8 +146,8 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         step: the number of updates after this step, which is the step that would be saved.
         since_steps, since_s: steps and seconds since the last save (or the start of the session).
-        stall_s: how long a recent save delayed training; 0 before the first one.
-        durable_s: how long a recent save took until it was on disk; 0 before the first one.
+        stall_s: seconds by which a recent save delayed training; 0 before the first save.
+        durable_s: seconds until a recent save was on disk; 0 before the first save.
         faults: number of faults of this run.
         run_s: duration of this run in seconds.
     """
@@ -174,7 +174,7 @@ SaveWhen = OneSaveWhen | Sequence[OneSaveWhen] | None
 
 
 class EverySteps(msgspec.Struct, frozen=True):
-    """Save at each full multiple of ``count`` updates."""
+    """A policy that saves at each full multiple of ``count`` updates."""
 
     count: int
 
@@ -190,7 +190,7 @@ class EverySteps(msgspec.Struct, frozen=True):
 
 
 class EverySeconds(msgspec.Struct, frozen=True):
-    """Save when the last save is ``interval_s`` seconds old."""
+    """A policy that saves when the last save is ``interval_s`` seconds old."""
 
     interval_s: float
 
@@ -206,7 +206,7 @@ class EverySeconds(msgspec.Struct, frozen=True):
 
 
 class BestInterval(msgspec.Struct, frozen=True, kw_only=True):
-    """Save at the interval that costs the least: Young's optimum for the measured stall and the time between faults.
+    """A policy that saves at the cheapest interval: Young's optimum for the measured stall and the time between faults.
 
     Without ``mean_time_between_faults_s`` that time is estimated from the run itself. The estimate starts with the
     assumption of one fault a day: (1 day + duration of the run) / (1 + faults). The interval is never shorter than the

@@ -28,9 +28,9 @@ RANKS_TOLD_MAX = 2**20
 
 
 class GroupInfo(msgspec.Struct, frozen=True):
-    """The content of the file.
+    """The content of a ``group_info.pb`` file.
 
-    ``groups``: ranks by name of the communication group; ``ranks``: those with the same slices.
+    ``groups``: ranks of each communication group, by name. ``ranks``: the ranks that hold the same slices.
     """
 
     groups: dict[str, tuple[int, ...]]
@@ -38,11 +38,11 @@ class GroupInfo(msgspec.Struct, frozen=True):
 
 
 def read_group_info(path: Path) -> GroupInfo:
-    """Return the content of a file.
+    """Read a ``group_info.pb`` file, and return its content.
 
     Raises:
-        UsageError: it cannot be read.
-        CheckpointInvalid: damaged.
+        UsageError: the file cannot be read.
+        CheckpointInvalid: the file is damaged.
     """
     try:
         data = read_given(path, FILE_SIZE_BYTES_MAX)

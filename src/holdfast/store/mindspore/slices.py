@@ -118,9 +118,9 @@ def place(cut: Cut, slices: Mapping[int, Shape], first_rank: int = 0) -> PlacedS
     """Return the shape and boxes of the tensor of which ranks of a stage hold ``slices``.
 
     Args:
-        cut: how the strategy file cuts the tensor.
-        slices: shape of the slice by rank, counted within the stage; ranks without a file are missing.
-        first_rank: of the stage, for messages.
+        cut: the cut of the tensor in the strategy file.
+        slices: shape of the slice by rank, counted within the stage. Ranks without a file are missing.
+        first_rank: first rank of the stage, for messages.
 
     Raises:
         ValueError: the slices do not fit the strategy, or a part is missing.

@@ -409,7 +409,7 @@ def _is_there(_offset: int, _piece: memoryview) -> bool:
 
 
 def _buffer(read: Read, at: int, scratch: memoryview) -> memoryview:
-    """Return the buffer for the bytes of a read: in place, or at ``at`` in the scratch buffer."""
+    """Return the buffer for the bytes of a read: the target itself, or the scratch buffer from offset ``at``."""
     return scratch[at : at + read.size_bytes] if read.into is None else read.into
 
 

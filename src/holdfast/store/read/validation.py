@@ -148,7 +148,7 @@ def inspect(
 
 
 def judge(directory: Attempt, index: Index, more: Sequence[str] = ()) -> Validity:
-    """Return the judgement that a checkpoint is valid, which is certain once its index could be read.
+    """Return the judgement of a checkpoint whose index was read without an error: it is valid.
 
     ``more`` is further damage, which copies can replace.
     """
@@ -289,8 +289,8 @@ def check_coverage(
     Args:
         index: the content of the JSON files.
         where: the checkpoint, for messages.
-        bad: the damaged extents by the ``id`` of their ``StoredBox``: number, and the line that names it.
-        names: of the tensors that count; all by default.
+        bad: the damaged extents by ``id()`` of their ``StoredBox``. Each maps an extent's number to a line about it.
+        names: names of the tensors that count; all by default.
 
     Raises:
         CheckpointInvalid: names the damage that causes the hole, or the hole.
@@ -337,7 +337,7 @@ def check_contents(
         index: the content of its JSON files.
         threads: extents read and hashed at the same time.
         progress: called with the size in bytes of each extent.
-        names: of the tensors whose extents count; all by default.
+        names: names of the tensors whose extents count; all by default.
 
     Raises:
         CheckpointInvalid: the intact extents do not cover the catalogue.

@@ -145,7 +145,7 @@ class Slots:
     """The two slots of one rank, for writing.
 
     Args:
-        directory: in shared memory.
+        directory: a directory in shared memory.
         rank: the rank whose states these are.
     """
 
@@ -160,7 +160,7 @@ class Slots:
         return tuple(sorted(found.step for found in self._marked() if found.whole or not whole))
 
     def newest(self, *, whole: bool = False) -> Marked | None:
-        """Return the marker of the newest state, if there is one. With ``whole``: of the newest whole state."""
+        """Return the marker of the newest state, or with ``whole`` of the newest whole state. None if there is none."""
         return max((found for found in self._marked() if found.whole or not whole), default=None)
 
     def _marked(self) -> list[Marked]:

@@ -85,7 +85,7 @@ class UpdateLog:
     """The log of one rank, for writing.
 
     Args:
-        directory: in shared memory.
+        directory: a directory in shared memory.
         rank: the rank whose updates these are.
         entries: number of entries of the ring.
     """

@@ -60,10 +60,10 @@ class TensorSource(Protocol):
 
 @runtime_checkable
 class ContiguousSource(TensorSource, Protocol):
-    """A source that may hold several items in the order of their file."""
+    """A source that may have several parts next to each other in memory, in the order in which the file has them."""
 
     def run(self, items: Sequence[WriteItem]) -> ByteRun | None:
-        """Return the bytes of all items, one after the other; None when they are stored in another order."""
+        """Return the bytes of all items, one after the other. Return None if they are stored in another order."""
 
 
 class ByteRun(Protocol):
@@ -71,7 +71,7 @@ class ByteRun(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """Size of all of them."""
+        """Total size of the bytes."""
 
     def piece(self, start: int, stop: int) -> memoryview:
         """Return the bytes ``start`` to ``stop``, as soon as they have arrived."""
@@ -111,12 +111,12 @@ def write_share(
         root: the place of the checkpoints.
         save_id: identity of the save.
         catalogue: all tensors and their holders.
-        plan: which rank writes what.
+        plan: the plan of the save.
         rank: the rank of the share.
-        source: gives the bytes of the boxes.
+        source: the source of the bytes of the boxes.
         values: plain values common to all ranks (see ``json_values.py``).
-        locals_: plain values of single ranks: those of this rank, and of dead ranks that it writes for.
-        threads: extents hashed and written at the same time.
+        locals_: plain values of single ranks: of this rank, and of dead ranks that it writes for.
+        threads: number of extents that are hashed and written at the same time.
         direct: write past the page cache. That is less work for a busy machine, but a read soon after comes from the
             disk. It has no effect with several threads, or if the file system cannot do it.
         progress: called with the size in bytes of each piece that was written.

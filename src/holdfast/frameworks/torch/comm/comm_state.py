@@ -249,7 +249,7 @@ class CommState:
         """Poison this process after a failed collective, and call the registered callbacks, once.
 
         Args:
-            epoch: in which the collective was begun; an older epoch is ignored.
+            epoch: the epoch in which the collective was begun. A fault of an older epoch is ignored.
         """
         with self._lock:
             if self.poisoned or epoch != self.epoch:

@@ -46,7 +46,7 @@ class Communicator(Protocol):
 
         Args:
             uuid: equal on all ranks, new in each attempt.
-            handles: of all ranks, by rank.
+            handles: handles of all ranks, by rank.
             timeout: bound of the attempt.
 
         Raises:
@@ -62,7 +62,7 @@ class FreshGroups:
 
     Args:
         fabric: stops an attempt if this process is poisoned, and destroys the replaced group.
-        spec: how the group is built.
+        spec: the parameters of the group.
         stores: ``stores(uuid, timeout)`` returns the store through which the ranks exchange their addresses.
     """
 

@@ -28,7 +28,7 @@ _samplers: WeakSet[DistributedSampler[Any]] = WeakSet()
 
 
 def install(stand_in: DeferredRank) -> None:
-    """Install the stand-in answers. Called once, in a spare."""
+    """Install the stand-in answers for code that asks for the rank. Call this once, in a spare."""
     hold_before_device(stand_in)
     if not stand_in.fixed:
         _answer_later(stand_in)

@@ -69,8 +69,8 @@ class Recorder:
         """Return duplicates of the connections that gloo made.
 
         Args:
-            store: reachable by all members, used for one key per rank.
-            rank, world_size: of this group.
+            store: a store that all members reach, used for one key per rank.
+            rank, world_size: rank in this group, and its size.
         """
         if world_size == 1:
             return Endpoints([])

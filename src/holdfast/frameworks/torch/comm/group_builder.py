@@ -32,10 +32,10 @@ class GroupSpec:
 
     Attributes:
         name: key space inside a generation, equal on all members: ordinal and global ranks.
-        order: (global ranks, empty for the default group; ordinal): all ranks rebuild in this order.
+        order: sort key by which all ranks rebuild their groups: (global ranks, empty for the default group; ordinal).
         rank, world_size: rank of this process in the group, and size of the group.
         backends: device type -> ``gloo`` or ``nccl``.
-        timeout: of collectives.
+        timeout: timeout of collectives.
         options: the user's ``pg_options`` (NCCL only), or None.
         device: the device that the default group was bound to, or None.
     """

@@ -19,7 +19,7 @@ class OuterGroup(dist.ProcessGroup):
     """The part of a user's process group that does not depend on its connections.
 
     Args:
-        spec: how the group is built.
+        spec: the parameters of the group.
     """
 
     def __init__(self, spec: GroupSpec) -> None:

@@ -49,7 +49,7 @@ class ReconfigurableGroup(OuterGroup):
 
     Args:
         fabric: the state shared by all groups.
-        spec: how to build the group, also after a fault.
+        spec: the parameters by which the group is built, also after a fault.
         store: the store that torch gave for the group; used if this process has no control client.
     """
 

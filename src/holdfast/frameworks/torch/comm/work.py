@@ -131,8 +131,8 @@ class GuardedWork(Work):
         fabric: receives the first fault.
         what: name of the collective, for messages.
         inner: the work of the inner group.
-        outputs: value of the future.
-        way: how to wait for ``inner``.
+        outputs: the value of the future.
+        way: the way to wait for ``inner``.
         fill: completes the outputs on local data if the collective breaks inside a shield.
         after: finishes a collective that succeeded (e.g. copies this rank's part), run once.
         count: number of this collective, for the flight recorder.

@@ -57,7 +57,7 @@ class Source(ABC):
 
     Args:
         user: the user's loader.
-        seed: of the session.
+        seed: seed of the session.
         rank: number of the copy of the model that the batches are for.
 
     Attributes:

@@ -34,10 +34,10 @@ _FUSED_NORMS = (
 
 
 def read_distributed(folder: Path, scratch: Path, note: Callable[[str], object]) -> dict[str, Any]:
-    """The tree of one iteration: ``model``, and ``iteration``, ``opt_param_scheduler`` as ``common.pt`` has them.
+    """Return the tree of one iteration: ``model``, and ``iteration`` and ``opt_param_scheduler`` from ``common.pt``.
 
     Args:
-        folder: of an iteration.
+        folder: directory of an iteration.
         scratch: directory for a temporary file as large as the weights; made when it is missing.
         note: called with a line for the user when the optimizer's state is left out.
 
@@ -84,14 +84,14 @@ def read_distributed(folder: Path, scratch: Path, note: Callable[[str], object])
 
 
 def _argument(common: dict[str, Any], name: str) -> Any:
-    """Of Megatron's arguments; None where they do not say it."""
+    """Return one of Megatron's stored arguments, or None if it is missing."""
     arguments = common.get("args")
     state = arguments.state if isinstance(arguments, PickleRecord) else None
     return state.get(name) if isinstance(state, dict) else None
 
 
 def _layers(name: str, tensor: torch.Tensor, folder: Path) -> list[tuple[str, torch.Tensor]]:
-    """The weights in one stored tensor, under the names of the whole model. Raises: CheckpointInvalid."""
+    """Return the weights in one stored tensor, under the names of the whole model. Raises: CheckpointInvalid."""
     match = _STACKED.fullmatch(name)
     if match is None:
         return [(name, tensor)]
@@ -101,7 +101,7 @@ def _layers(name: str, tensor: torch.Tensor, folder: Path) -> list[tuple[str, to
 
 
 def _with_own_norms(name: str) -> str:
-    """The name in a model that keeps its layer norms apart."""
+    """Return the name of a weight in a model whose layer norms are separate modules, not fused."""
     for fused, own in _FUSED_NORMS:
         name = name.replace(fused, own)
     return name

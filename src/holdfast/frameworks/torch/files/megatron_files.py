@@ -60,7 +60,7 @@ class _CheckpointPart(NamedTuple):
 
 
 def is_megatron(folder: Path) -> bool:
-    """Return True for a directory that Megatron has written: of a run, or of one iteration."""
+    """Return True for the directory of a run or of one iteration that Megatron has written."""
     named = _ITERATION.fullmatch(folder.name) is not None
     return (folder / TRACKER).is_file() or bool(_files(folder)) or (named and _is_distributed(folder))
 
@@ -69,7 +69,7 @@ def read_megatron(folder: Path, scratch: Path, note: Callable[[str], object]) ->
     """Return the tree of one iteration: ``model``, ``step``, ``scheduler``, and ``optimizer`` if it can be mapped.
 
     Args:
-        folder: of a run (its newest iteration is read), or of an iteration.
+        folder: directory of a run (its newest iteration is read), or of an iteration.
         scratch: directory for a temporary file, see :func:`read_distributed`.
         note: called with a line for the user about what is left out.
 
@@ -96,7 +96,7 @@ def read_megatron(folder: Path, scratch: Path, note: Callable[[str], object]) ->
 
 
 def _tree(said: Mapping[str, Any], model: dict[str, torch.Tensor], path: Path) -> dict[str, Any]:
-    """Weights, step and schedule; ``said``: what the file ``path`` holds. Raises: CheckpointInvalid."""
+    """Return weights, step and schedule from ``said``, the content of the file ``path``. Raises: CheckpointInvalid."""
     iteration = said.get("iteration")
     if type(iteration) is not int or iteration < 0:
         raise CheckpointInvalid(f"{path}: its iteration is {iteration!r}, no number of updates")

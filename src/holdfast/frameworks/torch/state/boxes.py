@@ -97,8 +97,8 @@ def declare(tensor: torch.Tensor, shape: Sequence[int], offsets: Sequence[int]) 
 
     Args:
         tensor: a parameter, a buffer or a tensor of an optimizer's state, not a DTensor.
-        shape: of the global tensor, elements.
-        offsets: where ``tensor`` begins in it, elements.
+        shape: shape of the global tensor, in elements.
+        offsets: begin of ``tensor`` in the global tensor, in elements.
 
     Raises:
         StateError: the region does not lie inside ``shape``.

@@ -30,9 +30,9 @@ class BufferSync:
     """The packed broadcasts of a model's buffers, one per group of ranks.
 
     Args:
-        names: of the model.
-        wrappers: its DDP wrappers.
-        mesh: of its data-parallel copies, if ``fully_shard`` or ``replicate`` made them.
+        names: names of the tensors of the model.
+        wrappers: DDP wrappers of the model.
+        mesh: mesh of its data-parallel copies, if ``fully_shard`` or ``replicate`` made them.
         world_size: number of ranks.
     """
 

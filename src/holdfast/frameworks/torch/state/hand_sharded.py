@@ -23,7 +23,7 @@ class HandCut:
     """One rank's parts of optimizer state that the optimizer itself cuts, as a catalogue lists them.
 
     Args:
-        catalogue: of the checkpoint that is loaded.
+        catalogue: catalogue of the checkpoint that is loaded.
         rank, world_size: rank of this process and number of ranks now.
     """
 

@@ -35,7 +35,7 @@ class BufferSlot(NamedTuple):
 
 
 class Names(NamedTuple):
-    """All names of a model; ``aliases`` maps further names of a shared tensor to its first name.
+    """The names of all tensors of a model. ``aliases`` maps further names of a shared tensor to its first name.
 
     ``extra`` holds the modules with ``get_extra_state``, by the name that torch gives to that state.
     """

@@ -253,7 +253,7 @@ class TorchState:
 
     Args:
         model: a module, or modules by name.
-        optimizers: by name.
+        optimizers: the optimizers by name.
         schedulers: one, a list or a dict of objects with ``state_dict``/``load_state_dict``.
         scaler: a ``GradScaler`` or None.
         extras: the user's own state: objects with ``state_dict``/``load_state_dict``, plain values, or random

@@ -57,7 +57,7 @@ class UpdateReplay:
     The session has only this optimizer.
 
     Args:
-        state: of the session.
+        state: state of the session.
         owner: the object whose hooks may run at an optimizer's step.
 
     Attributes:

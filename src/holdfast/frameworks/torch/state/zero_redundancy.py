@@ -75,10 +75,11 @@ class ZeroState(OptimizerState):
         return f"{super().kind()}({type(local_part(self.optimizer)).__name__})"
 
     def split(self, leaf: Leaf, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> Plain:
-        """Return plain values as the base class does.
+        """Return the plain values of the optimizer as the base class does. All state per parameter must be tensors.
 
         Raises:
-            StateError: a value is no tensor, so the other ranks could not name it.
+            StateError: a parameter's state has a value that is no tensor, so the state of two ranks could not be
+                distinguished.
         """
         for of_one in state.values():
             for key, value in of_one.items():

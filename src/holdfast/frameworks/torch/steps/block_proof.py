@@ -100,7 +100,7 @@ class Suspicion:
     Two more runs are made with deterministic algorithms, while a witness records the block's tensors.
 
     Args:
-        state: of the session.
+        state: state of the session.
     """
 
     def __init__(self, state: TorchState) -> None:

@@ -30,7 +30,7 @@ class ElasticAccumulation:
     """The summing of one step's gradients over its parts.
 
     Args:
-        parameters: of the model, by name.
+        parameters: the parameters of the model, by name.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:

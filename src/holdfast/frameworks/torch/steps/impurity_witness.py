@@ -28,8 +28,8 @@ class Witness(TorchFunctionMode):
     """A recorder of the tensors that a block makes, writes and uses in its runs.
 
     Args:
-        generators: those that are seeded for each step.
-        known: tensors that are put back after a run without effect.
+        generators: the random generators that are seeded for each step.
+        known: tensors that are restored after a run without effect.
 
     Attributes:
         cause: the finding, in words, or empty.

@@ -23,8 +23,8 @@ class OtherRanksBlocks:
 
     Args:
         fabric: sums over all ranks.
-        state: of the session; its gradients are the result of a block.
-        seed: of the session.
+        state: state of the session; its gradients are the result of a block.
+        seed: seed of the session.
         copy: the copy that this process trains.
     """
 

@@ -30,7 +30,7 @@ class Leftover:
     """The search for gradients that were left by the block before and are still there in the open block.
 
     Args:
-        modules: as the session was given them.
+        modules: the modules that the session was given.
         trained: returns the parameters that the session's optimizers update.
     """
 
