@@ -89,3 +89,14 @@ def test_any_cut_gives_the_same_lines(lines: list[str], end: str, data: st.DataO
     for start, stop in zip([0, *cuts], [*cuts, len(raw)], strict=True):
         found += tail.feed(raw[start:stop])
     assert found == (["last state"] * len(lines) if "last" in end else lines)
+
+
+def test_a_progress_bar_has_a_newest_state_until_its_end(tmp_path: Path) -> None:
+    tail = LogTail(tmp_path, lambda attempt, rank: True)
+    log(tmp_path, 0, 0, "start\n 0%\r 10%\r 20%")
+    log(tmp_path, 0, 1, "a line that nobody replaces")
+    assert list(tail.poll()) == [(0, "start")]
+    assert tail.updated() == [(0, " 20%")]
+    log(tmp_path, 0, 0, "\r 100%\n")
+    assert list(tail.poll()) == [(0, " 100%")]
+    assert tail.updated() == []

@@ -149,6 +149,17 @@ def test_a_run_on_a_terminal(tmp_path: Path) -> None:
     assert code == Exit.USAGE and "no run none" in shown and "next: " in shown and "Traceback" not in shown
 
 
+def test_a_progress_bar_moves_on_a_terminal(tmp_path: Path) -> None:
+    """Regression: a bar was shown when its line ended, or after 30 s."""
+    (tmp_path / "bar.py").write_text(
+        "import sys, time\n"
+        "sys.stderr.write('\\r 10 percent'); sys.stderr.flush(); time.sleep(2)\n"
+        "sys.stderr.write('\\r 20 percent\\n')\n"
+    )
+    code, shown = on_terminal("run", "bar.py", cwd=tmp_path)
+    assert code == 0 and shown.index("10 percent") < shown.index("20 percent"), shown
+
+
 @pytest.mark.parametrize("command", [["status", "none"], ["status"], ["doctor"], ["--help"]], ids=" ".join)
 def test_no_colours(tmp_path: Path, command: list[str]) -> None:
     made = Made(tmp_path, "it")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from types import TracebackType
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
 from rich.segment import Segment
 from rich.table import Table
@@ -24,6 +24,7 @@ UNWRAPPED_WIDTH = 100_000  # columns of a pipe or a file
 ROWS_FOLDED_MAX = 1000
 INDENT, INDENT_MAX = 4, 8  # columns
 WRAPPED_LEAST = 20
+UPDATED_ROWS_MAX = 4
 NAME = "holdfast: "
 
 
@@ -141,14 +142,16 @@ class Screen:
 
     def rank(self, rank: int, line: str, *, always_marked: bool = False) -> None:
         """Print a line that a rank printed."""
-        if self._prefix is not None:
-            text = f"{self._prefix(rank)}{line}"
-        else:
-            text = marked(rank, line) if self._marked or always_marked else line
+        text = self._of_rank(rank, line, always_marked=always_marked)
         if self._live is not None and self._console is not None:
             self._console.print(Text.from_ansi(coloured(text)))
         else:
             echo_line(text)
+
+    def _of_rank(self, rank: int, line: str, *, always_marked: bool = False) -> str:
+        if self._prefix is not None:
+            return f"{self._prefix(rank)}{line}"
+        return marked(rank, line) if self._marked or always_marked else line
 
     def say(self, text: str) -> None:
         """Print one line of Holdfast."""
@@ -157,11 +160,21 @@ class Screen:
         else:
             echo(dated(text), err=True)
 
-    def status(self, text: str) -> None:
-        """Replace the status line. Without a terminal, print it as a plain line when it is due."""
+    def status(self, text: str, updated: Sequence[tuple[int, str]] = ()) -> None:
+        """Replace the status line. Without a terminal, print it as a plain line when it is due.
+
+        Args:
+            text: the status of the run.
+            updated: rank and text of lines that the ranks replace, such as progress bars. On a terminal, the first
+                ``UPDATED_ROWS_MAX`` stand above the status line.
+        """
         now_s = time.monotonic()
         if self._live is not None:
-            self._live.update(Text(text, style="bold", overflow="ellipsis", no_wrap=True), refresh=True)
+            bars = [Text.from_ansi(coloured(self._of_rank(*bar))) for bar in updated[:UPDATED_ROWS_MAX]]
+            rows = [*bars, Text(text, style="bold")]
+            for row in rows:
+                row.overflow, row.no_wrap = "ellipsis", True
+            self._live.update(Group(*rows), refresh=True)
         elif now_s - self._said_at_s >= PLAIN_PERIOD_S:
             self._said_at_s = now_s
             self.say(text)

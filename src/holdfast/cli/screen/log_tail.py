@@ -42,7 +42,8 @@ class FileTail:
         self._clock = clock
         self._offset = 0
         self._rest = b""
-        self._updated_s: float | None = None  # when the line without an end was first replaced and not shown
+        self._replaced = False  # the line without an end has replaced another state of itself
+        self._updated_s: float | None = None  # when it was first replaced and not shown
 
     def poll(self) -> list[str]:
         """Return the lines completed since the last call; at most ``READ_SIZE_BYTES_MAX`` are read at once."""
@@ -59,9 +60,11 @@ class FileTail:
         """Return the lines that ``data``, the next piece of the file, completes, and a replaced line that is due."""
         *lines, rest = re.split(rb"\r?\n", self._rest + data)
         if lines:
-            self._updated_s = None
-        if self._updated_s is None and b"\r" in data.rpartition(b"\n")[2]:
-            self._updated_s = self._clock()
+            self._replaced, self._updated_s = False, None
+        if b"\r" in data.rpartition(b"\n")[2]:
+            self._replaced = True
+            if self._updated_s is None:
+                self._updated_s = self._clock()
         self._rest = rest[rest.rstrip(b"\r").rfind(b"\r") + 1 :]  # a \r at the end may be the half of \r\n
         if self._updated_s is not None and self._clock() - self._updated_s >= UPDATED_PERIOD_S:
             self._updated_s = None
@@ -71,6 +74,11 @@ class FileTail:
             self._rest = b""
         return [_last_state(line) for line in lines]
 
+    @property
+    def updated(self) -> str:
+        """The newest state of a line that is being replaced, such as a progress bar; empty without one."""
+        return _last_state(self._rest) if self._replaced else ""
+
     def drain(self) -> Iterator[str]:
         """Yield the unread lines of a file that no process writes to, with a last line that has no line end."""
         before = -1
@@ -79,7 +87,7 @@ class FileTail:
             yield from self.poll()
         if self._rest:
             yield _last_state(self._rest)
-            self._rest, self._updated_s = b"", None
+            self._rest, self._replaced, self._updated_s = b"", False, None
 
 
 def _last_state(line: bytes) -> str:
@@ -113,6 +121,10 @@ class LogTail:
         for rank, tail in sorted(self._tails.items()):
             for line in tail.poll():
                 yield rank, line
+
+    def updated(self) -> list[tuple[int, str]]:
+        """Return rank and newest state of each line that is being replaced, such as a progress bar."""
+        return [(rank, line) for rank, tail in sorted(self._tails.items()) if (line := tail.updated)]
 
     def _open(self) -> None:
         for rank in ranks_of(self._log_dir, self._attempt):

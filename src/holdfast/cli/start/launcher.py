@@ -189,7 +189,7 @@ class RunLauncher:
                     view = self.watch.poll()
                     self._show_faults(screen)
                     self._show_room(screen)
-                    screen.status("  ".join([view.state, *facts(view)]))
+                    screen.status("  ".join([view.state, *facts(view)]), self.tail.updated())
                 if view.state != "ended" and agent.poll() is not None:
                     agent = self._succeed(screen, agent)
                 elif self._stands_still(agent.pid):
