@@ -10,8 +10,8 @@ from pathlib import Path
 
 from holdfast import event_log
 from holdfast.event_log import Event
-from holdfast.runtime.agent.agentd import committed_step
 from holdfast.runtime.agent.worker_processes import sweep
+from holdfast.runtime.node.node_status import committed_step
 from holdfast.runtime.node.rundir import RunDir
 from holdfast.runtime.rank_table.table import make
 from tests.cli.command import HOLDFAST, clean_environment
