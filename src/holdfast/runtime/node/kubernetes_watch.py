@@ -28,8 +28,8 @@ from holdfast.runtime.node.notice_forms import Foreseen
 
 ACCOUNT = "/var/run/secrets/kubernetes.io/serviceaccount"
 ACCOUNT_VARIABLE = "HOLDFAST_SERVICE_ACCOUNT"
-DOWNWARD = ("NODE_NAME", "POD_NAME", "POD_NAMESPACE")
-"""Variables that the manifests of ``holdfast submit k8s`` fill through the downward API."""
+DOWNWARD = {"NODE_NAME": "spec.nodeName", "POD_NAME": "metadata.name", "POD_NAMESPACE": "metadata.namespace"}
+"""Variables that the manifests of ``holdfast submit k8s`` set through the downward API, with the fields of the pod."""
 SERVER = ("KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT")
 INSTALL = "pip install 'holdfast[kubernetes]' in the image"
 CONNECT_S, ANSWER_S = 5.0, 10.0
