@@ -103,16 +103,19 @@ class Hosts:
         for index in indices or range(len(self.net.names)):
             if index in self.commands:
                 self.homes[index] = f"host{index}-again"
-            place = ["--nnodes", self.nnodes, "--node-rank", str(index), "--master-addr", self.first,
-                     "--nproc-per-node", ",".join(map(str, self.counts))]  # fmt: skip
             words = [
                 *self.net.on(index), HOLDFAST, "run", "--token-file", str(self.token),
-                *(["--rank-table", str(self.base / "table.json")] if self.table else place),
+                *(["--rank-table", str(self.base / "table.json")] if self.table else self.place(index)),
                 "--run-dir", str(self.base / self.homes[index]),
                 "--run-id", "job", "--grace-s", "20", *self.flags, str(self.script), *self.args,
             ]  # fmt: skip
             with open(self.base / f"host{index}.out", "ab") as out:
                 self.commands[index] = subprocess.Popen(words, stdout=out, stderr=out, env=self.env)
+
+    def place(self, index: int) -> list[str]:
+        """The flags that say which host of the job this is."""
+        return ["--nnodes", self.nnodes, "--node-rank", str(index), "--master-addr", self.first,
+                "--nproc-per-node", ",".join(map(str, self.counts))]  # fmt: skip
 
     def run(self, index: int) -> RunDir:
         """The run directory of a host."""

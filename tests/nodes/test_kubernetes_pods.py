@@ -1,4 +1,4 @@
-"""Pods as process trees in network namespaces: their Node and Pod are watched at a fake API server by the real client."""
+"""Pods as process trees in network namespaces: the real client watches their Node and Pod at a fake API server."""
 
 from __future__ import annotations
 
@@ -44,6 +44,12 @@ class Pods(Hosts):
             "HOLDFAST_SCHEDULER": "kubernetes",
             "JOB_COMPLETION_INDEX": str(index),
         }
+
+    def place(self, index: int) -> list[str]:
+        """As on any host, but a pod knows its number from its index."""
+        words = super().place(index)
+        at = words.index("--node-rank") if "JOB_COMPLETION_INDEX" in self.env else len(words)
+        return words[:at] + words[at + 2 :]
 
     def create(self, index: int, api: ApiServer, name: str = "") -> None:
         """Make the pod of an index and start it; ``name``: of a later one of the same index."""
@@ -145,6 +151,7 @@ def test_a_pod_that_is_replaced_joins_under_its_index(net: Network, api: ApiServ
         until("pod 2 has a vote", lambda: "node2" in pods.events(0, "electorate")[-1].data["voters"])
         until("all ranks run", lambda: len(pods.events(0, "member_started")) == 2)
         pods.kill(1)
+        pods.wait(1)
         lost = pods.wait_event(0, "node_lost")
         assert lost.data["node"] == "node1"
         assert pods.wait_event(0, "generation_started", 2).data["nodes"] == ["node0", "node2"]
