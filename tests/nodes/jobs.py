@@ -7,6 +7,7 @@ import secrets
 import signal
 import subprocess
 from pathlib import Path
+from typing import Self
 
 from holdfast import event_log
 from holdfast.event_log import Event
@@ -85,7 +86,7 @@ class Hosts:
         self.commands: dict[int, subprocess.Popen[bytes]] = {}
         self.homes = {index: f"host{index}" for index in range(len(net.names))}
 
-    def __enter__(self) -> Hosts:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

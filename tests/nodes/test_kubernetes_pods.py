@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -167,3 +168,50 @@ def test_a_pod_that_is_replaced_joins_under_its_index(net: Network, api: ApiServ
         assert not pods.events(1, "notice_source_failed")
         pods.let_end()
         assert [pods.wait(index) for index in range(PODS)] == [0, 0, 0], pods.output(0)
+
+
+def test_a_pod_that_is_deleted_by_force_makes_room_for_the_next_of_its_index(
+    net: Network, api: ApiServer, tmp_path: Path
+) -> None:
+    """Its processes still run, as on a node whose kubelet is not reached, when the next pod is made."""
+    with Pods(net, tmp_path, "2:3", args=("100000",)) as pods:
+        pods.start(0)
+        pods.create(1, api)
+        pods.wait_event(0, "generation_started")
+        pods.start(2)
+        until("pod 2 has a vote", lambda: "node2" in pods.events(0, "electorate")[-1].data["voters"])
+        until("all ranks run", lambda: len(pods.events(0, "member_started")) == 2)
+        first = pods.commands[1]
+        api.delete("pods", "bert-1")
+        pods.create(1, api, "bert-1-again")
+        assert first.wait(60) == Exit.REQUEUE, pods.output(1)
+        left = pods.wait_event(0, "node_left")
+        assert left.data["node"] == "node1"
+        until(
+            "the next one has joined under its index",
+            lambda: [
+                e for e in pods.events(0, "agent_joined") if e.seq > left.seq and e.data["node"] == "node1"
+            ],
+        )
+        pods.let_end()
+        assert [pods.wait(index) for index in range(PODS)] == [0, 0, 0], pods.output(0)
+
+
+@pytest.mark.torch
+def test_a_job_that_is_deleted_saves_once(net: Network, api: ApiServer, tmp_path: Path) -> None:
+    """The notice of a deleted pod comes beside the signals to all launchers."""
+    with Pods(net, tmp_path, "2:3", TRAIN, ("100000", "0.05", str(tmp_path / "out")), torch=True) as pods:
+        pods.start(0)
+        pods.create(1, api)
+        pods.wait_event(0, "generation_started")
+        pods.start(2)
+        until("pod 2 has a vote", lambda: "node2" in pods.events(0, "electorate")[-1].data["voters"])
+        pods.wait_step(0, 3)
+        end = (datetime.now(UTC) + timedelta(seconds=50)).isoformat(timespec="seconds").replace("+00:00", "Z")
+        api.put("pods", "bert-1", {"metadata": {"deletionTimestamp": end}})
+        pods.wait_event(0, "node_leaves")
+        for index in range(PODS):
+            pods.commands[index].send_signal(signal.SIGTERM)
+        assert [pods.wait(index) for index in range(PODS)] == [Exit.REQUEUE] * PODS, pods.output(0)
+        (sealed,) = [e for e in pods.events(0, "sealed") if e.data["save_kind"] == "exit"]
+        assert sealed.data["step"] > 3

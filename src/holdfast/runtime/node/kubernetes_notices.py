@@ -50,12 +50,12 @@ class _Taint(msgspec.Struct):
     value: str | None = None
 
 
-class _Toleration(msgspec.Struct, rename="camel"):
+class _Toleration(msgspec.Struct):
     key: str | None = None
     operator: str | None = None
     value: str | None = None
     effect: str | None = None
-    toleration_seconds: int | None = None
+    limit_s: int | None = msgspec.field(default=None, name="tolerationSeconds")
 
 
 class _Condition(msgspec.Struct):
@@ -77,13 +77,13 @@ class _PodSpec(msgspec.Struct):
     tolerations: list[_Toleration] | None = None
 
 
-class _Node(msgspec.Struct):
+class _NodeObject(msgspec.Struct):
     metadata: _Meta = msgspec.field(default_factory=_Meta)
     spec: _NodeSpec = msgspec.field(default_factory=_NodeSpec)
     status: _Status = msgspec.field(default_factory=_Status)
 
 
-class _Pod(msgspec.Struct):
+class _PodObject(msgspec.Struct):
     metadata: _Meta = msgspec.field(default_factory=_Meta)
     spec: _PodSpec = msgspec.field(default_factory=_PodSpec)
     status: _Status = msgspec.field(default_factory=_Status)
@@ -103,10 +103,10 @@ def node_notices(node: Mapping[str, Any], pod: Mapping[str, Any] | None = None) 
     Example:
         ``node_notices({"spec": {"unschedulable": True}})`` has one notice, ``Kubernetes: cordoned``.
     """
-    read = _converted(node, _Node, "Node")
+    read = _converted(node, _NodeObject, "Node")
     tolerations = [_Toleration(operator="Exists")]
     if pod is not None:
-        tolerations = _converted(pod, _Pod, "Pod").spec.tolerations or []
+        tolerations = _converted(pod, _PodObject, "Pod").spec.tolerations or []
     taints = read.spec.taints or []
     found = []
     if read.metadata.deletion_timestamp is not None:
@@ -134,7 +134,7 @@ def pod_notices(pod: Mapping[str, Any], now: float) -> list[Foreseen]:
     Raises:
         ProtocolError: another form.
     """
-    read = _converted(pod, _Pod, "Pod")
+    read = _converted(pod, _PodObject, "Pod")
     if (end := read.metadata.deletion_timestamp) is not None:
         return [Foreseen("Kubernetes: the pod is being deleted", max(0.0, end.timestamp() - now))]
     return [
@@ -159,7 +159,7 @@ def _ends_the_pod(taint: _Taint, tolerations: Sequence[_Toleration]) -> bool:
         return True
     if taint.effect != "NoExecute" or taint.key in UNREACHED:
         return False
-    return not any(_tolerates(one, taint) and one.toleration_seconds is None for one in tolerations)
+    return not any(_tolerates(one, taint) and one.limit_s is None for one in tolerations)
 
 
 def _tolerates(toleration: _Toleration, taint: _Taint) -> bool:

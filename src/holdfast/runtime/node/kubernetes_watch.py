@@ -53,11 +53,10 @@ class PodPlace(NamedTuple):
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Self | None:
         """Return the place that the environment describes; None outside of a pod, or without a token."""
-        return None if missing_in(environment) else cls(*_names(environment), _account(environment))
-
-
-def _names(environment: Mapping[str, str]) -> list[str]:
-    return [environment[name] for name in DOWNWARD]
+        if missing_in(environment):
+            return None
+        node, pod, namespace = (environment[name] for name in DOWNWARD)
+        return cls(node, pod, namespace, _account(environment))
 
 
 def _account(environment: Mapping[str, str]) -> Path:
@@ -207,6 +206,8 @@ class ObjectWatch:
             self._list()
         for event in self._stream():
             self._failed = 0
+            # Also that of a bookmark, which older clients do not keep.
+            self._version = str(event["raw_object"]["metadata"]["resourceVersion"])
             if event["type"] in ("ADDED", "MODIFIED", "DELETED"):
                 self._saw(event["raw_object"], deleted=event["type"] == "DELETED")
 
@@ -248,14 +249,10 @@ class ObjectWatch:
         from kubernetes.watch import Watch
 
         call, words, only = self._arguments()
-        watch = Watch(return_type="object")
-        try:
-            yield from watch.stream(
-                call, *words, **only, resource_version=self._version, allow_watch_bookmarks=True,
-                timeout_seconds=STREAM_S, _request_timeout=(CONNECT_S, SILENCE_S),
-            )  # fmt: skip
-        finally:
-            self._version = str(watch.resource_version or "")
+        yield from Watch(return_type="object").stream(
+            call, *words, **only, resource_version=self._version, allow_watch_bookmarks=True,
+            timeout_seconds=STREAM_S, _request_timeout=(CONNECT_S, SILENCE_S),
+        )  # fmt: skip
 
     def _saw(self, raw: dict[str, Any], *, deleted: bool) -> None:
         """Keep the newest object.
