@@ -22,7 +22,7 @@ from holdfast.core.protocol.messages import Field
 from holdfast.core.protocol.status_page import Phase, Word
 from holdfast.errors import UsageError
 from holdfast.event_log import EventLog, Said
-from holdfast.runtime.agent.agentd import committed_step
+from holdfast.runtime.node.node_status import committed_step
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import Endpoint, RunDir, log_path, write_private
 from holdfast.runtime.node.status_page import Page

@@ -16,6 +16,8 @@ import struct
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 CLONE_NEWNET = 0x40000000
@@ -142,12 +144,19 @@ def _ip(*words: str) -> None:
 
 def _tap_in(name: str) -> int:
     """Make a TAP device in a namespace. Return its descriptor in this process."""
+    with inside(name):
+        fd = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
+        fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH", b"tap0", IFF_TAP | IFF_NO_PI))
+        return fd
+
+
+@contextmanager
+def inside(name: str) -> Iterator[None]:
+    """Put this thread into the network namespace of a host, in which the sockets that it makes stay."""
     with open("/proc/self/ns/net") as home, open(Path("/run/netns") / name) as there:
         _enter(there.fileno())
         try:
-            fd = os.open("/dev/net/tun", os.O_RDWR | os.O_CLOEXEC)
-            fcntl.ioctl(fd, TUNSETIFF, struct.pack("16sH", b"tap0", IFF_TAP | IFF_NO_PI))
-            return fd
+            yield
         finally:
             _enter(home.fileno())
 

@@ -7,11 +7,12 @@ import secrets
 import signal
 import subprocess
 from pathlib import Path
+from typing import Self
 
 from holdfast import event_log
 from holdfast.event_log import Event
-from holdfast.runtime.agent.agentd import committed_step
 from holdfast.runtime.agent.worker_processes import sweep
+from holdfast.runtime.node.node_status import committed_step
 from holdfast.runtime.node.rundir import RunDir
 from holdfast.runtime.rank_table.table import make
 from tests.cli.command import HOLDFAST, clean_environment
@@ -86,7 +87,7 @@ class Hosts:
         self.commands: dict[int, subprocess.Popen[bytes]] = {}
         self.homes = {index: f"host{index}" for index in range(len(net.names))}
 
-    def __enter__(self) -> Hosts:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -104,16 +105,19 @@ class Hosts:
         for index in indices or range(len(self.net.names)):
             if index in self.commands:
                 self.homes[index] = f"host{index}-again"
-            place = ["--nnodes", self.nnodes, "--node-rank", str(index), "--master-addr", self.first,
-                     "--nproc-per-node", ",".join(map(str, self.counts))]  # fmt: skip
             words = [
                 *self.net.on(index), HOLDFAST, "run", "--token-file", str(self.token),
-                *(["--rank-table", str(self.base / "table.json")] if self.table else place),
+                *(["--rank-table", str(self.base / "table.json")] if self.table else self.place(index)),
                 "--run-dir", str(self.base / self.homes[index]),
                 "--run-id", "job", "--grace-s", "20", *self.flags, str(self.script), *self.args,
             ]  # fmt: skip
             with open(self.base / f"host{index}.out", "ab") as out:
                 self.commands[index] = subprocess.Popen(words, stdout=out, stderr=out, env=self.env)
+
+    def place(self, index: int) -> list[str]:
+        """The flags that say which host of the job this is."""
+        return ["--nnodes", self.nnodes, "--node-rank", str(index), "--master-addr", self.first,
+                "--nproc-per-node", ",".join(map(str, self.counts))]  # fmt: skip
 
     def run(self, index: int) -> RunDir:
         """Return the run directory of a host."""

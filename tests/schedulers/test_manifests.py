@@ -18,7 +18,18 @@ from hypothesis import strategies as st
 
 from holdfast.errors import UsageError
 from holdfast.exit_codes import Exit
-from holdfast.schedulers.manifests import AGAIN, ENDS, KINDS, Kind, Object, Pods, literal, objects, secret
+from holdfast.schedulers.manifests import (
+    AGAIN,
+    ENDS,
+    KINDS,
+    Kind,
+    Object,
+    Pods,
+    literal,
+    objects,
+    rights,
+    secret,
+)
 from holdfast.schedulers.yaml_output import documents
 from tests.schedulers.tools import submitted
 
@@ -39,7 +50,7 @@ PODS = Pods(
     resources={"nvidia.com/gpu": "8", "memory": "512Gi"},
     env={"NCCL_DEBUG": "WARN"},
 )
-ALONE = Pods("one", "train:1", 1, 0, 60.0, ("train.py",))
+ALONE = Pods("one", "train:1", 1, 0, 60.0, ("train.py",), watches=False)
 TOKEN = "0123456789abcdef" * 4
 
 
@@ -57,21 +68,24 @@ def job_specs(made: list[Object]) -> Iterator[Object]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_golden(kind: Kind) -> None:
     """To write the files again, set HOLDFAST_GOLDEN=1, then read the difference."""
-    text = documents([secret(PODS, TOKEN), *objects(PODS, kind)])
+    made = [secret(PODS, TOKEN), *rights(PODS), *objects(PODS, kind)]
+    text = documents(made)
     path = GOLDEN / f"{kind}.yaml"
     if os.environ.get("HOLDFAST_GOLDEN"):
         path.write_text(text)
     assert text == path.read_text()
-    assert list(yaml.safe_load_all(text)) == [secret(PODS, TOKEN), *objects(PODS, kind)]
+    assert list(yaml.safe_load_all(text)) == made
 
 
 @pytest.mark.parametrize("version", KUBERNETES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("pods", [PODS, ALONE, dataclasses.replace(PODS, spares=0, claim="", namespace="")])
 def test_kubernetes_takes_them(pods: Pods, kind: Kind, version: str) -> None:
-    made = list(yaml.safe_load_all(documents([secret(pods, TOKEN), *objects(pods, kind)])))
+    made = list(yaml.safe_load_all(documents([secret(pods, TOKEN), *rights(pods), *objects(pods, kind)])))
     for each in made:
-        if each["apiVersion"].count(".") == 0:  # a kind of Kubernetes itself
+        if each["apiVersion"].count(".") == 0 or (
+            "k8s.io" in each["apiVersion"] and each["kind"] != "JobSet"
+        ):
             kubernetes_validate.validate(each, version, strict=True)
     specs = list(job_specs(made))
     assert len(specs) == 1
@@ -121,6 +135,36 @@ def test_one_pod_needs_no_secret_and_no_name() -> None:
     pod = spec["template"]["spec"]
     assert "--token-file" not in pod["containers"][0]["command"] and "subdomain" not in pod
     assert [volume["name"] for volume in pod["volumes"]] == ["shm", "runs"]
+
+
+def test_a_pod_may_watch_its_node_and_annotate_itself() -> None:
+    role, binding, cluster_role, cluster_binding = rights(PODS)
+    assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list", "watch", "patch"]}]
+    assert cluster_role["rules"] == [{"apiGroups": [""], "resources": ["nodes"], "verbs": ["list", "watch"]}]
+    for made, of in ((binding, role), (cluster_binding, cluster_role)):
+        assert made["roleRef"]["name"] == of["metadata"]["name"] and made["roleRef"]["kind"] == of["kind"]
+    assert cluster_binding["subjects"] == [
+        {"kind": "ServiceAccount", "name": "bert", "namespace": "research"}
+    ]
+    assert "namespace" not in {**cluster_role["metadata"], **cluster_binding["metadata"]}
+    (spec,) = job_specs(objects(PODS, "job"))
+    pod = spec["template"]["spec"]
+    assert (pod["serviceAccountName"], pod["automountServiceAccountToken"]) == ("bert", True)
+    names = {
+        one["name"]: one["valueFrom"]["fieldRef"]["fieldPath"] for one in pod["containers"][0]["env"][-3:]
+    }
+    assert names == {
+        "NODE_NAME": "spec.nodeName", "POD_NAME": "metadata.name", "POD_NAMESPACE": "metadata.namespace"
+    }  # fmt: skip
+
+
+def test_without_a_namespace_no_node_is_readable_and_without_watches_nothing_is() -> None:
+    anywhere = dataclasses.replace(PODS, namespace="")
+    assert [each["kind"] for each in rights(anywhere)] == ["Role", "RoleBinding"]
+    still = dataclasses.replace(PODS, watches=False)
+    (spec,) = job_specs(objects(still, "job"))
+    assert rights(still) == [] and spec["template"]["spec"]["automountServiceAccountToken"] is False
+    assert "ServiceAccount" not in {each["kind"] for each in objects(still, "job")}
 
 
 def expanded(word: str) -> str:
@@ -181,6 +225,7 @@ def test_a_text_stays_a_text(word: str) -> None:
         ({"mount": "ckpts"}, "--mount 'ckpts'"),
         ({"resources": {"nvidia.com/gpu": "many"}}, "--resource nvidia.com/gpu 'many'"),
         ({"env": {"A B": "x"}}, "--env 'A B'"),
+        ({"env": {"NODE_NAME": "x"}}, "--env NODE_NAME"),
         ({"shm": "big"}, "--shm-size 'big'"),
         ({"command": ("\udce9",)}, "is not UTF-8"),
     ],
@@ -215,12 +260,12 @@ def test_the_token_is_shown_only_when_asked_for(tmp_path: Path) -> None:
 
 def test_apply_keeps_a_secret_that_is_there(tmp_path: Path) -> None:
     done = submit(tmp_path, *GIVEN, "--apply", "--namespace", "x", "train.py", FOUND="")
-    assert (done.returncode, done.stdout) == (0, "job.batch/bert created\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, "job.batch/bert created\n" * 2), done.stderr
     kinds = [each["kind"] for each in yaml.safe_load_all((tmp_path / "applied").read_text())]
-    assert kinds == ["Secret", "Service", "PodDisruptionBudget", "Job"]
+    assert kinds == ["Secret", "Service", "PodDisruptionBudget", "ServiceAccount", "Job"]
     submit(tmp_path, *GIVEN, "--apply", "train.py", FOUND="secret/bert-token\\n")
     kinds = [each["kind"] for each in yaml.safe_load_all((tmp_path / "applied").read_text())]
-    assert kinds == ["Service", "PodDisruptionBudget", "Job"]
+    assert kinds == ["Service", "PodDisruptionBudget", "ServiceAccount", "Job"]
     assert (tmp_path / "calls").read_text().splitlines()[0] == (
         "--namespace x get secret bert-token --ignore-not-found --output=name"
     )
@@ -242,6 +287,30 @@ def test_bad_input_is_one_error(tmp_path: Path, args: tuple[str, ...], says: str
     done = submit(tmp_path, *args)
     assert (done.returncode, done.stdout) == (2, "") and says in done.stderr and "next: " in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_rights_that_kubectl_refuses_are_a_warning_and_the_job_is_made(tmp_path: Path) -> None:
+    refusing = KUBECTL.replace("*) cat", '*) cat > given; grep -q "kind: Role" given && exit 1; cat given')
+    done = submitted(
+        tmp_path,
+        "k8s",
+        (*GIVEN, "--apply", "--namespace", "x", "train.py"),
+        "kubectl",
+        refusing,
+        {"FOUND": ""},
+    )
+    assert (done.returncode, done.stdout) == (0, "job.batch/bert created\n"), done.stderr
+    assert "warning: kubectl refused" in done.stderr and "kind: ClusterRoleBinding" in done.stderr
+    assert "kind: Job" in (tmp_path / "applied").read_text()
+
+
+def test_without_a_namespace_a_note_says_what_is_missing(tmp_path: Path) -> None:
+    note = "without --namespace the pods get no right to read their node"
+    assert note in submit(tmp_path, *GIVEN, "train.py").stderr
+    named = submit(tmp_path, *GIVEN, "--namespace", "x", "train.py")
+    assert note not in named.stderr and "kind: ClusterRoleBinding" in named.stdout
+    still = submit(tmp_path, *GIVEN, "--no-watch", "train.py")
+    assert note not in still.stderr and "kind: Role" not in still.stdout
 
 
 def test_no_kubectl_and_a_refusal(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from holdfast.errors import UsageError
 from holdfast.exit_codes import Exit
+from holdfast.runtime.node.kubernetes_watch import DOWNWARD
 from holdfast.schedulers.kubernetes_pod import MARK, MARKED
 
 Kind = Literal["job", "jobset", "trainjob"]
@@ -26,6 +27,8 @@ TOKEN_DIR, RUNS_DIR, SHM_DIR = "/etc/holdfast", "/var/lib/holdfast/runs", "/dev/
 SECRET_MODE = 0o400
 MARGIN_S = 30
 LOST_MAX = 16  # pods that were killed (137, ...) other than by a disruption, before the Job fails
+RIGHTS_GROUP = "rbac.authorization.k8s.io"
+NODE_READER = "holdfast-node-reader"
 NAME_LENGTH_MAX = 40  # it is a part of the names of pods, and of their host names
 ENDS = (Exit.FAILED, Exit.USAGE, Exit.BAD_INPUT, Exit.INTERNAL, Exit.BUDGET, Exit.INTERRUPTED)
 """Codes after which a new pod would end in the same way."""
@@ -38,7 +41,8 @@ class Pods:
     """The input of all objects.
 
     ``nodes`` pods hold ranks; ``spares`` further pods wait. ``flags`` and ``command`` are those of
-    ``holdfast run``. ``claim`` names a PersistentVolumeClaim, mounted at ``mount``. ``resources`` are limits.
+    ``holdfast run``. ``claim`` names a PersistentVolumeClaim, mounted at ``mount``. ``resources`` are limits. With
+    ``watches`` the pods may read their Node and Pod, and annotate their Pod.
     """
 
     name: str
@@ -52,6 +56,7 @@ class Pods:
     mount: str = "/checkpoints"
     shm: str = ""
     namespace: str = ""
+    watches: bool = True
     resources: Mapping[str, str] = field(default_factory=dict)
     env: Mapping[str, str] = field(default_factory=dict)
 
@@ -91,6 +96,9 @@ def check(pods: Pods) -> None:
         _match(f"--resource {key}", value, r"[0-9]+(\.[0-9]+)?(m|k|[KMGTPE]i|[MGTPE])?", 40, f"{key}=8")
     for key in pods.env:
         _match("--env", key, r"[A-Za-z_][A-Za-z0-9_]*", 200, "NCCL_DEBUG=WARN")
+        if key in DOWNWARD:
+            raise UsageError(f"--env {key}: the manifest sets it to the name that Kubernetes gives",
+                             hint="choose another name for the variable")  # fmt: skip
     if pods.shm:
         _match("--shm-size", pods.shm, r"[1-9][0-9]*([KMGT]i|[kMGT])?", 40, "16Gi")
     for word in (*pods.flags, *pods.command, *pods.env.values()):
@@ -109,7 +117,7 @@ def _is_text(word: str) -> bool:
 
 
 def objects(pods: Pods, kind: Kind) -> list[Object]:
-    """Return all objects but the Secret, in the order in which they are to be made.
+    """Return all objects but the Secret and those of :func:`rights`, in the order in which they are to be made.
 
     Raises:
         UsageError: as :func:`check`.
@@ -120,6 +128,7 @@ def objects(pods: Pods, kind: Kind) -> list[Object]:
     check(pods)
     made = [_service(pods)] if kind == "job" and pods.total > 1 else []
     made += [_budget(pods)] if pods.total > 1 else []
+    made += [_object("v1", "ServiceAccount", pods, None)] if pods.watches else []
     if kind == "job":
         return [*made, _object("batch/v1", "Job", pods, _job(pods))]
     if kind == "jobset":
@@ -137,6 +146,49 @@ def secret(pods: Pods, token: str) -> Object:
     """Return the Secret with the token of the job. It is immutable, because later pods need the same token."""
     made = _object("v1", "Secret", pods, None, name=pods.secret)
     return {**made, "type": "Opaque", "immutable": True, "stringData": {"token": token}}
+
+
+def rights(pods: Pods) -> list[Object]:
+    """Return the objects that let the pods read Nodes, and read and annotate Pods of their namespace.
+
+    Kubernetes cannot limit them to the pod's own Node and Pod, whose names are not known before. Nodes belong to no
+    namespace: a binding for them needs the name of that of the pods. Without ``namespace`` there is none.
+    """
+    if not pods.watches:
+        return []
+    account: Object = {"kind": "ServiceAccount", "name": pods.name}
+    if pods.namespace:
+        account["namespace"] = pods.namespace
+    made = [
+        _role("Role", pods, pods.name, "pods", ["list", "watch", "patch"]),
+        _binding("RoleBinding", pods, pods.name, "Role", pods.name, account),
+    ]
+    if pods.namespace:
+        binding = f"{NODE_READER}-{pods.namespace}-{pods.name}"
+        made += [
+            _role("ClusterRole", pods, NODE_READER, "nodes", ["list", "watch"]),
+            _binding("ClusterRoleBinding", pods, binding, "ClusterRole", NODE_READER, account),
+        ]
+    return made
+
+
+def _role(kind: str, pods: Pods, name: str, resource: str, verbs: list[str]) -> Object:
+    made = _rights_object(kind, pods, name)
+    return {**made, "rules": [{"apiGroups": [""], "resources": [resource], "verbs": verbs}]}
+
+
+def _binding(kind: str, pods: Pods, name: str, role_kind: str, role: str, account: Object) -> Object:
+    reference = {"apiGroup": RIGHTS_GROUP, "kind": role_kind, "name": role}
+    return {**_rights_object(kind, pods, name), "roleRef": reference, "subjects": [account]}
+
+
+def _rights_object(kind: str, pods: Pods, name: str) -> Object:
+    made = _object(f"{RIGHTS_GROUP}/v1", kind, pods, None, name=name)
+    if kind.startswith("Cluster"):
+        del made["metadata"]["namespace"]
+    if kind == "ClusterRole":  # all jobs share it
+        del made["metadata"]["labels"]["app.kubernetes.io/instance"]
+    return made
 
 
 def _object(version: str, kind: str, pods: Pods, spec: Object | None, *, name: str = "") -> Object:
@@ -227,7 +279,13 @@ def _pod(pods: Pods, hosts: str) -> Object:
         "name": NODE,
         "image": pods.image,
         "command": [literal(word) for word in _command(pods, hosts or pods.name)],
-        "env": [{"name": key, "value": literal(value)} for key, value in env.items()],
+        "env": [
+            *({"name": key, "value": literal(value)} for key, value in env.items()),
+            *(
+                {"name": key, "valueFrom": {"fieldRef": {"fieldPath": path}}}
+                for key, path in DOWNWARD.items()
+            ),
+        ],
         **({"resources": {"limits": dict(pods.resources)}} if pods.resources else {}),
         **({"ports": [{"name": "holdfast", "containerPort": PORT}]} if several else {}),
         "volumeMounts": mounts,
@@ -235,7 +293,8 @@ def _pod(pods: Pods, hosts: str) -> Object:
     return {
         "restartPolicy": "Never",  # the Job decides by the exit code
         "terminationGracePeriodSeconds": int(pods.grace_s) + MARGIN_S,
-        "automountServiceAccountToken": False,
+        **({"serviceAccountName": pods.name} if pods.watches else {}),
+        "automountServiceAccountToken": pods.watches,
         **({"subdomain": pods.name} if several and not hosts else {}),
         **({"affinity": _apart(pods)} if several else {}),
         "containers": [container],

@@ -20,7 +20,7 @@ from holdfast.cli.start.finite_number import FiniteNumber
 from holdfast.cli.start.run_config import find_target, kind_of
 from holdfast.errors import AuthError, UsageError, UserError
 from holdfast.runtime.node.rundir import TOKEN_SIZE_BYTES, read_token, write_private
-from holdfast.schedulers.manifests import KINDS, Object, Pods, objects, secret
+from holdfast.schedulers.manifests import KINDS, Object, Pods, objects, rights, secret
 from holdfast.schedulers.sbatch import OPTIONS, OURS, PYXIS, Batch, render
 from holdfast.schedulers.yaml_output import documents
 
@@ -191,6 +191,13 @@ def _sbatch(script: str, batch: Batch, directory: Path) -> str:
 )
 @click.option("--env", multiple=True, metavar="NAME=VALUE", help="A variable of the containers.")
 @click.option("--namespace", default="", help="Namespace of all objects.")
+@click.option(
+    "--watch/--no-watch",
+    "watches",
+    default=True,
+    show_default=True,
+    help="Let pods watch their node and pod and annotate their pod: a ServiceAccount, a Role, a ClusterRole.",
+)
 @click.option("--show-secret", is_flag=True, help="Make a token and print its Secret, too.")
 @click.option("--apply", "applies", is_flag=True, help="Give the objects to kubectl apply.")
 @click.argument("script", required=False, metavar="SCRIPT")
@@ -220,14 +227,18 @@ def k8s(ctx: click.Context, /, script: str | None, args: tuple[str, ...], **valu
         mount=values["mount"],
         shm=values["shm_size"],
         namespace=values["namespace"],
+        watches=values["watches"],
         resources=_texts("--resource", values["resource"]),
         env=_texts("--env", values["env"]),
     )
     made = objects(pods, values["kind"])
     fresh = secret(pods, secrets.token_hex(TOKEN_SIZE_BYTES))
+    if pods.watches and not pods.namespace:
+        say("note: without --namespace the pods get no right to read their node; --no-watch asks for none")
     if values["applies"]:
         _apply(pods, made, fresh)
         return 0
+    made = [*rights(pods), *made]
     echo(documents([fresh, *made] if values["show_secret"] and pods.total > 1 else made), nl=False)
     if pods.total > 1 and not values["show_secret"]:
         place = f" --namespace {pods.namespace}" if pods.namespace else ""
@@ -257,8 +268,21 @@ def _apply(pods: Pods, made: list[Object], fresh: Object) -> None:
         there = _kubectl(
             [program, *place, "get", "secret", pods.secret, "--ignore-not-found", "--output=name"]
         )
+    if pods.watches:
+        _apply_rights([program, *place], pods)
     wanted = made if there.startswith("secret") else [fresh, *made]
     echo(_kubectl([program, *place, "apply", "--filename=-"], documents(wanted)), nl=False)
+
+
+def _apply_rights(kubectl: list[str], pods: Pods) -> None:
+    """Apply the rights of the pods. The job can do without them: a refusal is a warning."""
+    try:
+        echo(_kubectl([*kubectl, "apply", "--filename=-"], documents(rights(pods))), nl=False)
+    except UsageError as error:
+        say(
+            f"warning: {error.message}; the pods run, and do not watch their node; an administrator can apply these:"
+        )
+        echo(documents(rights(pods)), nl=False, err=True)
 
 
 def _kubectl(command: list[str], given: str = "") -> str:

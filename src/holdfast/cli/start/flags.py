@@ -128,7 +128,8 @@ FLAGS: tuple[RunFlag, ...] = (
     _own("--witness", "text", "directory on shared storage, or s3://bucket/prefix: of two nodes, the one that claims "
          "it first goes on alone"),
     _own("--notices", "text", "what says that this node will leave: aws, gcp, azure (=http://HOST:PORT), slurm, "
-         "file=PATH, command=CMD, comma-separated; auto: slurm in a job of Slurm; none", "auto"),
+         "kubernetes, file=PATH, command=CMD, comma-separated; auto: slurm in a job of Slurm, kubernetes in a "
+         "pod; none", "auto"),
     _own("--health", "text", "command that is run at the start and every --health-every seconds: another code than 0 "
          "says that this node is sick, and its ranks move where another node has room", ""),
     _own("--health-every", "number", "seconds between two runs of --health", 300.0),

@@ -46,7 +46,6 @@ from holdfast.core.protocol.messages import (
 )
 from holdfast.core.protocol.notices import DrainNode
 from holdfast.core.protocol.peer_messages import JobFormed, PeerMessage
-from holdfast.core.protocol.status_page import Word
 from holdfast.core.watch.hang_attribution import STOPPED
 from holdfast.errors import InternalError, ProtocolError
 from holdfast.event_log import ROOM_WAIT_S, EventLog
@@ -77,10 +76,11 @@ from holdfast.runtime.net.service_names import agent_of
 from holdfast.runtime.node.event_log_writer import EventLogWriter
 from holdfast.runtime.node.hang_evidence import sample
 from holdfast.runtime.node.interfaces import with_interfaces
+from holdfast.runtime.node.kubernetes_status import StatusPublisher
+from holdfast.runtime.node.node_status import committed_step, node_status
 from holdfast.runtime.node.run_settings import RunSettings
-from holdfast.runtime.node.rundir import PAGE, RunDir, try_lock
+from holdfast.runtime.node.rundir import RunDir, try_lock
 from holdfast.runtime.node.spawn import SpawnOrder, free_port, log_root, spare_order, worker_env, worker_log
-from holdfast.runtime.node.status_page import each_page
 from holdfast.runtime.rank_table.rewriting import table_of
 from holdfast.wire import MESSAGES, WireMessage
 
@@ -198,7 +198,14 @@ class AgentDaemon:
         self._begin_memory()
         self._council.begin()
         notices = NoticeWatch.of(self._settings, self._run.path, self._driver.post, self._journal)
-        watching = [watched(work.watch(), self._driver.fail) for work in (self._watcher, notices)]
+        published = StatusPublisher.of(
+            self._settings.notices,
+            os.environ,
+            lambda: node_status(self._run, leaving=notices.leaving),
+            self._journal,
+        )
+        works = (self._watcher, notices, published)
+        watching = [watched(work.watch(), self._driver.fail) for work in works]
         ends: set[asyncio.Future[Any]] = {self._over, self._driver.failure, self._council.failure}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for failure in (self._driver.failure, self._council.failure):
@@ -212,6 +219,7 @@ class AgentDaemon:
             task.cancel()
         if self._buddies is not None:
             self._buddies.close()
+        await published.end()
         await self._end(server)
         return self._over.result()
 
@@ -542,15 +550,6 @@ class AgentDaemon:
             )
         )
         self._started(seat.member_id, life.pid)
-
-
-def committed_step(run: RunDir) -> int:
-    """Return the newest step committed by a worker of this node. Of several processes of one rank the newest counts."""
-    newest: dict[int, tuple[int, int]] = {}
-    for page in each_page(run.pages_link, PAGE):
-        rank, found = page[Word.RANK], (page[Word.MEMBER], page[Word.COMMITTED])
-        newest[rank] = max(found, newest.get(rank, found))
-    return max((step for _, step in newest.values()), default=0)
 
 
 def agent_config(settings: RunSettings) -> AgentConfig:

@@ -61,6 +61,11 @@ class NoticeWatch:
         """Return the watch with the sources of a run. Raises: UsageError: ``--notices`` names no source."""
         return cls(NodeId(settings.node), sources_of(settings, run_dir, os.environ), post, journal)
 
+    @property
+    def leaving(self) -> bool:
+        """True while a notice is in force, also one about health."""
+        return any(self._standing.values())
+
     async def watch(self) -> None:
         """Ask all sources periodically until cancelled."""
         await asyncio.gather(*(self._follow(source) for source in self._sources))

@@ -19,6 +19,7 @@ from typing import Protocol
 from urllib.parse import urlsplit
 
 from holdfast.errors import ProtocolError, UsageError
+from holdfast.runtime.node.kubernetes_watch import kubernetes_sources, require
 from holdfast.runtime.node.notice_forms import (
     Foreseen,
     aws_action,
@@ -37,7 +38,7 @@ GOOGLE, AZURE = {"Metadata-Flavor": "Google"}, {"Metadata": "true"}
 OUTPUT_SIZE_BYTES_MAX = 4096
 AWS_TOKEN_S, AWS_TOKEN_AGAIN_S = 21600, 20000.0
 ABSENT = 404
-KINDS = ("aws", "gcp", "azure", "slurm", "file=PATH", "command=PATH")
+KINDS = ("aws", "gcp", "azure", "slurm", "kubernetes", "file=PATH", "command=PATH")
 WAYS = f"a comma-separated list of {', '.join(KINDS)}; aws, gcp and azure take =http://HOST:PORT; none"
 
 
@@ -238,13 +239,16 @@ async def output_of(words: tuple[str, ...], timeout_s: float = COMMAND_TIMEOUT_S
 
 
 def read_sources(spec: str, environment: Mapping[str, str]) -> list[NoticeSource]:
-    """Return the sources that ``--notices`` names. ``auto`` is Slurm, if this is a Slurm job.
+    """Return the sources that ``--notices`` names.
+
+    ``auto`` is Slurm, if this is a Slurm job, and Kubernetes, if this is a pod with its names and a token.
 
     Raises:
-        UsageError: no such source.
+        UsageError: no such source, or it cannot work here.
     """
     if spec == "auto":
-        return [Slurm(environment)] if environment.get("SLURM_JOB_ID") else []
+        slurm: list[NoticeSource] = [Slurm(environment)] if environment.get("SLURM_JOB_ID") else []
+        return [*slurm, *kubernetes_sources(environment)]
     found: list[NoticeSource] = []
     for item in filter(None, (part.strip() for part in spec.split(","))):
         kind, _, place = item.partition("=")
@@ -253,6 +257,9 @@ def read_sources(spec: str, environment: Mapping[str, str]) -> list[NoticeSource
             found.append(clouds[kind](place or METADATA))
         elif kind == "slurm" and not place:
             found.append(Slurm(environment))
+        elif kind == "kubernetes" and not place:
+            require(environment)
+            found.extend(kubernetes_sources(environment))
         elif kind == "file" and place:
             found.append(File(place))
         elif kind == "command" and place.strip():
