@@ -18,10 +18,11 @@ import pytest
 
 from holdfast import event_log
 from holdfast.core.ids import Generation, MemberId
-from holdfast.core.protocol.messages import Assignment
+from holdfast.core.protocol.messages import Assignment, MemberStarted
 from holdfast.core.protocol.status_page import Word
 from holdfast.event_log import EventLog
 from holdfast.runtime.agent import exiting_processes, worker_processes
+from holdfast.runtime.agent.agent_events import MemoryFreed, PartFailed, ProcessEvent, ProcessGone
 from holdfast.runtime.agent.exiting_processes import ExitingProcesses
 from holdfast.runtime.agent.worker_processes import Processes, sweep
 from holdfast.runtime.agent.zygote import device_in_use
@@ -63,22 +64,16 @@ class Node:
         self.started: dict[int, int] = {}
         self.exited: list[tuple[int, int, int | None]] = []  # member, pid, signal
         self.failures: list[BaseException] = []
-        self.procs = Processes(
-            self.run,
-            self.settings,
-            self.journal,
-            on_started=self._started,
-            on_exited=self._exited,
-            fail=self.failures.append,
-        )
+        self.procs = Processes(self.run, self.settings, self.journal, self._post)
 
-    def _started(self, member_id: MemberId, pid: int) -> None:
-        self.started[member_id] = pid
-
-    def _exited(
-        self, member_id: MemberId, pid: int, code: int | None, killed_by: int | None, ns: int
-    ) -> None:
-        self.exited.append((member_id, pid, killed_by))
+    def _post(self, event: ProcessEvent) -> None:
+        match event:
+            case MemberStarted():
+                self.started[event.member_id] = event.pid
+            case ProcessGone():
+                self.exited.append((event.member_id, event.pid, event.killed_by))
+            case PartFailed():
+                self.failures.append(event.error)
 
     def order(self, member_id: int) -> None:
         """Order the start of one member."""
@@ -369,8 +364,8 @@ def test_a_worker_starts_when_the_one_before_it_is_gone_or_its_end_stands_still(
 
     async def scenario() -> None:
         nonlocal gone
-        freed: list[str] = []
-        held = ExitingProcesses(lambda: freed.append("free"))
+        freed: list[MemoryFreed] = []
+        held = ExitingProcesses(freed.append)
         held.add(1)
         held.add(2)
         await until(lambda: held.pids == (1,))
@@ -379,6 +374,6 @@ def test_a_worker_starts_when_the_one_before_it_is_gone_or_its_end_stands_still(
         assert held.pids == (1,) and not freed
         gone = True
         await until(lambda: not held)
-        assert freed == ["free"]
+        assert freed == [MemoryFreed()]
 
     asyncio.run(scenario())

@@ -51,6 +51,7 @@ from holdfast.core.watch.hang_attribution import STOPPED
 from holdfast.errors import InternalError, ProtocolError
 from holdfast.event_log import ROOM_WAIT_S, EventLog
 from holdfast.exit_codes import Exit
+from holdfast.runtime.agent.agent_events import AgentEvent, DeathRead, PartFailed, ProcessGone
 from holdfast.runtime.agent.exit_report import READ_WAIT_S, read_death, read_in_time, without_page
 from holdfast.runtime.agent.kv_router import KvRouter
 from holdfast.runtime.agent.kv_server import KvServer
@@ -127,14 +128,7 @@ class AgentDaemon:
         self._keys = KvRouter(self._node_id, kv, self._reply, self._send_peer)
         self._driver = Driver(Agent(agent_config(settings)), self._journal, self._execute)
         journal.fail = mirror.fail = self._driver.fail
-        self._procs = Processes(
-            run,
-            self._settings,
-            self._journal,
-            on_started=self._started,
-            on_exited=self._gone,
-            fail=self._driver.fail,
-        )
+        self._procs = Processes(run, self._settings, self._journal, self._post)
         self._watcher = Watcher(
             run,
             self._node_id,
@@ -288,7 +282,7 @@ class AgentDaemon:
             if pid and (self._settings.library or belongs(pid, self._run)):
                 self._procs.adopt(member_id, pid)
             else:
-                self._gone(member_id, pid, None, None, time.monotonic_ns())
+                self._gone(ProcessGone(member_id, pid, None, None, time.monotonic_ns()))
 
     def _signalled(self, number: signal.Signals) -> None:
         source = f"{number.name} to the agent (pid {os.getpid()})"
@@ -296,6 +290,18 @@ class AgentDaemon:
         self._driver.post(ExitRun(grace_s=self._settings.grace_s, source=source, node_id=own))
 
     # ------------------------------------------------------------ in
+
+    def _post(self, event: AgentEvent) -> None:
+        """Handle an event of a part of this agent, before the return."""
+        match event:
+            case ProcessGone():
+                self._gone(event)
+            case DeathRead():
+                self._died(event)
+            case PartFailed():
+                self._driver.fail(event.error)
+            case _:
+                self._driver.post(event)
 
     def _heard(self, channel: Channel[WireMessage], message: WireMessage) -> None:
         if channel.peer_role == "worker":
@@ -358,8 +364,7 @@ class AgentDaemon:
         if member_id is not None and self._workers.get(member_id) is channel:
             del self._workers[member_id]
             self._keys.forget(member_id)
-            if member_id in self._dying:
-                self._bury(member_id)
+            self._bury(member_id)
 
     def _reply(self, member_id: MemberId, reply: KvReply | ShowRecords) -> bool:
         """Send ``reply`` to a worker of this node. Return False if ``member_id`` has no connection here."""
@@ -372,27 +377,22 @@ class AgentDaemon:
         assert self._council.peers is not None, "one node has no peers"
         self._council.peers.send(node_id, message)
 
-    def _started(self, member_id: MemberId, pid: int) -> None:
-        self._driver.post(MemberStarted(member_id=member_id, node_id=self._node_id, pid=pid))
-
-    def _gone(
-        self, member_id: MemberId, pid: int, code: int | None, killed_by: int | None, died_ns: int
-    ) -> None:
-        if member_id in self._exited or self._over.done():
+    def _gone(self, gone: ProcessGone) -> None:
+        if gone.member_id in self._exited or self._over.done():
             return
-        self._exited.add(member_id)
-        page, logs = self._run.page_path(member_id), log_root(self._run, self._settings)
-        end = (member_id, self._node_id, code, killed_by, died_ns)
+        self._exited.add(gone.member_id)
+        page, logs = self._run.page_path(gone.member_id), log_root(self._run, self._settings)
+        end = (gone.member_id, self._node_id, gone.code, gone.killed_by, gone.died_ns)
         read = partial(read_death, page, logs, *end, several=self._settings.several)
         until_s = asyncio.get_running_loop().time() + READ_WAIT_S
-        read_in_time(read, without_page(*end), self._died, partial(self._unreadable, member_id), until_s)
+        read_in_time(read, without_page(*end), self._post, until_s)
 
-    def _unreadable(self, member_id: MemberId, error: str) -> None:
-        self._journal.append("page_unreadable", {"member": member_id, "error": error})
-
-    def _died(self, event: MemberExited) -> None:
-        self._dying[event.member_id] = event
-        self._let_speak(event.member_id, asyncio.get_running_loop().time() + LAST_WORDS_S)
+    def _died(self, death: DeathRead) -> None:
+        member_id = death.exited.member_id
+        if death.error:
+            self._journal.append("page_unreadable", {"member": member_id, "error": death.error})
+        self._dying[member_id] = death.exited
+        self._let_speak(member_id, asyncio.get_running_loop().time() + LAST_WORDS_S)
 
     def _let_speak(self, member_id: MemberId, until_s: float) -> None:
         """Report a dead member after its last messages are read: they may be in the socket, and give the cause."""
@@ -465,7 +465,7 @@ class AgentDaemon:
         elif isinstance(message, KillMember):
             kill = partial(self._procs.kill, message.member_id, message.grace_s)
             if message.given_up:
-                self._gone(message.member_id, 0, None, signal.SIGKILL, time.monotonic_ns())
+                self._gone(ProcessGone(message.member_id, 0, None, signal.SIGKILL, time.monotonic_ns()))
             elif message.silent:
                 self._watcher.look_last(message.member_id, kill, self._driver.fail)
             else:
@@ -541,7 +541,7 @@ class AgentDaemon:
                 ending=self._procs.fading.pids,
             )
         )
-        self._started(seat.member_id, life.pid)
+        self._driver.post(MemberStarted(member_id=seat.member_id, node_id=self._node_id, pid=life.pid))
 
 
 def committed_step(run: RunDir) -> int:
