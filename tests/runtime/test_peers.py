@@ -9,6 +9,7 @@ from pathlib import Path
 from holdfast.core.ids import NodeId
 from holdfast.core.protocol.peer_messages import Peer, PeerHello, PeerMessage, PeerRefused
 from holdfast.event_log import EventLog
+from holdfast.runtime.agent.agent_events import PartFailed, PeersEvent
 from holdfast.runtime.agent.peers import PEER_MESSAGES, Peers
 from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.channel import BlockingChannel
@@ -27,9 +28,7 @@ def test_a_job_whose_name_would_lead_elsewhere_is_refused(tmp_path: Path) -> Non
 
     async def scenario() -> PeerMessage:
         log = EventLog.open(run.journal, "test")
-        peers = Peers(
-            run, settings, log, on_message=print, on_here=print, on_refused=print, fail=print
-        )  # fmt: skip
+        peers = Peers(run, settings, log, print)
         me = await peers.listen()
         try:
             return await asyncio.to_thread(introduced, me)
@@ -59,16 +58,10 @@ def test_a_contact_that_cannot_even_be_looked_up_is_told(tmp_path: Path) -> None
     run.create()
     settings = RunSettings(run_id="t", target="x", nnodes=2, bind="127.0.0.1", contacts=("a..b:0",))
 
-    async def scenario() -> BaseException:
-        failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    async def scenario() -> PeersEvent:
+        failed: asyncio.Future[PeersEvent] = asyncio.get_running_loop().create_future()
         log = EventLog.open(run.journal, "test")
-        peers = Peers(
-            run, settings, log,
-            on_message=lambda node_id, message: None,
-            on_here=lambda node_id: None,
-            on_refused=lambda reason: None,
-            fail=failed.set_result,
-        )  # fmt: skip
+        peers = Peers(run, settings, log, failed.set_result)
         await peers.listen()
         peers.begin()
         try:
@@ -78,4 +71,5 @@ def test_a_contact_that_cannot_even_be_looked_up_is_told(tmp_path: Path) -> None
             log.close()
             run.remove_pages()
 
-    assert isinstance(asyncio.run(scenario()), UnicodeError)
+    event = asyncio.run(scenario())
+    assert isinstance(event, PartFailed) and isinstance(event.error, UnicodeError)

@@ -24,8 +24,9 @@ from collections.abc import Callable, Coroutine
 
 import msgspec
 
-from holdfast.core.ids import MemberId
+from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.protocol.messages import MemberExited, MemberStarted
+from holdfast.core.protocol.peer_messages import PeerHere, PeerMessage
 from holdfast.runtime.net.driver import watched
 
 
@@ -68,7 +69,25 @@ class DeathRead(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+class FromPeer(msgspec.Struct, frozen=True):
+    """A message of another agent has come. Those of one connection are posted in their order."""
+
+    node_id: NodeId
+    message: PeerMessage
+
+
+class TurnedAway(msgspec.Struct, frozen=True):
+    """Another agent has refused this one, which has not joined a job yet.
+
+    A refusal after that is only logged. It comes from another job, or from a wrongly started host at the address of a
+    lost node.
+    """
+
+    reason: str
+
+
 ProcessEvent = MemberStarted | ProcessGone | PartFailed
+PeersEvent = FromPeer | PeerHere | TurnedAway | PartFailed
 AgentEvent = ProcessEvent | DeathRead
 
 

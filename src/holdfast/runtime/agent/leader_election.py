@@ -11,7 +11,6 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -51,6 +50,7 @@ from holdfast.core.protocol.peer_messages import (
 from holdfast.errors import InternalError, StoreError, UsageError
 from holdfast.event_log import EventSink
 from holdfast.exit_codes import Exit
+from holdfast.runtime.agent.agent_events import FromPeer, PartFailed, PeersEvent, TurnedAway
 from holdfast.runtime.agent.controller_link import ControllerLink
 from holdfast.runtime.agent.peers import Peers
 from holdfast.runtime.net.addresses import Address
@@ -143,15 +143,7 @@ class LeaderElection:
         self._tasks: set[asyncio.Task[None]] = set()
         self.peers: Peers | None = None
         if settings.several:
-            self.peers = Peers(
-                run,
-                settings,
-                journal,
-                on_message=self._heard,
-                on_here=self._here,
-                on_refused=partial(on_end, Exit.USAGE),
-                fail=self._driver.fail,
-            )
+            self.peers = Peers(run, settings, journal, self._from_peers)
 
     @property
     def failure(self) -> asyncio.Future[None]:
@@ -292,15 +284,20 @@ class LeaderElection:
             self._link.send(MirrorFrom(node_id=self._me, term=term, number=number))
         self._post(message)
 
-    def _heard(self, node_id: NodeId, message: PeerMessage) -> None:
-        if isinstance(message, KvForward | KvBack):
-            self._on_kv(node_id, message)
-        else:
-            self._driver.post(message)
-
-    def _here(self, node_id: NodeId) -> None:
-        self._driver.post(PeerHere(node_id=node_id))
-        self._on_here(node_id)
+    def _from_peers(self, event: PeersEvent) -> None:
+        match event:
+            case FromPeer(node_id, message):
+                if isinstance(message, KvForward | KvBack):
+                    self._on_kv(node_id, message)
+                else:
+                    self._driver.post(message)
+            case PeerHere():
+                self._driver.post(event)
+                self._on_here(event.node_id)
+            case TurnedAway():
+                self._on_end(Exit.USAGE, event.reason)
+            case PartFailed():
+                self._driver.fail(event.error)
 
     # ---------------------------------------------------------------- out
 
