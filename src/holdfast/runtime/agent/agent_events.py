@@ -25,7 +25,7 @@ from collections.abc import Callable, Coroutine
 import msgspec
 
 from holdfast.core.ids import MemberId, NodeId
-from holdfast.core.protocol.messages import MemberExited, MemberStarted
+from holdfast.core.protocol.messages import MemberExited, MemberStarted, Message
 from holdfast.core.protocol.peer_messages import PeerHere, PeerMessage
 from holdfast.runtime.net.driver import watched
 
@@ -88,6 +88,7 @@ class TurnedAway(msgspec.Struct, frozen=True):
 
 ProcessEvent = MemberStarted | ProcessGone | PartFailed
 PeersEvent = FromPeer | PeerHere | TurnedAway | PartFailed
+LinkEvent = Message | PartFailed
 AgentEvent = ProcessEvent | DeathRead
 
 

@@ -50,14 +50,14 @@ from holdfast.core.protocol.peer_messages import (
 from holdfast.errors import InternalError, StoreError, UsageError
 from holdfast.event_log import EventSink
 from holdfast.exit_codes import Exit
-from holdfast.runtime.agent.agent_events import FromPeer, PartFailed, PeersEvent, TurnedAway
-from holdfast.runtime.agent.controller_link import ControllerLink
+from holdfast.runtime.agent.agent_events import FromPeer, LinkEvent, PartFailed, PeersEvent, TurnedAway
+from holdfast.runtime.agent.controller_link import ControllerLink, controller_up
 from holdfast.runtime.agent.peers import Peers
 from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.driver import Driver, watched
 from holdfast.runtime.node.event_log_writer import EventLogWriter
 from holdfast.runtime.node.run_settings import RunSettings
-from holdfast.runtime.node.rundir import Endpoint, RunDir, write_private
+from holdfast.runtime.node.rundir import RunDir, write_private
 from holdfast.store.backends.location import Place, Url, place_of
 from holdfast.store.backends.registry import open_store
 
@@ -137,9 +137,7 @@ class LeaderElection:
         self._election = Election(config, self._kept)
         self._driver = Driver(self._election, journal, self._execute)
         silent_s = SILENT_S if settings.several else SILENT_ALONE_S
-        self._link = ControllerLink(
-            run, settings, journal, self._from_link, silent_s=silent_s, fail=self._driver.fail
-        )
+        self._link = ControllerLink(run, settings, journal, self._from_link, silent_s=silent_s)
         self._tasks: set[asyncio.Task[None]] = set()
         self.peers: Peers | None = None
         if settings.several:
@@ -197,7 +195,7 @@ class LeaderElection:
             peers.begin()
         endpoint = await self._link.join_local()
         if endpoint is not None:
-            self._up(endpoint)  # this agent is the successor of one that was elected
+            self._driver.post(controller_up(endpoint))  # this agent is the successor of one that was elected
             if self._election.role == "leader":
                 self._post(ControllerHere())
                 return
@@ -271,18 +269,20 @@ class LeaderElection:
 
     # ---------------------------------------------------------------- in
 
-    def _from_link(self, message: Message) -> None:
-        if isinstance(message, Mirror):
-            self._mirror.append(message.kind, msgspec.json.decode(message.data, type=dict[str, Any]))
-            self._mirrored = (message.term, message.number)
-            return
-        if isinstance(message, Rolled):
-            self._driver.post(message)
-            return
-        if isinstance(message, ControllerHere) and self._settings.several:
-            term, number = self._look_at_log()
-            self._link.send(MirrorFrom(node_id=self._me, term=term, number=number))
-        self._post(message)
+    def _from_link(self, event: LinkEvent) -> None:
+        match event:
+            case Mirror():
+                self._mirror.append(event.kind, msgspec.json.decode(event.data, type=dict[str, Any]))
+                self._mirrored = (event.term, event.number)
+            case Rolled() | ControllerUp():
+                self._driver.post(event)
+            case PartFailed():
+                self._driver.fail(event.error)
+            case _:
+                if isinstance(event, ControllerHere) and self._settings.several:
+                    term, number = self._look_at_log()
+                    self._link.send(MirrorFrom(node_id=self._me, term=term, number=number))
+                self._post(event)
 
     def _from_peers(self, event: PeersEvent) -> None:
         match event:
@@ -309,7 +309,7 @@ class LeaderElection:
         elif isinstance(command, StartController):
             self._journal.append("elected", {"term": command.term, "node": self._me}, durable=True)
             self._mirror.flush()  # the new controller reads this node's part of the log
-            self._link.start(command.term, self._up)
+            self._link.start(command.term)
         elif isinstance(command, Follow):
             self._link.follow(Address(command.lead.host, command.lead.port), command.lead.term)
         elif isinstance(command, StepDown):
@@ -318,7 +318,7 @@ class LeaderElection:
         elif isinstance(command, GiveUp):
             self._journal.append("no_majority", {"node": self._me, "reason": command.reason}, durable=True)
             self._mirror.flush()
-            self._link.start(self._kept.term, lambda endpoint: None, alone=True)
+            self._link.start(self._kept.term, alone=True)
         elif isinstance(command, Claim):
             self._spawn(self._claim(command))
         else:
@@ -344,9 +344,6 @@ class LeaderElection:
             self.peers.broadcast(message)
         else:
             self.peers.send(node_id, message)
-
-    def _up(self, endpoint: Endpoint) -> None:
-        self._driver.post(ControllerUp(term=endpoint.term, host=endpoint.host, port=endpoint.port))
 
     async def _claim(self, claim: Claim) -> None:
         assert self.peers is not None, "one node claims nothing"
