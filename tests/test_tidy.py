@@ -27,7 +27,7 @@ WIDE = {
     "Job": (33, 6), "Recovery": (18, 6), "World": (31, 6), "SimWorker": (35, 6), "Session": (32, 6),
     "RunHistory": (29, 6), "TorchAdapter": (41, 6), "CommState": (26, 6),
     # Daemons that own one object per line or process.
-    "WorkerClient": (38, 12), "Peers": (20, 6), "LeaderElection": (17, 10), "Processes": (17, 6), "Watcher": (19, 6),
+    "WorkerClient": (38, 12), "Peers": (20, 6), "Processes": (17, 6), "Watcher": (19, 6),
     "AgentDaemon": (19, 6), "Agent": (20, 6), "Zygote": (16, 6),
     # The session's half of the protocol, as far as it is not a table yet.
     "StepParticipant": (25, 6), "Loops": (31, 6), "Checkpointer": (26, 14), "Step": (23, 6), "MemoryTier": (17, 7),

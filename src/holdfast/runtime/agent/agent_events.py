@@ -26,7 +26,8 @@ import msgspec
 
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.protocol.messages import MemberExited, MemberStarted, Message
-from holdfast.core.protocol.peer_messages import PeerHere, PeerMessage
+from holdfast.core.protocol.peer_messages import KvBack, KvForward, PeerHere, PeerMessage
+from holdfast.exit_codes import Exit
 from holdfast.runtime.net.driver import watched
 
 
@@ -86,10 +87,31 @@ class TurnedAway(msgspec.Struct, frozen=True):
     reason: str
 
 
+class KvReceived(msgspec.Struct, frozen=True):
+    """A message of another agent about the key-value store has come."""
+
+    node_id: NodeId
+    message: KvForward | KvBack
+
+
+class JobNamed(msgspec.Struct, frozen=True):
+    """The agents of the job have met, and the job has its name. Workers may start."""
+
+    job: str
+
+
+class NotJoined(msgspec.Struct, frozen=True):
+    """This agent cannot take part in the job. The run ends here with this exit code, for this reason."""
+
+    code: Exit
+    reason: str
+
+
 ProcessEvent = MemberStarted | ProcessGone | PartFailed
 PeersEvent = FromPeer | PeerHere | TurnedAway | PartFailed
 LinkEvent = Message | PartFailed
-AgentEvent = ProcessEvent | DeathRead
+ElectionEvent = Message | KvReceived | JobNamed | NotJoined
+AgentEvent = ProcessEvent | ElectionEvent | DeathRead
 
 
 def start_task(work: Coroutine[None, None, None], post: Callable[[PartFailed], None]) -> asyncio.Task[None]:

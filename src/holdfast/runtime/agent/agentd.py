@@ -45,13 +45,21 @@ from holdfast.core.protocol.messages import (
     WorkerHello,
 )
 from holdfast.core.protocol.notices import DrainNode
-from holdfast.core.protocol.peer_messages import JobFormed, PeerMessage
+from holdfast.core.protocol.peer_messages import JobFormed, PeerHere, PeerMessage
 from holdfast.core.protocol.status_page import Word
 from holdfast.core.watch.hang_attribution import STOPPED
 from holdfast.errors import InternalError, ProtocolError
 from holdfast.event_log import ROOM_WAIT_S, EventLog
 from holdfast.exit_codes import Exit
-from holdfast.runtime.agent.agent_events import AgentEvent, DeathRead, PartFailed, ProcessGone
+from holdfast.runtime.agent.agent_events import (
+    AgentEvent,
+    DeathRead,
+    JobNamed,
+    KvReceived,
+    NotJoined,
+    PartFailed,
+    ProcessGone,
+)
 from holdfast.runtime.agent.exit_report import READ_WAIT_S, read_death, read_in_time, without_page
 from holdfast.runtime.agent.kv_router import KvRouter
 from holdfast.runtime.agent.kv_server import KvServer
@@ -137,18 +145,7 @@ class AgentDaemon:
             self._driver.post,
             lambda member_id: self._reply(member_id, ShowRecords(member_id=member_id)),
         )
-        self._council = LeaderElection(
-            run,
-            self._settings,
-            kept,
-            self._journal,
-            mirror,
-            self._driver.post,
-            on_kv=self._keys.heard,
-            on_here=self._keys.line_is_up,
-            on_job=self._join_job,
-            on_end=self._without_job,
-        )
+        self._council = LeaderElection(run, self._settings, kept, self._journal, mirror, self._post)
         self._hub: Hub[WireMessage] = Hub(
             MESSAGES,
             run.secret(),
@@ -298,6 +295,14 @@ class AgentDaemon:
                 self._gone(event)
             case DeathRead():
                 self._died(event)
+            case KvReceived():
+                self._keys.heard(event.node_id, event.message)
+            case PeerHere():
+                self._keys.line_is_up(event.node_id)
+            case JobNamed():
+                self._join_job(event.job)
+            case NotJoined():
+                self._without_job(event.code, event.reason)
             case PartFailed():
                 self._driver.fail(event.error)
             case _:

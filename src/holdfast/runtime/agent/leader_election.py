@@ -50,7 +50,17 @@ from holdfast.core.protocol.peer_messages import (
 from holdfast.errors import InternalError, StoreError, UsageError
 from holdfast.event_log import EventSink
 from holdfast.exit_codes import Exit
-from holdfast.runtime.agent.agent_events import FromPeer, LinkEvent, PartFailed, PeersEvent, TurnedAway
+from holdfast.runtime.agent.agent_events import (
+    ElectionEvent,
+    FromPeer,
+    JobNamed,
+    KvReceived,
+    LinkEvent,
+    NotJoined,
+    PartFailed,
+    PeersEvent,
+    TurnedAway,
+)
 from holdfast.runtime.agent.controller_link import ControllerLink, controller_up
 from holdfast.runtime.agent.peers import Peers
 from holdfast.runtime.net.addresses import Address
@@ -100,11 +110,7 @@ class LeaderElection:
     Args:
         kept: the term and vote that this node has saved in elections.
         mirror: takes the event log lines of the controller.
-        post: takes ControllerHere, ControllerGone and the messages of the controller.
-        on_kv: gets (node, message) about the key-value store from another agent.
-        on_here: gets the node of an agent whose connection is up.
-        on_job: gets the name of the job; workers may start after it.
-        on_end: gets the exit code and the reason if this agent cannot take part.
+        post: takes ControllerHere, ControllerGone, the messages of the controller, and what the other agents send.
     """
 
     def __init__(
@@ -114,21 +120,12 @@ class LeaderElection:
         kept: HardState,
         journal: EventSink,
         mirror: EventLogWriter,
-        post: Callable[[Message], None],
-        *,
-        on_kv: Callable[[NodeId, KvForward | KvBack], None],
-        on_here: Callable[[NodeId], None],
-        on_job: Callable[[str], None],
-        on_end: Callable[[Exit, str], None],
+        post: Callable[[ElectionEvent], None],
     ) -> None:
         self._run = run
         self._settings = settings
         self._journal = journal
         self._post = post
-        self._on_kv = on_kv
-        self._on_here = on_here
-        self._on_job = on_job
-        self._on_end = on_end
         self._me = NodeId(settings.node)
         self._kept = kept
         self._mirrored = (0, 0)
@@ -137,11 +134,11 @@ class LeaderElection:
         self._election = Election(config, self._kept)
         self._driver = Driver(self._election, journal, self._execute)
         silent_s = SILENT_S if settings.several else SILENT_ALONE_S
-        self._link = ControllerLink(run, settings, journal, self._from_link, silent_s=silent_s)
+        self._link = ControllerLink(run, settings, journal, self._take, silent_s=silent_s)
         self._tasks: set[asyncio.Task[None]] = set()
         self.peers: Peers | None = None
         if settings.several:
-            self.peers = Peers(run, settings, journal, self._from_peers)
+            self.peers = Peers(run, settings, journal, self._take)
 
     @property
     def failure(self) -> asyncio.Future[None]:
@@ -190,7 +187,7 @@ class LeaderElection:
             try:
                 await peers.listen()
             except UsageError as error:
-                self._on_end(Exit.USAGE, str(error))
+                self._post(NotJoined(Exit.USAGE, str(error)))
                 return
             peers.begin()
         endpoint = await self._link.join_local()
@@ -225,10 +222,10 @@ class LeaderElection:
                     peers.name_job(settings.saves_as)
                     break
             if time.monotonic() > deadline:
-                self._on_end(*self._not_met(peers))
+                self._post(self._not_met(peers))
                 return
             await asyncio.sleep(POLL_S)
-        self._on_job(peers.job)
+        self._post(JobNamed(peers.job))
         if founds:
             self._driver.post(Founded(voters=tuple(sorted(peers.here)), witness=bool(settings.witness)))
         else:
@@ -247,57 +244,55 @@ class LeaderElection:
                     f"has heard of none; other agents here: {len(peers.here) - 1}\n"
                     "  next: start the run again on every host"
                 )
-                self._on_end(Exit.UNMET, reason)
+                self._post(NotJoined(Exit.UNMET, reason))
                 return
             await asyncio.sleep(POLL_S)
 
-    def _not_met(self, peers: Peers) -> tuple[Exit, str]:
-        """Return the exit code and the reason for a job that was not formed in time."""
+    def _not_met(self, peers: Peers) -> NotJoined:
+        """Return the event for a job that was not formed in time."""
         settings, here = self._settings, peers.here
         first = ", ".join(settings.contacts[: settings.first_contacts])
         where = f"{settings.node} is at {settings.bind}, first contact {first}{peers.trouble}"
         if len(here) >= settings.nnodes:
-            return Exit.USAGE, (
+            return NotJoined(
+                Exit.USAGE,
                 f"{len(here)} agents met, but none of them listens at the first contact: {where}\n"
-                "  next: on the host of the first contact --bind the address that the others know it by"
+                "  next: on the host of the first contact --bind the address that the others know it by",
             )
         met = f" ({', '.join(map(str, sorted(here, key=node_order)))})" if len(here) > 1 else ""
-        return Exit.UNMET, (
+        return NotJoined(
+            Exit.UNMET,
             f"{len(here)} of {settings.nnodes} agents met within {settings.join_s:g} s{met}: {where}\n"
-            "  next: the same command on every host, within that time; is the port open between them?"
+            "  next: the same command on every host, within that time; is the port open between them?",
         )
 
     # ---------------------------------------------------------------- in
 
-    def _from_link(self, event: LinkEvent) -> None:
+    def _take(self, event: PeersEvent | LinkEvent) -> None:
+        """Handle an event of a part of this election, before the return."""
         match event:
+            case FromPeer(node_id, message):
+                if isinstance(message, KvForward | KvBack):
+                    self._post(KvReceived(node_id, message))
+                else:
+                    self._driver.post(message)
+            case PeerHere():
+                self._driver.post(event)
+                self._post(event)
+            case TurnedAway():
+                self._post(NotJoined(Exit.USAGE, event.reason))
+            case PartFailed():
+                self._driver.fail(event.error)
             case Mirror():
                 self._mirror.append(event.kind, msgspec.json.decode(event.data, type=dict[str, Any]))
                 self._mirrored = (event.term, event.number)
             case Rolled() | ControllerUp():
                 self._driver.post(event)
-            case PartFailed():
-                self._driver.fail(event.error)
             case _:
                 if isinstance(event, ControllerHere) and self._settings.several:
                     term, number = self._look_at_log()
                     self._link.send(MirrorFrom(node_id=self._me, term=term, number=number))
                 self._post(event)
-
-    def _from_peers(self, event: PeersEvent) -> None:
-        match event:
-            case FromPeer(node_id, message):
-                if isinstance(message, KvForward | KvBack):
-                    self._on_kv(node_id, message)
-                else:
-                    self._driver.post(message)
-            case PeerHere():
-                self._driver.post(event)
-                self._on_here(event.node_id)
-            case TurnedAway():
-                self._on_end(Exit.USAGE, event.reason)
-            case PartFailed():
-                self._driver.fail(event.error)
 
     # ---------------------------------------------------------------- out
 
