@@ -25,7 +25,7 @@ from collections.abc import Callable, Coroutine
 import msgspec
 
 from holdfast.core.ids import MemberId, NodeId
-from holdfast.core.protocol.messages import MemberExited, MemberStarted, Message
+from holdfast.core.protocol.messages import KvReply, MemberExited, MemberStarted, Message
 from holdfast.core.protocol.peer_messages import KvBack, KvForward, PeerHere, PeerMessage
 from holdfast.exit_codes import Exit
 from holdfast.runtime.net.driver import watched
@@ -107,11 +107,31 @@ class NotJoined(msgspec.Struct, frozen=True):
     reason: str
 
 
+class KvForwarded(msgspec.Struct, frozen=True):
+    """A request of a worker of this node is for the keys of another node. A lost one is posted again."""
+
+    node_id: NodeId
+    request: KvForward
+
+
+class KvAnswered(msgspec.Struct, frozen=True):
+    """A request of a member has its answer.
+
+    Attributes:
+        node_id: the node whose agent forwarded the request, for a member that is not connected here. Empty: none did.
+    """
+
+    member_id: MemberId
+    reply: KvReply
+    node_id: NodeId
+
+
 ProcessEvent = MemberStarted | ProcessGone | PartFailed
 PeersEvent = FromPeer | PeerHere | TurnedAway | PartFailed
 LinkEvent = Message | PartFailed
 ElectionEvent = Message | KvReceived | JobNamed | NotJoined
-AgentEvent = ProcessEvent | ElectionEvent | DeathRead
+KvEvent = KvForwarded | KvAnswered
+AgentEvent = ProcessEvent | ElectionEvent | KvEvent | DeathRead
 
 
 def start_task(work: Coroutine[None, None, None], post: Callable[[PartFailed], None]) -> asyncio.Task[None]:

@@ -31,7 +31,6 @@ from holdfast.core.protocol.messages import (
     ExitRun,
     Finish,
     KillMember,
-    KvReply,
     KvRequest,
     LauncherGone,
     MemberExited,
@@ -45,7 +44,7 @@ from holdfast.core.protocol.messages import (
     WorkerHello,
 )
 from holdfast.core.protocol.notices import DrainNode
-from holdfast.core.protocol.peer_messages import JobFormed, PeerHere, PeerMessage
+from holdfast.core.protocol.peer_messages import JobFormed, KvBack, KvForward, PeerHere
 from holdfast.core.protocol.status_page import Word
 from holdfast.core.watch.hang_attribution import STOPPED
 from holdfast.errors import InternalError, ProtocolError
@@ -55,6 +54,8 @@ from holdfast.runtime.agent.agent_events import (
     AgentEvent,
     DeathRead,
     JobNamed,
+    KvAnswered,
+    KvForwarded,
     KvReceived,
     NotJoined,
     PartFailed,
@@ -133,7 +134,7 @@ class AgentDaemon:
         self._remains = ShmCleanup(run)
         self._waiting: asyncio.Task[None] | None = None
         self._buddies: PeerReplication | None = None
-        self._keys = KvRouter(self._node_id, kv, self._reply, self._send_peer)
+        self._keys = KvRouter(self._node_id, kv, self._post)
         self._driver = Driver(Agent(agent_config(settings)), self._journal, self._execute)
         journal.fail = mirror.fail = self._driver.fail
         self._procs = Processes(run, self._settings, self._journal, self._post)
@@ -143,7 +144,7 @@ class AgentDaemon:
             self._settings.limits(),
             self._procs.living,
             self._driver.post,
-            lambda member_id: self._reply(member_id, ShowRecords(member_id=member_id)),
+            self._show_records,
         )
         self._council = LeaderElection(run, self._settings, kept, self._journal, mirror, self._post)
         self._hub: Hub[WireMessage] = Hub(
@@ -297,6 +298,10 @@ class AgentDaemon:
                 self._died(event)
             case KvReceived():
                 self._keys.heard(event.node_id, event.message)
+            case KvForwarded():
+                self._send_peer(event.node_id, event.request)
+            case KvAnswered():
+                self._answer(event)
             case PeerHere():
                 self._keys.line_is_up(event.node_id)
             case JobNamed():
@@ -371,14 +376,22 @@ class AgentDaemon:
             self._keys.forget(member_id)
             self._bury(member_id)
 
-    def _reply(self, member_id: MemberId, reply: KvReply | ShowRecords) -> bool:
-        """Send ``reply`` to a worker of this node. Return False if ``member_id`` has no connection here."""
+    def _answer(self, answer: KvAnswered) -> None:
+        """Send an answer to its worker, or to the agent of its node if the worker is not connected here."""
+        channel = self._workers.get(answer.member_id)
+        if channel is not None:
+            channel.send(answer.reply)
+        elif answer.node_id:
+            self._send_peer(answer.node_id, KvBack(member_id=answer.member_id, reply=answer.reply))
+
+    def _show_records(self, member_id: MemberId) -> bool:
+        """Ask a worker of this node for its records. Return False if ``member_id`` has no connection here."""
         channel = self._workers.get(member_id)
         if channel is not None:
-            channel.send(reply)
+            channel.send(ShowRecords(member_id=member_id))
         return channel is not None
 
-    def _send_peer(self, node_id: NodeId, message: PeerMessage) -> None:
+    def _send_peer(self, node_id: NodeId, message: KvForward | KvBack) -> None:
         assert self._council.peers is not None, "one node has no peers"
         self._council.peers.send(node_id, message)
 
