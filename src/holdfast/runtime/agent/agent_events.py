@@ -25,7 +25,7 @@ from collections.abc import Callable, Coroutine
 import msgspec
 
 from holdfast.core.ids import MemberId, NodeId
-from holdfast.core.protocol.messages import KvReply, MemberExited, MemberStarted, Message
+from holdfast.core.protocol.messages import HeldStates, KvReply, MemberExited, MemberStarted, Message
 from holdfast.core.protocol.peer_messages import KvBack, KvForward, PeerHere, PeerMessage
 from holdfast.exit_codes import Exit
 from holdfast.runtime.net.driver import watched
@@ -131,7 +131,8 @@ PeersEvent = FromPeer | PeerHere | TurnedAway | PartFailed
 LinkEvent = Message | PartFailed
 ElectionEvent = Message | KvReceived | JobNamed | NotJoined
 KvEvent = KvForwarded | KvAnswered
-AgentEvent = ProcessEvent | ElectionEvent | KvEvent | DeathRead
+ReplicationEvent = HeldStates | PartFailed
+AgentEvent = ProcessEvent | ElectionEvent | KvEvent | ReplicationEvent | DeathRead
 
 
 def start_task(work: Coroutine[None, None, None], post: Callable[[PartFailed], None]) -> asyncio.Task[None]:

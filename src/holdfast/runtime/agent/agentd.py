@@ -213,14 +213,9 @@ class AgentDaemon:
         if peers is None:
             return
         self._buddies = PeerReplication(
-            self._node_id,
-            self._run.pages(),
-            self._settings.secret_of(self._run),
-            lambda: [self._run.page_path(member_id) for member_id in self._procs.living],
-            lambda: {n: peers.known[n] for n in peers.here if n != self._node_id},
-            self._driver.post,
+            self._run, self._settings, self._procs.living, peers.connected, self._post
         )
-        peers.memory_port = self._buddies.begin(self._settings.bind, self._driver.fail)
+        peers.memory_port = self._buddies.begin()
 
     async def _end(self, server: asyncio.Server) -> None:
         """End all processes of the run on this node, and remove its status pages and endpoint files."""
