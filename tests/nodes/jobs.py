@@ -10,9 +10,9 @@ from pathlib import Path
 
 from holdfast import event_log
 from holdfast.event_log import Event
-from holdfast.runtime.agent.agentd import committed_step
 from holdfast.runtime.agent.worker_processes import sweep
-from holdfast.runtime.node.rundir import RunDir
+from holdfast.runtime.node.rundir import PAGE, RunDir
+from holdfast.runtime.node.status_page import committed_step, each_page
 from holdfast.runtime.rank_table.table import make
 from tests.cli.command import HOLDFAST, clean_environment
 from tests.nodes.cables import Network
@@ -133,7 +133,11 @@ class Hosts:
 
     def wait_step(self, index: int, step: int) -> None:
         """Until a worker of a host has committed ``step``, as its status page says: the job trains."""
-        until(f"step {step} on host {index}", lambda: committed_step(self.run(index)) >= step)
+        until(f"step {step} on host {index}", lambda: self.committed(index) >= step)
+
+    def committed(self, index: int) -> int:
+        """The newest step that a worker of a host has committed."""
+        return committed_step(each_page(self.run(index).pages_link, PAGE))
 
     def let_end(self) -> None:
         """The loop has done enough steps, or the training may make haste."""

@@ -126,13 +126,27 @@ class KvAnswered(msgspec.Struct, frozen=True):
     node_id: NodeId
 
 
+class RecordsWanted(msgspec.Struct, frozen=True):
+    """The watcher collects evidence, and this connected worker has to write the records of its framework."""
+
+    member_id: MemberId
+
+
+class LookedLast(msgspec.Struct, frozen=True):
+    """The evidence of a silent worker is posted, as far as there is any. Its kill is due, after this grace time."""
+
+    member_id: MemberId
+    grace_s: float
+
+
 ProcessEvent = MemberStarted | ProcessGone | PartFailed
 PeersEvent = FromPeer | PeerHere | TurnedAway | PartFailed
 LinkEvent = Message | PartFailed
 ElectionEvent = Message | KvReceived | JobNamed | NotJoined
 KvEvent = KvForwarded | KvAnswered
 ReplicationEvent = HeldStates | PartFailed
-AgentEvent = ProcessEvent | ElectionEvent | KvEvent | ReplicationEvent | DeathRead
+WatchEvent = Message | RecordsWanted | LookedLast | PartFailed
+AgentEvent = ProcessEvent | ElectionEvent | KvEvent | ReplicationEvent | WatchEvent | DeathRead
 
 
 def start_task(work: Coroutine[None, None, None], post: Callable[[PartFailed], None]) -> asyncio.Task[None]:

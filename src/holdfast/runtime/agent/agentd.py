@@ -45,7 +45,6 @@ from holdfast.core.protocol.messages import (
 )
 from holdfast.core.protocol.notices import DrainNode
 from holdfast.core.protocol.peer_messages import JobFormed, KvBack, KvForward, PeerHere
-from holdfast.core.protocol.status_page import Word
 from holdfast.core.watch.hang_attribution import STOPPED
 from holdfast.errors import InternalError, ProtocolError
 from holdfast.event_log import ROOM_WAIT_S, EventLog
@@ -57,9 +56,11 @@ from holdfast.runtime.agent.agent_events import (
     KvAnswered,
     KvForwarded,
     KvReceived,
+    LookedLast,
     NotJoined,
     PartFailed,
     ProcessGone,
+    RecordsWanted,
 )
 from holdfast.runtime.agent.exit_report import READ_WAIT_S, read_death, read_in_time, without_page
 from holdfast.runtime.agent.kv_router import KvRouter
@@ -90,7 +91,7 @@ from holdfast.runtime.node.interfaces import with_interfaces
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import PAGE, RunDir, try_lock
 from holdfast.runtime.node.spawn import SpawnOrder, free_port, log_root, spare_order, worker_env, worker_log
-from holdfast.runtime.node.status_page import each_page
+from holdfast.runtime.node.status_page import committed_step, each_page
 from holdfast.runtime.rank_table.rewriting import table_of
 from holdfast.wire import MESSAGES, WireMessage
 
@@ -138,14 +139,8 @@ class AgentDaemon:
         self._driver = Driver(Agent(agent_config(settings)), self._journal, self._execute)
         journal.fail = mirror.fail = self._driver.fail
         self._procs = Processes(run, self._settings, self._journal, self._post)
-        self._watcher = Watcher(
-            run,
-            self._node_id,
-            self._settings.limits(),
-            self._procs.living,
-            self._driver.post,
-            self._show_records,
-        )
+        limits, living = settings.limits(), self._procs.living
+        self._watcher = Watcher(run, self._node_id, limits, living, self._workers, self._post)
         self._council = LeaderElection(run, self._settings, kept, self._journal, mirror, self._post)
         self._hub: Hub[WireMessage] = Hub(
             MESSAGES,
@@ -189,7 +184,7 @@ class AgentDaemon:
         self._watch_launcher()  # after the adoption: without workers an agent would leave at once
         self._begin_memory()
         self._council.begin()
-        notices = NoticeWatch.of(self._settings, self._run.path, self._driver.post, self._journal)
+        notices = NoticeWatch.of(self._settings, self._run.path, self._post, self._journal)
         watching = [watched(work.watch(), self._driver.fail) for work in (self._watcher, notices)]
         ends: set[asyncio.Future[Any]] = {self._over, self._driver.failure, self._council.failure}
         await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
@@ -237,7 +232,7 @@ class AgentDaemon:
                 self._journal.append("leftovers_killed", {"pids": left})
                 await asyncio.gather(*(wait_gone(pid, LINGER_S) for pid in left))
         # The controller learns of steps only at an event: the last committed step is on the pages alone.
-        step = committed_step(self._run)
+        step = committed_step(each_page(self._run.pages_link, PAGE))
         self._run.remove_pages()
         self._run.remove_endpoint("agent")
         self._journal.append("agent_ended", {"code": self._over.result(), "step": step})
@@ -291,6 +286,10 @@ class AgentDaemon:
                 self._gone(event)
             case DeathRead():
                 self._died(event)
+            case RecordsWanted():
+                self._workers[event.member_id].send(ShowRecords(member_id=event.member_id))
+            case LookedLast():
+                self._procs.kill(event.member_id, event.grace_s)
             case KvReceived():
                 self._keys.heard(event.node_id, event.message)
             case KvForwarded():
@@ -378,13 +377,6 @@ class AgentDaemon:
             channel.send(answer.reply)
         elif answer.node_id:
             self._send_peer(answer.node_id, KvBack(member_id=answer.member_id, reply=answer.reply))
-
-    def _show_records(self, member_id: MemberId) -> bool:
-        """Ask a worker of this node for its records. Return False if ``member_id`` has no connection here."""
-        channel = self._workers.get(member_id)
-        if channel is not None:
-            channel.send(ShowRecords(member_id=member_id))
-        return channel is not None
 
     def _send_peer(self, node_id: NodeId, message: KvForward | KvBack) -> None:
         assert self._council.peers is not None, "one node has no peers"
@@ -476,13 +468,12 @@ class AgentDaemon:
             else:
                 self._waiting = watched(self._start_when_written(message), self._driver.fail)
         elif isinstance(message, KillMember):
-            kill = partial(self._procs.kill, message.member_id, message.grace_s)
             if message.given_up:
                 self._gone(ProcessGone(message.member_id, 0, None, signal.SIGKILL, time.monotonic_ns()))
             elif message.silent:
-                self._watcher.look_last(message.member_id, kill, self._driver.fail)
+                self._watcher.look_last(message)
             else:
-                kill()
+                self._procs.kill(message.member_id, message.grace_s)
         elif isinstance(message, CollectEvidence):
             self._watcher.gather(message)
         else:
@@ -555,15 +546,6 @@ class AgentDaemon:
             )
         )
         self._driver.post(MemberStarted(member_id=seat.member_id, node_id=self._node_id, pid=life.pid))
-
-
-def committed_step(run: RunDir) -> int:
-    """Return the newest step committed by a worker of this node. Of several processes of one rank the newest counts."""
-    newest: dict[int, tuple[int, int]] = {}
-    for page in each_page(run.pages_link, PAGE):
-        rank, found = page[Word.RANK], (page[Word.MEMBER], page[Word.COMMITTED])
-        newest[rank] = max(found, newest.get(rank, found))
-    return max((step for _, step in newest.values()), default=0)
 
 
 def agent_config(settings: RunSettings) -> AgentConfig:
