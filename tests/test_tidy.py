@@ -118,6 +118,27 @@ def test_classes_are_narrow() -> None:
     )
 
 
+def test_parts_of_the_agent_know_one_function() -> None:
+    """A part of the agent posts events (``docs/design/0043-agent-events.md``). A callback hides its target."""
+    found = []
+    for path in python_files("src/holdfast/runtime/agent"):
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            for method in node.body:
+                if not isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
+                    continue
+                if method.name[0] == "_" and method.name != "__init__":
+                    continue
+                arguments = method.args
+                found += [
+                    f"{where(path, a)} {node.name}.{method.name}({a.arg})"
+                    for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+                    if a.arg != "post" and a.annotation and "Callable[" in ast.unparse(a.annotation)
+                ]
+    refuse(found, "a class in runtime/agent takes no function but `post`")
+
+
 def test_a_class_name_is_defined_once() -> None:
     """Two classes with one name are two ideas with one word, and one import away from a mistake."""
     places: dict[str, list[str]] = {}

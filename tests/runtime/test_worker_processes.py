@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -346,6 +347,51 @@ def test_a_fork_is_refused_for_the_files_and_the_state_of_a_driver(
     cuda = SimpleNamespace(is_initialized=lambda: True)
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda))
     assert "initialised CUDA" in device_in_use(tmp_path)
+
+
+def test_a_handler_may_kill_and_start_members_inside_the_post(tmp_path: Path) -> None:
+    """The state machine does both: it kills a member that was given up, and starts its replacement at its end."""
+    handled: list[tuple[str, int, str]] = []
+
+    class Owner(Node):
+        def _post(self, event: ProcessEvent) -> None:
+            assert not isinstance(event, PartFailed)
+            kind = type(event).__name__
+            handled.append((kind, event.member_id, "begins"))
+            super()._post(event)
+            if isinstance(event, MemberStarted):
+                self.procs.kill(event.member_id)
+            elif event.member_id == 1:
+                self.procs.adopt(MemberId(2), second.pid, second)
+            handled.append((kind, event.member_id, "ends"))
+
+    async def scenario() -> None:
+        node = Owner(tmp_path)
+        try:
+            node.procs.adopt(MemberId(1), first.pid, first)
+            await until(lambda: len(node.exited) == 2)
+            await node.procs.end(kill=True)
+        finally:
+            node.run.remove_pages()
+            node.journal.close()
+        assert node.exited == [(1, first.pid, signal.SIGKILL), (2, second.pid, signal.SIGKILL)]
+
+    sleep = ["sleep", "600"]
+    with (
+        subprocess.Popen(sleep, start_new_session=True) as first,
+        subprocess.Popen(sleep, start_new_session=True) as second,
+    ):
+        try:
+            asyncio.run(scenario())
+        finally:
+            first.kill()
+            second.kill()
+    started, gone = ("MemberStarted", "ProcessGone")
+    assert handled == [
+        (started, 1, "begins"), (started, 1, "ends"),
+        (gone, 1, "begins"), (started, 2, "begins"), (started, 2, "ends"), (gone, 1, "ends"),
+        (gone, 2, "begins"), (gone, 2, "ends"),
+    ]  # fmt: skip
 
 
 def test_a_worker_starts_when_the_one_before_it_is_gone_or_its_end_stands_still(
