@@ -135,7 +135,6 @@ class Session(ScriptLoops):
         self._between = CollectiveGuard(self._rank)
         self._loops = Loops(self._rank, self._adapter, self._parts, self._tier, settings.verify_data)
         self._votes = VoteCaster(self._rank, self._adapter)
-        self._turns = Turns(self._rank, self._adapter, self._loops, self._votes.cast, self._leaves)
         self._verifier = Verifier(self._rank, self._adapter, self._votes, run.verify_every)
         self._saver = Checkpointer(
             self._rank, self._adapter, self.root, run.saves_as, self._finite.keeps(settings.keep),
@@ -145,6 +144,7 @@ class Session(ScriptLoops):
         )  # fmt: skip
         self._pause = Pause(self._rank)
         self._behind = AfterBlock(self._rank, self._adapter, self._pace, self._tier, self._saver, self._pause)
+        self._turns = Turns(self._rank, self._adapter, self._loops, self._votes, self._behind)
         verify = settings.verify_block, settings.verify_ranks
         self._blocks = StepRunner(self._rank, self._adapter, self._votes, self, self._finite, verify)
         self._common = ReplicaStateCheck(self._adapter, client, self.state)
@@ -338,9 +338,6 @@ class Session(ScriptLoops):
         self._asked()
         at: Mapping[str, int] | None = self._loops.place.get("at")
         return at
-
-    def _leaves(self) -> bool:
-        return self._behind.exit_agreed
 
     @property
     def exiting(self) -> bool:
