@@ -265,6 +265,7 @@ class Peers:
         if before is not channel and before is not None:
             channel = self._choose(peer.node_id, before, channel)
         self._lines[peer.node_id] = channel
+        self._repeat_job(channel)
         if before is None:
             self._journal.append("peer_here", {"node": peer.node_id, "host": peer.host, "port": peer.port})
         self._learn(hello.job, (*hello.known, peer), said_by=peer)
@@ -343,6 +344,14 @@ class Peers:
         write_private(self._run.peers, msgspec.json.encode(known))
         self.broadcast(PeerList(job=self.job, known=known))
 
+    def _repeat_job(self, channel: Channel[PeerMessage]) -> None:
+        """Send the name of the job on a connection that is used from now on.
+
+        It may have been sent on a connection that is lost, after the greeting on this one.
+        """
+        if self.job:
+            channel.send(PeerList(job=self.job, known=tuple(self.known.values())))
+
     def _closed(self, channel: Channel[PeerMessage]) -> None:
         node_id = self._node_of.pop(channel, None)
         if node_id is None or self._lines.get(node_id) is not channel:
@@ -353,6 +362,7 @@ class Peers:
             self._journal.append("peer_gone", {"node": node_id})
         else:
             self._lines[node_id] = rest
+            self._repeat_job(rest)
             self._post(PeerHere(node_id=node_id))  # lost messages of the closed connection are sent again
 
 
