@@ -24,13 +24,13 @@ PARAMETERS_MAX = 6
 # (attributes, constructor parameters) of the classes that are wider.
 WIDE = {
     # Facts of a whole job, run or process that its parts share.
-    "Job": (33, 6), "Recovery": (18, 6), "World": (31, 6), "SimWorker": (35, 6), "Session": (32, 6),
+    "Job": (33, 6), "Recovery": (18, 6), "World": (31, 6), "SimWorker": (35, 6), "Session": (31, 6),
     "RunHistory": (29, 6), "TorchAdapter": (41, 6), "CommState": (26, 6),
     # Daemons that own one object per line or process.
-    "WorkerClient": (38, 12), "Peers": (22, 7), "LeaderElection": (17, 10), "Processes": (19, 6), "Watcher": (19, 6),
+    "WorkerClient": (38, 12), "Peers": (20, 6), "Processes": (17, 6), "Watcher": (19, 6),
     "AgentDaemon": (19, 6), "Agent": (20, 6), "Zygote": (16, 6),
     # The session's half of the protocol, as far as it is not a table yet.
-    "StepParticipant": (25, 6), "Loops": (31, 6), "Checkpointer": (26, 14), "Step": (23, 6), "MemoryTier": (17, 7),
+    "StepParticipant": (25, 6), "Loops": (31, 6), "Checkpointer": (26, 13), "Step": (23, 6), "MemoryTier": (17, 7),
     "ExitWatch": (19, 6),
     # Arguments that a user or a framework gives.
     "SessionSettings": (15, 15), "GuardedWork": (15, 8), "_Share": (15, 9),
@@ -116,6 +116,27 @@ def test_classes_are_narrow() -> None:
     refuse(
         found, f"a class has at most {ATTRIBUTES_MAX} attributes and {PARAMETERS_MAX} constructor parameters"
     )
+
+
+def test_parts_of_the_agent_know_one_function() -> None:
+    """A part of the agent posts events (``docs/design/0043-agent-events.md``). A callback hides its target."""
+    found = []
+    for path in python_files("src/holdfast/runtime/agent"):
+        for node in ast.walk(tree_of(path)):
+            if not isinstance(node, ast.ClassDef):
+                continue
+            for method in node.body:
+                if not isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef):
+                    continue
+                if method.name[0] == "_" and method.name != "__init__":
+                    continue
+                arguments = method.args
+                found += [
+                    f"{where(path, a)} {node.name}.{method.name}({a.arg})"
+                    for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)
+                    if a.arg != "post" and a.annotation and "Callable[" in ast.unparse(a.annotation)
+                ]
+    refuse(found, "a class in runtime/agent takes no function but `post`")
 
 
 def test_a_class_name_is_defined_once() -> None:

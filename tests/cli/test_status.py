@@ -22,10 +22,9 @@ from holdfast.core.protocol.messages import Field
 from holdfast.core.protocol.status_page import Phase, Word
 from holdfast.errors import UsageError
 from holdfast.event_log import EventLog, Said
-from holdfast.runtime.node.node_status import committed_step
 from holdfast.runtime.node.run_settings import RunSettings
-from holdfast.runtime.node.rundir import Endpoint, RunDir, log_path, write_private
-from holdfast.runtime.node.status_page import Page
+from holdfast.runtime.node.rundir import PAGE, Endpoint, RunDir, log_path, write_private
+from holdfast.runtime.node.status_page import Page, committed_step, each_page
 from holdfast.text import span
 from tests.cli.command import Run
 from tests.runtime.runs import until
@@ -267,7 +266,7 @@ def test_how_far_a_run_came_that_was_stopped_at_once(holdfast: Run, made: Made) 
     made.pages[2][Word.COMMITTED] = (
         10  # an older process of this rank had done more steps, which were taken back
     )
-    step = committed_step(made.directory)
+    step = committed_step(each_page(made.directory.pages_link, PAGE))
     assert step == 10
     made.journal.append("run_ended", {"code": 130, "cause": "", "reason": "second signal: Ctrl-C", "step": 0})
     made.directory.remove_pages()

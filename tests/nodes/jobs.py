@@ -12,8 +12,8 @@ from typing import Self
 from holdfast import event_log
 from holdfast.event_log import Event
 from holdfast.runtime.agent.worker_processes import sweep
-from holdfast.runtime.node.node_status import committed_step
-from holdfast.runtime.node.rundir import RunDir
+from holdfast.runtime.node.rundir import PAGE, RunDir
+from holdfast.runtime.node.status_page import committed_step, each_page
 from holdfast.runtime.rank_table.table import make
 from tests.cli.command import HOLDFAST, clean_environment
 from tests.nodes.cables import Network
@@ -138,7 +138,11 @@ class Hosts:
 
     def wait_step(self, index: int, step: int) -> None:
         """Wait until a worker of a host has committed ``step``, according to its status page."""
-        until(f"step {step} on host {index}", lambda: committed_step(self.run(index)) >= step)
+        until(f"step {step} on host {index}", lambda: self.committed(index) >= step)
+
+    def committed(self, index: int) -> int:
+        """Return the newest step that a worker of a host has committed."""
+        return committed_step(each_page(self.run(index).pages_link, PAGE))
 
     def let_end(self) -> None:
         """Let the endless loop end, or let the training run without pauses."""

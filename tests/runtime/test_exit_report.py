@@ -11,23 +11,23 @@ import pytest
 
 from holdfast.core.decide.recovery_phases import NO_PAGE
 from holdfast.core.ids import MemberId, NodeId
-from holdfast.core.protocol.messages import MemberExited
 from holdfast.core.protocol.status_page import Phase
+from holdfast.runtime.agent.agent_events import DeathRead
 from holdfast.runtime.agent.exit_report import read_death, read_in_time, without_page
 from holdfast.runtime.node.status_page import Page
 
 END = (MemberId(3), NodeId("node0"), None, 9, 1)
 
 
-def read(path: Path, wait_s: float) -> tuple[MemberExited, list[str]]:
-    """Return the event, and the reported lines."""
+def read(path: Path, wait_s: float) -> DeathRead:
+    """Return the event, with the error of a page that stays unreadable."""
 
-    async def wait() -> tuple[MemberExited, list[str]]:
-        loop, told = asyncio.get_running_loop(), list[str]()
-        event: asyncio.Future[MemberExited] = loop.create_future()
+    async def wait() -> DeathRead:
+        loop = asyncio.get_running_loop()
+        event: asyncio.Future[DeathRead] = loop.create_future()
         death = partial(read_death, path, path.parent, *END)
-        read_in_time(death, without_page(*END), event.set_result, told.append, loop.time() + wait_s)
-        return await event, told
+        read_in_time(death, without_page(*END), event.set_result, loop.time() + wait_s)
+        return await event
 
     return asyncio.run(wait())
 
@@ -53,17 +53,18 @@ def test_a_page_that_cannot_be_opened_for_a_moment_is_read(
         return opened(at)
 
     monkeypatch.setattr(Page, "open", staticmethod(fails))
-    event, told = read(path, 60)
-    assert (event.state, event.step, event.locals, told) == ("updating", 41, {41: b"position"}, [])
+    death = read(path, 60)
+    event = death.exited
+    assert (event.state, event.step, event.locals) == ("updating", 41, {41: b"position"}) and not death.error
 
 
 def test_a_page_that_stays_unreadable_is_no_page_of_a_rank_that_never_began(tmp_path: Path) -> None:
     path = tmp_path / "page"
     path.write_bytes(b"of another version")
-    event, told = read(path, 0)
-    assert (event.detail, event.signal, len(told)) == (NO_PAGE, 9, 1)
+    death = read(path, 0)
+    assert (death.exited.detail, death.exited.signal) == (NO_PAGE, 9) and death.error
 
 
 def test_a_rank_without_a_page_never_began(tmp_path: Path) -> None:
-    event, told = read(tmp_path / "page", 60)
-    assert (event.state, event.detail, told) == ("starting", "starting", [])
+    death = read(tmp_path / "page", 60)
+    assert (death.exited.state, death.exited.detail, death.error) == ("starting", "starting", "")

@@ -32,7 +32,6 @@ def test_what_the_page_says_is_told_while_the_process_is_still_there(tmp_path: P
         page.place(7, Phase.UPDATE)
         page.write_local(7, b'{"at": 7}')
         page.close()
-        daemon._started = lambda member_id, pid: None  # type: ignore[method-assign]
         daemon._procs.adopt(MEMBER, process.pid)
         order = KillMember(member_id=MEMBER, node_id=NodeId("node0"), reason="a test", given_up=True)
         daemon._act(order)

@@ -7,6 +7,7 @@ from pathlib import Path
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.protocol.messages import KvReply, KvRequest
 from holdfast.core.protocol.peer_messages import KvBack, KvForward
+from holdfast.runtime.agent.agent_events import KvAnswered, KvEvent, KvForwarded
 from holdfast.runtime.agent.kv_router import KvRouter
 from holdfast.runtime.agent.kv_server import KvServer
 
@@ -21,18 +22,18 @@ class Node:
         self.worker = worker
         self.heard: list[KvReply] = []
         self.wire: list[tuple[NodeId, KvForward | KvBack]] = []
-        self.keys = KvRouter(
-            me,
-            KvServer.open(base / f"{me}.log"),
-            self.reply,
-            lambda to, message: self.wire.append((to, message)),
-        )
+        self.keys = KvRouter(me, KvServer.open(base / f"{me}.log"), self.post)
         self.keys.live_at(A)
 
-    def reply(self, member_id: MemberId, reply: KvReply) -> bool:
-        if member_id == self.worker:
-            self.heard.append(reply)
-        return member_id == self.worker
+    def post(self, event: KvEvent) -> None:
+        """Handle an event of the router as the agent does."""
+        match event:
+            case KvForwarded():
+                self.wire.append((event.node_id, event.request))
+            case KvAnswered() if event.member_id == self.worker:
+                self.heard.append(event.reply)
+            case KvAnswered() if event.node_id:
+                self.wire.append((event.node_id, KvBack(member_id=event.member_id, reply=event.reply)))
 
     def deliver(self, other: Node, me: NodeId) -> None:
         """Deliver everything that this node has sent."""
@@ -84,12 +85,10 @@ def test_a_new_start_of_all_begins_with_its_first_request(tmp_path: Path) -> Non
 
 def test_the_successor_of_an_agent_asks_where_the_keys_are(tmp_path: Path) -> None:
     Node(B, THERE, tmp_path).keys.begin(0)
-    successor = KvRouter(
-        B, KvServer.open(tmp_path / "node1.log"), lambda to, reply: True, lambda to, what: sent.append(to)
-    )
-    sent: list[NodeId] = []
+    events: list[KvEvent] = []
+    successor = KvRouter(B, KvServer.open(tmp_path / "node1.log"), events.append)
     successor.request(THERE, add(1))
-    assert sent == [A]
+    assert [type(event) for event in events] == [KvForwarded] and events[0].node_id == A
 
 
 def test_a_worker_that_is_gone_is_answered_nothing(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from holdfast.core.protocol.messages import ControllerHere, Message, Mirror, Mir
 from holdfast.event_log import EventLog
 from holdfast.exit_codes import Exit
 from holdfast.runtime.agent import leader_election
+from holdfast.runtime.agent.agent_events import ElectionEvent, JobNamed, NotJoined
 from holdfast.runtime.agent.leader_election import LeaderElection
 from holdfast.runtime.controller.controllerd import ControllerLog
 from holdfast.runtime.node.event_log_writer import EventLogWriter
@@ -66,18 +67,14 @@ class MetPeers:
 
 
 def election_of(
-    run: Run, on_end: Callable[[Exit, str], None], monkeypatch: pytest.MonkeyPatch
+    run: Run, post: Callable[[ElectionEvent], None], monkeypatch: pytest.MonkeyPatch
 ) -> LeaderElection:
     """Of an agent that starts; inside an event loop."""
     monkeypatch.setattr(leader_election, "ControllerLink", FakeLink)
     monkeypatch.setattr(leader_election, "Peers", MetPeers)
     journal = EventLog.open(run.dir.journal, "agent node1")
     mirror = EventLogWriter(EventLog.open(run.dir.journal, "controller"))
-    return LeaderElection(
-        run.dir, SETTINGS, HardState(), journal, mirror, lambda message: None,
-        on_kv=lambda node_id, message: None, on_here=lambda node_id: None, on_job=lambda job: None,
-        on_end=on_end,
-    )  # fmt: skip
+    return LeaderElection(run.dir, SETTINGS, HardState(), journal, mirror, post)
 
 
 def test_lines_that_a_controller_of_this_node_wrote_are_not_mirrored_again(
@@ -87,7 +84,7 @@ def test_lines_that_a_controller_of_this_node_wrote_are_not_mirrored_again(
     run = Run(tmp_path)
 
     async def lead_then_follow() -> list[Message]:
-        election = election_of(run, lambda code, reason: None, monkeypatch)
+        election = election_of(run, lambda event: None, monkeypatch)
         link = election._link
         assert isinstance(link, FakeLink)
         election.begin()
@@ -112,16 +109,16 @@ def test_an_agent_that_joins_a_job_without_a_leader_ends(
 ) -> None:
     """The others left before they elected one. An agent with an empty run directory has no vote: it waited for ever."""
 
-    async def join() -> tuple[Exit, str]:
-        ended: asyncio.Future[tuple[Exit, str]] = asyncio.get_running_loop().create_future()
-        election = election_of(
-            Run(tmp_path), lambda code, reason: ended.set_result((code, reason)), monkeypatch
-        )
+    async def join() -> NotJoined:
+        events: asyncio.Queue[ElectionEvent] = asyncio.Queue()
+        election = election_of(Run(tmp_path), events.put_nowait, monkeypatch)
         election.begin()
-        end = await asyncio.wait_for(ended, 60.0)
+        assert await events.get() == JobNamed("job1")
+        end = await asyncio.wait_for(events.get(), 60.0)
         await election.end()
+        assert isinstance(end, NotJoined)
         return end
 
-    code, reason = asyncio.run(join())
-    assert code == Exit.UNMET
-    assert "the job job1 has no leader: node1 joined it 0.2 s ago" in reason and "next: " in reason
+    end = asyncio.run(join())
+    assert end.code == Exit.UNMET
+    assert "the job job1 has no leader: node1 joined it 0.2 s ago" in end.reason and "next: " in end.reason

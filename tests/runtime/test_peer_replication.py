@@ -9,16 +9,20 @@ from pathlib import Path
 import pytest
 
 from holdfast.core.ids import MemberId, NodeId
+from holdfast.core.protocol.messages import HeldStates
 from holdfast.core.protocol.peer_messages import Peer
 from holdfast.core.protocol.status_page import Word
 from holdfast.runtime.agent.peer_replication import PeerReplication, ReplicaServer, pull, push
 from holdfast.runtime.net.addresses import LOOPBACK, Address
+from holdfast.runtime.node.run_settings import RunSettings
+from holdfast.runtime.node.rundir import RunDir
 from holdfast.runtime.node.status_page import Page
 from holdfast.sealing import Secret
 from holdfast.store.shared_memory.memory_slots import Slots, kept_steps, marked_step
 from tests.store.test_memory_slots import LAYOUT, State, keep, proves
 
-SECRET = Secret(b"t" * 32)
+TOKEN = b"0123456789abcdefghijklmnopqrstuv"
+SECRET = Secret(TOKEN)
 
 
 class Agent:
@@ -27,9 +31,14 @@ class Agent:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         directory.mkdir()
-        self.held: list[int] = []
-        self.server = ReplicaServer(directory, SECRET, "n1", self.held.append)
+        self.events: list[HeldStates] = []
+        self.server = ReplicaServer(directory, SECRET, NodeId("n1"), self.events.append)
         self.at = self.server.start(LOOPBACK)
+
+    @property
+    def held(self) -> list[int]:
+        """The rank of each state that was accepted, if all are of one rank."""
+        return [int(rank) for event in self.events for rank in event.ranks]
 
 
 @pytest.fixture
@@ -86,16 +95,16 @@ def test_a_state_that_was_changed_on_the_way_is_not_kept(tmp_path: Path, buddy: 
 def test_an_agent_gives_a_state_when_it_is_whole_and_another_one_of_that_step(
     tmp_path: Path, buddy: Agent
 ) -> None:
-    home = tmp_path / "home"
-    home.mkdir()
-    slots, path = Slots(home, 2), home / "page-1"
+    run = RunDir(tmp_path / "run")
+    run.create(TOKEN)
+    settings = RunSettings(run_id="t", node="n0", nnodes=2)
+    home, path = run.pages(), run.page_path(MemberId(1))
+    slots = Slots(home, 2)
     page = Page.create(path, member=MemberId(1), rank=2)
     at = Peer(node_id=NodeId("n1"), home="n1", host=buddy.at[0], port=1, memory_port=buddy.at[1])
 
     async def give() -> None:
-        giving = PeerReplication(
-            NodeId("n0"), home, SECRET, lambda: [path], lambda: {at.node_id: at}, lambda held: None
-        )
+        giving = PeerReplication(run, settings, [MemberId(1)], {at.node_id: at}, lambda event: None)
         await giving._give(path)
         giving.close()
 
@@ -114,6 +123,7 @@ def test_an_agent_gives_a_state_when_it_is_whole_and_another_one_of_that_step(
     asyncio.run(give())
     assert buddy.held == [2, 2] and page[Word.ARRIVED] != newest.digest
     page.close()
+    run.remove_pages()
 
 
 def test_strangers_are_refused(tmp_path: Path, buddy: Agent) -> None:

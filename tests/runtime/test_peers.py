@@ -7,8 +7,9 @@ from contextlib import closing
 from pathlib import Path
 
 from holdfast.core.ids import NodeId
-from holdfast.core.protocol.peer_messages import Peer, PeerHello, PeerMessage, PeerRefused
+from holdfast.core.protocol.peer_messages import Peer, PeerHello, PeerList, PeerMessage, PeerRefused
 from holdfast.event_log import EventLog
+from holdfast.runtime.agent.agent_events import PartFailed, PeersEvent
 from holdfast.runtime.agent.peers import PEER_MESSAGES, Peers
 from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.channel import BlockingChannel
@@ -16,7 +17,7 @@ from holdfast.runtime.net.service_names import PEERS
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir
 from holdfast.version import VERSION
-from tests.runtime.runs import BOUND_S
+from tests.runtime.runs import BOUND_S, until
 
 
 def test_a_job_whose_name_would_lead_elsewhere_is_refused(tmp_path: Path) -> None:
@@ -27,9 +28,7 @@ def test_a_job_whose_name_would_lead_elsewhere_is_refused(tmp_path: Path) -> Non
 
     async def scenario() -> PeerMessage:
         log = EventLog.open(run.journal, "test")
-        peers = Peers(
-            run, settings, log, on_message=print, on_here=print, on_refused=print, fail=print
-        )  # fmt: skip
+        peers = Peers(run, settings, log, print)
         me = await peers.listen()
         try:
             return await asyncio.to_thread(introduced, me)
@@ -59,16 +58,10 @@ def test_a_contact_that_cannot_even_be_looked_up_is_told(tmp_path: Path) -> None
     run.create()
     settings = RunSettings(run_id="t", target="x", nnodes=2, bind="127.0.0.1", contacts=("a..b:0",))
 
-    async def scenario() -> BaseException:
-        failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+    async def scenario() -> PeersEvent:
+        failed: asyncio.Future[PeersEvent] = asyncio.get_running_loop().create_future()
         log = EventLog.open(run.journal, "test")
-        peers = Peers(
-            run, settings, log,
-            on_message=lambda node_id, message: None,
-            on_here=lambda node_id: None,
-            on_refused=lambda reason: None,
-            fail=failed.set_result,
-        )  # fmt: skip
+        peers = Peers(run, settings, log, failed.set_result)
         await peers.listen()
         peers.begin()
         try:
@@ -78,4 +71,42 @@ def test_a_contact_that_cannot_even_be_looked_up_is_told(tmp_path: Path) -> None
             log.close()
             run.remove_pages()
 
-    assert isinstance(asyncio.run(scenario()), UnicodeError)
+    event = asyncio.run(scenario())
+    assert isinstance(event, PartFailed) and isinstance(event.error, UnicodeError)
+
+
+def test_an_agent_learns_the_job_though_the_connection_with_its_name_was_lost(tmp_path: Path) -> None:
+    """Regression: two agents dialled each other, and the name was sent on the connection that one of them closed."""
+    run = RunDir(tmp_path / "run")
+    run.create()
+    settings = RunSettings(run_id="t", target="x", nnodes=2, nnodes_max=2, bind="127.0.0.1")
+
+    async def scenario() -> PeerMessage:
+        log, here = EventLog.open(run.journal, "test"), asyncio.Event()
+        peers = Peers(run, settings, log, lambda event: here.set())
+        me = await peers.listen()
+        named, other = await asyncio.to_thread(dialled, me), await asyncio.to_thread(dialled, me)
+        try:
+            named.send(hello)
+            await asyncio.wait_for(here.wait(), BOUND_S)
+            peers.name_job("job1")
+            named.close()
+            await asyncio.to_thread(until, "it is closed", lambda: len(peers.here) == 1)
+            other.send(hello)
+            return await asyncio.to_thread(other.receive, BOUND_S)
+        finally:
+            other.close()
+            await peers.end()
+            log.close()
+            run.remove_pages()
+
+    def dialled(to: Peer) -> BlockingChannel[PeerMessage]:
+        line = BlockingChannel.connect(PEER_MESSAGES, Address(to.host, to.port), run.secret(), PEERS, "peer")
+        greeting = line.receive(BOUND_S)
+        assert isinstance(greeting, PeerHello) and not greeting.job
+        return line
+
+    peer = Peer(NodeId("node1"), "elsewhere", "127.0.0.1", 1, 0)
+    hello = PeerHello(peer=peer, job="", nodes=2, slots=settings.counts, known=(), holdfast=VERSION)
+    message = asyncio.run(scenario())
+    assert isinstance(message, PeerList) and message.job == "job1"

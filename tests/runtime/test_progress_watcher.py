@@ -12,9 +12,9 @@ import pytest
 
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.protocol.health_messages import Late, Stalled
-from holdfast.core.protocol.messages import Message
 from holdfast.core.protocol.status_page import Phase, Word
 from holdfast.core.watch.stall_detector import Limits
+from holdfast.runtime.agent.agent_events import WatchEvent
 from holdfast.runtime.agent.progress_watcher import LEARNED, Watcher
 from holdfast.runtime.agent.worker_processes import WorkerProcess
 from holdfast.runtime.node.hang_evidence import sample
@@ -30,9 +30,9 @@ LIMITS = Limits(factor=10.0, floor_s=1.0, start_s=2.0, idle_s=2.0, section_s=2.0
 def test_a_spare_that_waits_for_ever_is_no_hang(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
-    heard: list[Message] = []
+    heard: list[WatchEvent] = []
     living: dict[MemberId, WorkerProcess] = {}
-    watcher = Watcher(run, NodeId("node0"), LIMITS, living, heard.append)
+    watcher = Watcher(run, NodeId("node0"), LIMITS, living, (), heard.append)
     try:
         for number in (-7, 3):
             page = Page.create(run.page_path(MemberId(number)), member=number, rank=max(number - 3, -1))
@@ -52,9 +52,9 @@ def test_a_spare_that_waits_for_ever_is_no_hang(tmp_path: Path) -> None:
 def test_where_nothing_can_be_kept_the_looks_go_on(tmp_path: Path) -> None:
     run = RunDir(tmp_path / "run")
     run.create()
-    heard: list[Message] = []
+    heard: list[WatchEvent] = []
     living = {DONE: WorkerProcess(DONE, os.getpid(), -1, None)}
-    watcher = Watcher(run, NodeId("node0"), LIMITS, living, heard.append)
+    watcher = Watcher(run, NodeId("node0"), LIMITS, living, (), heard.append)
     kept = watcher._learned = run.pages() / f"{LEARNED}node0"
     try:
         page = Page.create(run.page_path(DONE), member=DONE)
@@ -84,14 +84,14 @@ def test_a_stopped_process_is_late_wherever_it_is(tmp_path: Path, what: str) -> 
         "import subprocess, sys; print(subprocess.Popen(['sleep', '60']).pid, flush=True); sys.stdin.read()"
     )
     pipe = subprocess.PIPE
-    heard: list[Message] = []
+    heard: list[WatchEvent] = []
     with subprocess.Popen(
         [sys.executable, "-c", code], stdin=pipe, stdout=pipe, start_new_session=True
     ) as one:
         living = {each: WorkerProcess(each, one.pid, -1, None) for each in (member_id, DONE)}
         # The factor: a running process is not late, however fast the other process started.
         limits = Limits(factor=1e6, floor_s=1.0, start_s=100.0, look_s=0.1)
-        watcher = Watcher(run, NodeId("node0"), limits, living, heard.append)
+        watcher = Watcher(run, NodeId("node0"), limits, living, (), heard.append)
         try:
             Page.create(run.page_path(member_id), member=member_id).close()
             other = Page.create(run.page_path(DONE), member=DONE)
@@ -123,10 +123,10 @@ def test_a_newcomer_that_loops_is_late_though_nobody_saw_the_others_start(tmp_pa
     """The agent could not look until the others trained."""
     run = RunDir(tmp_path / "run")
     run.create()
-    heard: list[Message] = []
+    heard: list[WatchEvent] = []
     with subprocess.Popen(["sleep", "60"]) as one:
         living = {each: WorkerProcess(each, one.pid, -1, None) for each in (MemberId(3), DONE)}
-        watcher = Watcher(run, NodeId("node0"), LIMITS, living, heard.append)
+        watcher = Watcher(run, NodeId("node0"), LIMITS, living, (), heard.append)
         try:
             for member_id, phase in ((MemberId(3), Phase.STARTING), (DONE, Phase.ABORTED)):
                 page = Page.create(run.page_path(member_id), member=member_id)

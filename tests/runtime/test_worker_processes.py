@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -18,10 +19,11 @@ import pytest
 
 from holdfast import event_log
 from holdfast.core.ids import Generation, MemberId
-from holdfast.core.protocol.messages import Assignment
+from holdfast.core.protocol.messages import Assignment, MemberStarted
 from holdfast.core.protocol.status_page import Word
 from holdfast.event_log import EventLog
 from holdfast.runtime.agent import exiting_processes, worker_processes
+from holdfast.runtime.agent.agent_events import MemoryFreed, PartFailed, ProcessEvent, ProcessGone
 from holdfast.runtime.agent.exiting_processes import ExitingProcesses
 from holdfast.runtime.agent.worker_processes import Processes, sweep
 from holdfast.runtime.agent.zygote import device_in_use
@@ -63,22 +65,16 @@ class Node:
         self.started: dict[int, int] = {}
         self.exited: list[tuple[int, int, int | None]] = []  # member, pid, signal
         self.failures: list[BaseException] = []
-        self.procs = Processes(
-            self.run,
-            self.settings,
-            self.journal,
-            on_started=self._started,
-            on_exited=self._exited,
-            fail=self.failures.append,
-        )
+        self.procs = Processes(self.run, self.settings, self.journal, self._post)
 
-    def _started(self, member_id: MemberId, pid: int) -> None:
-        self.started[member_id] = pid
-
-    def _exited(
-        self, member_id: MemberId, pid: int, code: int | None, killed_by: int | None, ns: int
-    ) -> None:
-        self.exited.append((member_id, pid, killed_by))
+    def _post(self, event: ProcessEvent) -> None:
+        match event:
+            case MemberStarted():
+                self.started[event.member_id] = event.pid
+            case ProcessGone():
+                self.exited.append((event.member_id, event.pid, event.killed_by))
+            case PartFailed():
+                self.failures.append(event.error)
 
     def order(self, member_id: int) -> None:
         """Order the start of one member."""
@@ -353,6 +349,51 @@ def test_a_fork_is_refused_for_the_files_and_the_state_of_a_driver(
     assert "initialised CUDA" in device_in_use(tmp_path)
 
 
+def test_a_handler_may_kill_and_start_members_inside_the_post(tmp_path: Path) -> None:
+    """The state machine does both: it kills a member that was given up, and starts its replacement at its end."""
+    handled: list[tuple[str, int, str]] = []
+
+    class Owner(Node):
+        def _post(self, event: ProcessEvent) -> None:
+            assert not isinstance(event, PartFailed)
+            kind = type(event).__name__
+            handled.append((kind, event.member_id, "begins"))
+            super()._post(event)
+            if isinstance(event, MemberStarted):
+                self.procs.kill(event.member_id)
+            elif event.member_id == 1:
+                self.procs.adopt(MemberId(2), second.pid, second)
+            handled.append((kind, event.member_id, "ends"))
+
+    async def scenario() -> None:
+        node = Owner(tmp_path)
+        try:
+            node.procs.adopt(MemberId(1), first.pid, first)
+            await until(lambda: len(node.exited) == 2)
+            await node.procs.end(kill=True)
+        finally:
+            node.run.remove_pages()
+            node.journal.close()
+        assert node.exited == [(1, first.pid, signal.SIGKILL), (2, second.pid, signal.SIGKILL)]
+
+    sleep = ["sleep", "600"]
+    with (
+        subprocess.Popen(sleep, start_new_session=True) as first,
+        subprocess.Popen(sleep, start_new_session=True) as second,
+    ):
+        try:
+            asyncio.run(scenario())
+        finally:
+            first.kill()
+            second.kill()
+    started, gone = ("MemberStarted", "ProcessGone")
+    assert handled == [
+        (started, 1, "begins"), (started, 1, "ends"),
+        (gone, 1, "begins"), (started, 2, "begins"), (started, 2, "ends"), (gone, 1, "ends"),
+        (gone, 2, "begins"), (gone, 2, "ends"),
+    ]  # fmt: skip
+
+
 def test_a_worker_starts_when_the_one_before_it_is_gone_or_its_end_stands_still(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -369,8 +410,8 @@ def test_a_worker_starts_when_the_one_before_it_is_gone_or_its_end_stands_still(
 
     async def scenario() -> None:
         nonlocal gone
-        freed: list[str] = []
-        held = ExitingProcesses(lambda: freed.append("free"))
+        freed: list[MemoryFreed] = []
+        held = ExitingProcesses(freed.append)
         held.add(1)
         held.add(2)
         await until(lambda: held.pids == (1,))
@@ -379,6 +420,6 @@ def test_a_worker_starts_when_the_one_before_it_is_gone_or_its_end_stands_still(
         assert held.pids == (1,) and not freed
         gone = True
         await until(lambda: not held)
-        assert freed == ["free"]
+        assert freed == [MemoryFreed()]
 
     asyncio.run(scenario())

@@ -116,7 +116,6 @@ class Session(ScriptLoops):
             self._client.open_session()
         client = self._client
         run = run_of(client, library)
-        self._lineage = Lineage(run.saves_as)
         root = os.environ.get(ROOT_VARIABLE)
         self.root = (settings.checkpoint if root is None else absolute(root)) or run.checkpoints
         if library and client is not None:
@@ -135,16 +134,16 @@ class Session(ScriptLoops):
         self._between = CollectiveGuard(self._rank)
         self._loops = Loops(self._rank, self._adapter, self._parts, self._tier, settings.verify_data)
         self._votes = VoteCaster(self._rank, self._adapter)
-        self._turns = Turns(self._rank, self._adapter, self._loops, self._votes.cast, self._leaves)
         self._verifier = Verifier(self._rank, self._adapter, self._votes, run.verify_every)
         self._saver = Checkpointer(
             self._rank, self._adapter, self.root, run.saves_as, self._finite.keeps(settings.keep),
             lambda collected: self._values(collected, self.step), self._locals, self._pace, self._votes,
-            self._verifier, self._tier, copies=settings.copies, lineage=lambda: self._lineage,
+            self._verifier, self._tier, copies=settings.copies,
             watched=client is not None and not library,
         )  # fmt: skip
         self._pause = Pause(self._rank)
         self._behind = AfterBlock(self._rank, self._adapter, self._pace, self._tier, self._saver, self._pause)
+        self._turns = Turns(self._rank, self._adapter, self._loops, self._votes, self._behind)
         verify = settings.verify_block, settings.verify_ranks
         self._blocks = StepRunner(self._rank, self._adapter, self._votes, self, self._finite, verify)
         self._common = ReplicaStateCheck(self._adapter, client, self.state)
@@ -260,9 +259,10 @@ class Session(ScriptLoops):
 
     def _stand_at(self, found: Resumed) -> None:
         self._resumed = found
-        self._lineage = Lineage.of_run(self._lineage.run, found.session, found.path.name)
+        run = self._saver.lineage.run
+        self._saver.lineage = Lineage.of_run(run, found.session, found.path.name)
         self._step = found.step
-        before = before_of(found.path.name, self._lineage.run, joining=self._rank.joining)
+        before = before_of(found.path.name, run, joining=self._rank.joining)
         self._loops.stand_at(found.session, found.local, begun=found.begun, before=before)
         self._sections.stand_at(found.session)
         self._finite.stand_at(found.session)
@@ -338,9 +338,6 @@ class Session(ScriptLoops):
         self._asked()
         at: Mapping[str, int] | None = self._loops.place.get("at")
         return at
-
-    def _leaves(self) -> bool:
-        return self._behind.exit_agreed
 
     @property
     def exiting(self) -> bool:
@@ -489,7 +486,7 @@ class Session(ScriptLoops):
             "parts": self._parts,
             "place": dict(self._loops.place),
             "section": self._sections.unfinished,
-            "lineage": self._lineage.ancestors,
+            "lineage": self._saver.lineage.ancestors,
             **self._finite.values(),
         }
         return {**collected.values, "session": session}

@@ -31,7 +31,6 @@ from holdfast.core.protocol.messages import (
     ExitRun,
     Finish,
     KillMember,
-    KvReply,
     KvRequest,
     LauncherGone,
     MemberExited,
@@ -45,11 +44,24 @@ from holdfast.core.protocol.messages import (
     WorkerHello,
 )
 from holdfast.core.protocol.notices import DrainNode
-from holdfast.core.protocol.peer_messages import JobFormed, PeerMessage
+from holdfast.core.protocol.peer_messages import JobFormed, KvBack, KvForward, PeerHere
 from holdfast.core.watch.hang_attribution import STOPPED
 from holdfast.errors import InternalError, ProtocolError
 from holdfast.event_log import ROOM_WAIT_S, EventLog
 from holdfast.exit_codes import Exit
+from holdfast.runtime.agent.agent_events import (
+    AgentEvent,
+    DeathRead,
+    JobNamed,
+    KvAnswered,
+    KvForwarded,
+    KvReceived,
+    LookedLast,
+    NotJoined,
+    PartFailed,
+    ProcessGone,
+    RecordsWanted,
+)
 from holdfast.runtime.agent.exit_report import READ_WAIT_S, read_death, read_in_time, without_page
 from holdfast.runtime.agent.kv_router import KvRouter
 from holdfast.runtime.agent.kv_server import KvServer
@@ -77,10 +89,11 @@ from holdfast.runtime.node.event_log_writer import EventLogWriter
 from holdfast.runtime.node.hang_evidence import sample
 from holdfast.runtime.node.interfaces import with_interfaces
 from holdfast.runtime.node.kubernetes_status import StatusPublisher
-from holdfast.runtime.node.node_status import committed_step, node_status
+from holdfast.runtime.node.node_status import node_status
 from holdfast.runtime.node.run_settings import RunSettings
-from holdfast.runtime.node.rundir import RunDir, try_lock
+from holdfast.runtime.node.rundir import PAGE, RunDir, try_lock
 from holdfast.runtime.node.spawn import SpawnOrder, free_port, log_root, spare_order, worker_env, worker_log
+from holdfast.runtime.node.status_page import committed_step, each_page
 from holdfast.runtime.rank_table.rewriting import table_of
 from holdfast.wire import MESSAGES, WireMessage
 
@@ -124,37 +137,13 @@ class AgentDaemon:
         self._remains = ShmCleanup(run)
         self._waiting: asyncio.Task[None] | None = None
         self._buddies: PeerReplication | None = None
-        self._keys = KvRouter(self._node_id, kv, self._reply, self._send_peer)
+        self._keys = KvRouter(self._node_id, kv, self._post)
         self._driver = Driver(Agent(agent_config(settings)), self._journal, self._execute)
         journal.fail = mirror.fail = self._driver.fail
-        self._procs = Processes(
-            run,
-            self._settings,
-            self._journal,
-            on_started=self._started,
-            on_exited=self._gone,
-            fail=self._driver.fail,
-        )
-        self._watcher = Watcher(
-            run,
-            self._node_id,
-            self._settings.limits(),
-            self._procs.living,
-            self._driver.post,
-            lambda member_id: self._reply(member_id, ShowRecords(member_id=member_id)),
-        )
-        self._council = LeaderElection(
-            run,
-            self._settings,
-            kept,
-            self._journal,
-            mirror,
-            self._driver.post,
-            on_kv=self._keys.heard,
-            on_here=self._keys.line_is_up,
-            on_job=self._join_job,
-            on_end=self._without_job,
-        )
+        self._procs = Processes(run, self._settings, self._journal, self._post)
+        limits, living = settings.limits(), self._procs.living
+        self._watcher = Watcher(run, self._node_id, limits, living, self._workers, self._post)
+        self._council = LeaderElection(run, self._settings, kept, self._journal, mirror, self._post)
         self._hub: Hub[WireMessage] = Hub(
             MESSAGES,
             run.secret(),
@@ -197,7 +186,7 @@ class AgentDaemon:
         self._watch_launcher()  # after the adoption: without workers an agent would leave at once
         self._begin_memory()
         self._council.begin()
-        notices = NoticeWatch.of(self._settings, self._run.path, self._driver.post, self._journal)
+        notices = NoticeWatch.of(self._settings, self._run.path, self._post, self._journal)
         published = StatusPublisher.of(
             self._settings.notices,
             os.environ,
@@ -229,14 +218,9 @@ class AgentDaemon:
         if peers is None:
             return
         self._buddies = PeerReplication(
-            self._node_id,
-            self._run.pages(),
-            self._settings.secret_of(self._run),
-            lambda: [self._run.page_path(member_id) for member_id in self._procs.living],
-            lambda: {n: peers.known[n] for n in peers.here if n != self._node_id},
-            self._driver.post,
+            self._run, self._settings, self._procs.living, peers.connected, self._post
         )
-        peers.memory_port = self._buddies.begin(self._settings.bind, self._driver.fail)
+        peers.memory_port = self._buddies.begin()
 
     async def _end(self, server: asyncio.Server) -> None:
         """End all processes of the run on this node, and remove its status pages and endpoint files."""
@@ -258,7 +242,7 @@ class AgentDaemon:
                 self._journal.append("leftovers_killed", {"pids": left})
                 await asyncio.gather(*(wait_gone(pid, LINGER_S) for pid in left))
         # The controller learns of steps only at an event: the last committed step is on the pages alone.
-        step = committed_step(self._run)
+        step = committed_step(each_page(self._run.pages_link, PAGE))
         self._run.remove_pages()
         self._run.remove_endpoint("agent")
         self._journal.append("agent_ended", {"code": self._over.result(), "step": step})
@@ -296,7 +280,7 @@ class AgentDaemon:
             if pid and (self._settings.library or belongs(pid, self._run)):
                 self._procs.adopt(member_id, pid)
             else:
-                self._gone(member_id, pid, None, None, time.monotonic_ns())
+                self._gone(ProcessGone(member_id, pid, None, None, time.monotonic_ns()))
 
     def _signalled(self, number: signal.Signals) -> None:
         source = f"{number.name} to the agent (pid {os.getpid()})"
@@ -304,6 +288,34 @@ class AgentDaemon:
         self._driver.post(ExitRun(grace_s=self._settings.grace_s, source=source, node_id=own))
 
     # ------------------------------------------------------------ in
+
+    def _post(self, event: AgentEvent) -> None:
+        """Handle an event of a part of this agent, before the return."""
+        match event:
+            case ProcessGone():
+                self._gone(event)
+            case DeathRead():
+                self._died(event)
+            case RecordsWanted():
+                self._workers[event.member_id].send(ShowRecords(member_id=event.member_id))
+            case LookedLast():
+                self._procs.kill(event.member_id, event.grace_s)
+            case KvReceived():
+                self._keys.heard(event.node_id, event.message)
+            case KvForwarded():
+                self._send_peer(event.node_id, event.request)
+            case KvAnswered():
+                self._answer(event)
+            case PeerHere():
+                self._keys.line_is_up(event.node_id)
+            case JobNamed():
+                self._join_job(event.job)
+            case NotJoined():
+                self._without_job(event.code, event.reason)
+            case PartFailed():
+                self._driver.fail(event.error)
+            case _:
+                self._driver.post(event)
 
     def _heard(self, channel: Channel[WireMessage], message: WireMessage) -> None:
         if channel.peer_role == "worker":
@@ -366,41 +378,36 @@ class AgentDaemon:
         if member_id is not None and self._workers.get(member_id) is channel:
             del self._workers[member_id]
             self._keys.forget(member_id)
-            if member_id in self._dying:
-                self._bury(member_id)
+            self._bury(member_id)
 
-    def _reply(self, member_id: MemberId, reply: KvReply | ShowRecords) -> bool:
-        """Send ``reply`` to a worker of this node. Return False if ``member_id`` has no connection here."""
-        channel = self._workers.get(member_id)
+    def _answer(self, answer: KvAnswered) -> None:
+        """Send an answer to its worker, or to the agent of its node if the worker is not connected here."""
+        channel = self._workers.get(answer.member_id)
         if channel is not None:
-            channel.send(reply)
-        return channel is not None
+            channel.send(answer.reply)
+        elif answer.node_id:
+            self._send_peer(answer.node_id, KvBack(member_id=answer.member_id, reply=answer.reply))
 
-    def _send_peer(self, node_id: NodeId, message: PeerMessage) -> None:
+    def _send_peer(self, node_id: NodeId, message: KvForward | KvBack) -> None:
         assert self._council.peers is not None, "one node has no peers"
         self._council.peers.send(node_id, message)
 
-    def _started(self, member_id: MemberId, pid: int) -> None:
-        self._driver.post(MemberStarted(member_id=member_id, node_id=self._node_id, pid=pid))
-
-    def _gone(
-        self, member_id: MemberId, pid: int, code: int | None, killed_by: int | None, died_ns: int
-    ) -> None:
-        if member_id in self._exited or self._over.done():
+    def _gone(self, gone: ProcessGone) -> None:
+        if gone.member_id in self._exited or self._over.done():
             return
-        self._exited.add(member_id)
-        page, logs = self._run.page_path(member_id), log_root(self._run, self._settings)
-        end = (member_id, self._node_id, code, killed_by, died_ns)
+        self._exited.add(gone.member_id)
+        page, logs = self._run.page_path(gone.member_id), log_root(self._run, self._settings)
+        end = (gone.member_id, self._node_id, gone.code, gone.killed_by, gone.died_ns)
         read = partial(read_death, page, logs, *end, several=self._settings.several)
         until_s = asyncio.get_running_loop().time() + READ_WAIT_S
-        read_in_time(read, without_page(*end), self._died, partial(self._unreadable, member_id), until_s)
+        read_in_time(read, without_page(*end), self._post, until_s)
 
-    def _unreadable(self, member_id: MemberId, error: str) -> None:
-        self._journal.append("page_unreadable", {"member": member_id, "error": error})
-
-    def _died(self, event: MemberExited) -> None:
-        self._dying[event.member_id] = event
-        self._let_speak(event.member_id, asyncio.get_running_loop().time() + LAST_WORDS_S)
+    def _died(self, death: DeathRead) -> None:
+        member_id = death.exited.member_id
+        if death.error:
+            self._journal.append("page_unreadable", {"member": member_id, "error": death.error})
+        self._dying[member_id] = death.exited
+        self._let_speak(member_id, asyncio.get_running_loop().time() + LAST_WORDS_S)
 
     def _let_speak(self, member_id: MemberId, until_s: float) -> None:
         """Report a dead member after its last messages are read: they may be in the socket, and give the cause."""
@@ -471,13 +478,12 @@ class AgentDaemon:
             else:
                 self._waiting = watched(self._start_when_written(message), self._driver.fail)
         elif isinstance(message, KillMember):
-            kill = partial(self._procs.kill, message.member_id, message.grace_s)
             if message.given_up:
-                self._gone(message.member_id, 0, None, signal.SIGKILL, time.monotonic_ns())
+                self._gone(ProcessGone(message.member_id, 0, None, signal.SIGKILL, time.monotonic_ns()))
             elif message.silent:
-                self._watcher.look_last(message.member_id, kill, self._driver.fail)
+                self._watcher.look_last(message)
             else:
-                kill()
+                self._procs.kill(message.member_id, message.grace_s)
         elif isinstance(message, CollectEvidence):
             self._watcher.gather(message)
         else:
@@ -549,7 +555,7 @@ class AgentDaemon:
                 ending=self._procs.fading.pids,
             )
         )
-        self._started(seat.member_id, life.pid)
+        self._driver.post(MemberStarted(member_id=seat.member_id, node_id=self._node_id, pid=life.pid))
 
 
 def agent_config(settings: RunSettings) -> AgentConfig:

@@ -20,12 +20,13 @@ from holdfast.core.protocol.messages import (
     Field,
     Message,
 )
+from holdfast.core.protocol.peer_messages import ControllerUp
 from holdfast.errors import ProtocolError
 from holdfast.event_log import EventSink
+from holdfast.runtime.agent.agent_events import LinkEvent, start_task
 from holdfast.runtime.agent.worker_processes import wait_gone
 from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.channel import Channel, Hub
-from holdfast.runtime.net.driver import watched
 from holdfast.runtime.net.service_names import controller_of
 from holdfast.runtime.node.process_info import kill_if, serves
 from holdfast.runtime.node.run_settings import RunSettings
@@ -46,9 +47,8 @@ class ControllerLink:
     """The connection to at most one controller at a time.
 
     Args:
-        post: gets ControllerHere, ControllerGone and every message of the controller.
+        post: takes ControllerUp, ControllerHere, ControllerGone and every message of the controller.
         silent_s: the controller is given up after a silence of this time.
-        fail: gets an exception that no other code handles.
     """
 
     def __init__(
@@ -56,16 +56,14 @@ class ControllerLink:
         run: RunDir,
         settings: RunSettings,
         journal: EventSink,
-        post: Callable[[Message], None],
+        post: Callable[[LinkEvent], None],
         *,
         silent_s: float,
-        fail: Callable[[BaseException], None],
     ) -> None:
         self._run = run
         self._journal = journal
         self._post = post
         self._silent_s = silent_s
-        self._fail = fail
         self._heard_s = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._pid = 0  # of a controller on this node
@@ -93,12 +91,13 @@ class ControllerLink:
         self._pid = endpoint.pid
         return endpoint
 
-    def start(self, term: int, up: Callable[[Endpoint], None], *, alone: bool = False) -> None:
-        """Start the controller of ``term`` on this node and connect to it; ``up`` gets its endpoint.
+    def start(self, term: int, *, alone: bool = False) -> None:
+        """Start the controller of ``term`` on this node and connect to it.
 
-        The result is posted: ControllerHere, or ControllerGone (the state machine then decides about another try).
+        The result is posted: ControllerUp and ControllerHere, or ControllerGone (the state machine then decides about
+        another try). With ``alone`` no other agent is invited to the controller, and ControllerUp is not posted.
         """
-        self._replace(self._start(term, up, alone))
+        self._replace(self._start(term, alone))
 
     def follow(self, at: Address, term: int) -> None:
         """Connect to the controller of ``term`` on another node.
@@ -149,7 +148,7 @@ class ControllerLink:
             old.close()
         if self._task is not None:
             self._task.cancel()
-        self._task = watched(work, self._fail)
+        self._task = start_task(work, self._post)
 
     async def _cancel(self) -> None:
         if self._watch is not None:
@@ -158,7 +157,7 @@ class ControllerLink:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _start(self, term: int, up: Callable[[Endpoint], None], alone: bool) -> None:
+    async def _start(self, term: int, alone: bool) -> None:
         try:
             self.kill_local()
             process = self._process = self._spawn(term, alone)
@@ -171,7 +170,8 @@ class ControllerLink:
                 await self._never_came({"code": process.poll()}, POLL_S)
                 return
             await asyncio.sleep(POLL_S)
-        up(endpoint)
+        if not alone:
+            self._post(controller_up(endpoint))
         self._post(ControllerHere())
 
     async def _never_came(self, why: dict[str, Field], pause_s: float) -> None:
@@ -239,3 +239,8 @@ class ControllerLink:
     def _lost(self) -> None:
         if not self._ending:
             self._post(ControllerGone())
+
+
+def controller_up(endpoint: Endpoint) -> ControllerUp:
+    """Return the event for the election: the controller of this node listens at ``endpoint``."""
+    return ControllerUp(term=endpoint.term, host=endpoint.host, port=endpoint.port)

@@ -17,6 +17,7 @@ from holdfast.core.ids import Generation, MemberId, NodeId
 from holdfast.core.protocol.messages import MemberExited, RankState
 from holdfast.core.protocol.status_page import Phase, Word
 from holdfast.errors import ProtocolError
+from holdfast.runtime.agent.agent_events import DeathRead
 from holdfast.runtime.node.oom_events import OomKills, memory_events
 from holdfast.runtime.node.status_page import Page
 from holdfast.store.shared_memory.memory_slots import kept_steps
@@ -112,8 +113,7 @@ def read_death(
 def read_in_time(
     read: Callable[[], MemberExited],
     unread: MemberExited,
-    then: Callable[[MemberExited], None],
-    tell: Callable[[str], None],
+    post: Callable[[DeathRead], None],
     until_s: float,
 ) -> None:
     """Read the end of a member, again and again while its page is unreadable. The event loop is not blocked.
@@ -121,20 +121,18 @@ def read_in_time(
     Args:
         read: see ``read_death``.
         unread: the event for a page that stays unreadable until ``until_s``.
-        then: gets the event.
-        tell: gets the reason why ``unread`` is used.
+        post: takes the event, with the reason if ``unread`` is used.
         until_s: in the time of the running loop.
     """
     loop = asyncio.get_running_loop()
     try:
-        event = read()
+        death = DeathRead(read())
     except (OSError, ProtocolError) as error:
         if loop.time() < until_s:
-            loop.call_later(READ_AGAIN_S, read_in_time, read, unread, then, tell, until_s)
+            loop.call_later(READ_AGAIN_S, read_in_time, read, unread, post, until_s)
             return
-        tell(str(error))
-        event = unread
-    then(event)
+        death = DeathRead(unread, str(error))
+    post(death)
 
 
 def without_page(

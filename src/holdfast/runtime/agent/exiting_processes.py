@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
+from holdfast.runtime.agent.agent_events import MemoryFreed
 from holdfast.runtime.node.process_info import END_MOST_S, END_STILL_S, left_of
 
 
@@ -18,11 +19,11 @@ class ExitingProcesses:
     """The exiting processes of one node.
 
     Args:
-        free: called when no process is left to wait for.
+        post: takes MemoryFreed when no process is left to wait for.
     """
 
-    def __init__(self, free: Callable[[], None]) -> None:
-        self._free = free
+    def __init__(self, post: Callable[[MemoryFreed], None]) -> None:
+        self._post = post
         self._until_s: dict[int, float] = {}  # by pid: the end of the wait
 
     def __bool__(self) -> bool:
@@ -42,7 +43,7 @@ class ExitingProcesses:
         """Stop waiting for this process: its memory is free, or its end makes no progress."""
         self._until_s.pop(pid, None)
         if not self._until_s:
-            self._free()
+            self._post(MemoryFreed())
 
     def _look_again(self, pid: int) -> None:
         before = left_of(pid)

@@ -17,8 +17,9 @@ import time
 from collections.abc import Callable
 
 from holdfast.core.ids import MemberId, NodeId
-from holdfast.core.protocol.messages import KvReply, KvRequest
+from holdfast.core.protocol.messages import KvRequest
 from holdfast.core.protocol.peer_messages import KvBack, KvForward
+from holdfast.runtime.agent.agent_events import KvAnswered, KvEvent, KvForwarded
 from holdfast.runtime.agent.kv_server import KvServer, Replies
 
 
@@ -28,21 +29,13 @@ class KvRouter:
     Args:
         me: this node.
         server: the store of this agent.
-        reply: sends to a worker of this node; returns False if the member is not connected here.
-        send: sends to another agent; a lost request is sent again.
+        post: takes answers, and requests for another agent. Its handler does not call the router.
     """
 
-    def __init__(
-        self,
-        me: NodeId,
-        server: KvServer,
-        reply: Callable[[MemberId, KvReply], bool],
-        send: Callable[[NodeId, KvForward | KvBack], object],
-    ) -> None:
+    def __init__(self, me: NodeId, server: KvServer, post: Callable[[KvEvent], None]) -> None:
         self._me = me
         self._server = server
-        self._reply = reply
-        self._send = send
+        self._post = post
         self._forwarded: dict[tuple[MemberId, int], KvForward] = {}  # without an answer so far
         self._asked_by: dict[MemberId, NodeId] = {}  # node of each worker of another node
 
@@ -61,7 +54,7 @@ class KvRouter:
             return
         forward = KvForward(member_id=member_id, request=request, attempt=self._server.attempt)
         self._forwarded[member_id, request.request_id] = forward
-        self._send(NodeId(self._server.home), forward)
+        self._post(KvForwarded(NodeId(self._server.home), forward))
 
     def heard(self, node_id: NodeId, message: KvForward | KvBack) -> None:
         """Handle a message of another agent: a request of one of its workers, or the answer to a forwarded request."""
@@ -79,7 +72,7 @@ class KvRouter:
         """Send the unanswered requests again, if the connected agent is the one that serves them."""
         if node_id == self._server.home:
             for forward in self._forwarded.values():
-                self._send(node_id, forward)
+                self._post(KvForwarded(node_id, forward))
 
     def forget(self, member_id: MemberId) -> None:
         """Drop the open requests of a worker whose connection closed: it sends them again after it reconnects."""
@@ -97,5 +90,4 @@ class KvRouter:
 
     def _answer(self, replies: Replies) -> None:
         for member_id, reply in replies:
-            if not self._reply(member_id, reply) and member_id in self._asked_by:
-                self._send(self._asked_by[member_id], KvBack(member_id=member_id, reply=reply))
+            self._post(KvAnswered(member_id, reply, self._asked_by.get(member_id, NodeId(""))))

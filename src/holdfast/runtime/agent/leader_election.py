@@ -11,7 +11,6 @@ import asyncio
 import os
 import time
 from collections.abc import Callable, Coroutine
-from functools import partial
 from typing import Any
 
 import msgspec
@@ -51,13 +50,24 @@ from holdfast.core.protocol.peer_messages import (
 from holdfast.errors import InternalError, StoreError, UsageError
 from holdfast.event_log import EventSink
 from holdfast.exit_codes import Exit
-from holdfast.runtime.agent.controller_link import ControllerLink
+from holdfast.runtime.agent.agent_events import (
+    ElectionEvent,
+    FromPeer,
+    JobNamed,
+    KvReceived,
+    LinkEvent,
+    NotJoined,
+    PartFailed,
+    PeersEvent,
+    TurnedAway,
+)
+from holdfast.runtime.agent.controller_link import ControllerLink, controller_up
 from holdfast.runtime.agent.peers import Peers
 from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.driver import Driver, watched
 from holdfast.runtime.node.event_log_writer import EventLogWriter
 from holdfast.runtime.node.run_settings import RunSettings
-from holdfast.runtime.node.rundir import Endpoint, RunDir, write_private
+from holdfast.runtime.node.rundir import RunDir, write_private
 from holdfast.store.backends.location import Place, Url, place_of
 from holdfast.store.backends.registry import open_store
 
@@ -100,11 +110,7 @@ class LeaderElection:
     Args:
         kept: the term and vote that this node has saved in elections.
         mirror: takes the event log lines of the controller.
-        post: takes ControllerHere, ControllerGone and the messages of the controller.
-        on_kv: gets (node, message) about the key-value store from another agent.
-        on_here: gets the node of an agent whose connection is up.
-        on_job: gets the name of the job; workers may start after it.
-        on_end: gets the exit code and the reason if this agent cannot take part.
+        post: takes ControllerHere, ControllerGone, the messages of the controller, and what the other agents send.
     """
 
     def __init__(
@@ -114,21 +120,12 @@ class LeaderElection:
         kept: HardState,
         journal: EventSink,
         mirror: EventLogWriter,
-        post: Callable[[Message], None],
-        *,
-        on_kv: Callable[[NodeId, KvForward | KvBack], None],
-        on_here: Callable[[NodeId], None],
-        on_job: Callable[[str], None],
-        on_end: Callable[[Exit, str], None],
+        post: Callable[[ElectionEvent], None],
     ) -> None:
         self._run = run
         self._settings = settings
         self._journal = journal
         self._post = post
-        self._on_kv = on_kv
-        self._on_here = on_here
-        self._on_job = on_job
-        self._on_end = on_end
         self._me = NodeId(settings.node)
         self._kept = kept
         self._mirrored = (0, 0)
@@ -137,21 +134,11 @@ class LeaderElection:
         self._election = Election(config, self._kept)
         self._driver = Driver(self._election, journal, self._execute)
         silent_s = SILENT_S if settings.several else SILENT_ALONE_S
-        self._link = ControllerLink(
-            run, settings, journal, self._from_link, silent_s=silent_s, fail=self._driver.fail
-        )
+        self._link = ControllerLink(run, settings, journal, self._take, silent_s=silent_s)
         self._tasks: set[asyncio.Task[None]] = set()
         self.peers: Peers | None = None
         if settings.several:
-            self.peers = Peers(
-                run,
-                settings,
-                journal,
-                on_message=self._heard,
-                on_here=self._here,
-                on_refused=partial(on_end, Exit.USAGE),
-                fail=self._driver.fail,
-            )
+            self.peers = Peers(run, settings, journal, self._take)
 
     @property
     def failure(self) -> asyncio.Future[None]:
@@ -200,12 +187,12 @@ class LeaderElection:
             try:
                 await peers.listen()
             except UsageError as error:
-                self._on_end(Exit.USAGE, str(error))
+                self._post(NotJoined(Exit.USAGE, str(error)))
                 return
             peers.begin()
         endpoint = await self._link.join_local()
         if endpoint is not None:
-            self._up(endpoint)  # this agent is the successor of one that was elected
+            self._driver.post(controller_up(endpoint))  # this agent is the successor of one that was elected
             if self._election.role == "leader":
                 self._post(ControllerHere())
                 return
@@ -235,10 +222,10 @@ class LeaderElection:
                     peers.name_job(settings.saves_as)
                     break
             if time.monotonic() > deadline:
-                self._on_end(*self._not_met(peers))
+                self._post(self._not_met(peers))
                 return
             await asyncio.sleep(POLL_S)
-        self._on_job(peers.job)
+        self._post(JobNamed(peers.job))
         if founds:
             self._driver.post(Founded(voters=tuple(sorted(peers.here)), witness=bool(settings.witness)))
         else:
@@ -257,50 +244,55 @@ class LeaderElection:
                     f"has heard of none; other agents here: {len(peers.here) - 1}\n"
                     "  next: start the run again on every host"
                 )
-                self._on_end(Exit.UNMET, reason)
+                self._post(NotJoined(Exit.UNMET, reason))
                 return
             await asyncio.sleep(POLL_S)
 
-    def _not_met(self, peers: Peers) -> tuple[Exit, str]:
-        """Return the exit code and the reason for a job that was not formed in time."""
+    def _not_met(self, peers: Peers) -> NotJoined:
+        """Return the event for a job that was not formed in time."""
         settings, here = self._settings, peers.here
         first = ", ".join(settings.contacts[: settings.first_contacts])
         where = f"{settings.node} is at {settings.bind}, first contact {first}{peers.trouble}"
         if len(here) >= settings.nnodes:
-            return Exit.USAGE, (
+            return NotJoined(
+                Exit.USAGE,
                 f"{len(here)} agents met, but none of them listens at the first contact: {where}\n"
-                "  next: on the host of the first contact --bind the address that the others know it by"
+                "  next: on the host of the first contact --bind the address that the others know it by",
             )
         met = f" ({', '.join(map(str, sorted(here, key=node_order)))})" if len(here) > 1 else ""
-        return Exit.UNMET, (
+        return NotJoined(
+            Exit.UNMET,
             f"{len(here)} of {settings.nnodes} agents met within {settings.join_s:g} s{met}: {where}\n"
-            "  next: the same command on every host, within that time; is the port open between them?"
+            "  next: the same command on every host, within that time; is the port open between them?",
         )
 
     # ---------------------------------------------------------------- in
 
-    def _from_link(self, message: Message) -> None:
-        if isinstance(message, Mirror):
-            self._mirror.append(message.kind, msgspec.json.decode(message.data, type=dict[str, Any]))
-            self._mirrored = (message.term, message.number)
-            return
-        if isinstance(message, Rolled):
-            self._driver.post(message)
-            return
-        if isinstance(message, ControllerHere) and self._settings.several:
-            term, number = self._look_at_log()
-            self._link.send(MirrorFrom(node_id=self._me, term=term, number=number))
-        self._post(message)
-
-    def _heard(self, node_id: NodeId, message: PeerMessage) -> None:
-        if isinstance(message, KvForward | KvBack):
-            self._on_kv(node_id, message)
-        else:
-            self._driver.post(message)
-
-    def _here(self, node_id: NodeId) -> None:
-        self._driver.post(PeerHere(node_id=node_id))
-        self._on_here(node_id)
+    def _take(self, event: PeersEvent | LinkEvent) -> None:
+        """Handle an event of a part of this election, before the return."""
+        match event:
+            case FromPeer(node_id, message):
+                if isinstance(message, KvForward | KvBack):
+                    self._post(KvReceived(node_id, message))
+                else:
+                    self._driver.post(message)
+            case PeerHere():
+                self._driver.post(event)
+                self._post(event)
+            case TurnedAway():
+                self._post(NotJoined(Exit.USAGE, event.reason))
+            case PartFailed():
+                self._driver.fail(event.error)
+            case Mirror():
+                self._mirror.append(event.kind, msgspec.json.decode(event.data, type=dict[str, Any]))
+                self._mirrored = (event.term, event.number)
+            case Rolled() | ControllerUp():
+                self._driver.post(event)
+            case _:
+                if isinstance(event, ControllerHere) and self._settings.several:
+                    term, number = self._look_at_log()
+                    self._link.send(MirrorFrom(node_id=self._me, term=term, number=number))
+                self._post(event)
 
     # ---------------------------------------------------------------- out
 
@@ -312,7 +304,7 @@ class LeaderElection:
         elif isinstance(command, StartController):
             self._journal.append("elected", {"term": command.term, "node": self._me}, durable=True)
             self._mirror.flush()  # the new controller reads this node's part of the log
-            self._link.start(command.term, self._up)
+            self._link.start(command.term)
         elif isinstance(command, Follow):
             self._link.follow(Address(command.lead.host, command.lead.port), command.lead.term)
         elif isinstance(command, StepDown):
@@ -321,7 +313,7 @@ class LeaderElection:
         elif isinstance(command, GiveUp):
             self._journal.append("no_majority", {"node": self._me, "reason": command.reason}, durable=True)
             self._mirror.flush()
-            self._link.start(self._kept.term, lambda endpoint: None, alone=True)
+            self._link.start(self._kept.term, alone=True)
         elif isinstance(command, Claim):
             self._spawn(self._claim(command))
         else:
@@ -347,9 +339,6 @@ class LeaderElection:
             self.peers.broadcast(message)
         else:
             self.peers.send(node_id, message)
-
-    def _up(self, endpoint: Endpoint) -> None:
-        self._driver.post(ControllerUp(term=endpoint.term, host=endpoint.host, port=endpoint.port))
 
     async def _claim(self, claim: Claim) -> None:
         assert self.peers is not None, "one node claims nothing"

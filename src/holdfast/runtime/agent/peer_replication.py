@@ -18,19 +18,19 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from holdfast.core.ids import NodeId
+from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.protocol.messages import HeldStates
 from holdfast.core.protocol.peer_messages import Peer
 from holdfast.core.protocol.status_page import Word
 from holdfast.errors import CheckpointInvalid, ProtocolError, StateError
+from holdfast.runtime.agent.agent_events import ReplicationEvent, start_task
 from holdfast.runtime.net.addresses import Address
 from holdfast.runtime.net.channel import BlockingChannel
-from holdfast.runtime.net.driver import watched
 from holdfast.runtime.net.request_server import AnswerServer
 from holdfast.runtime.net.service_names import memory_of
 from holdfast.runtime.node.run_settings import RunSettings
@@ -108,13 +108,17 @@ class ReplicaServer(AnswerServer[Talk]):
     Args:
         directory: the directory of the slots.
         node: this node.
-        on_held: gets each rank whose stored states have changed, in a thread of the server.
+        post: takes the stored states each time that they have changed, in a thread of the server.
     """
 
-    def __init__(self, directory: Path, secret: Secret, node: str, on_held: Callable[[int], None]) -> None:
+    def __init__(
+        self, directory: Path, secret: Secret, node: NodeId, post: Callable[[HeldStates], None]
+    ) -> None:
         super().__init__(_CODEC, secret, memory_of(node))
         self._directory = directory
-        self._on_held = on_held
+        self._node = node
+        self._post = post
+        self._held: dict[str, tuple[int, ...]] = {}
         self._incoming: dict[int, Incoming] = {}
         self._newest: dict[int, int] = {}  # generation by rank
         self._lock = threading.Lock()
@@ -141,7 +145,8 @@ class ReplicaServer(AnswerServer[Talk]):
                 self._incoming.pop(message.rank).commit(message.data)
                 with open_kept(self._directory, message.rank, message.step):
                     pass  # opening it verifies it
-                self._on_held(message.rank)
+                self._held[str(message.rank)] = kept_steps(self._directory, message.rank, whole=True)
+                self._post(HeldStates(node_id=self._node, ranks=dict(self._held)))
             case ReplicaRequest():
                 size, marker, data = read_raw(
                     self._directory, message.rank, message.step, message.start, PIECE_SIZE_BYTES
@@ -226,40 +231,35 @@ class PeerReplication:
     """An agent's part in the copies: it sends the states of its ranks, and stores those of another node.
 
     Args:
-        me: this node.
-        directory: the directory of the slots and status pages.
-        pages: returns the status pages of the ranks of this node.
-        peers: returns the other agents with a connection, by node.
-        tell: sends a message to the controller.
+        living: the members with a process on this node.
+        connected: the other agents with a connection, by node.
+        post: takes the states that this node stores for others.
     """
 
     def __init__(
         self,
-        me: NodeId,
-        directory: Path,
-        secret: Secret,
-        pages: Callable[[], list[Path]],
-        peers: Callable[[], Mapping[NodeId, Peer]],
-        tell: Callable[[HeldStates], None],
+        run: RunDir,
+        settings: RunSettings,
+        living: Collection[MemberId],
+        connected: Mapping[NodeId, Peer],
+        post: Callable[[ReplicationEvent], None],
     ) -> None:
-        self._me = me
-        self._directory = directory
-        self._secret = secret
-        self._pages = pages
-        self._peers = peers
-        self._tell = tell
+        self._run = run
+        self._settings = settings
+        self._me = NodeId(settings.node)
+        self._living = living
+        self._connected = connected
+        self._post = post
+        self._directory = run.pages()
+        self._secret = settings.secret_of(run)
         self._loop = asyncio.get_running_loop()
-        self._server = ReplicaServer(directory, secret, me, self._received)
-        self._held: dict[str, tuple[int, ...]] = {}
+        self._server = ReplicaServer(self._directory, self._secret, self._me, self._stored)
         self._task: asyncio.Task[None] | None = None
 
-    def begin(self, host: str, fail: Callable[[BaseException], None]) -> int:
-        """Start the server and the sending of states.
-
-        Return the port; ``fail`` gets the error that ends the sending.
-        """
-        port = self._server.start(Address(host)).port
-        self._task = watched(self._run(), fail)
+    def begin(self) -> int:
+        """Start the server and the sending of states. Return the port of the server."""
+        port = self._server.start(Address(self._settings.bind)).port
+        self._task = start_task(self._send_states(), self._post)
         return port
 
     def close(self) -> None:
@@ -268,16 +268,15 @@ class PeerReplication:
             self._task.cancel()
         self._server.close()
 
-    def _received(self, rank: int) -> None:
-        self._held[str(rank)] = kept_steps(self._directory, rank, whole=True)
-        held = HeldStates(node_id=self._me, ranks=dict(self._held))
-        self._loop.call_soon_threadsafe(self._tell, held)
+    def _stored(self, held: HeldStates) -> None:
+        """Post the event of the server, which has threads of its own."""
+        self._loop.call_soon_threadsafe(self._post, held)
 
-    async def _run(self) -> None:
+    async def _send_states(self) -> None:
         """Send the states that the ranks of this node keep, as soon as each is complete."""
         while True:
             await asyncio.sleep(LOOK_S)
-            for path in self._pages():
+            for path in [self._run.page_path(member_id) for member_id in self._living]:
                 await self._give(path)
 
     async def _give(self, path: Path) -> None:
@@ -304,7 +303,7 @@ class PeerReplication:
 
     def _buddy(self) -> Peer | None:
         """Return the next node in order among the connected nodes; None without another node."""
-        peers = {node: peer for node, peer in self._peers().items() if peer.memory_port}
+        peers = {n: peer for n, peer in self._connected.items() if n != self._me and peer.memory_port}
         later = [node for node in sorted(peers) if node > self._me]
         order = [*later, *sorted(peers)]
         return peers[order[0]] if order else None

@@ -20,15 +20,16 @@ from holdfast.core.protocol.peer_messages import (
     VERSION_LENGTH_MAX,
     Peer,
     PeerHello,
+    PeerHere,
     PeerList,
     PeerMessage,
     PeerRefused,
 )
 from holdfast.errors import AuthError, ProtocolError, UsageError
 from holdfast.event_log import EventSink
+from holdfast.runtime.agent.agent_events import FromPeer, PeersEvent, TurnedAway, start_task
 from holdfast.runtime.net.addresses import Address, family_of, split_endpoint
 from holdfast.runtime.net.channel import Channel, Hub
-from holdfast.runtime.net.driver import watched
 from holdfast.runtime.net.service_names import PEERS
 from holdfast.runtime.node.env_record import alike
 from holdfast.runtime.node.run_settings import RunSettings, shape
@@ -48,34 +49,23 @@ class Peers:
     """All other agents of the job.
 
     Args:
-        on_message: gets (node, message), in order per connection.
-        on_here: gets the node of a connection that is up.
-        on_refused: gets the reason when this agent is refused before it has joined a job. A refusal after that is only
-            logged: it comes from another job, or from a wrongly started host at the address of a lost node.
-        fail: gets the exception that ended the dialling.
+        post: takes the messages of the agents, ``PeerHere`` for each connection that is up, and refusals.
+
+    Attributes:
+        connected: the other agents with a connection, by node.
     """
 
     def __init__(
-        self,
-        run: RunDir,
-        settings: RunSettings,
-        journal: EventSink,
-        *,
-        on_message: Callable[[NodeId, PeerMessage], None],
-        on_here: Callable[[NodeId], None],
-        on_refused: Callable[[str], None],
-        fail: Callable[[BaseException], None],
+        self, run: RunDir, settings: RunSettings, journal: EventSink, post: Callable[[PeersEvent], None]
     ) -> None:
         self.me = NodeId(settings.node)
         self.job = settings.job
         self.known: dict[NodeId, Peer] = {}
+        self.connected: dict[NodeId, Peer] = {}
         self._run = run
         self._settings = settings
         self._journal = journal
-        self._on_message = on_message
-        self._on_here = on_here
-        self._on_refused = on_refused
-        self._fail = fail
+        self._post = post
         self._home = str(run.path)
         self.memory_port = 0  # port for the states in memory
         self._lines: dict[NodeId, Channel[PeerMessage]] = {}
@@ -155,7 +145,7 @@ class Peers:
 
     def begin(self) -> None:
         """Start to dial all agents without a connection."""
-        self._task = watched(self._dial(), self._fail)
+        self._task = start_task(self._dial(), self._post)
 
     def name_job(self, job: str) -> None:
         """Give the job its name, and publish it to all connected agents.
@@ -213,7 +203,7 @@ class Peers:
 
     def _turned_away(self, address: Address, reason: str) -> None:
         if not self.job:
-            self._on_refused(reason)
+            self._post(TurnedAway(reason))
             return
         if address not in self._refused:
             self._journal.append(
@@ -254,7 +244,7 @@ class Peers:
                 return
             self._learn(message.job, message.known)
         else:
-            self._on_message(node_id, message)
+            self._post(FromPeer(node_id, message))
 
     def _welcome(self, channel: Channel[PeerMessage], hello: PeerHello) -> None:
         peer = hello.peer
@@ -275,10 +265,12 @@ class Peers:
         if before is not channel and before is not None:
             channel = self._choose(peer.node_id, before, channel)
         self._lines[peer.node_id] = channel
+        self._repeat_job(channel)
         if before is None:
             self._journal.append("peer_here", {"node": peer.node_id, "host": peer.host, "port": peer.port})
         self._learn(hello.job, (*hello.known, peer), said_by=peer)
-        self._on_here(peer.node_id)
+        self.connected[peer.node_id] = self.known[peer.node_id]
+        self._post(PeerHere(node_id=peer.node_id))
 
     def _choose(
         self, node_id: NodeId, older: Channel[PeerMessage], newer: Channel[PeerMessage]
@@ -352,17 +344,26 @@ class Peers:
         write_private(self._run.peers, msgspec.json.encode(known))
         self.broadcast(PeerList(job=self.job, known=known))
 
+    def _repeat_job(self, channel: Channel[PeerMessage]) -> None:
+        """Send the name of the job on a connection that is used from now on.
+
+        It may have been sent on a connection that is lost, after the greeting on this one.
+        """
+        if self.job:
+            channel.send(PeerList(job=self.job, known=tuple(self.known.values())))
+
     def _closed(self, channel: Channel[PeerMessage]) -> None:
         node_id = self._node_of.pop(channel, None)
         if node_id is None or self._lines.get(node_id) is not channel:
             return
         rest = next((line for line, node in self._node_of.items() if node == node_id), None)
         if rest is None:
-            del self._lines[node_id]
+            del self._lines[node_id], self.connected[node_id]
             self._journal.append("peer_gone", {"node": node_id})
         else:
             self._lines[node_id] = rest
-            self._on_here(node_id)  # lost messages of the closed connection are sent again
+            self._repeat_job(rest)
+            self._post(PeerHere(node_id=node_id))  # lost messages of the closed connection are sent again
 
 
 def _at(peer: Peer) -> Address:

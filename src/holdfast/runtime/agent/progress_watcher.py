@@ -30,14 +30,14 @@ from holdfast.core.protocol.health_messages import (
     StepTime,
     StepTimes,
 )
-from holdfast.core.protocol.messages import Message
+from holdfast.core.protocol.messages import KillMember
 from holdfast.core.protocol.status_page import PageFlag, Phase, Word
 from holdfast.core.watch.activity import Activity, WorkerSeen
 from holdfast.core.watch.hang_attribution import STOPPED
 from holdfast.core.watch.stall_detector import Learned, Limits, PageReading, Progress
 from holdfast.errors import ProtocolError
+from holdfast.runtime.agent.agent_events import LookedLast, RecordsWanted, WatchEvent, start_task
 from holdfast.runtime.agent.worker_processes import WorkerProcess
-from holdfast.runtime.net.driver import watched
 from holdfast.runtime.node.hang_evidence import ProcessEvidence, find, sample, where
 from holdfast.runtime.node.process_info import age_s, halted, started_with, stopped_children
 from holdfast.runtime.node.rundir import RunDir, write_private
@@ -64,8 +64,8 @@ class Watcher:
 
     Args:
         living: the processes of this node, by member.
+        connected: the workers with a connection to the agent. They can be asked for records.
         post: takes the messages to the controller.
-        ask: asks a worker for its records; returns False if the worker is not connected.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class Watcher:
         node_id: NodeId,
         limits: Limits,
         living: Mapping[MemberId, WorkerProcess],
-        post: Callable[[Message], None],
-        ask: Callable[[MemberId], bool] | None = None,
+        connected: Collection[MemberId],
+        post: Callable[[WatchEvent], None],
     ) -> None:
         self._run = run
         self._node_id = node_id
         self._limits = limits
         self._living = living
+        self._connected = connected
         self._post = post
-        self._ask = ask
         self._progress = Progress(limits)
         self._pages: dict[MemberId, Page] = {}
         self._generation = Generation(0, 0)
@@ -218,19 +218,19 @@ class Watcher:
         if self._gathering is None:
             self._gathering = asyncio.get_running_loop().create_task(self._gather(order))
 
-    def look_last(
-        self, member_id: MemberId, kill: Callable[[], None], fail: Callable[[BaseException], None]
-    ) -> None:
-        """Report the position of a silent worker that is about to be killed, in the background, and then call ``kill``.
+    def look_last(self, order: KillMember) -> None:
+        """Report the position of a silent worker that is about to be killed, in the background.
 
-        A second call for the same member kills at once. ``fail`` gets an exception of the background task.
+        Then post ``LookedLast``. A second order for the same member posts it at once.
         """
-        if member_id in self._lasts:
-            kill()
+        looked = LookedLast(order.member_id, order.grace_s)
+        if order.member_id in self._lasts:
+            self._post(looked)
         else:
-            self._lasts[member_id] = watched(self._look_last(member_id, kill), fail)
+            self._lasts[order.member_id] = start_task(self._look_last(looked), self._post)
 
-    async def _look_last(self, member_id: MemberId, kill: Callable[[], None]) -> None:
+    async def _look_last(self, looked: LookedLast) -> None:
+        member_id = looked.member_id
         # Without a process or a page there is nothing to report.
         with contextlib.suppress(OSError, ProtocolError):
             if member_id in self._living:
@@ -242,7 +242,14 @@ class Watcher:
                     child = stopped_children({pid}).get(pid, 0)
                     one = self._told(f"M{member_id:03d}", member_id, page, finding, idle_s, 0.0, child)
                     self._post(Evidence(node_id=self._node_id, number=LAST_LOOK, ranks=(one,)))
-        kill()
+        self._post(looked)
+
+    def _ask(self, member_id: MemberId) -> bool:
+        """Have a worker asked for its records. Return False if it is not connected."""
+        if member_id not in self._connected:
+            return False
+        self._post(RecordsWanted(member_id))
+        return True
 
     def _open_pages(self) -> None:
         for member_id in [m for m in self._pages if m not in self._living]:

@@ -7,8 +7,8 @@ from scratch is therefore started only after the pidfd has fired, or when the en
 
 The zygote may be stopped, frozen or stuck, so each request to it has a time limit. To end a member, the agent does not
 wait for the zygote. A member without a process is reported as exited when it is killed, or when the zygote is lost. If
-the zygote has forked it nevertheless, the process is killed as soon as the agent learns of it. ``on_exited`` is called
-for every member; the first call counts.
+the zygote has forked it nevertheless, the process is killed as soon as the agent learns of it. ``ProcessGone`` is
+posted for every member; the first one counts.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-from holdfast.core.ids import MemberId
+from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.job.spares import ANY_RANK
+from holdfast.core.protocol.messages import MemberStarted
 from holdfast.core.protocol.status_page import Phase, Word
 from holdfast.errors import ProtocolError
 from holdfast.event_log import EventSink
+from holdfast.runtime.agent.agent_events import MemoryFreed, ProcessEvent, ProcessGone, start_task
 from holdfast.runtime.agent.exiting_processes import ExitingProcesses
 from holdfast.runtime.net.channel import Channel, Hub
-from holdfast.runtime.net.driver import watched
 from holdfast.runtime.net.service_names import zygote_of
 from holdfast.runtime.node.death_watch import listen
 from holdfast.runtime.node.process_info import command, ending, kill_group, kill_if, pidfd, started_with
@@ -83,10 +84,7 @@ class Processes:
     """All workers of this node.
 
     Args:
-        on_started: gets (member, pid).
-        on_exited: gets (member, pid, code, signal, died_ns). The process has stopped running, and its group is
-            killed. The pid is 0 if no process of the member is known.
-        fail: gets an exception that no other code handles; the agent ends with it.
+        post: takes MemberStarted and ProcessGone of every member.
     """
 
     def __init__(
@@ -94,19 +92,14 @@ class Processes:
         run: RunDir,
         settings: RunSettings,
         journal: EventSink,
-        *,
-        on_started: Callable[[MemberId, int], None],
-        on_exited: Callable[[MemberId, int, int | None, int | None, int], None],
-        fail: Callable[[BaseException], None],
+        post: Callable[[ProcessEvent], None],
     ) -> None:
         self.living: dict[MemberId, WorkerProcess] = {}
-        self.fading = ExitingProcesses(self._start_waiting)
+        self.fading = ExitingProcesses(self._memory_freed)
         self._run = run
         self._settings = settings
         self._journal = journal
-        self._on_started = on_started
-        self._on_exited = on_exited
-        self._fail = fail
+        self._post = post
         # Spawn sent, no answer yet. None: the member was killed in the meantime, or has connected on its own.
         self._asked: dict[MemberId, SpawnOrder | None] = {}
         self._waiting: list[SpawnOrder] = []  # for the zygote
@@ -135,7 +128,7 @@ class Processes:
     def want_zygote(self) -> None:
         """Connect to the zygote of this run or start one, unless it is connected or either is in progress."""
         if self._zygote is None and self._connecting is None and not self._hopeless and not self._ending:
-            self._connecting = watched(self._reach_zygote(), self._fail)
+            self._connecting = start_task(self._reach_zygote(), self._post)
 
     async def _reach_zygote(self) -> None:
         try:
@@ -239,7 +232,7 @@ class Processes:
         for member_id, order in asked.items():
             # The fork may or may not have happened: a second fork could give the member two processes.
             if order is not None:
-                self._on_exited(member_id, 0, None, None, time.monotonic_ns())
+                self._post(ProcessGone(member_id, 0, None, None, time.monotonic_ns()))
         self.want_zygote()
 
     def _heard(self, channel: Channel[ZygoteMessage], message: ZygoteMessage) -> None:
@@ -285,6 +278,9 @@ class Processes:
         """Kill a process whose member was reported as exited before the process was known."""
         if kill_ours(pid, self._run):
             self._journal.append("ghost_killed", {"member": member_id, "pid": pid})
+
+    def _memory_freed(self, event: MemoryFreed) -> None:
+        self._start_waiting()
 
     def _start_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -358,8 +354,8 @@ class Processes:
         """
         with os.fdopen(open_worker_log(self._run, self._settings, order), "a") as log:
             log.write(f"holdfast: {what}: {error.strerror}\n")
-        member_id, died_ns = order.assignment.member_id, time.monotonic_ns()
-        asyncio.get_running_loop().call_soon(self._on_exited, member_id, 0, code, None, died_ns)
+        gone = ProcessGone(order.assignment.member_id, 0, code, None, time.monotonic_ns())
+        asyncio.get_running_loop().call_soon(self._post, gone)
 
     def adopt(self, member_id: MemberId, pid: int, child: subprocess.Popen[bytes] | None = None) -> None:
         """Start to watch a process that exists or has just ended."""
@@ -368,7 +364,7 @@ class Processes:
         life = self.living[member_id] = WorkerProcess(member_id, pid, pidfd(pid), child)
         if member_id in self._asked:
             self._asked[member_id] = None
-        self._on_started(member_id, pid)
+        self._post(MemberStarted(member_id=member_id, node_id=NodeId(self._settings.node), pid=pid))
         loop = asyncio.get_running_loop()
         if life.pidfd >= 0:
             loop.add_reader(life.pidfd, self._died, life)
@@ -425,7 +421,7 @@ class Processes:
         if member_id in self._asked:
             self._asked[member_id] = None
         self._waiting = [order for order in self._waiting if order.assignment.member_id != member_id]
-        self._on_exited(member_id, 0, None, None, time.monotonic_ns())
+        self._post(ProcessGone(member_id, 0, None, None, time.monotonic_ns()))
 
     async def end(self, *, kill: bool) -> None:
         """End the zygote and, with ``kill``, all workers.
@@ -506,7 +502,7 @@ class Processes:
             return
         del self.living[life.member_id]
         code, killed_by = life.status or (None, None)
-        self._on_exited(life.member_id, life.pid, code, killed_by, life.died_ns)
+        self._post(ProcessGone(life.member_id, life.pid, code, killed_by, life.died_ns))
 
 
 def _status(code: int) -> tuple[int | None, int | None]:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from holdfast.core.job.spares import is_spare
 from holdfast.core.protocol.status_page import Phase, Word, unpack_state
 from holdfast.runtime.node.rundir import PAGE, RunDir
-from holdfast.runtime.node.status_page import each_page
+from holdfast.runtime.node.status_page import committed_step, each_page
 
 _HELD = frozenset({Phase.ABORTED, Phase.IN_DOUBT, Phase.TORN})
 _OVER = frozenset({Phase.FINISHED, Phase.LEFT, Phase.AFTER})
@@ -42,13 +42,6 @@ def node_status(run: RunDir, *, leaving: bool) -> NodeStatus:
         state = "starting"
     else:
         state = "finished" if phases <= _OVER else "training"
-    return NodeStatus("leaving" if leaving else state, committed_step(run), 0 in newest)
-
-
-def committed_step(run: RunDir) -> int:
-    """Return the newest step committed by a worker of this node. Of several processes of one rank the newest counts."""
-    newest: dict[int, tuple[int, int]] = {}
-    for page in each_page(run.pages_link, PAGE):
-        rank, found = page[Word.RANK], (page[Word.MEMBER], page[Word.COMMITTED])
-        newest[rank] = max(found, newest.get(rank, found))
-    return max((step for _, step in newest.values()), default=0)
+    return NodeStatus(
+        "leaving" if leaving else state, committed_step(each_page(run.pages_link, PAGE)), 0 in newest
+    )

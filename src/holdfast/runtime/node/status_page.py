@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -246,3 +246,12 @@ def each_page(directory: Path, prefix: str) -> Iterator[Page]:
             continue
         with closing(page):
             yield page
+
+
+def committed_step(pages: Iterable[Page]) -> int:
+    """Return the newest step that these pages show as committed. Of several processes of one rank the newest counts."""
+    newest: dict[int, tuple[int, int]] = {}
+    for page in pages:
+        rank, found = page[Word.RANK], (page[Word.MEMBER], page[Word.COMMITTED])
+        newest[rank] = max(found, newest.get(rank, found))
+    return max((step for _, step in newest.values()), default=0)

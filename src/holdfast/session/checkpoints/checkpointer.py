@@ -85,8 +85,10 @@ class Checkpointer:
         verifier: compares the copies of the state before any of it is written.
         copies: number of copies of each box that is saved beside training, by as many of its holders.
         tier: the memory tier of this rank.
-        lineage: returns this run and the runs that it continues.
         watched: a launcher reads the event log, and prints the saves.
+
+    Attributes:
+        lineage: this run and the runs that it continues. A session that resumes sets it.
     """
 
     def __init__(
@@ -103,7 +105,6 @@ class Checkpointer:
         verifier: Verifier,
         tier: MemoryTier,
         *,
-        lineage: Callable[[], Lineage],
         copies: int = 1,
         watched: bool = False,
     ) -> None:
@@ -116,7 +117,7 @@ class Checkpointer:
         self._adapter = adapter
         self._run = run
         self._keep = keep
-        self._lineage = lineage
+        self.lineage = Lineage(run)
         self._values = values
         self._locals = locals_
         self._pace = pace
@@ -367,7 +368,7 @@ class Checkpointer:
         try:
             self._wrecks = [wreck for wreck in self._wrecks if not root.discard(wreck)]
             if prune:
-                root.prune(self._keep, lineage=self._lineage())
+                root.prune(self._keep, lineage=self.lineage)
         except HoldfastError as error:
             log.warning("holdfast: old checkpoints stay: %s", error.message)
         except Exception:  # the save itself is good, so the training continues

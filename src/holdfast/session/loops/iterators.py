@@ -132,15 +132,7 @@ class ScriptLoops:
         many = checked_count(batches, loader)
         passes = epochs if until is not None or epochs is not None else 1
         self._behind.begin()
-        loop = self._loops.run(
-            loader,
-            passes,
-            until,
-            many,
-            lambda: self._behind.exit_agreed,
-            lambda n: Step(self._blocks, n),
-            self._behind.come_back,
-        )
+        loop = self._loops.run(loader, passes, until, many, self._behind, self._blocks)
         return loop if self._spare is None else self._after_rehearsal(loader, many, loop)
 
     def _after_rehearsal(self, loader: Any, batches: int | None, loop: Iterator[Step]) -> Iterator[Step]:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 from holdfast.core.protocol.status_page import Phase
@@ -35,6 +35,7 @@ from holdfast.frameworks.common.adapter import Adapter, Feed
 from holdfast.frameworks.common.optional_abilities import StandsForOthers
 from holdfast.frameworks.common.state_tree import Plain
 from holdfast.runtime.node.status_page import LOCAL_SIZE_BYTES_MAX
+from holdfast.session.checkpoints.after_block import AfterBlock
 from holdfast.session.checkpoints.memory_tier import MemoryTier
 from holdfast.session.exit_requests import RECORD
 from holdfast.session.loops.batch_digest import Drawn
@@ -52,7 +53,7 @@ from holdfast.session.loops.turn_position import IDIOM, TurnPosition
 from holdfast.session.steps.accumulation import AccumulatingFeed, grouped
 from holdfast.session.steps.batches import Batches
 from holdfast.session.steps.participant import StepParticipant
-from holdfast.session.steps.step import Step
+from holdfast.session.steps.step import Step, StepRunner
 from holdfast.store.format.json_values import encode_values
 from holdfast.text import plural
 
@@ -171,19 +172,17 @@ class Loops:
         epochs: int | None,
         until: int | None,
         batches: int | None,
-        left: Callable[[], bool],
-        make: Callable[[int], Step],
-        back: Callable[[], None],
+        after_block: AfterBlock,
+        blocks: StepRunner,
     ) -> Iterator[Step]:
         """Return the steps of the next loop.
 
         Args:
             batches: number of the loader's batches in one step.
-            left: returns whether the loop ends before ``until``.
-            make: makes a step with this number.
-            back: called when the script returns from after the block of a step.
+            after_block: of the session. The loop ends before ``until`` when all ranks have agreed to leave.
+            blocks: runs the blocks of the steps.
         """
-        return self._run(self.walk.next_loop(), loader, epochs, until, batches, left, make, back)
+        return self._run(self.walk.next_loop(), loader, epochs, until, batches, after_block, blocks)
 
     def _run(
         self,
@@ -192,9 +191,8 @@ class Loops:
         epochs: int | None,
         until: int | None,
         batches: int | None,
-        left: Callable[[], bool],
-        make: Callable[[int], Step],
-        back: Callable[[], None],
+        after_block: AfterBlock,
+        blocks: StepRunner,
     ) -> Iterator[Step]:
         saved_loop = self.place["loop"]
         if saved_loop > loop:
@@ -230,19 +228,19 @@ class Loops:
         self._begin_loop(unfinished=feed is not None or end is None or end < ENDLESS)
         if self.walk.inside and saved_loop < loop:
             self.renew()
-        back()  # the script may have left the last loop after a block
+        after_block.come_back()  # the script may have left the last loop after a block
         try:
-            yield from self._each(lambda: left() or self._is_over(end), make, back)
-            nothing = saved_loop == loop and self._rank.step == begun_at and not left()
+            yield from self._each(end, after_block, blocks)
+            nothing = saved_loop == loop and self._rank.step == begun_at and not after_block.exit_agreed
             if nothing and self._adapter.rank == 0:
                 log.info("holdfast: no step is left to do in this loop: it was over at step %d", begun_at)
             self._end_loop()
             self._forget_loop()
-            if self.walk.inside and left():
+            if self.walk.inside and after_block.exit_agreed:
                 raise SystemExit(0)  # the rest of this epoch follows when the job has finished its steps
         except GeneratorExit:
             self._left_behind = self._given
-            if self.walk.inside and not left():
+            if self.walk.inside and not after_block.exit_agreed:
                 self._leave(certain=leaves(sys._getframe(1)))
             raise
         finally:
@@ -408,17 +406,15 @@ class Loops:
             way,
         )
 
-    def _each(
-        self, over: Callable[[], bool], make: Callable[[int], Step], back: Callable[[], None]
-    ) -> Iterator[Step]:
+    def _each(self, end: int | None, after_block: AfterBlock, blocks: StepRunner) -> Iterator[Step]:
         while True:
-            if over() or not self._draw():
+            if after_block.exit_agreed or self._is_over(end) or not self._draw():
                 if self._rank.leave_loop():
                     return
                 continue  # a recovery came first: the job may have gone back into this loop
             if not self._rank.take_step():
                 continue  # code before the block must run in the generation, and at the step, of the block
-            step = make(self._rank.step)
+            step = Step(blocks, self._rank.step)
             self.fill(step)
             # Also for a repeated step, in this process or in a replacement.
             self._adapter.between(step.number, step.part, again=step.again)
@@ -433,7 +429,7 @@ class Loops:
                     hint="for step in s.steps(...): with step as batch: ...",
                 )
             if step.committed:
-                back()
+                after_block.come_back()
 
     def _draw(self) -> bool:
         """Draw the batches of this step, one for each rank whose work this rank does. Return False at the end."""

@@ -22,17 +22,19 @@ Invariants:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from holdfast.core.worker.position import ScriptEvent
-from holdfast.core.worker.vote import Ballot, Tally
+from holdfast.core.worker.vote import Ballot
 from holdfast.errors import PeerLost
 from holdfast.frameworks.common.adapter import StateAdapter
 from holdfast.frameworks.common.optional_abilities import KnowsWeights
+from holdfast.session.checkpoints.after_block import AfterBlock
 from holdfast.session.loops.loop import Loops
 from holdfast.session.loops.loop_bounds import compare_turns
 from holdfast.session.loops.turn_position import ScriptPart
 from holdfast.session.steps.participant import StepParticipant
+from holdfast.session.steps.voting import VoteCaster
 
 log = logging.getLogger("holdfast")
 
@@ -41,9 +43,7 @@ class Turns:
     """The turns of one session.
 
     Args:
-        rank, adapter, loops: of the session.
-        cast: votes.
-        leaving: returns whether all ranks have agreed to leave.
+        rank, adapter, loops, votes, after_block: of the session.
     """
 
     def __init__(
@@ -51,14 +51,14 @@ class Turns:
         rank: StepParticipant,
         adapter: StateAdapter,
         loops: Loops,
-        cast: Callable[[Ballot], Tally],
-        leaving: Callable[[], bool],
+        votes: VoteCaster,
+        after_block: AfterBlock,
     ) -> None:
         self._rank = rank
         self._adapter = adapter
         self._loops = loops
-        self._cast = cast
-        self._leaving = leaving
+        self._votes = votes
+        self._after_block = after_block
 
     def run(self, kind: str, turns: int) -> Iterator[int]:
         """Yield the turns of a part that the job has not finished."""
@@ -93,7 +93,7 @@ class Turns:
     def _begin(self, part: ScriptPart) -> None:
         rank, walk = self._rank, self._loops.walk
         rank.script.require(ScriptEvent.LOOP_AHEAD)  # raise before any state is copied
-        if self._leaving():
+        if self._after_block.exit_agreed:
             raise SystemExit(0)
         step = walk.begin(part, rank.step)
         self._pass_over()
@@ -110,7 +110,7 @@ class Turns:
     def _end(self, part: ScriptPart) -> None:
         """Wait until all ranks have finished the open turn. Does not return if they have agreed to leave."""
         rank = self._rank
-        if self._leaving():
+        if self._after_block.exit_agreed:
             raise SystemExit(0)
         if self._loops.strays:
             rank.moved(ScriptEvent.STRAYED)
@@ -129,7 +129,7 @@ class Turns:
         rank.moved(ScriptEvent.TURN_ENDED)
         known = rank.turns
         try:
-            tally = self._cast(Ballot(step=rank.step, between=True))
+            tally = self._votes.cast(Ballot(step=rank.step, between=True))
             if tally.passed and rank.pass_turn():
                 return True
             if not tally.passed:
