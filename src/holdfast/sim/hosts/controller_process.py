@@ -55,7 +55,7 @@ class ControllerProcess:
 
     Attributes:
         lost: members that it gave up without a page.
-        seats: the member of each rank, as the lines so far say.
+        past: the state after the lines so far.
     """
 
     def __init__(self, scene: ControllerScene, host: NodeId, disk: SimDisk, term: int, alone: bool) -> None:
@@ -71,9 +71,8 @@ class ControllerProcess:
         self._homes: dict[MemberId, NodeId] = {}
         self._offsets_s: dict[NodeId, float] = {}
         self._heard_s = 0.0
-        past = disk.read(scene.clock(host))
-        self.seats = {seat.rank: seat.member_id for seat in (*past.seats, *past.newcomers)}
-        self.machine = scene.make_controller(scene.controller_config(disk, host, term, alone), past)
+        self.past = disk.read(scene.clock(host))
+        self.machine = scene.make_controller(scene.controller_config(disk, host, term, alone), self.past)
         driver = SimDriver(scene, host, f"c{term}", self.machine, self._carry_out, self.die)
         driver.journal = self._record
         driver.sync_s = lambda: disk.sync_s(scene.jitter)
@@ -176,12 +175,7 @@ class ControllerProcess:
         if record.kind == "member_lost":
             self.lost.add(MemberId(int(str(record.data["member_id"]))))
         self._scene.decided(self, record)
-        members, ranks = record.data.get("members"), record.data.get("ranks")
-        if record.kind == "generation_started" and isinstance(members, list):
-            self.seats = {rank: MemberId(int(str(member))) for rank, member in enumerate(members)}
-        elif record.kind == "members_replaced" and isinstance(members, list) and isinstance(ranks, list):
-            pairs = zip(ranks, members, strict=True)
-            self.seats |= {int(str(rank)): MemberId(int(str(member))) for rank, member in pairs}
+        self.past = self.past.after(record)
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Finish | StepDown):

@@ -11,10 +11,8 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-import msgspec
-
 from holdfast.core.election import HardState
-from holdfast.core.job.log_replay import SNAPSHOT, ReplayedState
+from holdfast.core.job.log_replay import ReplayedState
 from holdfast.core.protocol.messages import LogRecord
 from holdfast.sim.invariants import Violation
 
@@ -105,8 +103,5 @@ class SimDisk:
         """What a controller that starts here knows of the past; times are those of this host's clock."""
         past = ReplayedState()
         for line in self.lines:
-            data = line.record.data
-            name = "read_s" if line.record.kind == SNAPSHOT else "at_s"
-            at = {name: min(line.at_s, now_s)} if "at_s" in data else {}
-            past = past.after(msgspec.structs.replace(line.record, data={**data, **at}))
+            past = past.after(line.record, min(line.at_s, now_s))
         return past
