@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import mindspore as ms
 from mindspore import nn
@@ -29,9 +29,8 @@ from holdfast.session.api import configure_logging
 from holdfast.session.arguments import checked
 from holdfast.session.external_loop import steps_of_framework
 from holdfast.session.session import Session
-from holdfast.session.settings import SessionSettings, extras_of
+from holdfast.session.settings import FACE_OPTIONS, SessionOptions, SessionSettings, extras_of
 from holdfast.session.steps.step import Step
-from holdfast.store.manage.retention import Kept, SaveWhen
 
 __all__ = ["Callback", "Slice", "export_checkpoint", "guard", "import_checkpoint", "session", "train"]
 
@@ -73,50 +72,29 @@ class _Guarded(nn.Optimizer):  # type: ignore[misc]
         return self.opt(self.relay(gradients))
 
 
-@checked("holdfast.mindspore.session")
+@checked("holdfast.mindspore.session", FACE_OPTIONS)
 def session(
     cell: Any,
     *,
-    checkpoint: str | os.PathLike[str] | None = None,
-    resume: str = "auto",
-    seed: int = 0,
-    save: SaveWhen = None,
-    save_every_steps: int | None = None,
-    save_every_s: float | None = None,
-    keep: Kept = 3,
-    copies: int = 1,
     state: dict[str, Any] | None = None,
-    exit_file: str | os.PathLike[str] | None = None,
-    grace_s: float | None = None,
     slices: Mapping[str, Slice] | None = None,
+    **options: Unpack[SessionOptions],
 ) -> Session:
     """Return a session: ``for step in s.steps(dataset, until=N): with step as batch: cell(*batch)``.
 
     Args:
         cell: the training cell, not called before: network, ``optimizer``, and ``grad_reducer`` or a guarded optimizer.
-        checkpoint, resume, seed, save, save_every_steps, save_every_s, keep, copies, exit_file, grace_s:
-            as ``holdfast.session``.
         state: the user's own state, by name: plain values, NumPy arrays, MindSpore parameters and tensors, containers
             of these, and objects with ``state_dict`` and ``load_state_dict``. Restored in place where possible.
         slices: this rank's parts of parameters that ranks share, by parameter name.
+        options: as ``holdfast.session``.
 
     Raises (when it is entered):
         UnsupportedError: MindSpore version, device, parallel mode or training cell.
         As ``holdfast.session`` otherwise.
     """
     configure_logging()
-    settings = SessionSettings(
-        checkpoint=checkpoint,
-        resume=resume,
-        seed=seed,
-        save=save,
-        save_every_steps=save_every_steps,
-        save_every_s=save_every_s,
-        keep=keep,
-        copies=copies,
-        exit_file=exit_file,
-        grace_s=grace_s,
-    )
+    settings = SessionSettings(**options)
     extras = extras_of(state)
 
     def adapter() -> Adapter:

@@ -9,10 +9,9 @@ with a new cluster. See docs/tensorflow.md.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Unpack
 
 import tensorflow as tf
 
@@ -24,30 +23,20 @@ from holdfast.session.api import configure_logging
 from holdfast.session.arguments import checked
 from holdfast.session.external_loop import steps_of_framework
 from holdfast.session.session import Session
-from holdfast.session.settings import SessionSettings, extras_of
+from holdfast.session.settings import FACE_OPTIONS, SessionOptions, SessionSettings, extras_of
 from holdfast.session.steps.step import Step
-from holdfast.store.manage.retention import Kept, SaveWhen
 
 __all__ = ["callback", "fit", "session"]
 
 
-@checked("holdfast.tensorflow.session")
+@checked("holdfast.tensorflow.session", FACE_OPTIONS)
 def session(
     model: Any,
     optimizer: Any = None,
     *,
     strategy: Any = None,
-    checkpoint: str | os.PathLike[str] | None = None,
-    resume: str = "auto",
-    seed: int = 0,
-    save: SaveWhen = None,
-    save_every_steps: int | None = None,
-    save_every_s: float | None = None,
-    keep: Kept = 3,
-    copies: int = 1,
     state: dict[str, Any] | None = None,
-    exit_file: str | os.PathLike[str] | None = None,
-    grace_s: float | None = None,
+    **options: Unpack[SessionOptions],
 ) -> Session:
     """Return a session for a loop of your own: ``for step in s.steps(dataset, until=N): with step as batch: ...``.
 
@@ -55,28 +44,16 @@ def session(
         model: a built Keras model, made in the strategy's scope.
         optimizer: its optimizer; ``model.optimizer`` by default.
         strategy: ``MultiWorkerMirroredStrategy``; None for one process.
-        checkpoint, resume, seed, save, save_every_steps, save_every_s, keep, copies, exit_file, grace_s:
-            as ``holdfast.session``.
         state: the user's own state, by name: plain values, NumPy arrays, TensorFlow variables and tensors, containers
             of these, and objects with ``state_dict`` and ``load_state_dict``. Restored in place where possible.
+        options: as ``holdfast.session``.
 
     Raises (when it is entered):
         UnsupportedError: TensorFlow's version, strategy or device.
         As ``holdfast.session`` otherwise.
     """
     configure_logging()
-    settings = SessionSettings(
-        checkpoint=checkpoint,
-        resume=resume,
-        seed=seed,
-        save=save,
-        save_every_steps=save_every_steps,
-        save_every_s=save_every_s,
-        keep=keep,
-        copies=copies,
-        exit_file=exit_file,
-        grace_s=grace_s,
-    )
+    settings = SessionSettings(**options)
     extras = extras_of(state)
 
     def adapter() -> Adapter:

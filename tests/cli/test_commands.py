@@ -13,6 +13,7 @@ from holdfast.cli.commands import doctor, gc, ls, stacks
 from holdfast.cli.main import COMMANDS
 from holdfast.cli.screen import fault_report, run_view
 from holdfast.drill import exercise, timeline
+from holdfast.history import run_history
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.sim import goodput, summary
 from holdfast.store.manage import checkpoint_root, checkpoint_tools
@@ -24,7 +25,7 @@ DOCUMENTED: dict[str, type[msgspec.Struct]] = {
     "`status`": run_view.RunView,
     "in `ranks`": run_view.RankView,
     "in `hosts`": run_view.HostView,
-    "in `faults`": run_view.FaultView,
+    "in `faults`": run_history.FaultView,
     "in `spares`": run_view.SpareView,
     "`ls`": ls.Listed,
     "`gc`": gc.RemovedRuns,

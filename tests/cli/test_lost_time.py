@@ -27,7 +27,7 @@ def test_goodput_counts_the_union(made: Made) -> None:
     assert [f.recovered_s for f in view.faults] == [2.25, 2.25]
     assert view.losses == {"start": 1.0, "recovery": 2.25}
     assert view.goodput == pytest.approx(1 - 3.25 / 11, abs=1e-4)
-    assert not watch.story.recovering
+    assert not watch.story.unanswered
     assert "goodput 70.5 % (recovery 2.2 s)" in " ".join(facts(view))
 
 
@@ -70,3 +70,15 @@ def test_each_loss_is_counted_once_under_its_cause(made: Made) -> None:
     assert view.goodput == pytest.approx(1 - (sum(others.values()) + redone) / 100, abs=1e-4)
     said = " ".join(facts(view))
     assert "20 steps lost" in said and f"(steps redone {redone:.0f} s)" in said
+
+
+def test_a_slow_rank_that_a_new_controller_finds_again(made: Made) -> None:
+    """A new controller knows of no straggler, so it reports a known one again, with its ratio of now."""
+    made.settings = msgspec.structs.replace(made.settings, created_at=1000.0)
+    later(made, "session_opened", {"step": 0, "root": "", "generation": "1.1"}, 0.0)
+    slow: dict[str, Field] = {"rank": 1, "busy_s": 0.4, "others_s": 0.1}
+    later(made, "straggler", {**slow, "ratio": 4.0}, 10.0)
+    later(made, "straggler", {**slow, "ratio": 2.0}, 18.0)
+    later(made, "straggler_gone", {"rank": 1}, 22.0)
+    later(made, "run_ended", {"code": 0, "cause": "", "reason": "", "step": 40}, 30.0)
+    assert Watch(made.directory, made.settings).poll().losses == {"slow ranks": 8 * 0.75 + 4 * 0.5}

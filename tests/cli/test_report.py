@@ -9,8 +9,10 @@ import msgspec
 import pytest
 
 from holdfast.cli.screen.fault_report import FaultReport, reports_of, text, write
+from holdfast.cli.screen.run_view import Watch
 from holdfast.core.protocol.messages import Field
 from holdfast.event_log import read
+from holdfast.exit_codes import Exit
 from holdfast.runtime.node.hang_evidence import whole_words
 from holdfast.runtime.node.rundir import log_path
 from tests.cli.command import Run
@@ -187,6 +189,19 @@ def test_a_replacement_with_a_slow_start_is_told_with_its_remedy(
 def test_a_run_that_ended_with_the_fault(tmp_path: Path) -> None:
     (report,) = faulty(tmp_path, "exception", "ValueError: no", signal=None, recovered=False)
     assert not report.recovered and report.ended == "FAILED: over"
+    assert "until the run ended" in text(report)
+
+
+def test_a_run_that_its_agent_ended_alone(tmp_path: Path) -> None:
+    """No controller could be kept, so the log has no ``run_ended``: status and report both say that it is over."""
+    made = Made(tmp_path, "it")
+    made.start(0, 1)
+    made.journal.append("session_opened", {"step": 0, "root": "", "generation": "1.1"})
+    made.journal.append("detected", FAULT)
+    made.journal.append("agent_ended", {"code": int(Exit.INTERNAL), "step": 20})
+    (report,) = reports_of(made.directory, made.settings, read(made.directory.journal).events)
+    assert Watch(made.directory, made.settings).poll().reason == "no controller could be kept"
+    assert report.ended == "INTERNAL: no controller could be kept"
     assert "until the run ended" in text(report)
 
 

@@ -18,10 +18,11 @@ from holdfast.cli.screen.run_lookup import find_run
 from holdfast.cli.screen.run_summary import again, alike, facts, fault_text, kept, named
 from holdfast.cli.screen.run_view import RunView, Watch
 from holdfast.core.ids import Generation, MemberId
-from holdfast.core.protocol.messages import Field
+from holdfast.core.job.log_replay import ReplayedState
+from holdfast.core.protocol.messages import Field, LogRecord
 from holdfast.core.protocol.status_page import Phase, Word
 from holdfast.errors import UsageError
-from holdfast.event_log import EventLog, Said
+from holdfast.event_log import EventLog, Said, read
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import PAGE, Endpoint, RunDir, log_path, write_private
 from holdfast.runtime.node.status_page import Page, committed_step, each_page
@@ -316,6 +317,20 @@ def test_what_the_same_command_goes_on_with(made: Made) -> None:
     assert kept(cut_off) == "newest checkpoint: step 39", "what another host has saved is not known here"
     (made.directory.path / "checkpoints").mkdir()
     assert again(view_of(made)).startswith(f"HOLDFAST_CHECKPOINT={made.directory.checkpoints} and the same")
+
+
+@pytest.mark.parametrize(("back_to", "kept_step"), [(25, 25), (0, -1)])
+def test_a_checkpoint_that_could_not_be_loaded_is_not_kept(made: Made, back_to: int, kept_step: int) -> None:
+    """The controller counts from the step at which the sessions opened again, and so does status."""
+    made.start(0, 1)
+    made.journal.append("session_opened", {"step": 30, "root": "", "generation": "1.1"})
+    made.journal.append("sealed", {"step": 39, "directory": "step-00000039.it", "generation": "1.1"})
+    made.start(1, 3, n=2)
+    made.journal.append("session_opened", {"step": back_to, "root": "", "generation": "1.2"})
+    view = Watch(made.directory, made.settings).poll()
+    records = [LogRecord(kind=e.kind, data=e.data) for e in read(made.directory.journal).events]
+    assert view.sealed_step == ReplayedState.read(records).sealed_step == back_to
+    assert (view.kept_step, view.found_step) == (kept_step, 30)
 
 
 def test_without_a_session_there_is_nothing_to_save(made: Made) -> None:

@@ -14,6 +14,7 @@ from holdfast.drill.failure_excerpt import LINES_MAX, TRACEBACK, Excerpt, failed
 from holdfast.errors import ScriptError
 from holdfast.event_log import Event
 from holdfast.exit_codes import Exit
+from tests.cli.test_status import FAULT, TIMES
 
 
 def event(name: str, **data: object) -> Event:
@@ -35,11 +36,12 @@ def test_the_end_of_a_log_begins_at_its_last_traceback(tmp_path: Path) -> None:
 
 def test_who_failed_first_by_itself_since_the_last_recovery() -> None:
     def fault(kind: str, rank: int) -> Event:
-        return event("detected", kind=kind, rank=rank)
+        return event("detected", **{**FAULT, "kind": kind, "rank": rank})
 
-    started = event("generation_started", in_place=False, attempt=2)
-    in_place = event("generation_started", in_place=True, attempt=2)
-    recovered = event("recovered")
+    seats = {"generation": "1.2", "attempt": 2, "members": [1, 2]}
+    started = event("generation_started", in_place=False, **seats)
+    in_place = event("generation_started", in_place=True, **seats)
+    recovered = event("recovered", **{**FAULT, **TIMES}, steps_lost=0)
     assert failed_first([]) is None
     assert failed_first([started, fault("signal", 0)]) is None
     assert failed_first([started, fault("exception", 0), in_place, recovered, fault("signal", 1)]) is None

@@ -8,13 +8,13 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import cast
 
 import pytest
 
 from holdfast import event_log
 from holdfast.core.launch_environment import ProcessPlace
+from holdfast.core.protocol.messages import KvReply
 from holdfast.errors import UnsupportedError, UsageError
 from holdfast.runtime.worker.library_mode import agree_on_root, join_or_start_agent
 from holdfast.runtime.worker.worker_client import WorkerClient
@@ -155,9 +155,9 @@ def test_ranks_that_save_to_different_places_are_refused() -> None:
     class Keys:
         rank = 1
 
-        def kv(self, op: str, keys: tuple[str, ...], value: bytes) -> SimpleNamespace:
+        def kv(self, op: str, keys: tuple[str, ...], value: bytes) -> KvReply:
             stored.append(value)
-            return SimpleNamespace(value=stored[0])
+            return KvReply(request_id=0, value=stored[0])
 
     client = cast(WorkerClient, Keys())
     agree_on_root(client, "/a/device0/ckpts")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from torch import nn
 import holdfast
 from holdfast import event_log
 from holdfast.errors import UsageError
+from holdfast.session.api import open_session
+from holdfast.session.arguments import checked
+from holdfast.session.settings import FACE_OPTIONS, SessionOptions, SessionSettings
 from tests.session.launch import run_job
 
 pytestmark = pytest.mark.torch
@@ -58,6 +62,25 @@ def test_arguments_that_are_missing_or_have_no_name() -> None:
     load: Any = holdfast.load
     with pytest.raises(UsageError, match=r"holdfast.load\(\) has no argument 'strct'; did you mean strict\?"):
         load("x", nn.Linear(2, 2), strct=False)
+
+
+def test_a_face_of_another_framework_shows_and_checks_the_arguments_of_a_session() -> None:
+    @checked("face.session", FACE_OPTIONS)
+    def session(model: Any, *, slices: int = 0, **options: Unpack[SessionOptions]) -> SessionSettings:
+        return SessionSettings(**options)
+
+    whole = inspect.signature(open_session).parameters
+    shown = inspect.signature(session).parameters
+    assert list(shown) == ["model", "slices", *SessionOptions.__annotations__]
+    for name in SessionOptions.__annotations__:
+        assert shown[name].default == whole[name].default, name
+        assert re.search(rf"\b{name}\b", open_session.__doc__ or ""), name
+    assert session(nn.Linear(2, 2), seed=3).seed == 3
+    made: Any = session
+    with pytest.raises(
+        UsageError, match=r"face.session\(\) has no argument 'checkpiont'; did you mean checkpoint\?"
+    ):
+        made(nn.Linear(2, 2), checkpiont="x")
 
 
 def test_a_misspelled_word_for_resume_is_answered_with_the_right_one(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from holdfast import event_log
+from holdfast.history.run_history import RunHistory
 from holdfast.runtime.node.run_settings import SETTINGS_FILE, RunSettings
 from holdfast.runtime.node.rundir import RunDir, last_lines, log_path
 from holdfast.runtime.node.spawn import log_root
@@ -57,15 +58,8 @@ def last_words(directory: Path) -> list[Excerpt]:
 
 def failed_first(events: Iterable[event_log.Event]) -> tuple[int, int] | None:
     """Return attempt and rank of the first fault since the last recovery that the rank caused itself."""
-    attempt, faults = 0, list[tuple[str, int, int]]()
-    for event in events:
-        if event.kind == "generation_started" and not event.data["in_place"]:
-            attempt = int(event.data["attempt"])
-        elif event.kind == "detected":
-            faults.append((str(event.data["kind"]), attempt, int(event.data["rank"])))
-        elif event.kind == "recovered":
-            faults.clear()
-    return next(((at, rank) for kind in OWN_DOING for own, at, rank in faults if own == kind), None)
+    faults = RunHistory.read(events).unanswered
+    return next(((f.attempt, f.rank) for kind in OWN_DOING for f in faults if f.kind == kind), None)
 
 
 def text(excerpts: Sequence[Excerpt]) -> str:

@@ -9,6 +9,7 @@ import msgspec
 
 from holdfast import event_log
 from holdfast.core.protocol.status_page import Phase, Word
+from holdfast.history.run_history import RunHistory
 from holdfast.runtime.node.process_info import alive
 from holdfast.runtime.node.rundir import PAGE
 from holdfast.runtime.node.status_page import each_page
@@ -36,10 +37,13 @@ class ObservedRun:
         self.directory = directory
         self._follower = event_log.Follower(directory / "events.jsonl")
         self.events: list[event_log.Event] = []
+        self._history = RunHistory()
 
     def poll(self) -> None:
         """Read new events."""
-        self.events += self._follower.poll()
+        for event in self._follower.poll():
+            self.events.append(event)
+            self._history.take(event)
 
     def all_of(self, kind: str) -> list[event_log.Event]:
         """Return the events of one kind."""
@@ -48,7 +52,7 @@ class ObservedRun:
     @property
     def ended(self) -> bool:
         """True if the event log has the end of the run."""
-        return bool(self.events) and self.events[-1].kind == "run_ended"
+        return self._history.ended is not None
 
     def workers(self) -> dict[int, PageSeen]:
         """Return the living workers by rank."""

@@ -20,6 +20,7 @@ from holdfast.drill.fault_spec import InjectedFault
 from holdfast.drill.inject import Injected, InjectionPlan, read_injected
 from holdfast.drill.observer import ObservedRun
 from holdfast.errors import ScriptError
+from holdfast.history.run_history import RunHistory
 from holdfast.runtime.agent.worker_processes import sweep
 from holdfast.runtime.node.process_info import kill_if
 from holdfast.runtime.node.run_settings import SETTINGS_FILE
@@ -46,6 +47,16 @@ class Outcome:
     events: list[event_log.Event]
     root: str
     stalled: bool
+
+    @staticmethod
+    def read(directory: Path, code: int, duration_s: float, *, stalled: bool) -> Outcome:
+        """Return the outcome of the run in ``directory``, from its event log and the log of the injector."""
+        events = event_log.read(directory / "events.jsonl").events
+        history = RunHistory.read(events)
+        injected = read_injected(injected_path(directory))
+        return Outcome(
+            directory, code, history.step, duration_s, injected, events, root=history.root, stalled=stalled
+        )
 
     @property
     def log(self) -> Path:
@@ -105,7 +116,7 @@ class Runner:
                 injector.wait()
         if stalled:
             end(launcher, directory)
-        return self._outcome(directory, launcher.wait(), time.monotonic() - started_s, stalled)
+        return Outcome.read(directory, launcher.wait(), time.monotonic() - started_s, stalled=stalled)
 
     def _wait_made(self, directory: Path, launcher: subprocess.Popen[bytes]) -> None:
         while not (directory / SETTINGS_FILE).exists():
@@ -137,21 +148,6 @@ class Runner:
             self._progress(directory.name, step, len(read_injected(injected_path(directory))))
             time.sleep(POLL_S)
         return True
-
-    def _outcome(self, directory: Path, code: int, duration_s: float, stalled: bool) -> Outcome:
-        events = event_log.read(directory / "events.jsonl").events
-        ended = [event for event in events if event.kind == "run_ended"]
-        opened = [event for event in events if event.kind == "session_opened"]
-        return Outcome(
-            directory=directory,
-            code=code,
-            step=int(ended[-1].data["step"]) if ended else 0,
-            duration_s=duration_s,
-            injected=read_injected(injected_path(directory)),
-            events=events,
-            root=str(opened[-1].data["root"]) if opened else "",
-            stalled=stalled,
-        )
 
 
 def launch(

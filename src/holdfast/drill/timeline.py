@@ -1,7 +1,7 @@
 """One line per fault, made from the injected faults and the event log (pure).
 
-Times are seconds from the fault itself, by the injector's clock, to the event of each phase. A fault during a recovery
-starts the recovery again. So the last occurrence of a phase counts, except for the first two phases.
+Times are seconds from the fault itself, by the injector's clock, to the event of each phase. If a second fault comes
+during the recovery, the same occurrences of the phases count as in the report of the run (``core.job.fault.reach``).
 """
 
 from __future__ import annotations
@@ -10,12 +10,10 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from holdfast.core.job.fault import SEEN
+from holdfast.core.job.fault import SEEN, reach
 from holdfast.drill.fault_spec import FLIPS
 from holdfast.drill.inject import Injected
 from holdfast.event_log import Event
-
-_FIRST_COUNTS = SEEN[:2]
 
 
 class InjectedFaultReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,8 +70,8 @@ def _report(fault: Injected, start_s: float, events: Sequence[Event]) -> Injecte
     times: dict[str, float] = {}
     decision, action, in_doubt, steps_lost = "none", "", 0, 0
     for event in events:
-        if event.kind in SEEN and not (event.kind in _FIRST_COUNTS and event.kind in times):
-            times[event.kind] = round(event.t_mono - start_s, 6)
+        if event.kind in SEEN:
+            reach(times, event.kind, round(event.t_mono - start_s, 6))
         if event.kind == "planned":
             steps_lost = max(steps_lost, fault.committed_step - int(event.data["step"]))
             in_doubt += int(event.data["in_doubt"])

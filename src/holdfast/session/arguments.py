@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import ParamSpec, TypeVar
 
 from holdfast.errors import UsageError
@@ -17,18 +17,25 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def checked(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def checked(
+    name: str, options: Sequence[inspect.Parameter] = ()
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Make a public function refuse a call that does not fit its arguments.
 
     Args:
         name: by which the user calls the function.
+        options: the keyword parameters that the function takes as ``**options``.
 
     Returns:
-        A decorator. The decorated function raises UsageError where Python would raise a TypeError.
+        A decorator. The decorated function raises UsageError where Python would raise a TypeError, and its signature
+        shows the options.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(function)
+        if options:
+            own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+            signature = signature.replace(parameters=[*own, *options])
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -38,6 +45,7 @@ def checked(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
                 raise _refusal(name, signature, list(kwargs), str(error)) from None
             return function(*args, **kwargs)
 
+        call.__signature__ = signature  # type: ignore[attr-defined]  # for ``help``
         return call
 
     return decorate

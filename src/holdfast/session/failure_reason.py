@@ -12,7 +12,6 @@ from holdfast.errors import HoldfastError
 from holdfast.runtime.worker.worker_client import WorkerClient
 
 WHY_LENGTH_MAX = 4000
-KEY_TIMEOUT_S = 600.0
 
 
 def tell_why(client: WorkerClient | None, key: str, rank: int, error: Exception) -> None:
@@ -29,7 +28,7 @@ def hear_why(client: WorkerClient | None, key: str) -> tuple[str, str]:
 
     If a fault came before any rank wrote one, the message only names the log.
     """
-    value = client.kv("get", (key,), timeout_s=KEY_TIMEOUT_S).value if client is not None else b""
+    value = client.kv("get", (key,)).value if client is not None else b""
     if not value:
         return "another rank cannot, its log says why", ""
     message, hint = json.loads(value)

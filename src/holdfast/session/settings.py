@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 import os
 from numbers import Real
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any, SupportsIndex, TypedDict
 
 from holdfast.errors import UsageError
 from holdfast.session.steps.nonfinite import checked_mode
 from holdfast.store.backends.location import Place, Url, absolute
-from holdfast.store.manage.retention import KeepPolicy, Kept, retention, save_policies
+from holdfast.store.manage.retention import KeepPolicy, Kept, SaveWhen, retention, save_policies
 
 _TEXTS = {
     "checkpoint": "checkpoint='ckpts/', or None",
@@ -20,22 +21,37 @@ _TEXTS = {
 }
 
 
+class SessionOptions(TypedDict, total=False):
+    """The arguments that all faces of a session have. They are described at ``holdfast.session``."""
+
+    checkpoint: str | os.PathLike[str] | None
+    resume: str
+    seed: int
+    save: SaveWhen
+    save_every_steps: int | None
+    save_every_s: float | None
+    keep: Kept
+    copies: int
+    exit_file: str | os.PathLike[str] | None
+    grace_s: float | None
+
+
 class SessionSettings:
     """Checked arguments of :func:`holdfast.session` that do not concern the framework."""
 
     def __init__(
         self,
         *,
-        checkpoint: str | os.PathLike[str] | None,
-        resume: str,
-        seed: int,
-        save_every_steps: int | None,
-        save_every_s: float | None,
-        keep: Kept,
+        checkpoint: str | os.PathLike[str] | None = None,
+        resume: str = "auto",
+        seed: int = 0,
+        save: SaveWhen = None,
+        save_every_steps: int | None = None,
+        save_every_s: float | None = None,
+        keep: Kept = 3,
         copies: int = 1,
-        exit_file: str | os.PathLike[str] | None,
-        grace_s: float | None,
-        save: object = None,
+        exit_file: str | os.PathLike[str] | None = None,
+        grace_s: float | None = None,
         memory: int | None = None,
         verify_block: int = 0,
         verify_ranks: int = 0,
@@ -59,6 +75,13 @@ class SessionSettings:
         self.verify_data = bool(verify_data)
         self.nonfinite = checked_mode(nonfinite)
         self.memory = None if memory is None else _whole("memory", memory, 0)
+
+
+FACE_OPTIONS = [
+    each
+    for each in inspect.signature(SessionSettings).parameters.values()
+    if each.name in SessionOptions.__annotations__
+]
 
 
 def extras_of(state: object) -> dict[str, Any]:

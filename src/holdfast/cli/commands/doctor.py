@@ -25,6 +25,7 @@ from holdfast.cli.start.preflight import no_processes_for
 from holdfast.core.protocol.status_page import FILE_SIZE_BYTES
 from holdfast.errors import HoldfastError, StoreError
 from holdfast.exit_codes import Exit
+from holdfast.history.run_history import RunHistory
 from holdfast.runtime.net.connection_limits import LIMIT_MAX
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import SHARED_MEMORY
@@ -276,16 +277,12 @@ def _directory(path: Path) -> DoctorFinding:
 
 def _losses(log: Path) -> list[DoctorFinding]:
     """Return what a run loses with one rank, by its newest valid checkpoint."""
-    roots = [
-        str(e.data["root"])
-        for e in event_log.read(log).events
-        if e.kind == "session_opened" and e.data["root"]
-    ]
-    if not roots:
+    root = RunHistory.read(event_log.read(log).events).root
+    if not root:
         return [DoctorFinding("a lost rank", "poor", "costs everything: no session has told where it saves")]
-    findings = [_checkpoints(place_of(roots[-1]))]
+    findings = [_checkpoints(place_of(root))]
     try:
-        newest = Root(roots[-1]).newest_valid().require()
+        newest = Root(root).newest_valid().require()
         found = holdings(place_of(newest.path))
     except HoldfastError as error:
         what = f"not known before the first checkpoint: {error.message}"

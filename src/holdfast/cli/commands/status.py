@@ -17,10 +17,11 @@ from holdfast.cli.screen.escaping import echo_json
 from holdfast.cli.screen.rank_lines import RANKS_SHOWN, rank_parts
 from holdfast.cli.screen.run_lookup import find_run, name_of, run_argument
 from holdfast.cli.screen.run_summary import again, facts, fault_text, first_line, near
-from holdfast.cli.screen.run_view import FaultView, HostView, RunView, SpareView, Watch
+from holdfast.cli.screen.run_view import HostView, RunView, SpareView, Watch
 from holdfast.cli.screen.scrolling import Scroller
 from holdfast.core.job.fault import SEEN
 from holdfast.exit_codes import Exit
+from holdfast.history.run_history import FaultView
 from holdfast.text import noun_of, ranges, span
 
 WATCH_PERIOD_S = 0.5

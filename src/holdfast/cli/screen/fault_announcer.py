@@ -13,8 +13,9 @@ from itertools import groupby, takewhile
 
 from holdfast.cli.screen.console import Screen
 from holdfast.cli.screen.run_summary import fault_what
-from holdfast.cli.screen.run_view import FaultView, Watch, log_of
+from holdfast.cli.screen.run_view import Watch, log_of
 from holdfast.core.job.fault import LEFT_FOR_RESTART
+from holdfast.history.run_history import FaultView
 from holdfast.runtime.node.rundir import last_lines
 from holdfast.runtime.worker.user_exception import NUMBER
 from holdfast.text import noun_of, plural, ranges
@@ -62,7 +63,7 @@ class FaultAnnouncer:
         if fault.what == LEFT_FOR_RESTART or self._shown(fault.attempt, fault.rank):
             return
         log = log_of(fault, self._watch.directory, self._watch.settings)
-        end = self._watch.story.log_ends.get(fault.member_id)
+        end = self._watch.story.exits.get(fault.member_id, {}).get("log_size_bytes")
         for line in last_lines(log, end=end) if log else ():
             screen.rank(fault.rank, line, always_marked=True)
 

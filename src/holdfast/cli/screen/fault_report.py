@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,13 @@ import msgspec
 
 from holdfast.cli.screen.escaping import shown
 from holdfast.cli.screen.run_summary import fault_place, named
-from holdfast.cli.screen.run_view import FaultView, RunHistory, log_of, repeated
+from holdfast.cli.screen.run_view import log_of, repeated
 from holdfast.core.decide.recovery_phases import NO_PAGE
 from holdfast.core.job.fault import LEFT_FOR_RESTART, SEEN
 from holdfast.core.protocol.status_page import Phase
 from holdfast.event_log import Event
 from holdfast.exit_codes import Exit
+from holdfast.history.run_history import FaultView, RunHistory
 from holdfast.runtime.node.hang_evidence import whole_words
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir, last_lines, write_private
@@ -91,14 +92,13 @@ class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
 class _Case:
     """The events that belong to one fault."""
 
-    def __init__(self, fault: FaultView, detected: Event) -> None:
+    def __init__(self, fault: FaultView, exits: Mapping[int, dict[str, Any]]) -> None:
         self.fault = fault
-        self.detected = detected
+        self._exits = exits
         self.hang: dict[str, Any] = {}
         self.corrupted: dict[str, Any] = {}  # set if copies of the state differed
         self.again: dict[str, int] = {}  # number of corruptions on each suspected node, this one included
         self.events: list[Event] = []
-        self.open = True
 
     def last(self, kind: str) -> dict[str, Any]:
         """Return the data of the newest event of a kind; empty if there is none."""
@@ -106,9 +106,8 @@ class _Case:
 
     @property
     def exited(self) -> dict[str, Any]:
-        """The data of the event for the exit of this fault's process; other ranks may exit in the same recovery."""
-        mine = (e for e in self.all("member_exited") if e.get("member_id") == self.fault.member_id)
-        return next(mine, {})
+        """The data of the event for the exit of this fault's process; empty: it has not exited."""
+        return self._exits.get(self.fault.member_id, {})
 
     @property
     def start_s(self) -> float:
@@ -144,11 +143,10 @@ class IncidentLog:
         self._hang: dict[str, Any] = {}
         self._corrupted: list[dict[str, Any]] = []
         self._bound_s = 0.0
-        self._exits: dict[int, Event] = {}
 
     def take(self, event: Event) -> None:
         """Add one event."""
-        known = len(self._story.faults)
+        known, unanswered = len(self._story.faults), self._story.unanswered
         self._story.take(event)
         if event.kind == "stalled":
             self._bound_s = float(event.data["bound_s"])
@@ -156,10 +154,8 @@ class IncidentLog:
             self._hang = {**event.data, "bound_s": self._bound_s}
         elif event.kind == "corrupted":
             self._corrupted.append(event.data)
-        elif event.kind == "member_exited":
-            self._exits[int(event.data["member_id"])] = event
         for fault in self._story.faults[known:]:
-            case = _Case(fault, event)
+            case = _Case(fault, self._story.exits)
             if fault.kind == "hang" or (fault.kind == "silent" and fault.what == self._hang.get("reason")):
                 case.hang = self._hang
             if fault.kind == "corruption" and self._corrupted:
@@ -168,15 +164,9 @@ class IncidentLog:
                     # A repetition at the same step is caused by the script.
                     steps = {data["step"] for data in self._corrupted if node in data["nodes"]}
                     case.again[node] = len(steps)
-            if fault.member_id in self._exits:
-                case.events.append(self._exits[fault.member_id])
             self._cases.append(case)
-        for case in self._cases:
-            if case.open:
-                case.events.append(event)
-        if event.kind == "recovered":
-            for case in self._cases:
-                case.open &= case.fault.member_id != event.data["member_id"]
+        for fault in [*unanswered, *self._story.faults[known:]]:
+            self._cases[fault.number - 1].events.append(event)
 
     def reports(self) -> list[FaultReport]:
         """Return one report per fault, in the order of detection."""
@@ -185,9 +175,8 @@ class IncidentLog:
     def _report(self, case: _Case) -> FaultReport:
         fault = case.fault
         log = log_of(fault, self._run, self._settings)
-        verdict, planned, saved, ended = (
-            case.last(kind) for kind in ("verdict", "planned", "sealed", "run_ended")
-        )
+        verdict, planned, saved = (case.last(kind) for kind in ("verdict", "planned", "sealed"))
+        ended = self._story.ended if fault in self._story.unanswered else None
         timeline = _timeline(fault, case.hang if fault.kind == "hang" else {})
         return FaultReport(
             name=fault.name,
@@ -203,7 +192,7 @@ class IncidentLog:
             evidence=_evidence(case),
             stacks=[str(self._run.path / name) for name in case.hang.get("stacks", [])],
             log=str(log) if log else "",
-            log_tail=self._log_tail(fault, log),
+            log_tail=self._log_tail(case, log),
             action=fault.action,
             reason=fault.reason,
             decision=_decision(planned, verdict),
@@ -211,17 +200,17 @@ class IncidentLog:
             recovered=fault.recovered_s is not None,
             session=self._story.session,
             lost_s=timeline[-1].at_s if timeline else 0.0,
-            steps_lost=int(case.last("recovered").get("steps_lost", 0)),
+            steps_lost=fault.steps_lost,
             in_doubt=int(planned.get("in_doubt", 0)),
             saved=str(saved.get("directory", "")),
             ended=f"{ended['cause']}: {ended['reason']}" if ended else "",
             next_steps=self._next_steps(case),
         )
 
-    def _log_tail(self, fault: FaultView, log: Path | None) -> list[str]:
-        if log is None or fault.kind not in ("exception", "device", "exit", "signal"):
+    def _log_tail(self, case: _Case, log: Path | None) -> list[str]:
+        if log is None or case.fault.kind not in ("exception", "device", "exit", "signal"):
             return []
-        return last_lines(log, LOG_LINES_MAX, end=self._story.log_ends.get(fault.member_id))
+        return last_lines(log, LOG_LINES_MAX, end=case.exited.get("log_size_bytes"))
 
     def _next_steps(self, case: _Case) -> list[str]:
         fault = case.fault

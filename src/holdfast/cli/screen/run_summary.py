@@ -9,11 +9,12 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.cli.screen.run_view import FaultView, RunView
+from holdfast.cli.screen.run_view import RunView
 from holdfast.core.decide.recovery_phases import NO_PAGE
 from holdfast.core.job.fault import LEFT_FOR_RESTART
 from holdfast.core.protocol.status_page import Phase
 from holdfast.exit_codes import Exit
+from holdfast.history.run_history import FaultView
 from holdfast.runtime.worker.user_exception import NUMBER
 from holdfast.text import noun_of, plural, ranges, span
 

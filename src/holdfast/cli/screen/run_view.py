@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
-from holdfast.cli.screen.lost_time import LostTime
 from holdfast.core.ids import Generation, NodeId
-from holdfast.core.job.fault import SEEN, UNTIL_WHOLE
 from holdfast.core.job.membership import node_order
 from holdfast.core.protocol.status_page import Phase, Word
-from holdfast.event_log import Event, Follower
+from holdfast.event_log import Follower
 from holdfast.exit_codes import MEANING, Exit
+from holdfast.history.run_history import FaultView, RunHistory
 from holdfast.runtime.node.process_info import age_s, alive, stopped
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import PAGE, SPARE_PAGE, RunDir, log_path
@@ -59,35 +58,6 @@ class SpareView(msgspec.Struct):
     pid: int
     where: str
     age_s: float
-
-
-class FaultView(msgspec.Struct):
-    """One fault. ``phases``: seconds from the fault to the end of each phase of its recovery."""
-
-    number: int
-    at: float  # Unix time
-    rank: int
-    member_id: int
-    kind: str
-    phase: str
-    step: int
-    attempt: int
-    what: str
-    node: str = ""
-    action: str = ""
-    reason: str = ""
-    phases: dict[str, float] = {}
-    steps_lost: int = 0
-
-    @property
-    def name(self) -> str:
-        """The name of the fault, such as ``F003``."""
-        return f"F{self.number:03d}"
-
-    @property
-    def recovered_s(self) -> float | None:
-        """Seconds from the fault to the next committed step, None before that step."""
-        return self.phases.get("resumed")
 
 
 def repeated(faults: Sequence[FaultView], fault: FaultView) -> str:
@@ -160,245 +130,6 @@ class RunView(msgspec.Struct):
     losses: dict[str, float] = {}
 
 
-class RunHistory:
-    """The history of a run, from the events of its log."""
-
-    def __init__(self) -> None:
-        self.attempt = -1
-        self.generation = ""
-        self.members: dict[int, int] = {}  # member id -> rank, of the newest generation
-        self._nodes: dict[int, str] = {}  # by member id
-        # Attempt, rank -> local rank by node, oldest first
-        self.places: dict[tuple[int, int], dict[str, int]] = {}
-        self.session = False
-        self.cut_off = False
-        self.root = ""
-        self.step = 0
-        self.steps_lost = 0
-        self.sealed_step = -1
-        self.found_step = -1  # step of the checkpoint at the start of the run
-        self.exiting = ""
-        self.notices: dict[str, dict[str, float | None]] = {}  # deadline by node and source
-        self.agreed_step = -1  # the step at which all ranks leave
-        self.cancels: list[bool] = []  # answers to cancellations of an exit
-        self.ended: dict[str, Any] | None = None
-        self.ended_at = self.heard_at = 0.0
-        self.faults: list[FaultView] = []
-        self.warnings: list[str] = []
-        self.saves: list[str] = []  # one line for each complete checkpoint
-        self._save_s = 0.0  # duration of the share that was written last
-        self._unsaved_step = -1
-        # Stragglers: rank -> ratio, and median of its steps in s
-        self.slow: dict[int, tuple[float, float]] = {}
-        self.hosts: dict[str, str] = {}  # of several: name -> why it is gone; empty: it is connected
-        self.log_ends: dict[int, int] = {}  # member id -> size in bytes of its log when it ended
-        self.losses = LostTime()
-        self._open: list[tuple[FaultView, float]] = []  # with its time, CLOCK_MONOTONIC
-
-    @property
-    def left(self) -> bool:
-        """True if this node has left a job that continues on other nodes."""
-        return self.ended is not None and bool(self.ended.get("left"))
-
-    @property
-    def recovering(self) -> bool:
-        """True while a fault is being answered."""
-        return bool(self._open)
-
-    @property
-    def last_fault(self) -> FaultView | None:
-        """The newest fault."""
-        return self.faults[-1] if self.faults else None
-
-    def take(self, event: Event) -> None:
-        """Add one event of any kind; unknown kinds are ignored."""
-        self.heard_at = max(self.heard_at, event.t_wall)
-        self.losses.take(event)
-        fold = getattr(self, f"_on_{event.kind}", None)
-        if fold is not None:
-            fold(event, event.data)
-        if event.kind in SEEN and event.kind != "detected":
-            for fault, at_mono_s in self._open:
-                if event.kind in UNTIL_WHOLE or event.kind not in fault.phases:
-                    fault.phases[event.kind] = round(event.t_mono - at_mono_s, 6)
-
-    def _on_generation_started(self, event: Event, data: dict[str, Any]) -> None:
-        self.generation = str(data["generation"])
-        if not data.get("in_place"):
-            self.attempt = int(data["attempt"])
-            self.members = {int(m): rank for rank, m in enumerate(data["members"])}
-            self.slow.clear()
-        self._seat(range(len(data["members"])), data)
-
-    def _on_members_replaced(self, event: Event, data: dict[str, Any]) -> None:
-        self._seat(data["ranks"], data)
-        self.members |= dict(zip(data["members"], data["ranks"], strict=True))
-        for rank in data["ranks"]:
-            self.slow.pop(rank, None)
-        for fault, _ in self._open:
-            # Lost before its join: no new decision is made.
-            if not fault.action and fault.rank in data["ranks"]:
-                fault.action = "replace"
-                fault.reason = "it was lost before it had joined: the decision stands"
-
-    def _seat(self, ranks: Iterable[int], data: dict[str, Any]) -> None:
-        nodes = data.get("nodes", ())  # older versions have written less
-        self._nodes.update(zip(data["members"], nodes, strict=False))
-        for rank, node, local_rank in zip(ranks, nodes, data.get("local_ranks", ()), strict=False):
-            self.places.setdefault((self.attempt, rank), {})[node] = local_rank
-
-    def _on_detected(self, event: Event, data: dict[str, Any]) -> None:
-        ago_s = float(data["detected_s"])
-        fault = FaultView(
-            number=len(self.faults) + 1,
-            at=event.t_wall - ago_s,
-            rank=int(data["rank"]),
-            member_id=int(data["member_id"]),
-            kind=str(data["kind"]),
-            phase=str(data["phase"]),
-            step=int(data["step"]),
-            attempt=max(self.attempt, 0),
-            what=str(data["what"]),
-            node=self._nodes.get(int(data["member_id"]), ""),
-            phases={"detected": round(ago_s, 6)},
-        )
-        self.faults.append(fault)
-        self._open.append((fault, event.t_mono - ago_s))
-
-    def _on_member_exited(self, event: Event, data: dict[str, Any]) -> None:
-        if "log_size_bytes" in data:
-            self.log_ends[int(data["member_id"])] = int(data["log_size_bytes"])
-
-    def _on_straggler(self, event: Event, data: dict[str, Any]) -> None:
-        self.slow[int(data["rank"])] = float(data["ratio"]), float(data["busy_s"])
-
-    def _on_agent_joined(self, event: Event, data: dict[str, Any]) -> None:
-        self.hosts[str(data["node"])] = ""
-
-    def _on_node_lost(self, event: Event, data: dict[str, Any]) -> None:
-        self.hosts[str(data["node"])] = "lost"
-
-    def _on_node_left(self, event: Event, data: dict[str, Any]) -> None:
-        self.hosts[str(data["node"])] = "has left"
-        self.notices.pop(str(data["node"]), None)
-
-    def _on_node_leaves(self, event: Event, data: dict[str, Any]) -> None:
-        left_s = data.get("left_s")
-        due_at = None if left_s is None else event.t_wall + float(left_s)
-        self.notices.setdefault(str(data["node"]), {})[str(data["source"])] = due_at
-
-    def _on_node_stays(self, event: Event, data: dict[str, Any]) -> None:
-        self.notices.get(str(data["node"]), {}).pop(str(data["source"]), None)
-
-    def leaves(self, node: str) -> tuple[list[str], float | None]:
-        """Return the sources of this node's current notices, and the first deadline (Unix time)."""
-        notices = self.notices.get(node, {})
-        return sorted(notices), min((at for at in notices.values() if at is not None), default=None)
-
-    def ranks_on(self, node: str) -> list[int]:
-        """Return the ranks that were last placed on this node, according to this log."""
-        newest = {rank: member for member, rank in sorted(self.members.items())}
-        return sorted(rank for rank, member in newest.items() if self._nodes.get(member) == node)
-
-    def _on_straggler_gone(self, event: Event, data: dict[str, Any]) -> None:
-        self.slow.pop(int(data["rank"]), None)
-
-    def _on_planned(self, event: Event, data: dict[str, Any]) -> None:
-        self.step = max(self.step, int(data["step"]))
-
-    def _on_verdict(self, event: Event, data: dict[str, Any]) -> None:
-        for fault, _ in self._open:
-            fault.action, fault.reason = str(data["action"]), str(data["reason"])
-
-    def _on_restored(self, event: Event, data: dict[str, Any]) -> None:
-        self.step = int(data["step"])
-        self.steps_lost += int(data["steps_lost"])
-
-    def _on_recovered(self, event: Event, data: dict[str, Any]) -> None:
-        for fault, _ in self._open:
-            if fault.member_id == data["member_id"]:
-                fault.phases = {phase: float(data[f"{phase}_s"]) for phase in SEEN}
-                fault.steps_lost = int(data["steps_lost"])
-        self._open = [(fault, at) for fault, at in self._open if fault.member_id != data["member_id"]]
-
-    def _on_session_opened(self, event: Event, data: dict[str, Any]) -> None:
-        if not self.session:
-            self.found_step = int(data.get("step", 0)) or -1
-        self.session = True
-        self.root = str(data.get("root", ""))
-        self.step = max(self.step, int(data.get("step", 0)))
-
-    def _on_saved(self, event: Event, data: dict[str, Any]) -> None:
-        self._save_s = float(data["duration_s"])
-        if data["error"] and data["step"] != self._unsaved_step:  # the other ranks report the same
-            self._unsaved_step = int(data["step"])
-            self.warnings.append(f"rank {data['rank']} could not save step {data['step']}: {data['error']}")
-
-    def _on_sealed(self, event: Event, data: dict[str, Any]) -> None:
-        self.sealed_step = max(self.sealed_step, int(data["step"]))
-        self.saves.append(f"saved step {data['step']} ({data.get('save_kind', '')}) in {self._save_s:.2f} s")
-
-    def _on_exit_requested(self, event: Event, data: dict[str, Any]) -> None:
-        self.exiting = str(data["source"])
-
-    def _on_exit_agreed(self, event: Event, data: dict[str, Any]) -> None:
-        self.agreed_step = int(data["step"])
-
-    def _on_exit_cancelled(self, event: Event, data: dict[str, Any]) -> None:
-        self.cancels.append(bool(data["done"]))
-        self.exiting = "" if data["done"] else self.exiting
-
-    def _on_finished(self, event: Event, data: dict[str, Any]) -> None:
-        self.step = max(self.step, int(data["step"]))
-
-    def _on_root_not_shared(self, event: Event, data: dict[str, Any]) -> None:
-        nodes = ", ".join(data["nodes"])
-        self.warnings.append(
-            f"{data['root']} is not the same directory on {nodes}: checkpoints of several nodes need shared storage, "
-            "without it a lost node costs everything"
-        )
-
-    def _on_versions_differ(self, event: Event, data: dict[str, Any]) -> None:
-        text = (
-            f"{data['what']} is {data['here']} on this host, {data['there']} on {data['node']}: they may compute "
-            "differently; install the same on every host"
-        )
-        if text not in self.warnings:  # a successor of the agent meets the others again
-            self.warnings.append(text)
-
-    def _on_no_majority(self, event: Event, data: dict[str, Any]) -> None:
-        self.cut_off = True
-        self.warnings.append(f"{data['reason']}: sealing what is committed here, then leaving")
-
-    def _on_stood_still(self, event: Event, data: dict[str, Any]) -> None:
-        self.warnings.append(
-            f"the processes of this host stood still for {data['stood_s']:.0f} s (frozen, suspended, or without a "
-            "CPU): the other hosts may have given it up and gone on"
-        )
-
-    def _on_zygote_unusable(self, event: Event, data: dict[str, Any]) -> None:
-        self.warnings.append(f"every worker starts from scratch, which takes longer: {data['reason']}")
-
-    def _on_spares_given_up(self, event: Event, data: dict[str, Any]) -> None:
-        self.warnings.append(
-            f"no spare can be built on {data['node']} ({data['why']}): lost workers are replaced without; "
-            "see spares/ in the run directory"
-        )
-
-    def _on_agent_ended(self, event: Event, data: dict[str, Any]) -> None:
-        self.step = max(self.step, int(data.get("step", 0)))
-        # An agent that gave up on controllers ends the run alone; otherwise the run has already ended.
-        if self.ended is None:
-            self.ended, self.ended_at = (
-                {"code": data["code"], "reason": "no controller could be kept"},
-                event.t_wall,
-            )
-
-    def _on_run_ended(self, event: Event, data: dict[str, Any]) -> None:
-        self.ended, self.ended_at = data, event.t_wall
-        self.step = max(self.step, int(data.get("step", 0)))
-
-
 class Watch:
     """The state of one run, read repeatedly: each time only new events are read."""
 
@@ -443,7 +174,7 @@ class Watch:
         now = story.ended_at or time.time()
         code = None if story.ended is None else int(story.ended["code"])
         state = self._state(ranks)
-        still_s = 0.0 if story.ended or story.recovering else _still_s(ranks)
+        still_s = 0.0 if story.ended or story.unanswered else _still_s(ranks)
         losses = self._losses(now, step, still_s)
         elapsed_s = max(0.0, now - settings.created_at)
         return RunView(
@@ -461,7 +192,7 @@ class Watch:
             step=step,
             steps_lost=story.steps_lost,
             sealed_step=story.sealed_step,
-            kept_step=max(story.sealed_step, story.found_step),
+            kept_step=story.kept_step,
             steps_per_s=self._speed(step) if story.ended is None else None,
             goodput=None if losses is None else round(max(0.0, 1.0 - sum(losses.values()) / elapsed_s), 5),
             still_s=still_s,
@@ -491,7 +222,7 @@ class Watch:
             return "running" if any(r.alive for r in ranks) else "lost"
         if self.settings.several and self.story.attempt < 0:
             return "starting"  # the nodes have not met
-        if self.story.recovering:
+        if self.story.unanswered:
             return "recovering"
         return "exiting" if self.story.exiting else "running"
 
@@ -501,9 +232,9 @@ class Watch:
             view = _rank_view(page)
             if view.rank not in found or view.member_id >= found[view.rank].member_id:
                 found[view.rank] = view
-        for rank, (ratio, usual_s) in self.story.slow.items():
+        for rank, straggler in self.story.losses.slow.items():
             if rank in found:
-                found[rank].slow, found[rank].usual_s = ratio, usual_s
+                found[rank].slow, found[rank].usual_s = straggler.ratio, straggler.busy_s
         return [found[rank] for rank in sorted(found)]
 
     def _hosts(self) -> list[HostView]:

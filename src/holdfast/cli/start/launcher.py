@@ -28,12 +28,13 @@ from holdfast.cli.screen.fault_report import reports_of, write
 from holdfast.cli.screen.log_tail import LogTail
 from holdfast.cli.screen.run_lookup import name_of
 from holdfast.cli.screen.run_summary import again, alike, facts, first_line, named
-from holdfast.cli.screen.run_view import FaultView, RunView, Watch, log_of, repeated
+from holdfast.cli.screen.run_view import RunView, Watch, log_of, repeated
 from holdfast.cli.start.preflight import require_start
 from holdfast.cli.start.run_config import Request
 from holdfast.core.protocol.messages import ExitRun, StopRun
 from holdfast.errors import HoldfastError, InternalError, UsageError, UserError
 from holdfast.exit_codes import Exit
+from holdfast.history.run_history import FaultView
 from holdfast.runtime.agent.run_rotation import bring_checkpoints, put_aside
 from holdfast.runtime.agent.shm_cleanup import remove_forgotten
 from holdfast.runtime.node.agent_client import AgentLink, start_agent

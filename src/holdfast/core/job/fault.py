@@ -7,7 +7,7 @@ times are set again, because what counts for the user is when the job was whole.
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import msgspec
 
@@ -23,6 +23,7 @@ SEEN: tuple[Seen, ...] = get_args(Seen)
 """The phases of a recovery that users see, in their order."""
 UNTIL_WHOLE: tuple[Seen, ...] = ("restored", "resumed")
 """The phases whose last time counts when another fault comes before the job has resumed."""
+P = TypeVar("P", bound=str)
 FaultKind = Literal[
     "signal",
     "exit",
@@ -43,6 +44,14 @@ OUTSIDE_TIMES_MAX = 4
 PLACES = {"starting": "in its start", "left": "after its script had ended"}
 LEFT_FOR_RESTART = "left for a restart"
 """Text for a member that left because of another member's fault, so that its exit does not show the cause."""
+
+
+def reach(times: dict[P, float], phase: P, at_s: float) -> None:
+    """Enter the time at which a recovery has reached a phase: the first one, or the last one of ``UNTIL_WHOLE``."""
+    if phase in UNTIL_WHOLE:
+        times[phase] = at_s
+    else:
+        times.setdefault(phase, at_s)
 
 
 class Fault(msgspec.Struct, kw_only=True):
@@ -84,10 +93,7 @@ class Fault(msgspec.Struct, kw_only=True):
 
     def passes(self, phase: Seen, now: float) -> None:
         """Record that the recovery of this fault has reached ``phase``."""
-        if phase in UNTIL_WHOLE:
-            self.passed[phase] = now
-        else:
-            self.passed.setdefault(phase, now)
+        reach(self.passed, phase, now)
 
     def identity(self) -> dict[str, Field]:
         """Return the fields that name the fault in the event log."""

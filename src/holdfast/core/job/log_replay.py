@@ -69,10 +69,22 @@ class ReplayedState(msgspec.Struct, frozen=True, kw_only=True):
             past = past.after(record)
         return past
 
-    def after(self, record: LogRecord) -> ReplayedState:
-        """Return the state after one more record."""
+    @property
+    def seated_members(self) -> dict[int, MemberId]:
+        """The newest member of each rank."""
+        return {seat.rank: seat.member_id for seat in (*self.seats, *self.newcomers)}
+
+    def after(self, record: LogRecord, at_s: float | None = None) -> ReplayedState:
+        """Return the state after one more record.
+
+        Args:
+            at_s: when it was written, on the reader's clock; None: the writer's clock is the reader's.
+        """
+        data = record.data
+        if at_s is not None and "at_s" in data:
+            data = {**data, "read_s" if record.kind == SNAPSHOT else "at_s": at_s}
         fold = _FOLDS.get(record.kind)
-        return self if fold is None else msgspec.structs.replace(self, **fold(self, record.data))
+        return self if fold is None else msgspec.structs.replace(self, **fold(self, data))
 
     def snapshot(self, now: float) -> LogRecord:
         """Return the whole state as one record, from which a reader may start.

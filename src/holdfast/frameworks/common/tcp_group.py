@@ -45,6 +45,7 @@ from holdfast.runtime.net.connection_limits import ACCEPT_AGAIN_S, BURST, Connec
 from holdfast.runtime.net.stream_sockets import dial, is_local, listen, tune
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir
+from holdfast.runtime.worker.published_values import published
 from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.sealing import (
     KEY_SIZE_BYTES,
@@ -523,7 +524,7 @@ def meet(
             hint=f"read the log of that rank; {START_VARIABLE} gives more seconds",
         )
     return {
-        other: msgspec.json.decode(client.kv("get", (key,)).value, type=GroupAddress)
+        other: msgspec.json.decode(published(client, key, "while the ranks were meeting"), type=GroupAddress)
         for other, key in enumerate(keys)
     }
 

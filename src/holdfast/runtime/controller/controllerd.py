@@ -232,9 +232,8 @@ class ControllerDaemon:
         for event in event_log.read_since(self._run.journal, SNAPSHOT):
             if event.who != "controller":
                 continue
-            at_s = in_time_of(event, wall_s, mono_s)
-            at = {"read_s" if event.kind == SNAPSHOT else "at_s": at_s} if "at_s" in event.data else {}
-            past, lines = past.after(LogRecord(kind=event.kind, data={**event.data, **at})), lines + 1
+            record = LogRecord(kind=event.kind, data=event.data)
+            past, lines = past.after(record, in_time_of(event, wall_s, mono_s)), lines + 1
             term, number = line_of(event)
             if term:
                 data = msgspec.json.encode(event.data)

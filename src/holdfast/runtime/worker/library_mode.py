@@ -42,6 +42,7 @@ from holdfast.runtime.worker.library_nodes import (
     refuse_unknown,
     wait_for_job,
 )
+from holdfast.runtime.worker.published_values import first_published
 from holdfast.runtime.worker.worker_client import WorkerClient
 
 FIRST_GENERATION = Generation(1, 1)
@@ -130,12 +131,11 @@ def agree_on_root(client: WorkerClient, root: str) -> None:
     Raises:
         UsageError: another rank saves to another place.
     """
-    mine = (root or NO_PLACE).encode()
-    first = client.kv("compare_set", ("holdfast/root",), value=mine).value
+    mine = root or NO_PLACE
+    (first,) = first_published(client, "holdfast/root", [mine], "the places where the ranks save were")
     if first != mine:
         raise UsageError(
-            f"rank {client.rank} saves to {mine.decode()}, another rank to {first.decode()}: "
-            "no checkpoint would be complete",
+            f"rank {client.rank} saves to {mine}, another rank to {first}: no checkpoint would be complete",
             hint="give an absolute path that is the same for all ranks: holdfast.session(checkpoint=...)",
         )
 

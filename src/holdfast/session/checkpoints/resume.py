@@ -31,7 +31,6 @@ from holdfast.core.worker.vote import all_equal
 from holdfast.errors import (
     CheckpointInvalid,
     CheckpointMismatch,
-    GroupError,
     HoldfastError,
     InternalError,
     NothingToResume,
@@ -43,8 +42,9 @@ from holdfast.frameworks.common.adapter import StateAdapter
 from holdfast.frameworks.common.imported_checkpoint import import_id
 from holdfast.frameworks.common.weight_selection import beside_the_model, extra_states, joined_values
 from holdfast.runtime.node.file_owners import planted
+from holdfast.runtime.worker.published_values import published
 from holdfast.runtime.worker.worker_client import WorkerClient
-from holdfast.session.failure_reason import KEY_TIMEOUT_S, hear_why, tell_why
+from holdfast.session.failure_reason import hear_why, tell_why
 from holdfast.store.backends.location import Place, place_of
 from holdfast.store.layouts.layout import Catalogue, TensorMeta
 from holdfast.store.manage.checkpoint_root import Found, Root, find
@@ -54,6 +54,7 @@ from holdfast.store.read.validation import Validity
 from holdfast.text import closest, plural
 
 log = logging.getLogger("holdfast")
+LIST_TIMEOUT_S = 600.0  # for the list of rank 0, which may have to look into a slow store
 
 
 class Resumed(NamedTuple):
@@ -291,7 +292,7 @@ class ResumeSearch:
             return look()
         if self._client is None:
             raise InternalError("several ranks without a control plane")
-        key = (f"holdfast/resume/{self._client.generation}",)
+        key = f"holdfast/resume/{self._client.generation}"
         if self._adapter.rank == 0:
             try:
                 found = look()
@@ -303,17 +304,15 @@ class ResumeSearch:
                 }
             except HoldfastError as error:
                 refusal = {"error": error.message, "hint": error.hint, "host": socket.gethostname()}
-                self._client.kv("set", key, json.dumps(refusal).encode())
+                self._client.kv("set", (key,), json.dumps(refusal).encode())
                 raise
-            self._client.kv("set", key, json.dumps(message).encode())
+            self._client.kv("set", (key,), json.dumps(message).encode())
             return found
-        self._client.kv("wait", key, timeout_s=KEY_TIMEOUT_S)
-        reply = self._client.kv("get", key, timeout_s=KEY_TIMEOUT_S)
-        if reply.error == "orphaned":
-            raise GroupError("launcher and agent were lost before rank 0 had said what to resume from")
-        if not reply.ok or reply.error:
-            raise NothingToResume(f"rank 0 did not say what to resume from ({reply.error})")
-        told = json.loads(reply.value)
+        when = "before rank 0 had said what to resume from"
+        said = published(self._client, key, when, wait_s=LIST_TIMEOUT_S)
+        if not said:
+            raise NothingToResume("rank 0 did not say what to resume from (timeout)")
+        told = json.loads(said)
         if "error" in told:
             elsewhere = "" if told["host"] == socket.gethostname() else f"rank 0 on {told['host']}: "
             raise UsageError(f"{elsewhere}{told['error']}", hint=told["hint"])
@@ -339,9 +338,10 @@ class ResumeSearch:
             client.kv("set", (key,), data)
             client.kv("append", (lists,), f"{key} ".encode())  # at worst it is in the list twice
         self._agree([1])  # after this the list of every rank is there
-        known = client.kv("get", (lists,)).value.decode().split()
-        replies = [client.kv("get", (each,)).value for each in sorted(set(known))]
-        return frozenset(name for reply in replies for name in json.loads(zlib.decompress(reply)))
+        when = "while the ranks compared the names of their tensors"
+        known = published(client, lists, when).decode().split()
+        said = [published(client, each, when) for each in sorted(set(known))]
+        return frozenset(name for names in said for name in json.loads(zlib.decompress(names)))
 
     def _why_key(self) -> str:
         return f"holdfast/resume/{self._client.generation}/why" if self._client is not None else ""

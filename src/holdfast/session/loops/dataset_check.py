@@ -9,13 +9,13 @@ checkpoint may be intended (more data), so it only causes a warning.
 
 from __future__ import annotations
 
+import json
 import logging
-from typing import Any
 
-from holdfast.errors import ProtocolError, UsageError
+from holdfast.errors import UsageError
 from holdfast.frameworks.common.adapter import DataIdentity
+from holdfast.runtime.worker.published_values import first_published
 from holdfast.runtime.worker.worker_client import WorkerClient
-from holdfast.store.format.json_values import decode_values, encode_values
 from holdfast.text import plural
 
 log = logging.getLogger("holdfast")
@@ -29,24 +29,19 @@ def compare_with_ranks(client: WorkerClient | None, rank: int, loop: int, mine: 
     Raises:
         UsageError: it has other data.
     """
-    if client is None:
-        return
-    words = encode_values([rank, *mine], "data")
-    reply = client.kv("compare_set", (f"holdfast/data/{loop}",), value=words)
-    if reply.error:
-        log.warning("holdfast: the data of the ranks was not compared: %s", reply.error)
-        return
-    other, *theirs = _words(reply.value)
+    what = "the data of the ranks was"
+    other, *words = first_published(client, f"holdfast/data/{loop}", [rank, *mine], what)
+    theirs = DataIdentity(*words)
     if not mine.shared:
-        _tell_lengths(client, rank, mine.length, int(other), int(theirs[0]))
-    elif difference := mine.differs(DataIdentity(*theirs)):
+        _tell_lengths(client, rank, mine.length, other, theirs.length)
+    elif difference := mine.differs(theirs):
         raise UsageError(
             f"rank {rank} and rank {other} draw from different datasets: here are {difference}",
             hint="give every rank the same dataset (the same files on every node)",
         )
 
 
-def _tell_lengths(client: WorkerClient, rank: int, mine: int, other: int, theirs: int) -> None:
+def _tell_lengths(client: WorkerClient | None, rank: int, mine: int, other: int, theirs: int) -> None:
     """Warn about different lengths, on the first rank that finds them."""
     if mine == theirs:
         return
@@ -55,16 +50,16 @@ def _tell_lengths(client: WorkerClient, rank: int, mine: int, other: int, theirs
         "epoch ends at another step on each rank; give every rank the same dataset with a DistributedSampler, or as "
         "many samples"
     )
-    reply = client.kv("compare_set", (LENGTHS,), value=found.encode())
-    if not reply.error and reply.value == found.encode():
+    if first_published(client, LENGTHS, [found], "the lengths of the ranks' data were") == [found]:
         log.warning("holdfast: %s", found)
 
 
 def repeat_on_first(client: WorkerClient) -> None:
     """Repeat, on rank 0 with its output on the console, the warning of another rank about lengths."""
-    found = client.kv("get", (LENGTHS,)).value.decode()
-    if found and not found.startswith("rank 0 "):
-        log.warning("holdfast: %s", found)
+    said = client.kv("get", (LENGTHS,)).value
+    for found in json.loads(said) if said else ():
+        if not found.startswith("rank 0 "):
+            log.warning("holdfast: %s", found)
 
 
 def compare_with_checkpoint(saved: object, now: DataIdentity) -> None:
@@ -77,10 +72,3 @@ def compare_with_checkpoint(saved: object, now: DataIdentity) -> None:
             "other samples now",
             difference,
         )
-
-
-def _words(data: bytes) -> list[Any]:
-    words = decode_values(data, "data of another rank")
-    if not isinstance(words, list) or len(words) != 4:
-        raise ProtocolError("another rank said nonsense of its data")
-    return words

@@ -19,10 +19,10 @@ from __future__ import annotations
 import logging
 from enum import Enum
 
-from holdfast.errors import ProtocolError, UsageError
+from holdfast.errors import UsageError
 from holdfast.frameworks.common.adapter import StateAdapter
+from holdfast.runtime.worker.published_values import first_published
 from holdfast.runtime.worker.worker_client import WorkerClient
-from holdfast.store.format.json_values import decode_values, encode_values
 from holdfast.store.format.manifest import attempt_key
 from holdfast.text import plural
 
@@ -123,16 +123,9 @@ def compare_bounds(
     Raises:
         UsageError: its loop ends at another step.
     """
-    if client is None or world_size == 1:
-        return
-    reply = client.kv("compare_set", (f"holdfast/until/{loop}",), value=encode_values([rank, end], "bound"))
-    if reply.error:
-        log.warning("holdfast: the ends of the ranks' loops were not compared: %s", reply.error)
-        return
-    words = decode_values(reply.value, "bound of another rank")
-    if not isinstance(words, list) or len(words) != 2:
-        raise ProtocolError("another rank said nonsense of its loop")
-    other, theirs = words
+    peers = client if world_size > 1 else None
+    what = "the ends of the ranks' loops were"
+    other, theirs = first_published(peers, f"holdfast/until/{loop}", [rank, end], what)
     if theirs != end:
         raise UsageError(
             f"loop {loop} of the script ends at step {end} on rank {rank}, and at step {theirs} on rank {other}",
@@ -151,11 +144,12 @@ def compare_turns(
     Raises:
         UsageError: that rank has another number of turns.
     """
-    if client is None or adapter.world_size == 1:
-        return
-    words = encode_values([kind, turns], "turns")
-    reply = client.kv("compare_set", (f"holdfast/turns/{way}",), value=words)
-    if not reply.error and reply.value != words:
+    mine = [kind, turns]
+    peers = client if adapter.world_size > 1 else None
+    if (
+        first_published(peers, f"holdfast/turns/{way}", mine, "the epochs and phases of the ranks were")
+        != mine
+    ):
         raise UsageError(
             f"{kind} has {plural(turns, 'turn')} on rank {adapter.rank}, and another rank has another number",
             hint="give every rank the same s.epochs(N) and s.phase(name), in the same order",

@@ -57,7 +57,7 @@ class ControllerProcess:
         term: the term of the controller.
         alone: True if the controller decides for its own host only, because the host lost the others.
         lost: members that the controller gave up without having read their status pages.
-        seats: the member of each rank, according to the event log so far.
+        past: the state after the lines of the event log so far.
     """
 
     def __init__(self, scene: ControllerScene, host: NodeId, disk: SimDisk, term: int, alone: bool) -> None:
@@ -73,9 +73,8 @@ class ControllerProcess:
         self._homes: dict[MemberId, NodeId] = {}
         self._offsets_s: dict[NodeId, float] = {}
         self._heard_s = 0.0
-        past = disk.read(scene.clock(host))
-        self.seats = {seat.rank: seat.member_id for seat in (*past.seats, *past.newcomers)}
-        self.machine = scene.make_controller(scene.controller_config(disk, host, term, alone), past)
+        self.past = disk.read(scene.clock(host))
+        self.machine = scene.make_controller(scene.controller_config(disk, host, term, alone), self.past)
         driver = SimDriver(scene, host, f"c{term}", self.machine, self._carry_out, self.die)
         driver.journal = self._record
         driver.sync_s = lambda: disk.sync_s(scene.jitter)
@@ -178,12 +177,7 @@ class ControllerProcess:
         if record.kind == "member_lost":
             self.lost.add(MemberId(int(str(record.data["member_id"]))))
         self._scene.decided(self, record)
-        members, ranks = record.data.get("members"), record.data.get("ranks")
-        if record.kind == "generation_started" and isinstance(members, list):
-            self.seats = {rank: MemberId(int(str(member))) for rank, member in enumerate(members)}
-        elif record.kind == "members_replaced" and isinstance(members, list) and isinstance(ranks, list):
-            pairs = zip(ranks, members, strict=True)
-            self.seats |= {int(str(rank)): MemberId(int(str(member))) for rank, member in pairs}
+        self.past = self.past.after(record)
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Finish | StepDown):

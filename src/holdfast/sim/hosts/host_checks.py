@@ -13,6 +13,7 @@ from typing import Protocol, cast
 
 from holdfast.core.decide.decision import committed_floor
 from holdfast.core.ids import Generation, MemberId, NodeId
+from holdfast.core.job.log_replay import ReplayedState
 from holdfast.core.protocol.messages import (
     KillMember,
     LogRecord,
@@ -39,7 +40,7 @@ class DecidingProcess(Protocol):
     term: int
     alone: bool
     lost: set[MemberId]
-    seats: dict[int, MemberId]
+    past: ReplayedState
 
 
 class HostsScene(CheckedScene, Protocol):
@@ -112,7 +113,8 @@ class JudgedView:
     def seated(self) -> dict[int, SimWorker]:
         """The process of each rank, without those that the controller has given up."""
         process, workers = self._process, self._scene.workers
-        seats = process.seats if process is not None else {}  # the order to start a member may have been lost
+        # The order to start a member may have been lost.
+        seats = process.past.seated_members if process is not None else {}
         seated = {rank: workers[member] for rank, member in sorted(seats.items()) if member in workers}
         return {rank: worker for rank, worker in seated.items() if worker.member_id not in self._lost}
 

@@ -12,10 +12,8 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
-import msgspec
-
 from holdfast.core.election import HardState
-from holdfast.core.job.log_replay import SNAPSHOT, ReplayedState
+from holdfast.core.job.log_replay import ReplayedState
 from holdfast.core.protocol.messages import LogRecord
 from holdfast.sim.invariants import Violation
 
@@ -110,8 +108,5 @@ class SimDisk:
         """
         past = ReplayedState()
         for line in self.lines:
-            data = line.record.data
-            name = "read_s" if line.record.kind == SNAPSHOT else "at_s"
-            at = {name: min(line.at_s, now_s)} if "at_s" in data else {}
-            past = past.after(msgspec.structs.replace(line.record, data={**data, **at}))
+            past = past.after(line.record, min(line.at_s, now_s))
         return past

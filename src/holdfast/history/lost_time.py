@@ -10,6 +10,7 @@ remaining time, because all steps are assumed to take equally long.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from holdfast.event_log import Event
 
@@ -17,6 +18,18 @@ START, STILL, RECOVERY, REDONE, SAVING, SLOW, END = (
     "start", "standing still", "recovery", "steps redone", "saving", "slow ranks", "end",
 )  # fmt: skip
 Times = tuple[float, float]  # from, to; Unix time
+
+
+class Straggler(NamedTuple):
+    """A slow rank: since when (Unix time), the ratio of its step time to that of the others, and its median step."""
+
+    since: float
+    ratio: float
+    busy_s: float
+
+    def lost_s(self, until: float) -> float:
+        """Return the part of the time until then in which the others have waited for this rank."""
+        return (1.0 - 1.0 / self.ratio) * max(0.0, until - self.since)
 
 
 class LostTime:
@@ -28,9 +41,8 @@ class LostTime:
         self._still_from = 0.0
         self._still: list[Times] = []
         self._saves: dict[tuple[int, str], float] = {}  # step, kind -> the longest wait of a rank
-        # Rank -> since when, and its share of the time that is lost.
-        self._slow: dict[int, tuple[float, float]] = {}
-        self._slow_s = 0.0
+        self.slow: dict[int, Straggler] = {}  # by rank
+        self._slow_s = 0.0  # of stragglers that are slow no more
 
     def take(self, event: Event) -> None:
         """Add one event of any kind."""
@@ -52,18 +64,20 @@ class LostTime:
                 save = int(data["step"]), str(data["save_kind"])
                 self._saves[save] = max(waited_s, self._saves.get(save, 0.0))
             case "straggler":
-                self._slow.setdefault(int(data["rank"]), (event.t_wall, 1.0 - 1.0 / float(data["ratio"])))
+                rank = int(data["rank"])
+                self._end_slow(event.t_wall, [rank])  # known, and found again by a new controller
+                self.slow[rank] = Straggler(event.t_wall, float(data["ratio"]), float(data["busy_s"]))
             case "straggler_gone":
                 self._end_slow(event.t_wall, [int(data["rank"])])
             case "members_replaced":
                 self._end_slow(event.t_wall, list(data["ranks"]))
             case "generation_started" if not data.get("in_place"):
-                self._end_slow(event.t_wall, list(self._slow))
+                self._end_slow(event.t_wall, list(self.slow))
 
     def _end_slow(self, at: float, ranks: Iterable[int]) -> None:
         for rank in ranks:
-            since, share = self._slow.pop(rank, (at, 0.0))
-            self._slow_s += share * max(0.0, at - since)
+            if rank in self.slow:
+                self._slow_s += self.slow.pop(rank).lost_s(at)
 
     def seconds(
         self, begun: float, now: float, recoveries: Sequence[Times], still_s: float, steps: tuple[int, int]
@@ -79,13 +93,12 @@ class LostTime:
         opened = self._opened_at or now
         still = [*self._still, (now - still_s, now)]
         recovering_s = _covered(recoveries, opened, now)
-        slow_s = self._slow_s + sum(share * max(0.0, now - since) for since, share in self._slow.values())
         found = {
             START: max(0.0, min(opened, now) - begun),
             STILL: _covered([*still, *recoveries], opened, now) - recovering_s,
             RECOVERY: recovering_s,
             SAVING: sum(self._saves.values()),
-            SLOW: slow_s,
+            SLOW: self._slow_s + sum(straggler.lost_s(now) for straggler in self.slow.values()),
             END: max(0.0, now - self._finished_at) if self._finished_at else 0.0,
         }
         left_s = max(0.0, now - begun - sum(found.values()))
