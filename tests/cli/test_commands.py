@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.cli.commands import doctor, gc, ls, stacks
 from holdfast.cli.main import COMMANDS
-from holdfast.cli.screen import fault_report, run_view
+from holdfast.cli.screen import fault_report, host_view, run_view
 from holdfast.drill import exercise, timeline
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.sim import goodput, summary
@@ -23,7 +23,7 @@ TEXT = (Path(__file__).resolve().parents[2] / "docs/commands.md").read_text()
 DOCUMENTED: dict[str, type[msgspec.Struct]] = {
     "`status`": run_view.RunView,
     "in `ranks`": run_view.RankView,
-    "in `hosts`": run_view.HostView,
+    "in `hosts`": host_view.HostView,
     "in `faults`": run_view.FaultView,
     "in `spares`": run_view.SpareView,
     "`ls`": ls.Listed,

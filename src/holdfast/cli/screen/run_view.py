@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import msgspec
 
+from holdfast.cli.screen.host_view import HostHistory, HostView
 from holdfast.cli.screen.lost_time import LostTime
-from holdfast.core.ids import Generation, NodeId
+from holdfast.core.ids import Generation
 from holdfast.core.job.fault import SEEN, UNTIL_WHOLE
-from holdfast.core.job.membership import node_order
 from holdfast.core.protocol.status_page import Phase, Word
 from holdfast.event_log import Event, Follower
 from holdfast.exit_codes import MEANING, Exit
@@ -106,18 +106,6 @@ OUTSIDE = frozenset({"ready", "finished"})  # a standstill, if other ranks are i
 STILL_STEPS, STILL_S = 10, 10.0
 
 
-class HostView(msgspec.Struct):
-    """One host of several. ``gone``: how it left, empty while it is connected, as far as this host knows. ``leaves``:
-    sources of the notices that it will leave. ``leaves_at``: by when (Unix time), None without a deadline.
-    """
-
-    name: str
-    ranks: list[int]
-    gone: str
-    leaves: list[str]
-    leaves_at: float | None
-
-
 class RunView(msgspec.Struct):
     """One run. ``code`` and ``meaning``: after its end. ``goodput``: the share of time that is in none of ``losses``
     (seconds by cause, see ``lost_time.py``), None before the first step. ``still_s``: for how long no rank has made
@@ -178,7 +166,6 @@ class RunHistory:
         self.sealed_step = -1
         self.found_step = -1  # step of the checkpoint at the start of the run
         self.exiting = ""
-        self.notices: dict[str, dict[str, float | None]] = {}  # deadline by node and source
         self.agreed_step = -1  # the step at which all ranks leave
         self.cancels: list[bool] = []  # answers to cancellations of an exit
         self.ended: dict[str, Any] | None = None
@@ -191,7 +178,7 @@ class RunHistory:
         self.slow: dict[
             int, tuple[float, float]
         ] = {}  # stragglers: rank -> ratio, and median of its steps in s
-        self.hosts: dict[str, str] = {}  # of several: name -> why it is gone; empty: it is connected
+        self.hosts = HostHistory(self.warnings)
         self.log_ends: dict[int, int] = {}  # member id -> size in bytes of its log when it ended
         self.losses = LostTime()
         self._open: list[tuple[FaultView, float]] = []  # with its time, CLOCK_MONOTONIC
@@ -215,6 +202,7 @@ class RunHistory:
         """Add one event of any kind; unknown kinds are ignored."""
         self.heard_at = max(self.heard_at, event.t_wall)
         self.losses.take(event)
+        self.hosts.take(event)
         fold = getattr(self, f"_on_{event.kind}", None)
         if fold is not None:
             fold(event, event.data)
@@ -272,29 +260,6 @@ class RunHistory:
 
     def _on_straggler(self, event: Event, data: dict[str, Any]) -> None:
         self.slow[int(data["rank"])] = float(data["ratio"]), float(data["busy_s"])
-
-    def _on_agent_joined(self, event: Event, data: dict[str, Any]) -> None:
-        self.hosts[str(data["node"])] = ""
-
-    def _on_node_lost(self, event: Event, data: dict[str, Any]) -> None:
-        self.hosts[str(data["node"])] = "lost"
-
-    def _on_node_left(self, event: Event, data: dict[str, Any]) -> None:
-        self.hosts[str(data["node"])] = "has left"
-        self.notices.pop(str(data["node"]), None)
-
-    def _on_node_leaves(self, event: Event, data: dict[str, Any]) -> None:
-        left_s = data.get("left_s")
-        due_at = None if left_s is None else event.t_wall + float(left_s)
-        self.notices.setdefault(str(data["node"]), {})[str(data["source"])] = due_at
-
-    def _on_node_stays(self, event: Event, data: dict[str, Any]) -> None:
-        self.notices.get(str(data["node"]), {}).pop(str(data["source"]), None)
-
-    def leaves(self, node: str) -> tuple[list[str], float | None]:
-        """Return the sources of this node's current notices, and the first deadline (Unix time)."""
-        notices = self.notices.get(node, {})
-        return sorted(notices), min((at for at in notices.values() if at is not None), default=None)
 
     def ranks_on(self, node: str) -> list[int]:
         """Return the ranks that were last placed on this node, according to this log."""
@@ -475,7 +440,7 @@ class Watch:
             spares=self._spares(),
             left=story.left,
             cut_off=story.cut_off or (settings.several and state == "lost"),
-            hosts=self._hosts() if settings.several else [],
+            hosts=story.hosts.views(story.ranks_on) if settings.several else [],
             here=settings.node,
             heard_at=story.heard_at,
             found_step=story.found_step,
@@ -506,13 +471,6 @@ class Watch:
             if rank in found:
                 found[rank].slow, found[rank].usual_s = ratio, usual_s
         return [found[rank] for rank in sorted(found)]
-
-    def _hosts(self) -> list[HostView]:
-        hosts = sorted(self.story.hosts.items(), key=lambda host: node_order(NodeId(host[0])))
-        return [
-            HostView(name, [] if gone else self.story.ranks_on(name), gone, *self.story.leaves(name))
-            for name, gone in hosts
-        ]
 
     def _spares(self) -> list[SpareView]:
         pages = each_page(self.directory.pages_link, SPARE_PAGE)
