@@ -18,7 +18,7 @@ from tests.cli.command import HOLDFAST, clean_environment
 from tests.nodes.cables import Network
 from tests.runtime.runs import LOOP, exists, until, without_torch
 
-BOUND_S = 60.0
+BOUND_S = 180.0
 
 TRAIN = """
 import hashlib, os, sys, time
