@@ -136,7 +136,7 @@ class Departures:
         due_s = now + notice.left_s if notice.left_s >= 0 else math.inf
         known = self._standing.get(key)
         if known is not None:
-            known.due_s = due_s if known.due_s == math.inf else min(known.due_s, due_s)
+            known.due_s = due_s
             self.look(now)
         else:
             self._note(now, notice.node_id, StandingNotice(source=notice.source, due_s=due_s, at_once=False))
