@@ -133,7 +133,7 @@ class Hosts:
 
     def wait_step(self, index: int, step: int) -> None:
         """Until a worker of a host has committed ``step``, as its status page says: the job trains."""
-        until(f"step {step} on host {index}", lambda: committed_step(self.run(index)) >= step)
+        until(f"step {step} on host {index}", lambda: committed_step(self.run(index)) >= step, BOUND_S)
 
     def let_end(self) -> None:
         """The loop has done enough steps, or the training may make haste."""
