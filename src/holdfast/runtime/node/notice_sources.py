@@ -164,6 +164,10 @@ class SlurmEnd:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._job = environment.get("SLURM_JOB_ID", "")
+        if task := environment.get(
+            "SLURM_ARRAY_TASK_ID"
+        ):  # one task's number is also that of the whole array
+            self._job = f"{environment.get('SLURM_ARRAY_JOB_ID', '')}_{task}"
         self._end = environment.get("SLURM_JOB_END_TIME", "")
 
     async def look(self) -> list[Foreseen]:
