@@ -126,16 +126,17 @@ def test_a_limit_of_two_minutes_without_a_warning_is_met_with_a_save(slurm: Clus
 def test_the_jobs_of_an_array_are_apart_and_one_is_queued_again(slurm: Cluster) -> None:
     flags = ("--nodes", "1", "--time", "0:30:00", "--array", "0-1")
     array = slurm.submit(*flags, "train.py", "200", "0.1", "array")
-    for number in range(2):
-        becomes(slurm, f"{array}_{number}", "RUNNING")
-    jobs = [slurm.state(f"{array}_{number}")["JobId"] for number in range(2)]
+    names = [f"{array}_{number}" for number in range(2)]  # the array's number is also that of its last task
+    for name in names:
+        becomes(slurm, name, "RUNNING")
+    jobs = [slurm.state(name)["JobId"] for name in names]
     for job in jobs:
         trains(slurm, job)
-    slurm.ask("scancel", "--signal=USR1", f"{array}_1")
-    for job in jobs:
-        becomes(slurm, job, "COMPLETED")
+    slurm.ask("scancel", "--signal=USR1", names[1])
+    for name, job in zip(names, jobs, strict=True):
+        becomes(slurm, name, "COMPLETED")
         assert slurm.output(job).count("done at 200") == 1
-    assert [slurm.state(job)["Restarts"] for job in jobs] == ["0", "1"]
+    assert [slurm.state(name)["Restarts"] for name in names] == ["0", "1"]
     assert not saved_steps(slurm, jobs[0]) and len(saved_steps(slurm, jobs[1])) == 1
 
 
