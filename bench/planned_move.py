@@ -67,7 +67,7 @@ digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.param
 open(f"{result}-{rank}", "w").write(digest)
 dist.destroy_process_group()
 """
-STEPS_EACH = 100  # a move takes up to so many: a process is built, and the drained host starts again
+EACH_S = 60.0  # longest time of a disturbance: a process is built, and the drained host starts again
 AFTER_STEPS = 3  # steps that must follow before a disturbance counts as over
 BOUND_S = 300.0
 
@@ -205,9 +205,9 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--pause", type=float, default=0.3)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=0, help="0: enough for all disturbances")
+    parser.add_argument("--steps", type=int, default=0, help="0: enough for all of them")
     args = parser.parse_args()
-    args.steps = args.steps or STEPS_EACH * (args.notices + args.kills + 2)
+    args.steps = args.steps or round(EACH_S / args.pause * (args.notices + args.kills + 2))
     digests = []
     with tempfile.TemporaryDirectory() as base, Network(3) as net:
         for name in ("disturbed", "undisturbed"):
