@@ -75,12 +75,11 @@ def announce(now: float, job: Job) -> None:
         answer: NodeAnswer = "kept" if node_id in used else "left_out"
         if node_id in job.slots and nodes.announced.get(node_id) != answer:
             nodes.announced[node_id] = answer
-            job.record(
-                f"node_{answer}",
-                node=str(node_id),
-                causes=[fault.cause for fault in nodes.faults_of(now, node_id)],
-                window_s=nodes.window_s,
-            )
+            causes = [fault.cause for fault in nodes.faults_of(now, node_id)]
+            if answer == "kept":
+                job.record("node_kept", node=str(node_id), causes=causes, window_s=nodes.window_s)
+            else:
+                job.record("node_left_out", node=str(node_id), causes=causes, window_s=nodes.window_s)
 
 
 def take_back(job: Job, node_id: NodeId) -> None:
