@@ -1,6 +1,6 @@
 """Cost of a planned move, compared with a usual step and with kill -9; and many notices in a row on one job (root).
 
-    PYTHONPATH=. python bench/planned_move.py [--notices 15] [--kills 5] [--pause 0.3] [--width 512] [--steps 4000]
+    PYTHONPATH=. python bench/planned_move.py [--notices 15] [--kills 5] [--pause 0.3] [--width 512] [--steps N]
 
 Three network namespaces stand for three hosts, with ``--nnodes 2:3``; two of them have ranks. One job runs throughout.
 The disturbances come in turns. First, a host is drained: its ranks move to the waiting host, and its launcher is
@@ -67,6 +67,7 @@ digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.param
 open(f"{result}-{rank}", "w").write(digest)
 dist.destroy_process_group()
 """
+EACH_S = 60.0  # longest time of a disturbance: a process is built, and the drained host starts again
 AFTER_STEPS = 3  # steps that must follow before a disturbance counts as over
 BOUND_S = 300.0
 
@@ -204,14 +205,16 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--pause", type=float, default=0.3)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=4000)
+    parser.add_argument("--steps", type=int, default=0, help="0: enough for all of them")
     args = parser.parse_args()
+    args.steps = args.steps or round(EACH_S / args.pause * (args.notices + args.kills + 2))
     digests = []
     with tempfile.TemporaryDirectory() as base, Network(3) as net:
         for name in ("disturbed", "undisturbed"):
             place = Path(base) / name
             words = (str(args.steps), str(args.pause), str(args.width), str(place / "out"))
-            flags = ("--spares", "1", "--max-restarts", "1000")
+            # A host whose workers are killed on purpose has not failed.
+            flags = ("--spares", "1", "--max-restarts", "1000", "--node-faults", "0")
             with Hosts(net, place, "2:3", TRAIN, words, flags=flags, torch=True) as hosts:
                 if name == "disturbed":
                     found = train(hosts, place / "out", args)

@@ -25,7 +25,7 @@ PARAMETERS_MAX = 6
 WIDE = {
     # Facts of a whole job, run or process that its parts share.
     "Job": (33, 6), "Recovery": (18, 6), "World": (31, 6), "SimWorker": (35, 6), "Session": (31, 6),
-    "RunHistory": (29, 6), "TorchAdapter": (41, 6), "CommState": (26, 6),
+    "RunHistory": (28, 6), "TorchAdapter": (41, 6), "CommState": (26, 6),
     # Daemons that own one object per line or process.
     "WorkerClient": (38, 12), "Peers": (20, 6), "Processes": (17, 6), "Watcher": (19, 6),
     "AgentDaemon": (19, 6), "Agent": (20, 6), "Zygote": (16, 6),

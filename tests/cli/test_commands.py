@@ -13,7 +13,7 @@ from holdfast.cli.commands import doctor, gc, ls, stacks
 from holdfast.cli.main import COMMANDS
 from holdfast.cli.screen import fault_report, run_view
 from holdfast.drill import exercise, timeline
-from holdfast.history import run_history
+from holdfast.history import host_history, run_history
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.sim import goodput, summary
 from holdfast.store.manage import checkpoint_root, checkpoint_tools
@@ -24,7 +24,7 @@ TEXT = (Path(__file__).resolve().parents[2] / "docs/commands.md").read_text()
 DOCUMENTED: dict[str, type[msgspec.Struct]] = {
     "`status`": run_view.RunView,
     "in `ranks`": run_view.RankView,
-    "in `hosts`": run_view.HostView,
+    "in `hosts`": host_history.HostView,
     "in `faults`": run_history.FaultView,
     "in `spares`": run_view.SpareView,
     "`ls`": ls.Listed,

@@ -94,7 +94,7 @@ def test_any_cut_gives_the_same_lines(lines: list[str], end: str, data: st.DataO
 def test_a_progress_bar_has_a_newest_state_until_its_end(tmp_path: Path) -> None:
     tail = LogTail(tmp_path, lambda attempt, rank: True)
     log(tmp_path, 0, 0, "start\n 0%\r 10%\r 20%")
-    log(tmp_path, 0, 1, "a line that nobody replaces")
+    log(tmp_path, 0, 1, "a line without an end")
     assert list(tail.poll()) == [(0, "start")]
     assert tail.updated() == [(0, " 20%")]
     log(tmp_path, 0, 0, "\r 100%\n")

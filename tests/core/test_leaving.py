@@ -45,6 +45,24 @@ def test_the_table(what: dict[str, Any], answer: LeavingAnswer) -> None:
     assert answer_notice(LeavingFacts(**{**USUAL, **what})) == answer
 
 
+LEFT_OUT = {"only_ranks": True}
+
+
+@pytest.mark.parametrize(
+    ("what", "answer"),
+    [
+        ({}, "prepare"),
+        ({"prepared": True}, "move"),
+        ({"holds_ranks": False}, "wait"),
+        (NO_ROOM, "wait"),
+        (FEWER, "wait"),
+        ({"stands": False}, "wait"),
+    ],
+)
+def test_a_node_that_is_left_out_only_loses_its_ranks(what: dict[str, Any], answer: LeavingAnswer) -> None:
+    assert answer_notice(LeavingFacts(**{**USUAL, **LEFT_OUT, **what})) == answer
+
+
 def test_no_answer_costs_the_job_something_before_it_has_to() -> None:
     flags = ("at_once", "stands", "fits", "fits_fewer", "holds_ranks", "prepared")
     for values in itertools.product((False, True), repeat=len(flags)):

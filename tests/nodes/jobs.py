@@ -19,7 +19,7 @@ from tests.cli.command import HOLDFAST, clean_environment
 from tests.nodes.cables import Network
 from tests.runtime.runs import LOOP, exists, until, without_torch
 
-BOUND_S = 60.0
+BOUND_S = 180.0
 
 TRAIN = """
 import hashlib, os, sys, time
@@ -138,7 +138,7 @@ class Hosts:
 
     def wait_step(self, index: int, step: int) -> None:
         """Wait until a worker of a host has committed ``step``, according to its status page."""
-        until(f"step {step} on host {index}", lambda: self.committed(index) >= step)
+        until(f"step {step} on host {index}", lambda: self.committed(index) >= step, BOUND_S)
 
     def committed(self, index: int) -> int:
         """Return the newest step that a worker of a host has committed."""

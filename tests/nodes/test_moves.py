@@ -180,3 +180,32 @@ def test_without_a_spare_the_job_is_saved_before_the_deadline(net: Network, tmp_
         assert sealed.data["save_kind"] == "exit" and sealed.t_mono - leaves.t_mono < leaves.data["left_s"]
         asked = hosts.events(0, "exit_requested")[0]
         assert asked.t_mono - leaves.t_mono > 5, "the notice may be withdrawn, and a spare may come"
+
+
+@pytest.mark.timeout(600)
+def test_without_a_spare_the_job_shrinks_before_the_deadline_where_it_may(
+    net: Network, tmp_path: Path
+) -> None:
+    leave = tmp_path / "leave"
+    with Hosts(
+        net, tmp_path, "3", TRAIN, (str(STEPS), "0.1", str(tmp_path / "out")), torch=True,
+        flags=("--shrink-to", "1"),
+    ) as hosts:  # fmt: skip
+        hosts.start(0, 2)
+        hosts.flags = ("--shrink-to", "1", "--notices", f"file={leave}")
+        hosts.start(1)
+        hosts.wait_step(0, 3)
+        leave.write_text("25")
+        leaves = hosts.wait_event(0, "node_leaves")
+        assert hosts.wait(1) == Exit.REQUEUE
+        resized = hosts.wait_event(0, "resized")
+        assert (resized.data["ranks_before"], resized.data["ranks"]) == (3, 1), (
+            "the nodes in use divide three"
+        )
+        verdict = next(e for e in hosts.events(0, "verdict") if e.data["rung"] == "shrink")
+        assert 5 < verdict.t_mono - leaves.t_mono < 25, "a spare may come; then before the deadline"
+        assert hosts.events(0, "sealed")[-1].data["step"] == hosts.events(0, "verdict")[-1].data["step"]
+        hosts.let_end()
+        assert [hosts.wait(0), hosts.wait(2)] == [0, 0], hosts.output(0)
+        assert [e.data["steps_lost"] for e in hosts.events(0, "restored")] == [0, 0]
+        assert not hosts.events(0, "exit_requested")

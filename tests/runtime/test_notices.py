@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable, Iterator
+from datetime import datetime
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
@@ -25,6 +26,7 @@ from holdfast.runtime.node.notice_forms import (
     gcp_maintenance,
     gcp_preempted,
     slurm_end,
+    slurm_job,
     slurm_node,
     users_word,
 )
@@ -36,6 +38,7 @@ from holdfast.runtime.node.notice_sources import (
     Gcp,
     NoticeSource,
     Slurm,
+    SlurmEnd,
     output_of,
     read_sources,
 )
@@ -48,6 +51,9 @@ AZURE_BODY = b"""{"DocumentIncarnation": 2, "Events": [
     {"EventId": "a", "EventType": "Freeze", "Resources": ["gpu-1"], "NotBefore": ""},
     {"EventId": "b", "EventType": "Preempt", "Resources": ["gpu-2"], "NotBefore": ""},
     {"EventId": "c", "EventType": "Preempt", "Resources": ["gpu-1"], "NotBefore": "Mon, 21 Sep 2026 14:13:50 GMT"}]}"""
+JOB_LINE = (
+    "JobId=7 JobName=train RunTime=00:00:10 TimeLimit={} TimeMin=N/A StartTime=2026-01-01T00:00:00 EndTime={}"
+)
 NODE_LINE = (
     "NodeName=gpu-1 Arch=x86_64 CPUTot=4 State={} ThreadsPerCore=1 Reason=bad fan [root@2026-11-24T08:00:00]"
 )
@@ -119,6 +125,8 @@ def test_a_file_says_no_time_a_span_or_a_moment(text: str, left_s: float) -> Non
         lambda: azure_events(b'{"Events": [{"EventType": "Preempt", "NotBefore": "soon"}]}', "", NOW),
         lambda: slurm_end("tomorrow", NOW),
         lambda: slurm_node("Node gpu-1 not found"),
+        lambda: slurm_job("Invalid job id specified", NOW),
+        lambda: slurm_job("JobId=7 EndTime=soon", NOW),
         lambda: users_word("soon", "file f", NOW, NOW),
     ],
 )
@@ -231,16 +239,46 @@ def test_a_command_may_print_much() -> None:
     assert code == 2 and said.startswith("xxx") and len(said) <= 4096
 
 
-def test_slurm_is_asked_by_scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
+    """Put a program on the path that prints this line as scontrol does."""
     scontrol = tmp_path / "scontrol"
-    scontrol.write_text(f"#!/bin/sh\necho '{NODE_LINE.format('IDLE+DRAIN')}'\n")
+    scontrol.write_text(f"#!/bin/sh\necho '{line}'\n")
     scontrol.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    found = look(Slurm({"SLURMD_NODENAME": "gpu-1", "SLURM_JOB_END_TIME": "1"}))
-    assert found == [
-        Foreseen("Slurm: end of the time", 0.0, whole_job=True),
-        Foreseen("Slurm: drained (bad fan)"),
-    ]
+
+
+def test_slurm_is_asked_by_scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_scontrol(tmp_path, monkeypatch, NODE_LINE.format("IDLE+DRAIN"))
+    assert look(Slurm({"SLURMD_NODENAME": "gpu-1"})) == [Foreseen("Slurm: drained (bad fan)")]
+
+
+def test_the_end_of_a_job_is_asked_from_slurm_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Regression: Slurm 22.05 sets no SLURM_JOB_END_TIME, and the job was killed at its time limit without a save."""
+    fake_scontrol(tmp_path, monkeypatch, JOB_LINE.format("01:00:00", "2036-01-01T00:00:00"))
+    for variables in ({"SLURM_JOB_ID": "7"}, {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1"}):
+        (found,) = look(SlurmEnd(variables))
+        assert found.whole_job and found.left_s > 1e6, "an end that was extended counts"
+    monkeypatch.setenv("PATH", "")
+    assert look(SlurmEnd({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1"})) == [
+        Foreseen("Slurm: end of the time", 0.0, whole_job=True)
+    ], "in a container without scontrol"
+    told, events = watched(SlurmEnd({"SLURM_JOB_ID": "7"}), looks=2)
+    assert told == [] and [kind for kind, _ in events] == ["notice_source_failed"]
+
+
+@pytest.mark.parametrize(
+    ("limit", "end", "left_s"),
+    [
+        ("00:01:00", datetime.fromtimestamp(NOW + 60).isoformat(timespec="seconds"), 60.0),
+        ("UNLIMITED", "2036-01-01T00:00:00", None),
+        ("01:00:00", "Unknown", None),
+    ],
+)
+def test_a_job_that_slurm_shows(limit: str, end: str, left_s: float | None) -> None:
+    found = slurm_job(JOB_LINE.format(limit, end), NOW)
+    assert (None if found is None else found.left_s) == (
+        None if left_s is None else pytest.approx(left_s, abs=1.0)
+    )
 
 
 def test_a_container_without_scontrol_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,10 +292,11 @@ def test_sources_are_named_by_a_list() -> None:
         Aws,
         Gcp,
         File,
+        SlurmEnd,
         Slurm,
     ]
     assert read_sources("none", {}) == read_sources("auto", {}) == read_sources("", {}) == []
-    assert [type(s) for s in read_sources("auto", {"SLURM_JOB_ID": "7"})] == [Slurm]
+    assert [type(s) for s in read_sources("auto", {"SLURM_JOB_ID": "7"})] == [SlurmEnd, Slurm]
     for wrong in ("spot", "file", "file=", "aws=ftp://x", "command= "):
         with pytest.raises(UsageError, match="no such source") as caught:
             read_sources(wrong, {})

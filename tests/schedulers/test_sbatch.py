@@ -112,6 +112,12 @@ def test_codes_that_queue_the_job_again(tmp_path: Path, code: str, again: bool, 
     assert ("requeue 7" in calls) == again
 
 
+def test_one_job_of_an_array_is_queued_again_and_not_the_whole_array(tmp_path: Path) -> None:
+    """Regression: the last task has the number of its array, and its requeue killed and requeued all other tasks."""
+    calls = ran(PLAIN, tmp_path, "75", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="1")[2]
+    assert "requeue 7_1" in calls and "requeue 7" not in calls
+
+
 def test_a_job_that_ends_at_once_again_and_again_is_not_queued_for_ever(tmp_path: Path) -> None:
     assert "requeue 7" in ran(PLAIN, tmp_path, "69", SLURM_RESTART_COUNT="3")[2]
     assert "requeue 7" not in ran(PLAIN, tmp_path, "69", SLURM_RESTART_COUNT="4")[2]

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.cli.command import HOLDFAST
 from tests.runtime.runs import until
 from tests.schedulers.cluster import Cluster, cluster, why_not
 
@@ -20,10 +21,11 @@ pytestmark = [
 ]
 BOUND_S = 300.0
 SCRIPT = textwrap.dedent("""
-    import sys, time
+    import os, sys, time
     import torch, torch.distributed as dist
     import holdfast
     until, pause_s, where = int(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+    where += os.environ.get("SLURM_ARRAY_TASK_ID", "")
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 1))
@@ -86,6 +88,76 @@ def test_scancel_saves_and_the_job_stays_cancelled(slurm: Cluster) -> None:
     becomes(slurm, job, "CANCELLED")
     until("the save", lambda: re.search(r"saved step \d+ \(exit\)", slurm.output(job)), BOUND_S)
     assert slurm.state(job)["Restarts"] == "0"
+
+
+def saved_steps(slurm: Cluster, job: str) -> set[int]:
+    """Return the steps of all graceful saves in the output of the job."""
+    return {int(step) for step in re.findall(r"saved step (\d+) \(exit\)", slurm.output(job))}
+
+
+def test_the_time_limit_is_met_with_a_save_and_the_next_start_goes_on(slurm: Cluster) -> None:
+    """The warning comes at 130 s of 210 s, or somewhat earlier. The job is queued again and ends in a later start."""
+    flags = ("--nodes", "2", "--time", "0:03:30", "--grace-s", "20")
+    job = slurm.submit(*flags, "train.py", "1600", "0.1", "limited")
+    until("the second start", lambda: slurm.state(job).get("Restarts", "0") != "0", BOUND_S)
+    until("it resumes", lambda: "resumed at step" in slurm.output(job), BOUND_S)
+    shown = slurm.output(job)
+    resumed = int(re.findall(r"resumed at step (\d+) ", shown)[0])
+    assert resumed in saved_steps(slurm, job), "at the step of the save, and at no older one"
+    assert "TIME LIMIT" not in shown and "CANCELLED" not in shown
+    becomes(slurm, job, "COMPLETED")
+    assert "done at 1600" in slurm.output(job) and slurm.state(job)["ExitCode"] == "0:0"
+
+
+def test_a_limit_of_two_minutes_without_a_warning_is_met_with_a_save(slurm: Cluster) -> None:
+    """A batch script of the user asks for no signal. The agents know the end from SLURM_JOB_END_TIME."""
+    (slurm.work / "runs").mkdir(exist_ok=True)
+    script = slurm.work / "minutes.sh"
+    run = f"{HOLDFAST} run --nnodes 2 --run-id minutes train.py 100000 0.05 minutes"
+    script.write_text(f"#!/bin/bash\nsrun --kill-on-bad-exit=0 --wait=0 {run}\n")
+    words = ("--nodes=2", "--ntasks-per-node=1", "--time=2", "--no-requeue", "--output=runs/slurm-%j.out")
+    job = slurm.ask("sbatch", "--parsable", *words, str(script)).strip()
+    becomes(slurm, job, "FAILED")
+    shown = slurm.output(job)
+    assert slurm.state(job)["ExitCode"] == "75:0", shown
+    assert len(saved_steps(slurm, job)) == 1 and "TIME LIMIT" not in shown
+
+
+def test_the_jobs_of_an_array_are_apart_and_one_is_queued_again(slurm: Cluster) -> None:
+    flags = ("--nodes", "1", "--time", "0:30:00", "--array", "0-1")
+    array = slurm.submit(*flags, "train.py", "200", "0.1", "array")
+    names = [f"{array}_{number}" for number in range(2)]  # the array's number is also that of its last task
+    for name in names:
+        becomes(slurm, name, "RUNNING")
+    jobs = [slurm.state(name)["JobId"] for name in names]
+    for job in jobs:
+        trains(slurm, job)
+    slurm.ask("scancel", "--signal=USR1", names[1])
+    for name, job in zip(names, jobs, strict=True):
+        becomes(slurm, name, "COMPLETED")
+        assert slurm.output(job).count("done at 200") == 1
+    assert [slurm.state(name)["Restarts"] for name in names] == ["0", "1"]
+    assert not saved_steps(slurm, jobs[0]) and len(saved_steps(slurm, jobs[1])) == 1
+
+
+def test_the_ranks_of_a_drained_node_move_to_the_spare(slurm: Cluster) -> None:
+    job = slurm.submit(
+        "--nodes", "2", "--spares", "1", "--time", "0:30:00", "train.py", "900", "0.1", "drained"
+    )
+    trains(slurm, job)
+    slurm.ask("scontrol", "update", "NodeName=n2", "State=DRAIN", "Reason=maintenance")
+    until("n2 has no task", lambda: "this node has left the job" in slurm.output(job), BOUND_S)
+    becomes(slurm, job, "COMPLETED")
+    shown = slurm.output(job)
+    assert "Slurm: drained (maintenance)" in shown and "done at 900" in shown
+    assert "moves, node1 leaves the job" in shown and "0 steps lost" in shown
+    assert slurm.state(job)["Restarts"] == "0" and slurm.state(job)["ExitCode"] == "0:0"
+    slurm.ask("scontrol", "update", "NodeName=n2", "State=RESUME")
+    until(
+        "four nodes are idle",
+        lambda: slurm.ask("sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "4",
+        BOUND_S,
+    )
 
 
 def test_a_lost_node_is_replaced_by_the_spare(slurm: Cluster) -> None:

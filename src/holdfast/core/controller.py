@@ -340,3 +340,5 @@ class Controller:
             part.tick(now, name) for part in (self.fleet, self.departures, self.hangs, self.corruption)
         ):
             self.recovery.tick(now, name)
+        if name == "beat":  # a node may be left out since the last one
+            self.departures.look(now)

@@ -17,6 +17,7 @@ import msgspec
 from holdfast.core.job.fault import SEEN, reach
 from holdfast.event_log import Event
 from holdfast.exit_codes import Exit
+from holdfast.history.host_history import HostHistory
 from holdfast.history.lost_time import LostTime
 
 STEPPING = frozenset({"session_opened", "planned", "finished", "agent_ended", "run_ended"})
@@ -84,7 +85,6 @@ class RunHistory:
         self.kept_step = -1  # newest checkpoint, sealed in this run or found at a start
         self.found_step = -1  # step of the checkpoint at the start of the run
         self.exiting = ""
-        self.notices: dict[str, dict[str, float | None]] = {}  # deadline by node and source
         self.agreed_step = -1  # the step at which all ranks leave
         self.cancels: list[bool] = []  # answers to cancellations of an exit
         self.ended: dict[str, Any] | None = None
@@ -94,7 +94,7 @@ class RunHistory:
         self.saves: list[str] = []  # one line for each complete checkpoint
         self._save_s = 0.0  # duration of the share that was written last
         self._unsaved_step = -1
-        self.hosts: dict[str, str] = {}  # of several: name -> why it is gone; empty: it is connected
+        self.hosts = HostHistory(self.warnings)
         self.exits: dict[int, dict[str, Any]] = {}  # member id -> how it ended, and the size of its log then
         self.losses = LostTime()
         self._open: list[tuple[FaultView, float]] = []  # with its time, CLOCK_MONOTONIC
@@ -126,6 +126,7 @@ class RunHistory:
         """Add one event of any kind; unknown kinds are ignored."""
         self.heard_at = max(self.heard_at, event.t_wall)
         self.losses.take(event)
+        self.hosts.take(event)
         if event.kind in STEPPING:
             self.step = max(self.step, int(event.data.get("step", 0)))
         if event.kind in WARNINGS:
@@ -185,29 +186,6 @@ class RunHistory:
 
     def _on_member_exited(self, event: Event, data: dict[str, Any]) -> None:
         self.exits[int(data["member_id"])] = data
-
-    def _on_agent_joined(self, event: Event, data: dict[str, Any]) -> None:
-        self.hosts[str(data["node"])] = ""
-
-    def _on_node_lost(self, event: Event, data: dict[str, Any]) -> None:
-        self.hosts[str(data["node"])] = "lost"
-
-    def _on_node_left(self, event: Event, data: dict[str, Any]) -> None:
-        self.hosts[str(data["node"])] = "has left"
-        self.notices.pop(str(data["node"]), None)
-
-    def _on_node_leaves(self, event: Event, data: dict[str, Any]) -> None:
-        left_s = data.get("left_s")
-        due_at = None if left_s is None else event.t_wall + float(left_s)
-        self.notices.setdefault(str(data["node"]), {})[str(data["source"])] = due_at
-
-    def _on_node_stays(self, event: Event, data: dict[str, Any]) -> None:
-        self.notices.get(str(data["node"]), {}).pop(str(data["source"]), None)
-
-    def leaves(self, node: str) -> tuple[list[str], float | None]:
-        """Return the sources of this node's current notices, and the first deadline (Unix time)."""
-        notices = self.notices.get(node, {})
-        return sorted(notices), min((at for at in notices.values() if at is not None), default=None)
 
     def ranks_on(self, node: str) -> list[int]:
         """Return the ranks that were last placed on this node, according to this log."""

@@ -61,6 +61,10 @@ KILLED = (137, 143)  # every task was killed: by the loss of its node, or at the
 NO_LIMIT = ("unlimited", "infinite")
 
 
+JOB = "${SLURM_ARRAY_TASK_ID:+${SLURM_ARRAY_JOB_ID}_}${SLURM_ARRAY_TASK_ID:-$SLURM_JOB_ID}"
+"""The name of this job for ``scontrol``. The number of the last task of an array is also that of the whole array."""
+
+
 TASK = """trap : TERM USR1 USR2; "$@"; code=$?; if [ "$code" -eq 0 ]; then : > "$0"; fi; exit "$code\""""
 """The shell program of a task.
 
@@ -261,7 +265,7 @@ def _again(batch: Batch) -> list[str]:
         f'    elif [ "$starts" -ge {batch.max_starts} ]; then',
         '        echo "start $starts was the last one (--max-starts): not queued again" >&2',
         "    else",
-        '        scontrol requeue "$SLURM_JOB_ID"',
+        f'        scontrol requeue "{JOB}"',
         "    fi ;;",
         "esac",
         'exit "$code"',

@@ -17,10 +17,11 @@ from holdfast.cli.screen.escaping import echo_json
 from holdfast.cli.screen.rank_lines import RANKS_SHOWN, rank_parts
 from holdfast.cli.screen.run_lookup import find_run, name_of, run_argument
 from holdfast.cli.screen.run_summary import again, facts, fault_text, first_line, near
-from holdfast.cli.screen.run_view import HostView, RunView, SpareView, Watch
+from holdfast.cli.screen.run_view import RunView, SpareView, Watch
 from holdfast.cli.screen.scrolling import Scroller
 from holdfast.core.job.fault import SEEN
 from holdfast.exit_codes import Exit
+from holdfast.history.host_history import HostView
 from holdfast.history.run_history import FaultView
 from holdfast.text import noun_of, ranges, span
 
@@ -125,6 +126,11 @@ def host_lines(view: RunView) -> list[str]:
         said.append(f"{host.name}{' (here)' if host.name == view.here else ''}: {host.gone or doing}")
     lines = [f"job  {'; '.join(said)}"]
     lines += [f"     {leaving_text(host)}" for host in view.hosts if host.leaves and not host.gone]
+    lines += [
+        f"     {host.name} is left out after {host.left_out}; holdfast drain --cancel {host.name} takes it back"
+        for host in view.hosts
+        if host.left_out and not host.gone
+    ]
     if view.cut_off or view.left:
         lines.append(
             f"     known here until {clock(view.heard_at)}; "

@@ -10,11 +10,11 @@ from typing import Literal
 
 import msgspec
 
-from holdfast.core.ids import Generation, NodeId
-from holdfast.core.job.membership import node_order
+from holdfast.core.ids import Generation
 from holdfast.core.protocol.status_page import Phase, Word
 from holdfast.event_log import Follower
 from holdfast.exit_codes import MEANING, Exit
+from holdfast.history.host_history import HostView
 from holdfast.history.run_history import FaultView, RunHistory
 from holdfast.runtime.node.process_info import age_s, alive, stopped
 from holdfast.runtime.node.run_settings import RunSettings
@@ -75,18 +75,6 @@ def repeated(faults: Sequence[FaultView], fault: FaultView) -> str:
 INSIDE = frozenset({"forward", "backward", "vote", "update", "commit"})
 OUTSIDE = frozenset({"ready", "finished"})  # these ranks wait if other ranks are inside a step
 STILL_STEPS, STILL_S = 10, 10.0
-
-
-class HostView(msgspec.Struct):
-    """One host of several. ``gone``: how it left; empty while it is connected to this host. ``leaves``: sources of the
-    notices that it will leave. ``leaves_at``: the deadline of these notices (Unix time); None: no deadline.
-    """
-
-    name: str
-    ranks: list[int]
-    gone: str
-    leaves: list[str]
-    leaves_at: float | None
 
 
 class RunView(msgspec.Struct):
@@ -205,7 +193,7 @@ class Watch:
             spares=self._spares(),
             left=story.left,
             cut_off=story.cut_off or (settings.several and state == "lost"),
-            hosts=self._hosts() if settings.several else [],
+            hosts=story.hosts.views(story.ranks_on) if settings.several else [],
             here=settings.node,
             heard_at=story.heard_at,
             found_step=story.found_step,
@@ -236,13 +224,6 @@ class Watch:
             if rank in found:
                 found[rank].slow, found[rank].usual_s = straggler.ratio, straggler.busy_s
         return [found[rank] for rank in sorted(found)]
-
-    def _hosts(self) -> list[HostView]:
-        hosts = sorted(self.story.hosts.items(), key=lambda host: node_order(NodeId(host[0])))
-        return [
-            HostView(name, [] if gone else self.story.ranks_on(name), gone, *self.story.leaves(name))
-            for name, gone in hosts
-        ]
 
     def _spares(self) -> list[SpareView]:
         pages = each_page(self.directory.pages_link, SPARE_PAGE)

@@ -138,6 +138,10 @@ FLAGS: tuple[RunFlag, ...] = (
          "(docs/run-flags.md)", variable="HOLDFAST_CHECKPOINT"),
     _own("--run-dir", "text", "directory in which the run's directory is made", "runs"),
     _own("--restart-window", "number", "seconds over which --max-restarts counts", 3600.0),
+    _own("--node-faults", "whole", "a node with so many faults of the machine within --node-window is left out: its "
+         "ranks move to nodes with room; without room it is kept; 0: never left out", 3),
+    _own("--node-window", "number", "seconds over which --node-faults counts, and for which a node is left out",
+         3600.0),
     _own("--on-fault", "text", "auto: replace only the lost ranks where that works; restart: restart all workers; or "
          "answers in the order in which they are tried, or cause:answer (docs/ladder.md)", "auto"),
     _own("--spares", "whole", "processes per node that are built beforehand and take the place of a lost worker; as "

@@ -349,6 +349,8 @@ class Answers(TypedDict):
 
     max_restarts: int
     restart_window_s: float
+    node_faults_max: int
+    node_window_s: float
     on_fault: str
     spares: int
     hang_factor: float
@@ -366,6 +368,8 @@ def _answers(values: Mapping[str, Any]) -> Answers:
     return {
         "max_restarts": _at_least(values, "max_restarts", 0),
         "restart_window_s": _at_least(values, "restart_window", 1.0),
+        "node_faults_max": _at_least(values, "node_faults", 0),
+        "node_window_s": _at_least(values, "node_window", 1.0),
         "on_fault": _on_fault(values),
         "spares": _spares(values),
         "hang_factor": _at_least(values, "hang_factor", 0.0),

@@ -15,6 +15,7 @@ Invariants:
 2. A node departs only while the others are a majority and hold the job and its state.
 3. Nodes depart one after the other: each loses its vote before the next.
 4. A notice that only waits changes nothing: ranks are placed as without it.
+5. A node that is left out because it failed too often loses its ranks by a move, and stays in the job.
 """
 
 from __future__ import annotations
@@ -23,16 +24,19 @@ import math
 
 import msgspec
 
+from holdfast.core.decide.ladder import Ladder
 from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
 from holdfast.core.job.fault import Fault
 from holdfast.core.job.job_state import Job
 from holdfast.core.job.leaving import LeavingAnswer, LeavingFacts, answer_notice
 from holdfast.core.job.membership import node_order
+from holdfast.core.job.node_faults import take_back
 from holdfast.core.job.node_tracker import NodeTracker
 from holdfast.core.job.recovery import Recovery
 from holdfast.core.job.shutdown import Shutdown
 from holdfast.core.protocol.messages import Assignment, EndRun, ExitRun
 from holdfast.core.protocol.notices import (
+    BY_HAND,
     HoldOrder,
     HoldReached,
     Notice,
@@ -50,6 +54,8 @@ LAST_S = 1.0  # before a deadline: the time in which nothing else can be waited 
 MOVE_S, STEPS_TO_MOVE = 5.0, 3.0
 SAVE_S, SAVES_TO_SAVE = 15.0, 2.0
 WHOLE_JOB = NodeId("")
+FAILED = "it failed too often"
+"""Source of the notice that a node is left out."""
 
 
 class StandingNotice(msgspec.Struct, kw_only=True):
@@ -58,6 +64,7 @@ class StandingNotice(msgspec.Struct, kw_only=True):
     source: str
     due_s: float  # on the controller's clock; infinite: no deadline
     at_once: bool  # from a launcher
+    only_ranks: bool = False  # the node is left out and stays in the job
 
 
 class Move(msgspec.Struct, kw_only=True):
@@ -121,13 +128,15 @@ class Departures:
         if notice.withdrawn:
             if self._standing.pop(key, None) is not None:
                 self.job.record("node_stays", node=str(notice.node_id), source=notice.source)
+            if notice.source == BY_HAND:
+                take_back(self.job, notice.node_id)
             self._tell_over(notice.node_id, notice.source)
             self.look(now)
             return
         due_s = now + notice.left_s if notice.left_s >= 0 else math.inf
         known = self._standing.get(key)
         if known is not None:
-            known.due_s = due_s if known.due_s == math.inf else min(known.due_s, due_s)
+            known.due_s = due_s
             self.look(now)
         else:
             self._note(now, notice.node_id, StandingNotice(source=notice.source, due_s=due_s, at_once=False))
@@ -190,10 +199,10 @@ class Departures:
 
     def look(self, now: float) -> None:
         """Decide for each node with a notice what to do. Act on the first one that does not have to wait."""
-        job = self.job
-        if not self._standing and self._move is None:
+        job, notices = self.job, self._notices
+        if not notices and self._move is None:
             return
-        if not self._standing or job.exit_source or self.ending.stopping is not None or job.released:
+        if not notices or job.exit_source or self.ending.stopping is not None or job.released:
             self._abandon()
             return
         if self.fleet.adopting or self._departed in self.fleet.voters or not job.roster.members:
@@ -211,36 +220,54 @@ class Departures:
                 break
         else:
             self._abandon()
-        if self._standing:
-            due_s = min(standing.due_s for standing in self._standing.values())
+        if notices := self._notices:
+            due_s = min(standing.due_s for standing in notices.values())
             job.timer(TIMER, LOOK_S if self._move is not None or due_s - now < NEAR_S else REST_S)
+
+    @property
+    def _notices(self) -> dict[tuple[NodeId, str], StandingNotice]:
+        """All notices in force, with one for each node that is left out and still has ranks."""
+        job = self.job
+        found = dict(self._standing)
+        if not job.failed.nodes.failing or not self._is_smooth or not self._moves:
+            return found
+        up = {node_id for node_id in job.slots if job.liveness.is_up(node_id)}
+        known = {node_id for node_id, _ in found}
+        for node_id in up - job.without_left_out(up) - known:
+            if job.roster.on_node(node_id):
+                found[node_id, FAILED] = StandingNotice(
+                    source=FAILED, due_s=math.inf, at_once=False, only_ranks=True
+                )
+        return found
 
     def _in_order(self) -> list[NodeId]:
         """Return the nodes with a notice in the order of treatment.
 
-        The node that moves already is first, then those without ranks, then the others by deadline. The whole job comes
-        last.
+        The node that moves already is first, then those without ranks, then the others by deadline. Nodes that are left
+        out come after them. The whole job comes last.
         """
         due: dict[NodeId, float] = {}
-        for (node_id, _), standing in self._standing.items():
+        notices = self._notices
+        for (node_id, _), standing in notices.items():
             due[node_id] = min(due.get(node_id, math.inf), standing.due_s)
         moving = None if self._move is None else self._move.node_id
         nodes = self.job.roster.nodes
 
-        def order(node_id: NodeId) -> tuple[bool, bool, bool, float, tuple[int, str]]:
-            place = node_order(node_id)
-            return node_id == WHOLE_JOB, node_id != moving, node_id in nodes, due[node_id], place
+        def order(node_id: NodeId) -> tuple[bool, bool, bool, bool, float, tuple[int, str]]:
+            stays, place = (node_id, FAILED) in notices, node_order(node_id)
+            return node_id == WHOLE_JOB, node_id != moving, stays, node_id in nodes, due[node_id], place
 
         return sorted(due, key=order)
 
     def _facts_about(self, now: float, node_id: NodeId, gone: set[NodeId]) -> LeavingFacts:
         job = self.job
-        own = [s for (node, _), s in self._standing.items() if node == node_id]
+        own = [s for (node, _), s in self._notices.items() if node == node_id]
+        only_ranks = any(standing.only_ranks for standing in own)
         due_s = min(standing.due_s for standing in own)
         step_s = max(job.step_s.values(), default=0.0)
         before, job.leaving = job.leaving, gone
         fits, room = job.fits, job.room()
-        stands = node_id != WHOLE_JOB and self._others_stand()
+        stands = self._state_stays() if only_ranks else node_id != WHOLE_JOB and self._others_stand()
         job.leaving = before
         return LeavingFacts(
             left_s=None if due_s == math.inf else due_s - now,
@@ -252,6 +279,7 @@ class Departures:
             fits_fewer=fits and room < job.world_size,
             holds_ranks=bool(job.roster.on_node(node_id)) or node_id == WHOLE_JOB,
             prepared=self._is_prepared(now, node_id),
+            only_ranks=only_ranks,
         )
 
     def _is_prepared(self, now: float, node_id: NodeId) -> bool:
@@ -267,6 +295,11 @@ class Departures:
         """True if ranks can be replaced while the others keep their processes."""
         job = self.job
         return job.session and not self.recovery.replacement.barred(job.roster.living)
+
+    @property
+    def _moves(self) -> bool:
+        """True if ranks may be replaced on other nodes."""
+        return Ladder.parse(self.job.config.on_fault).tries("node")
 
     def _others_stand(self) -> bool:
         """Return True if the nodes that stay are a majority, and have the whole state."""
@@ -292,7 +325,7 @@ class Departures:
         self, now: float, node_id: NodeId, answer: LeavingAnswer, facts: LeavingFacts, gone: set[NodeId]
     ) -> None:
         job, phase = self.job, self.recovery.phase
-        source = next(s.source for (node, _), s in sorted(self._standing.items()) if node == node_id)
+        source = next(source for node, source in sorted(self._notices) if node == node_id)
         if answer == "save":
             self._leave_all(now, source, max(0.0, facts.left_s or 0.0))
             return
@@ -355,7 +388,7 @@ class Departures:
     def _swap(self, now: float, node_id: NodeId, source: str) -> None:
         """Kill the ranks of the node. The recovery puts the prepared processes into their seats."""
         job = self.job
-        what = f"moves, {node_id} leaves the job ({source})"
+        what = f"moves, {node_id} {'is left out' if source == FAILED else 'leaves the job'} ({source})"
         faults = []
         for member in job.roster.on_node(node_id):
             faults.append(Fault.of(member, "leave", what, now))

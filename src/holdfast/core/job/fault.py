@@ -66,6 +66,7 @@ class Fault(msgspec.Struct, kw_only=True):
     phase: str = ""  # phase of the worker at that time
     failure: Failure | None = None
     follows: bool = False  # the member left because the generation was fenced: it is never the cause
+    sure: bool = True  # False: another rank may be the cause
     passed: dict[Seen, float] = {}
     steps_lost: int = 0
     freed_s: float = 0.0  # until the last survivor was out of its collective; 0: unknown

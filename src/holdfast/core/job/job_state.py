@@ -13,12 +13,13 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from holdfast.core.config import Config
 from holdfast.core.decide.stop_policy import Failure
 from holdfast.core.ids import Generation, MemberId, NodeId, SaveId
 from holdfast.core.job.failed_devices import FAILURES_MAX, DeviceFailure, FailedDevices
+from holdfast.core.job.failed_nodes import FailedNodes, FailedParts, leave_out
 from holdfast.core.job.liveness import Liveness
 from holdfast.core.job.log_replay import ReplayedState
 from holdfast.core.job.membership import Member, Roster, assign, node_order
@@ -65,7 +66,10 @@ class Job:
             self.world_size = len(past.seats)
         self.slots: dict[NodeId, int] = {}
         self.leaving: set[NodeId] = set()  # nodes on which no new member is started
-        self.devices = FailedDevices(past.device_failures)
+        self.failed = FailedParts(
+            FailedDevices(past.device_failures),
+            FailedNodes(past.node_faults, past.failing_nodes, config.node_faults_max, config.node_window_s),
+        )
         self.step_s: dict[NodeId, float] = {}  # duration of the last step on each node
         # By node: the ranks of other nodes of which it keeps states in memory, with the steps of these states.
         self.held: dict[NodeId, dict[int, frozenset[int]]] = {}
@@ -335,8 +339,10 @@ class Job:
         The number of nodes used divides the full number of nodes. Each rank then computes a step in a whole number of
         parts, and the batches of a step and their number do not change.
         """
+        return self._room_on(self._up())
+
+    def _room_on(self, up: Sequence[tuple[NodeId, int]]) -> int:
         config = self.config
-        up = self._up()
         if not config.nodes_min or sum(slots for _, slots in up) >= config.world_size:
             return config.world_size
         per_node = config.world_size // config.nnodes
@@ -347,20 +353,31 @@ class Job:
         return nodes * per_node
 
     def _up(self) -> list[tuple[NodeId, int]]:
-        """Return the nodes that are heard and will not leave, in their order, with their number of usable slots."""
+        """Return the nodes on which members may be started, in their order, with their number of usable slots.
+
+        They are heard, will not leave, and are not left out.
+        """
+        return leave_out(self._all_up(), self.failed.nodes.failing, self._room_on)
+
+    def without_left_out(self, nodes: Iterable[NodeId]) -> set[NodeId]:
+        """Return these connected nodes without those that are left out because they failed too often."""
+        here = [(node, len(self.failed.devices.usable(node, self.slots[node]))) for node in nodes]
+        return {node for node, _ in leave_out(here, self.failed.nodes.failing, self._room_on)}
+
+    def _all_up(self) -> list[tuple[NodeId, int]]:
         here = self.slots.keys() - self.leaving
         up = [n for n in sorted(here, key=node_order) if self.liveness.is_up(n)]
-        return [(n, len(self.devices.usable(n, self.slots[n]))) for n in up]
+        return [(n, len(self.failed.devices.usable(n, self.slots[n]))) for n in up]
 
     def _seats_of(self, node_id: NodeId, count: int) -> list[int]:
         """Return local ranks for ``count`` members of a node that has no other member. Trusted devices come first."""
         slots = self.slots[node_id]
-        trusted = self.devices.trusted(node_id, slots)
-        rest = [n for n in self.devices.usable(node_id, slots) if n not in trusted]
+        trusted = self.failed.devices.trusted(node_id, slots)
+        rest = [n for n in self.failed.devices.usable(node_id, slots) if n not in trusted]
         return sorted([*trusted, *rest][:count])
 
     def heard(self) -> set[str]:
-        """Return the names of the nodes that are heard and will not leave."""
+        """Return the names of the nodes that are heard, will not leave and are not left out."""
         return {str(node) for node, _ in self._up()}
 
     def places(self, dead: Sequence[Member]) -> dict[int, tuple[NodeId, int]]:
@@ -370,7 +387,7 @@ class Job:
         trusted device; the slot of the dead member if it can be used. A rank without any of these is missing.
         """
         up = [node for node, _ in self._up()]
-        trusted = {node: self.devices.trusted(node, self.slots[node]) for node in up}
+        trusted = {node: self.failed.devices.trusted(node, self.slots[node]) for node in up}
         taken = {(node, m.local_rank) for node in up for m in self.roster.on_node(node)}
         found: dict[int, tuple[NodeId, int]] = {}
         for member in dead:
@@ -391,7 +408,7 @@ class Job:
         node = member.node_id
         if node in self.leaving or not self.liveness.is_up(node):
             return False
-        return member.local_rank in self.devices.usable(node, self.slots.get(node, 0))
+        return member.local_rank in self.failed.devices.usable(node, self.slots.get(node, 0))
 
     def device_failed(self, member: Member, failure: Failure, *, certain: bool) -> bool:
         """Record an error that the device of this member may have caused.
@@ -408,7 +425,7 @@ class Job:
             certain=certain,
             occurrence=failure.occurrence,
         )
-        if self.devices.note(noted):
+        if self.failed.devices.note(noted):
             self.record(
                 "device_failed",
                 node=str(node),
@@ -419,10 +436,10 @@ class Job:
                 what=failure.what[:WHAT_LENGTH_MAX],
                 digest=failure.digest,
                 occurrence=failure.occurrence,
-                failures=self.devices.count(node, slot),
-                left_out=self.devices.count(node, slot, certain=certain) >= FAILURES_MAX,
+                failures=self.failed.devices.count(node, slot),
+                left_out=self.failed.devices.count(node, slot, certain=certain) >= FAILURES_MAX,
             )
-        return certain or (not self.devices.is_of_script(noted) and self._has_another(member))
+        return certain or (not self.failed.devices.is_of_script(noted) and self._has_another(member))
 
     def _has_another(self, member: Member) -> bool:
         """Return whether a trusted device other than that of this member is free."""
@@ -432,7 +449,7 @@ class Job:
         return any(
             (node, n) not in taken
             for node, _ in self._up()
-            for n in self.devices.trusted(node, self.slots[node])
+            for n in self.failed.devices.trusted(node, self.slots[node])
         )
 
     @property
@@ -441,7 +458,7 @@ class Job:
         broken = [
             f"device {n} of {node}"
             for node, slots in sorted(self.slots.items())
-            for n in sorted(set(range(slots)) - set(self.devices.usable(node, slots)))
+            for n in sorted(set(range(slots)) - set(self.failed.devices.usable(node, slots)))
         ]
         return f"; left out after {FAILURES_MAX} failures: {', '.join(broken)}" if broken else ""
 

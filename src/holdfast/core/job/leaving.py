@@ -31,6 +31,7 @@ class LeavingFacts(msgspec.Struct, frozen=True, kw_only=True):
         fits_fewer: the remaining nodes have room for fewer ranks, and that is allowed.
         holds_ranks: the node has ranks.
         prepared: the processes that will take the ranks are built, or cannot be built.
+        only_ranks: the node is left out: its ranks move if that costs the job nothing, and the node stays in the job.
     """
 
     left_s: float | None
@@ -42,12 +43,15 @@ class LeavingFacts(msgspec.Struct, frozen=True, kw_only=True):
     fits_fewer: bool
     holds_ranks: bool
     prepared: bool
+    only_ranks: bool = False
 
 
 def answer_notice(facts: LeavingFacts) -> LeavingAnswer:
     """Return the answer to a notice, given these facts, by the table of docs/design/0036-leaving.md."""
     left_s = facts.left_s
     late = left_s is not None and left_s <= facts.move_s
+    if facts.only_ranks and not (facts.stands and facts.fits and facts.holds_ranks):
+        return "wait"
     if facts.stands and not facts.holds_ranks:
         return "leave"
     if facts.stands and facts.fits:

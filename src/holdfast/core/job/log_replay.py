@@ -19,6 +19,7 @@ import msgspec
 from holdfast.core.decide.stop_policy import STOP_CODE, Action, Answered, LadderVerdict
 from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
 from holdfast.core.job.failed_devices import DeviceFailure
+from holdfast.core.job.failed_nodes import NodeAnswer, NodeFault
 from holdfast.core.protocol.messages import Field, LogRecord
 
 SNAPSHOT = "snapshot"
@@ -58,6 +59,8 @@ class ReplayedState(msgspec.Struct, frozen=True, kw_only=True):
     unequal: str = ""  # why copies of the state are unequal, until a session of newer workers opens
     answered: tuple[Answered, ...] = ()
     device_failures: tuple[DeviceFailure, ...] = ()
+    node_faults: tuple[NodeFault, ...] = ()
+    failing_nodes: tuple[tuple[NodeId, NodeAnswer], ...] = ()  # with the last announced answer
     ends: LadderVerdict | None = None  # set once it was decided that the run ends
     once: tuple[tuple[int, str, str], ...] = ()  # rank, name and value (JSON), see ``made_once``
 
@@ -214,8 +217,11 @@ def _snapshot(past: ReplayedState, data: Data) -> Changes:
     whole = msgspec.json.decode(str(data["past"]), type=ReplayedState)
     at_s, read_s = data["at_s"], data.get("read_s", data["at_s"])
     assert isinstance(at_s, int | float) and isinstance(read_s, int | float), data
-    answered = tuple(msgspec.structs.replace(each, at_s=each.at_s + read_s - at_s) for each in whole.answered)
-    return {name: getattr(whole, name) for name in ReplayedState.__struct_fields__} | {"answered": answered}
+    shift_s = read_s - at_s
+    answered = tuple(msgspec.structs.replace(each, at_s=each.at_s + shift_s) for each in whole.answered)
+    node_faults = tuple(msgspec.structs.replace(each, at_s=each.at_s + shift_s) for each in whole.node_faults)
+    shifted = {"answered": answered, "node_faults": node_faults}
+    return {name: getattr(whole, name) for name in ReplayedState.__struct_fields__} | shifted
 
 
 def _device_failed(past: ReplayedState, data: Data) -> Changes:
@@ -228,6 +234,29 @@ def _device_failed(past: ReplayedState, data: Data) -> Changes:
         occurrence=_int(data, "occurrence"),
     )
     return {"device_failures": (*past.device_failures, failure)}
+
+
+def _node_failed(past: ReplayedState, data: Data) -> Changes:
+    at_s = data["at_s"]
+    assert isinstance(at_s, int | float), data
+    fault = NodeFault(
+        node_id=NodeId(str(data["node"])),
+        at_s=at_s,
+        cause=str(data["cause"]),
+        occurrence=_int(data, "occurrence"),
+        digest=str(data["digest"]),
+        step=_int(data, "step"),
+    )
+    return {"node_faults": (*past.node_faults, fault)}
+
+
+def _node_announced(past: ReplayedState, data: Data, answer: NodeAnswer | None) -> Changes:
+    node_id = NodeId(str(data["node"]))
+    others = tuple(each for each in past.failing_nodes if each[0] != node_id)
+    if answer is not None:
+        return {"failing_nodes": (*others, (node_id, answer))}
+    faults = tuple(fault for fault in past.node_faults if fault.node_id != node_id)
+    return {"failing_nodes": others, "node_faults": faults}
 
 
 def _made_once(past: ReplayedState, data: Data) -> Changes:
@@ -243,6 +272,10 @@ _FOLDS: dict[str, Callable[[ReplayedState, Data], Changes]] = {
     "session_opened": _opened,
     "sealed": _sealed,
     "device_failed": _device_failed,
+    "node_failed": _node_failed,
+    "node_left_out": lambda past, data: _node_announced(past, data, "left_out"),
+    "node_kept": lambda past, data: _node_announced(past, data, "kept"),
+    "node_used_again": lambda past, data: _node_announced(past, data, None),
     "made_once": _made_once,
     SNAPSHOT: _snapshot,
     "copies_differ": lambda past, data: {"unequal": str(data["reason"])},

@@ -21,6 +21,7 @@ from holdfast.core.job.fault import LEFT_FOR_RESTART, Fault, FaultKind, death_of
 from holdfast.core.job.job_state import Job
 from holdfast.core.job.log_replay import ReplayedState
 from holdfast.core.job.membership import Member
+from holdfast.core.job.node_faults import announce, count_loss
 from holdfast.core.job.recovery import Recovery
 from holdfast.core.job.shutdown import Shutdown
 from holdfast.core.protocol.messages import (
@@ -195,6 +196,7 @@ class NodeTracker:
         for node_id in sorted(job.roster.nodes - job.slots.keys()):
             reason = f"its agent did not come within {job.config.rejoin_s:g} s of the controller's start"
             job.record("node_lost", node=str(node_id), reason=reason)
+            count_loss(now, job, node_id)
             self.node_lost(now, node_id, reason)
         self._adopt_if_closed(now)
 
@@ -422,8 +424,11 @@ class NodeTracker:
         for event in job.liveness.tick(now):
             job.record(f"node_{event.kind}", node=str(event.node_id), reason=event.reason)
             if event.kind == "lost":
+                count_loss(now, job, event.node_id)
                 self.node_lost(now, event.node_id, event.reason)
         self._adopt_if_closed(now)
+        if self._may_roll and not self.adopting:  # otherwise a node with free slots may be about to come
+            announce(now, job)
         self.recovery.grow(now)
 
     def _startup(self, now: float) -> None:

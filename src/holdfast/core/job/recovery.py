@@ -41,6 +41,7 @@ from holdfast.core.job.fault import Fault, FaultKind, Faults, Seen
 from holdfast.core.job.job_state import Job
 from holdfast.core.job.last_gasp import LastGaspSave
 from holdfast.core.job.membership import Member
+from holdfast.core.job.node_faults import count_fault
 from holdfast.core.job.recovery_plan import STAY, RecoveryPlan
 from holdfast.core.job.replacement import Replacement
 from holdfast.core.job.situation import Survey
@@ -169,6 +170,8 @@ class Recovery:
         for each in new:
             self.faults.add(each, now)
             self.job.record("detected", **each.identity(), what=each.what, detected_s=now - each.at_s)
+            if (failed := self.job.roster.get(MemberId(each.member_id))) is not None:
+                count_fault(now, self.job, failed, each)
         if self.phase == "fencing":
             self.progress(now)
         elif self.rules.then == "replace" and newcomer is not None and self.replacement.again(newcomer):

@@ -174,7 +174,7 @@ def _fault(
         rank=member.rank, step=step, kind=CORRUPTION, what=what, digest=digest, occurrence=occurrence
     )
     fault = Fault.of(member, "corruption", what, now, failure)
-    fault.step = step
+    fault.step, fault.sure = step, found.certain
     return fault
 
 

@@ -95,6 +95,8 @@ def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alon
         library=settings.library,
         max_restarts=settings.max_restarts,
         restart_window_s=settings.restart_window_s,
+        node_faults_max=settings.node_faults_max,
+        node_window_s=settings.node_window_s,
         verify=settings.verify_every > 0,
         on_fault=settings.on_fault,
         # Without hang detection the time of a step is not known either.

@@ -18,6 +18,7 @@ from holdfast.core.protocol.notices import NO_DEADLINE
 from holdfast.errors import ProtocolError
 
 GCP_LEAD_S, GCP_MAINTENANCE_LEAD_S = 30.0, 60.0
+SLURM_END = "Slurm: end of the time"
 AZURE_LEAVES = frozenset({"Preempt", "Terminate", "Reboot", "Redeploy"})
 """Kinds of scheduled events that take the machine away; ``Freeze`` is over after seconds."""
 _SPAN = re.compile(r"\+?(\d+(?:\.\d+)?)\s*s?")
@@ -115,7 +116,29 @@ def slurm_end(variable: str, now: float) -> Foreseen | None:
         return None
     if not variable.strip().isdecimal():
         raise ProtocolError(f"SLURM_JOB_END_TIME is {variable[:80]!r}, no Unix time")
-    return Foreseen("Slurm: end of the time", max(0.0, int(variable) - now), whole_job=True)
+    return Foreseen(SLURM_END, max(0.0, int(variable) - now), whole_job=True)
+
+
+def slurm_job(line: str, now: float) -> Foreseen | None:
+    """Return the notice in a line of ``scontrol --oneliner show job``: the end of its time; None: it has no limit.
+
+    Its times are in the time zone of this process.
+
+    Raises:
+        ProtocolError: the line has no end of a job.
+    """
+    end = re.search(r"\bEndTime=(\S+)", line)
+    if end is None:
+        raise ProtocolError(f"scontrol shows no end of the job: {line[:80]!r}")
+    if end[1] in ("Unknown", "None", "NONE") or re.search(r"\bTimeLimit=(UNLIMITED|INFINITE)\b", line):
+        return None
+    try:
+        end_s = datetime.fromisoformat(end[1]).timestamp()
+    except ValueError:
+        raise ProtocolError(
+            f"scontrol shows {end[1][:80]!r} as the end of the job, no date with a time"
+        ) from None
+    return Foreseen(SLURM_END, max(0.0, end_s - now), whole_job=True)
 
 
 def slurm_node(line: str) -> Foreseen | None:

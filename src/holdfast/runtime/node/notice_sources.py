@@ -27,6 +27,7 @@ from holdfast.runtime.node.notice_forms import (
     gcp_maintenance,
     gcp_preempted,
     slurm_end,
+    slurm_job,
     slurm_node,
     users_word,
 )
@@ -154,26 +155,65 @@ class Azure:
         return [] if body is None else azure_events(body, self._machine, time.time())
 
 
+class SlurmEnd:
+    """Notices for the end of a Slurm job's time. It asks slurmctld only twice a minute.
+
+    Slurm's answer counts before ``SLURM_JOB_END_TIME``: not every version sets that, and a time limit may be extended.
+    """
+
+    name, period_s = "slurm: end of the time", 30.0
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._job = environment.get("SLURM_JOB_ID", "")
+        if task := environment.get(
+            "SLURM_ARRAY_TASK_ID"
+        ):  # one task's number is also that of the whole array
+            self._job = f"{environment.get('SLURM_ARRAY_JOB_ID', '')}_{task}"
+        self._end = environment.get("SLURM_JOB_END_TIME", "")
+
+    async def look(self) -> list[Foreseen]:
+        """Return the notice for the job's end time; empty without a limit."""
+        if self._job:
+            try:
+                said = await scontrol("job", self._job)
+                end = slurm_job(said, time.time())
+            except (OSError, ProtocolError):
+                if not self._end:
+                    raise
+                end = slurm_end(self._end, time.time())
+        else:
+            end = slurm_end(self._end, time.time())
+        return [end] if end is not None else []
+
+
 class Slurm:
-    """Notices for the end of a Slurm job's time, and for a drained node. It asks slurmctld only twice a minute."""
+    """Notices for a node that Slurm drains. It asks slurmctld only twice a minute."""
 
     name, period_s = "slurm", 30.0
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._node = environment.get("SLURMD_NODENAME", "")
-        self._end = environment.get("SLURM_JOB_END_TIME", "")
 
     async def look(self) -> list[Foreseen]:
-        """Return the notices for the job's end time, and for the node's state, which is asked from Slurm."""
-        end = slurm_end(self._end, time.time())
-        found = [end] if end is not None else []
-        if self._node:
-            code, said = await output_of(("scontrol", "--oneliner", "show", "node", self._node))
-            if code != 0:
-                raise ProtocolError(f"scontrol show node {self._node}: code {code}: {said[:200]}")
-            node = slurm_node(said)
-            found += [node] if node is not None else []
-        return found
+        """Return the notice for the node's state, which is asked from Slurm."""
+        if not self._node:
+            return []
+        node = slurm_node(await scontrol("node", self._node))
+        return [node] if node is not None else []
+
+
+async def scontrol(kind: str, name: str) -> str:
+    """Return the line that ``scontrol show`` prints about a job or a node, with its times in the standard form.
+
+    Raises:
+        OSError: there is no scontrol.
+        ProtocolError: it fails or takes too long.
+    """
+    environment = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
+    code, said = await output_of(("scontrol", "--oneliner", "show", kind, name), environment=environment)
+    if code != 0:
+        raise ProtocolError(f"scontrol show {kind} {name}: code {code}: {said[:200]}")
+    return said
 
 
 class File:
@@ -215,17 +255,22 @@ class CommandNotices:
         )
 
 
-async def output_of(words: tuple[str, ...], timeout_s: float = COMMAND_TIMEOUT_S) -> tuple[int, str]:
+async def output_of(
+    words: tuple[str, ...],
+    timeout_s: float = COMMAND_TIMEOUT_S,
+    environment: Mapping[str, str] | None = None,
+) -> tuple[int, str]:
     """Run a command, and return its exit code and the beginning of its output (both streams).
 
-    A command that takes too long is killed with its children.
+    A command that takes too long is killed with its children. ``environment``: None: that of this process.
 
     Raises:
         OSError: it cannot be started.
         ProtocolError: it takes too long.
     """
     process = await asyncio.create_subprocess_exec(
-        *words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+        *words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        env=environment,
     )  # fmt: skip
     try:
         said, _ = await asyncio.wait_for(process.communicate(), timeout_s)
@@ -247,8 +292,8 @@ def read_sources(spec: str, environment: Mapping[str, str]) -> list[NoticeSource
         UsageError: no such source, or it cannot work here.
     """
     if spec == "auto":
-        slurm: list[NoticeSource] = [Slurm(environment)] if environment.get("SLURM_JOB_ID") else []
-        return [*slurm, *kubernetes_sources(environment)]
+        ours: list[NoticeSource] = [SlurmEnd(environment), Slurm(environment)]
+        return [*(ours if environment.get("SLURM_JOB_ID") else ()), *kubernetes_sources(environment)]
     found: list[NoticeSource] = []
     for item in filter(None, (part.strip() for part in spec.split(","))):
         kind, _, place = item.partition("=")
@@ -256,7 +301,7 @@ def read_sources(spec: str, environment: Mapping[str, str]) -> list[NoticeSource
         if kind in clouds and (not place or urlsplit(place).scheme == "http"):
             found.append(clouds[kind](place or METADATA))
         elif kind == "slurm" and not place:
-            found.append(Slurm(environment))
+            found += [SlurmEnd(environment), Slurm(environment)]
         elif kind == "kubernetes" and not place:
             require(environment)
             found.extend(kubernetes_sources(environment))

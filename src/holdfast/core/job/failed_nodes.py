@@ -1,0 +1,170 @@
+"""Failed nodes: the faults that count against a node, and the nodes that are left out for them.
+
+Theory. A host can be broken in ways that no single device shows: bad memory, a power supply, a driver, a cable. Its
+processes die again and again, and each time a replacement starts on the same host, because the host has free slots. So
+faults of the machine are counted by node. A node with too many of them within a window is *failing*. A failing node is
+*left out*: no rank is placed there, and its ranks move to other nodes. Its agent stays in the job and keeps its vote.
+
+Invariants:
+1. A fault of the script counts against no node: an exception, an exit code, a hang in the script's own code, or the
+   same death at the same step on another node.
+2. All deaths on one node in one generation are one fault: they have one cause.
+3. A failing node is left out only while the other nodes can hold as many ranks as with it.
+4. A node stays failing for a whole window after the fault that made it failing, or until a user takes it back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+from holdfast.core.ids import NodeId
+from holdfast.core.job.failed_devices import FailedDevices
+from holdfast.core.job.fault import Fault
+
+# SIGHUP, SIGINT, SIGABRT, SIGTERM: the process was asked to end, or has ended itself.
+NOT_OF_MACHINE = frozenset({1, 2, 6, 15})
+LOST = "lost"
+
+NodeAnswer = Literal["left_out", "kept"]
+"""What is done with a failing node: it is left out, or kept because no other node has room for its ranks."""
+
+
+class NodeFault(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault of a node. ``at_s`` is on the controller's clock.
+
+    Attributes:
+        cause: kind of the fault of a rank, or ``LOST``.
+        occurrence: the packed generation of the fault, or a negative number of its own for a lost node.
+        digest, step: identity of a death, by which a death of the script is known; empty: there is none.
+    """
+
+    node_id: NodeId
+    at_s: float
+    cause: str
+    occurrence: int
+    digest: str = ""
+    step: int = 0
+
+
+def cause_of(fault: Fault, signal: int | None, *, without_page: bool) -> str:
+    """Return the cause for which a fault of a rank counts against its node; empty: it does not count.
+
+    Args:
+        fault: the fault.
+        signal: number of the signal that ended the process; None: no signal did.
+        without_page: the process went with its node, whose loss counts itself.
+    """
+    if fault.follows or without_page or not fault.sure:
+        return ""
+    if fault.kind == "signal":
+        return "" if signal in NOT_OF_MACHINE else "signal"
+    if fault.kind == "hang":
+        return "" if fault.failure is not None else "hang"
+    return fault.kind if fault.kind in ("device", "silent", "corruption") else ""
+
+
+def failing_until(times_s: Sequence[float], faults_max: int, window_s: float) -> float:
+    """Return the time until which a node with faults at these ascending times is failing; 0: it never was.
+
+    Example:
+        >>> failing_until([10.0, 20.0, 30.0], faults_max=3, window_s=60.0)
+        90.0
+    """
+    if faults_max == 0:
+        return 0.0
+    pairs = zip(times_s, times_s[faults_max - 1 :], strict=False)
+    return max((last_s + window_s for first_s, last_s in pairs if last_s - first_s <= window_s), default=0.0)
+
+
+def leave_out(
+    up: Sequence[tuple[NodeId, int]],
+    failing: Sequence[NodeId],
+    room: Callable[[Sequence[tuple[NodeId, int]]], int],
+) -> list[tuple[NodeId, int]]:
+    """Return the nodes that may have ranks.
+
+    Args:
+        up: all nodes that are heard, with their usable slots.
+        failing: failing nodes, the worst one first. Each is removed if the rest still has room for as many ranks.
+        room: returns the number of ranks that a job on these nodes has.
+    """
+    goal, left = room(up), list(up)
+    for node_id in failing:
+        rest = [(node, slots) for node, slots in left if node != node_id]
+        if sum(slots for _, slots in rest) >= goal and room(rest) == goal:
+            left = rest
+    return left
+
+
+class FailedNodes:
+    """All node faults of a run that are not forgotten, and what was announced about failing nodes.
+
+    Args:
+        faults: those that an earlier controller has recorded.
+        announced: the last announced answer for each failing node.
+        faults_max: faults within the window that make a node failing; 0: no node is ever failing.
+        window_s: length of the window in seconds.
+    """
+
+    def __init__(
+        self,
+        faults: Iterable[NodeFault],
+        announced: Iterable[tuple[NodeId, NodeAnswer]],
+        faults_max: int,
+        window_s: float,
+    ) -> None:
+        self._faults = list(faults)
+        self.announced = dict(announced)
+        self.faults_max = faults_max
+        self.window_s = window_s
+        # Failing nodes, the worst one first. A new controller looks at the clock at its first beat.
+        self.failing: tuple[NodeId, ...] = ()
+        self.look(max((fault.at_s for fault in self._faults), default=0.0))
+
+    def note(self, now: float, fault: NodeFault) -> bool:
+        """Add a fault. Return False when it is known already."""
+        known = {(f.node_id, f.occurrence) for f in self._faults}
+        if (fault.node_id, fault.occurrence) in known or not self.faults_max:
+            return False
+        self._faults.append(fault)
+        self.look(now)
+        return True
+
+    def next_loss(self) -> int:
+        """Return the ``occurrence`` of the next lost node."""
+        return -1 - len(self._faults)
+
+    def faults_of(self, now: float, node_id: NodeId) -> list[NodeFault]:
+        """Return the faults of a node within the window, oldest first, without those of the script."""
+        return [f for f in self._counted(node_id) if now - f.at_s <= self.window_s]
+
+    def look(self, now: float) -> None:
+        """Compute which nodes are failing at ``now``."""
+        counts = {
+            node_id: len(found)
+            for node_id in {fault.node_id for fault in self._faults}
+            if (found := self._counted(node_id))
+            and now < failing_until([f.at_s for f in found], self.faults_max, self.window_s)
+        }
+        self.failing = tuple(sorted(counts, key=lambda node_id: (-counts[node_id], node_id)))
+
+    def forget(self, node_id: NodeId) -> None:
+        """Forget all faults of a node: it counts from zero again."""
+        self._faults = [fault for fault in self._faults if fault.node_id != node_id]
+        self.failing = tuple(node for node in self.failing if node != node_id)
+        self.announced.pop(node_id, None)
+
+    def _counted(self, node_id: NodeId) -> list[NodeFault]:
+        elsewhere = {(f.digest, f.step) for f in self._faults if f.digest and f.node_id != node_id}
+        found = [f for f in self._faults if f.node_id == node_id and (f.digest, f.step) not in elsewhere]
+        return sorted(found, key=lambda fault: fault.at_s)
+
+
+class FailedParts(msgspec.Struct, frozen=True):
+    """The parts of the machines that have failed in this run."""
+
+    devices: FailedDevices
+    nodes: FailedNodes
