@@ -152,7 +152,13 @@ class Session(ScriptLoops):
         self._entered = True
         self._rank.connect(
             ParticipantCalls(
-                self._saver.on_settle, self._saver.resumed, self._rewind, self._tier.steps, plan_ahead
+                self._saver.carry_out,
+                self._saver.refuse,
+                self._saver.holds_weights,
+                self._saver.resumed,
+                self._rewind,
+                self._tier.steps,
+                plan_ahead,
             )
         )
         if client is not None and client.stand_in is not None and not client.stand_in.called:
@@ -240,8 +246,7 @@ class Session(ScriptLoops):
         """Prepare a spare, which is in no generation yet, for rehearsals; everything else waits until it is called."""
         self._spare = stand_in
         self._attach()
-        with self._rank.changed:
-            self._rank.machine.open(0)
+        self._rank.open(0)
 
     def _go_on_stage(self) -> None:
         """Wait until the spare is called, and make it a newcomer. In any other process, do nothing."""
@@ -277,8 +282,7 @@ class Session(ScriptLoops):
         self._watch.start(known_of(local, self.root, self._adapter.rank), self._say)
         with self._reading(self._step):
             self._tier.start(self._step)
-        with rank.changed:
-            rank.machine.open(self._step)
+        rank.open(self._step)
         if self._resumed is not None and self.root is not None and self._resumed.path.parent == self.root:
             saver.saved(self._step)
         if self._client is not None:
