@@ -105,6 +105,7 @@ def test_deciding_alone_in_doubt() -> None:
         def vote_broken(self) -> None:
             if self.alive and not self.stopped and self.machine.state == "voting":
                 self.machine.vote_refused()
+                self.advanced()
 
     class Mutant(World):
         worker_type = Rash

@@ -44,6 +44,8 @@ COMPLETE: frozenset[RankState] = frozenset({"ready", "aborted", "finished"})
 SCRIPT_TIMER, WEIGHTS_TIMER = "script", "weights"
 
 Wait = Literal["script", "weights"]
+Look = Literal["due", "asked", "trained", "other", "paused"]
+"""The last look at the weights: what it found, or whether the shell looks now, or the next one is due."""
 
 
 class OrderKind(StrEnum):
@@ -128,8 +130,7 @@ class OrderBook:
         self._pending: deque[DecisionOrder] = deque()
         self._running: DecisionOrder | None = None
         self._limits_s: dict[Wait, float] = {}
-        self._looks = False  # the shell looks at the weights now, or will when its timer is over
-        self._trained: bool | None = None  # the result of the last look
+        self._look: Look = "due"
 
     @property
     def waiting(self) -> tuple[DecisionOrder, ...]:
@@ -149,7 +150,7 @@ class OrderBook:
         """Drop the orders that have not begun, because a newer fence has come or the job has resumed."""
         self._pending.clear()
         self._limits_s.clear()
-        self._looks, self._trained = False, None
+        self._look = "due"
 
     def end(self) -> None:
         """Record that the shell has carried out the order, or has failed to."""
@@ -157,13 +158,13 @@ class OrderBook:
 
     def look_again(self, timer: str) -> None:
         """Record that a timer is over; that of the weights ends the time between two looks."""
-        if timer == WEIGHTS_TIMER:
-            self._looks = False
+        if timer == WEIGHTS_TIMER and self._look == "paused":
+            self._look = "due"
 
     def saw_weights(self, trained: bool) -> None:
         """Record whether the model holds the trained weights."""
-        if self._looks:
-            self._trained = trained
+        if self._look == "asked":
+            self._look = "trained" if trained else "other"
 
     def advance(self, at: Standing) -> list[Command]:
         """Return what the shell does now for the orders. The script strays when it has taken too long."""
@@ -175,11 +176,11 @@ class OrderBook:
                 found.append(self._refuse(f"this rank is {where}, not at {order.settle.step}"))
             elif not self._is_at_step(order, at) or self._waits_for_script(order, at, found):
                 break
-            elif "weights" in waits_for(order.settle, at.script) and not self._trained:
+            elif "weights" in waits_for(order.settle, at.script) and self._look != "trained":
                 if self._waits_for_weights(order, at, found):
                     break
             else:
-                self._running, self._trained = self._pending.popleft(), None
+                self._running, self._look = self._pending.popleft(), "due"
                 found.append(CarryOut(order=order, aborted=at.steps.state == "aborted"))
         return found
 
@@ -210,16 +211,16 @@ class OrderBook:
         if "weights" not in self._limits_s:
             limit_s = SCRIPT_TIMEOUT_S if order.settle.then == "replace" else WEIGHTS_TIMEOUT_S
             self._limits_s["weights"] = at.now_s + limit_s
-        if not self._looks:
-            self._looks = True
+        if self._look == "due":
+            self._look = "asked"
             found.append(LookAtWeights())
-        elif self._trained is False:
-            self._trained = None
-            if at.now_s >= self._limits_s["weights"]:
-                self._looks = False
-                at.script.handle(ScriptEvent.STRAYED)
-                found.append(self._refuse(*other_weights(at.steps.step)))
-                return False
+        elif self._look == "other" and at.now_s >= self._limits_s["weights"]:
+            self._look = "due"
+            at.script.handle(ScriptEvent.STRAYED)
+            found.append(self._refuse(*other_weights(at.steps.step)))
+            return False
+        elif self._look == "other":
+            self._look = "paused"
             found.append(SetTimer(name=WEIGHTS_TIMER, delay_s=WEIGHTS_POLL_S))
         return True
 
