@@ -5,10 +5,12 @@ from __future__ import annotations
 import threading
 
 from holdfast.core.ids import Generation
+from holdfast.core.protocol.messages import Settled
 from holdfast.core.worker.position import ScriptEvent
 from holdfast.core.worker.vote import Tally
 from holdfast.session.steps.participant import StepParticipant
-from tests.session.participants import fence, generation, participant, resume, settle
+from holdfast.session.steps.participant_calls import ParticipantCalls
+from tests.session.participants import Connection, fence, generation, participant, resume, settle
 
 BOUND_S = 30.0
 
@@ -76,3 +78,65 @@ def test_an_order_that_a_successor_repeats_while_groups_are_built_counts_once() 
     rank.on_resume(resume(3, 5))
     waiting.join(BOUND_S)
     assert not waiting.is_alive() and groups.rebuilt == [generation(2), generation(3)]
+
+
+def run_tasks(connection: Connection) -> None:
+    """Run the tasks as the task thread of the client does."""
+    while connection.tasks:
+        connection.tasks.pop(0)()
+
+
+def test_an_order_of_a_decision_that_a_newer_fence_overtakes_is_not_carried_out() -> None:
+    """Regression: a rank at the same step carried it out before the order of the newer decision."""
+    rank, connection, _ = participant()
+    done: list[Generation] = []
+    rank.connect(ParticipantCalls(carry_out=lambda command: done.append(command.order.settle.generation)))
+    at_block(rank, 4)
+    rank.on_fence(fence(2))
+    rank.moved(ScriptEvent.BLOCK_LEFT)
+    rank.on_settle(settle(2, 4, then="replace"))
+    rank.on_fence(fence(3))
+    rank.on_settle(settle(3, 4, then="replace"))
+    run_tasks(connection)
+    assert done == [generation(3)]
+
+
+def test_the_state_is_no_longer_served_before_the_script_continues() -> None:
+    rank, connection, _ = participant()
+    seen: list[str] = []
+    rank.connect(
+        ParticipantCalls(
+            carry_out=lambda command: seen.append(command.order.kind.value),
+            end_serving=lambda: seen.append(f"ends, step {rank.state}"),
+        )
+    )
+    at_block(rank, 4)
+    rank.on_fence(fence(2))
+    rank.moved(ScriptEvent.BLOCK_LEFT)
+    waiting = in_thread(rank)
+    rank.on_settle(settle(2, 4, then="replace"))
+    run_tasks(connection)
+    rank.on_resume(resume(2, 4))
+    waiting.join(BOUND_S)
+    assert not waiting.is_alive() and seen == ["give", "ends, step aborted"]
+    assert rank.state == "ready"
+
+
+def test_an_order_waits_in_the_task_thread_until_the_script_is_back() -> None:
+    rank, connection, _ = participant()
+    at_block(rank, 4)
+    assert rank.enter_vote() and rank.voted(Tally(passed=True)) == "updating"
+    rank.commit(None)
+    positions: list[str] = []
+    rank.connect(ParticipantCalls(carry_out=lambda command: positions.append(rank.script.position.value)))
+    rank.on_fence(fence(2))
+    rank.on_settle(settle(2, 5, then="replace"))
+    task = threading.Thread(target=run_tasks, args=(connection,), daemon=True)
+    task.start()
+    task.join(0.2)
+    assert task.is_alive() and not positions
+    rank.moved(ScriptEvent.RETURNED)
+    task.join(BOUND_S)
+    assert not task.is_alive() and positions == ["boundary"]
+    answers = connection.of(Settled)
+    assert [(answer.state, answer.step) for answer in answers] == [("ready", 5)]

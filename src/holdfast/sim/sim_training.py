@@ -12,6 +12,7 @@ from typing import Protocol
 
 from holdfast.core.ids import Generation, LayoutVersion, MemberId, NodeId, SaveId
 from holdfast.core.protocol.messages import (
+    Assignment,
     ExitAgreed,
     FaultSeen,
     Finished,
@@ -57,14 +58,19 @@ class SimTraining(ABC):
         applied: the updates that its parameters hold; None while one is half done.
         flipped: a bit of its own copy has changed.
         wrong: a flipped bit, here or elsewhere, was in the gradients that it applied.
+        alive, stopped: of the process.
         comparing: it waits for a vote between two steps.
         busy: the script runs code of its own, or groups are built: it is not at its wait.
     """
 
-    def __init__(self, world: TrainingScene, node_id: NodeId, rank: int, worker: WorkerMachine) -> None:
+    def __init__(
+        self, world: TrainingScene, node_id: NodeId, seat: Assignment, worker: WorkerMachine
+    ) -> None:
         self.world = world
         self.node_id = node_id
-        self.rank = rank
+        self.member_id: MemberId = seat.member_id
+        self.rank = seat.rank
+        self.alive, self.stopped = True, False
         self.worker = worker
         self.machine, self.script = worker.steps, worker.script
         self.applied: int | None = 0
@@ -83,16 +89,17 @@ class SimTraining(ABC):
     # ---------------------------------------------------------------- the process around it
 
     @property
-    @abstractmethod
-    def member_id(self) -> MemberId: ...
-
-    @property
-    @abstractmethod
     def runs(self) -> bool:
         """True if the process lives, and is not stopped."""
+        return self.alive and not self.stopped
 
     @abstractmethod
-    def send(self, message: Message) -> None: ...
+    def send(self, message: Message) -> None:
+        """Send a message to the agent."""
+
+    @abstractmethod
+    def glitch(self) -> None:
+        """A collective of this rank breaks."""
 
     @abstractmethod
     def updates(self) -> None:
@@ -226,8 +233,7 @@ class SimTraining(ABC):
         elif self.machine.vote_passed() == "updating":
             self.update()
         self.advanced()
-        if self.machine.state == "aborted":
-            self.wait()
+        self.wait()
 
     def vote_broken(self) -> None:
         """The all-reduce broke here."""

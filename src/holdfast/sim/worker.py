@@ -7,7 +7,7 @@ from typing import Protocol
 import msgspec
 
 from holdfast.core.decide.decision import RankReport
-from holdfast.core.ids import MEMORY, Generation, MemberId, NodeId
+from holdfast.core.ids import MEMORY, Generation, NodeId
 from holdfast.core.protocol.health_messages import StateDigests
 from holdfast.core.protocol.messages import (
     Assignment,
@@ -81,11 +81,9 @@ class SimWorker(SimTraining):
     world: Surroundings
 
     def __init__(self, world: Surroundings, node_id: NodeId, seat: Assignment, order: StartMembers) -> None:
-        self._member_id = seat.member_id
         machine = WorkerMachine(seat.member_id, order.generation, joining=order.join, observe=self._observe)
-        super().__init__(world, node_id, seat.rank, machine)
-        self.alive = True
-        self.stopped = self.opened = False
+        super().__init__(world, node_id, seat, machine)
+        self.opened = False
         self._vouching = False  # the state of a decision was compared, and goes somewhere
         self.repeated: dict[type[Message], Message] = {}
         self.queued: list[Message] = []
@@ -93,16 +91,6 @@ class SimWorker(SimTraining):
         self._newest = order.generation
         self._told: Settled | None = None
         self._released = False
-
-    @property
-    def member_id(self) -> MemberId:
-        """Id of this process."""
-        return self._member_id
-
-    @property
-    def runs(self) -> bool:
-        """True if the process lives, and is not stopped."""
-        return self.alive and not self.stopped
 
     # ---------------------------------------------------------------- process
 

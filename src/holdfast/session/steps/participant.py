@@ -45,8 +45,7 @@ from holdfast.core.protocol.messages import (
     StepReached,
 )
 from holdfast.core.protocol.status_page import PageFlag, Phase, Word
-from holdfast.core.worker.position import ScriptEvent, ScriptMachine
-from holdfast.core.worker.step import StepMachine
+from holdfast.core.worker.position import ScriptEvent
 from holdfast.core.worker.vote import Tally
 from holdfast.core.worker.worker_machine import (
     ADVANCED,
@@ -82,6 +81,8 @@ class StepParticipant:
         client: the connection to the agent; None in a process without a launcher, which no controller can fence.
 
     Attributes:
+        machine: the step machine, which only this object moves.
+        script: the position of the script. Call its methods with the lock held.
         catalogue_version, layouts: the newest layouts of all ranks, as the ranks sent them.
         timer: the times of the open block.
     """
@@ -91,6 +92,7 @@ class StepParticipant:
         joining = client is not None and client.joining
         member_id = NO_MEMBER if client is None else client.member_id
         self._worker = WorkerMachine(member_id, generation, joining=joining)
+        self.machine, self.script = self._worker.steps, self._worker.script
         self.changed = threading.Condition(threading.RLock())
         self.client = client
         self.exit_source = ""
@@ -106,16 +108,6 @@ class StepParticipant:
         self._collectives = self._collectives_before = 0
 
     # ------------------------------------------------------------------ both threads
-
-    @property
-    def machine(self) -> StepMachine:
-        """The step machine of this rank. Only this object moves it."""
-        return self._worker.steps
-
-    @property
-    def script(self) -> ScriptMachine:
-        """The position of the script. Call its methods with the lock held."""
-        return self._worker.script
 
     @property
     def turns(self) -> int:
@@ -151,6 +143,7 @@ class StepParticipant:
         """Reset the step machine of a spare that was called: from now on it is a newcomer that has just started."""
         with self.changed:
             self._worker.take_place(self.member_id, generation)
+            self.machine = self._worker.steps
             self._known = True
 
     def open(self, step: int) -> None:
