@@ -150,17 +150,9 @@ class Session(ScriptLoops):
         self._common = ReplicaStateCheck(self._adapter, client, self.state)
         plan_ahead = self._verifier.slice  # the first plan takes long: no vote should wait for it
         self._entered = True
-        self._rank.connect(
-            ParticipantCalls(
-                self._saver.carry_out,
-                self._saver.refuse,
-                self._saver.holds_weights,
-                self._saver.resumed,
-                self._rewind,
-                self._tier.steps,
-                plan_ahead,
-            )
-        )
+        saver = self._saver
+        of_orders = saver.carry_out, saver.refuse, saver.holds_weights, saver.resumed
+        self._rank.connect(ParticipantCalls(*of_orders, self._rewind, self._tier.steps, plan_ahead))
         if client is not None and client.stand_in is not None and not client.stand_in.called:
             self._stand_by(client.stand_in)
             return self

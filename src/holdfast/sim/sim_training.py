@@ -82,7 +82,7 @@ class SimTraining(ABC):
         self.tally: Tally | None = None
         self.wants: LayoutVersion | None = None  # waits for the catalogue of this version
         self._agreed = (worker.steps.generation, -1)
-        self._asking = False  # of the votes between two steps, the first one: who holds what
+        self._asking = False  # of the votes between two steps, the first one: about layouts
         self._next: Callable[[], None] = lambda: None  # what waits until the copies were compared
         self._voted = 0  # the number of the last vote of a step
 
@@ -311,7 +311,7 @@ class SimTraining(ABC):
         self._compare(leave)
 
     def _compare(self, then: Callable[[], None]) -> None:
-        """Agree with all ranks on who holds what, and compare all copies, before ``then``."""
+        """Agree with all ranks on their layouts, and compare all copies, before ``then``."""
         self._next, self._asking = then, True
         self._between(0, 0)
 
