@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from holdfast.session.checkpoints import checkpointer
+from holdfast.core.worker import decision_orders
 
 EPOCHS, EPOCH_STEPS = 3, 3
 LONG_S = 1.5
@@ -57,8 +57,8 @@ class Changes:
         self.state = {
             "history": self.history, "fields": self.fields, "counted": self.counted, "holder": holder,
         }  # fmt: skip
-        checkpointer.SCRIPT_TIMEOUT_S = (
-            0.3 if self.way == "between" and self._kill else checkpointer.SCRIPT_TIMEOUT_S
+        decision_orders.SCRIPT_TIMEOUT_S = (
+            0.3 if self.way == "between" and self._kill else decision_orders.SCRIPT_TIMEOUT_S
         )
 
     def made(self, step: int) -> None:

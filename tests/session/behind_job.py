@@ -26,7 +26,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import holdfast
-from holdfast.session.checkpoints import checkpointer
+from holdfast.core.worker import decision_orders
 
 EPOCHS = 4
 SIGNALS = {"term": signal.SIGTERM}
@@ -95,14 +95,14 @@ def main() -> None:
     parser.add_argument("--layout", default="ddp")
     parser.add_argument("--kill", default="")
     parser.add_argument("--pause-s", type=float, default=0.3)
-    parser.add_argument("--patience-s", type=float, default=checkpointer.SCRIPT_TIMEOUT_S)
+    parser.add_argument("--patience-s", type=float, default=decision_orders.SCRIPT_TIMEOUT_S)
     parser.add_argument("--loops", action="store_true")
     parser.add_argument("--leave", type=int, default=-1)
     parser.add_argument("--resume", default="auto")
     parser.add_argument("--checkpoint", default="ckpt")
     parser.add_argument("--result", type=Path, required=True)
     given = parser.parse_args()
-    checkpointer.SCRIPT_TIMEOUT_S = given.patience_s
+    decision_orders.SCRIPT_TIMEOUT_S = given.patience_s
     job = Job(given)
     state: dict[str, Any] = {} if job.sharded else {"average": job.average}
     with holdfast.session(

@@ -25,11 +25,11 @@ def stop_when_asked() -> None:
     """Stop this process once, when it has settled and is about to offer its state."""
     give = StateSource.give
 
-    def trapped(self: StateSource, settle: Settle) -> None:
+    def trapped(self: StateSource, settle: Settle, frozen: bool) -> None:
         if ASKED.exists():
             ASKED.rename(STOPPED)
             os.kill(os.getpid(), signal.SIGSTOP)
-        give(self, settle)
+        give(self, settle, frozen)
 
     StateSource.give = trapped  # type: ignore[method-assign]
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast
-from holdfast.session.checkpoints import checkpointer
+from holdfast.core.worker import decision_orders
 from holdfast.session.steps.participant import StepParticipant
 from tests.session.once import first
 
@@ -25,7 +25,7 @@ STEPS = 12
 KILLED_AT = 5
 JOINED = Path("joined")
 VICTIM = Path("victim")
-checkpointer.SCRIPT_TIMEOUT_S = 3600.0  # the script waits for other ranks, so no wait for it may end
+decision_orders.SCRIPT_TIMEOUT_S = 3600.0  # the script waits for other ranks, so no wait for it may end
 
 
 def kill_between_two_joins(rank: int) -> None:

@@ -38,7 +38,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import holdfast
 from holdfast.core.protocol.messages import Fence
-from holdfast.session.checkpoints import checkpointer
+from holdfast.core.worker import decision_orders
 from holdfast.session.steps.participant import StepParticipant
 from tests.session.once import first
 
@@ -132,7 +132,7 @@ def main() -> None:
     leaves = several or given.way in ("stop", "exit")
     loops = EPOCHS if several else 1
     if given.way == "pause":
-        checkpointer.SCRIPT_TIMEOUT_S = PAUSE_S / 5
+        decision_orders.SCRIPT_TIMEOUT_S = PAUSE_S / 5
     with holdfast.session(
         model=job.model, optimizer=job.optimizer, scheduler=job.schedule, checkpoint="ckpt", memory=job.memory
     ) as s:

@@ -43,23 +43,22 @@ def test_an_order_that_comes_again_leaves_the_server_as_it_is(tmp_path: Path) ->
     refused: list[object] = []
     giver = StateSource(
         client,
-        boundary=lambda settle: True,
         collect=collect,
         memory=SimpleNamespace(verify=lambda step: None, require_replayable=require),
         refuse=lambda *given: refused.append(given),
     )
     order = Settle(member_id=MemberId(1), generation=Generation(1, 2), step=7, then="replace", vouch=True)
     try:
-        giver.give(order)
-        giver.give(order)
+        giver.give(order, True)
+        giver.give(order, True)
         assert offers[0] == offers[1] and read(offers[0]) == 1
         # all sources have reported their digests since
-        giver.give(msgspec.structs.replace(order, vouch=False))
+        giver.give(msgspec.structs.replace(order, vouch=False), True)
         assert offers[2] == offers[0] and read(offers[2]) == 1
-        giver.give(msgspec.structs.replace(order, generation=Generation(1, 3)))
+        giver.give(msgspec.structs.replace(order, generation=Generation(1, 3)), True)
         assert read(offers[3]) == 2
         assert not refused
-        giver.give(msgspec.structs.replace(order, generation=Generation(1, 4), replays=True))
+        giver.give(msgspec.structs.replace(order, generation=Generation(1, 4), replays=True), True)
         answer: Any = offers[4]
         assert isinstance(answer, StateRefused) and answer.alone and "changed weights" in answer.reason
     finally:
@@ -76,12 +75,11 @@ def test_a_survivor_that_cannot_listen_says_so_and_lives(
     )
     giver = StateSource(
         client,
-        boundary=lambda settle: True,
         collect=lambda rebuilt: (SimpleNamespace(view=lambda fqn, box: memoryview(b"")), {}),
         memory=SimpleNamespace(verify=lambda step: None, require_replayable=lambda step: None),
         refuse=lambda *given: offers.append(given),
     )
-    giver.give(Settle(member_id=MemberId(1), generation=Generation(1, 2), step=7, then="replace"))
+    giver.give(Settle(member_id=MemberId(1), generation=Generation(1, 2), step=7, then="replace"), True)
     assert "cannot give its state" in caplog.text
     (answer,) = offers
     assert isinstance(answer, StateRefused) and answer.alone and answer.step == 7

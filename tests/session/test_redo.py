@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from holdfast.core.ids import Generation
-from holdfast.core.worker.position import ScriptMachine
 from holdfast.errors import StepError
 from holdfast.frameworks.common.adapter import Adapter
 from holdfast.session.steps.nonfinite import NonfiniteCheck
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.step import Step, StepAborted, StepRunner
 from holdfast.session.steps.voting import VoteCaster
+from tests.session.participants import Connection
 
 
 class GateAdapter:
@@ -56,10 +56,9 @@ class Newcomer(StepParticipant):
 def test_a_newcomer_rehearses_once_and_then_joins() -> None:
     adapter: Any = GateAdapter()
     typed: Adapter = adapter
-    rank = Newcomer(typed, None)
-    with rank.changed:
-        rank.machine.open(10)
-    rank.script = ScriptMachine(joining=True)
+    client: Any = Connection(joining=True)
+    rank = Newcomer(typed, client)
+    rank.open(10)
     owner: Any = GateAdapter()
     blocks = StepRunner(rank, typed, VoteCaster(rank, typed), owner, NonfiniteCheck(typed, "ignore"))
     step = Step(blocks, 10)

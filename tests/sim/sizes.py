@@ -25,9 +25,9 @@ class LargeWorker(SimWorker):
         assert isinstance(self.world, World)
         return self.world
 
-    def _later(self, delay_s: float, label: str, action: Callable[[], None]) -> None:
+    def later(self, delay_s: float, label: str, action: Callable[[], None]) -> None:
         more_s = self.seconds.get(label, 0.0)
-        super()._later(delay_s + more_s, label, action)
+        super().later(delay_s + more_s, label, action)
         if more_s and not self.silent:
             self.busy_until_s = max(self.busy_until_s, self._scene.now + delay_s + more_s)
             self._say()

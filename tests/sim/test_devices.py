@@ -45,7 +45,7 @@ class BrokenWorker(SimWorker):
                 what=self.says, traceback="", digest="of the error",
             )
         )  # fmt: skip
-        self._later(0.03, "exit", lambda: self.world.died(self, 1, None))
+        self.later(0.03, "exit", lambda: self.world.died(self, 1, None))
 
 
 class Fleet(World):

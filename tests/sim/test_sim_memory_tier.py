@@ -7,7 +7,8 @@ from collections import Counter
 
 import pytest
 
-from holdfast.core.protocol.messages import RankState, ResumeInPlace
+from holdfast.core.protocol.messages import Command, RankState
+from holdfast.core.worker.worker_machine import RestoreState
 from holdfast.sim.faults import SimFault, random_faults
 from holdfast.sim.invariants import Violation
 from holdfast.sim.sim_memory_tier import Memory
@@ -190,11 +191,11 @@ def test_mutant_that_copies_over_the_newest_state_and_leaves_its_marker() -> Non
 
 def test_mutant_that_does_not_go_back_with_the_others() -> None:
     class Stubborn(SimWorker):
-        def _resumed(self, resume: ResumeInPlace) -> None:
-            if resume.step < self.machine.step and self.machine.state in ("ready", "aborted"):
-                self.world.memory.keep_only(self.rank, resume.step)
-                self.machine.rewind(resume.step)  # the machine goes back, but the parameters do not
-            super()._resumed(resume)
+        def _execute(self, command: Command) -> None:
+            applied = self.applied
+            super()._execute(command)
+            if isinstance(command, RestoreState):
+                self.applied = applied
 
     class Mutant(World):
         worker_type = Stubborn

@@ -72,7 +72,7 @@ def test_a_newcomer_that_holds_the_state_is_known_to_the_next_controller() -> No
     Regression: a decision was made while the newcomer lived.
     """
     faults = (
-        SimFault(kind="kill", at_s=0.673, rank=1),
+        SimFault(kind="kill", at_s=0.65, rank=1),
         SimFault(kind="controller", at_s=0.75),
         SimFault(kind="kill", at_s=0.776, rank=0),
     )

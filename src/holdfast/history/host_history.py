@@ -16,8 +16,8 @@ from holdfast.text import plural, span
 
 class HostView(msgspec.Struct):
     """One host of several. ``gone``: how it left; empty while it is connected to this host. ``leaves``: sources of the
-    notices that it will leave. ``leaves_at``: the deadline of these notices (Unix time); None: no deadline. ``left_out``:
-    why it has no ranks although it is connected; empty: it may have some.
+    notices that it will leave. ``leaves_at``: the deadline of these notices (Unix time); None: no deadline.
+    ``left_out``: why it has no ranks although it is connected; empty: it may have some.
     """
 
     name: str

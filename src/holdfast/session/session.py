@@ -149,11 +149,9 @@ class Session(ScriptLoops):
         self._common = ReplicaStateCheck(self._adapter, client, self.state)
         plan_ahead = self._verifier.slice  # the first plan takes long: no vote should wait for it
         self._entered = True
-        self._rank.connect(
-            ParticipantCalls(
-                self._saver.on_settle, self._saver.resumed, self._rewind, self._tier.steps, plan_ahead
-            )
-        )
+        saver = self._saver
+        of_orders = saver.carry_out, saver.refuse, saver.holds_weights, saver.resumed
+        self._rank.connect(ParticipantCalls(*of_orders, self._rewind, self._tier.steps, plan_ahead))
         if client is not None and client.stand_in is not None and not client.stand_in.called:
             self._stand_by(client.stand_in)
             return self
@@ -239,8 +237,7 @@ class Session(ScriptLoops):
         """Prepare a spare, which is in no generation yet, for rehearsals; everything else waits until it is called."""
         self._spare = stand_in
         self._attach()
-        with self._rank.changed:
-            self._rank.machine.open(0)
+        self._rank.open(0)
 
     def _go_on_stage(self) -> None:
         """Wait until the spare is called, and make it a newcomer. In any other process, do nothing."""
@@ -277,8 +274,7 @@ class Session(ScriptLoops):
         self._watch.start(known_of(local, self.root, self._adapter.rank), self._say)
         with self._reading(self._step):
             self._tier.start(self._step)
-        with rank.changed:
-            rank.machine.open(self._step)
+        rank.open(self._step)
         if self._resumed is not None and self.root is not None and self._resumed.path.parent == self.root:
             saver.saved(self._step)
         if self._client is not None:

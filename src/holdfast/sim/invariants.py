@@ -188,9 +188,7 @@ class Checks:
                 raise Violation("resumed_together", text)
 
     def _reports(self) -> list[RankReport]:
-        return [
-            w.report() for w in (*self.scene.replaced, *(w for _, w in sorted(self.scene.seated.items())))
-        ]
+        return [w.told() for w in (*self.scene.replaced, *(w for _, w in sorted(self.scene.seated.items())))]
 
     def _planned(self, record: LogRecord) -> None:
         generation = str(record.data["generation"])

@@ -24,7 +24,7 @@ from holdfast.core.protocol.health_messages import CopyDigest, StateDigests
 from holdfast.core.protocol.layout_messages import Layout, Layouts
 from holdfast.core.protocol.messages import SaveReported, Settle
 from holdfast.core.protocol.status_page import Phase
-from holdfast.core.worker.position import ScriptEvent
+from holdfast.core.worker.decision_orders import CarryOut, OrderKind, RefuseOrder, other_weights
 from holdfast.core.worker.vote import Ballot
 from holdfast.errors import HoldfastError, InternalError, PeerLost, StateError, StoreWriteError
 from holdfast.frameworks.common.adapter import Collected, StateAdapter
@@ -36,7 +36,7 @@ from holdfast.session.checkpoints.sole_writer import SoleUse
 from holdfast.session.checkpoints.state_transfer import StateSource
 from holdfast.session.checkpoints.transfer_snapshot import TransferSnapshot
 from holdfast.session.failure_reason import hear_why, tell_why
-from holdfast.session.steps.participant import POLL_S, TEXT_LENGTH_MAX, StepParticipant
+from holdfast.session.steps.participant import TEXT_LENGTH_MAX, StepParticipant
 from holdfast.session.steps.replica_check import Verifier
 from holdfast.session.steps.voting import VoteCaster
 from holdfast.store.backends.local_store import threads_of_rank
@@ -57,11 +57,6 @@ from holdfast.store.write.writer import WrittenShare, write_share
 log = logging.getLogger("holdfast")
 
 SEAL_TIMEOUT_S = 60.0
-SCRIPT_TIMEOUT_S = 10.0
-"""Limit of the wait for the script; less than the limit for serving the state (``core/config.py``)."""
-WEIGHTS_TIMEOUT_S = 30.0
-"""Limit of the wait, before a save, for weights that the script has replaced; less than a last-gasp's limit."""
-WEIGHTS_POLL_S = 0.05
 SEAL_POLL_S = 0.02
 SEAL_POLL_MAX_S = 0.32  # many ranks may ask one server
 
@@ -129,15 +124,11 @@ class Checkpointer:
         self._costs: dict[SaveId, tuple[float, int]] = {}  # seconds of stall, steps of delay
         self._attempts: dict[tuple[Generation, int], int] = {}
         self._planned: tuple[Mapping[int, Layout], Catalogue, SavePlan] | None = None
-        # All work that one decision orders shares one wait.
-        self._script_until: tuple[Generation, float] | None = None
-        self._weights_until: tuple[Generation, float] | None = None
         self._given = TransferSnapshot(rank, adapter)
         self._giver: StateSource | None = None
         if rank.client is not None:
             self._giver = StateSource(
                 rank.client,
-                self._await_boundary,
                 self._to_give,
                 tier,
                 rank.refuse,
@@ -399,39 +390,60 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ last-gasp
 
-    def on_settle(self, settle: Settle) -> None:
-        """Start what the decision orders: digests, serving the state, a save. Runs in the client thread."""
-        client = self._rank.client
-        if client is None:
-            return
-        if settle.vouch:
-            client.run_task(lambda: self._vouch(client, settle))
-        if settle.then == "replace" and self._giver is not None:
-            giver = self._giver
-            client.run_task(lambda: giver.give(settle))
-        if settle.save is not None and self._adapter.rank in settle.save.sources:
-            client.run_task(lambda: self._last_gasp(settle))
+    def carry_out(self, command: CarryOut) -> None:
+        """Carry out an order of a decision: digests, serving the state, a save. Runs in the task thread."""
+        client, order = self._rank.client, command.order
+        assert client is not None and self._giver is not None
+        match order.kind:
+            case OrderKind.DIGESTS:
+                self._vouch(client, order.settle, command.aborted)
+            case OrderKind.GIVE:
+                self._giver.give(order.settle, command.aborted)
+            case OrderKind.GO_BACK:
+                self._giver.check_kept(order.settle)
+            case OrderKind.SAVE:
+                self._last_gasp(order.settle, command.aborted)
 
-    def _vouch(self, client: WorkerClient, settle: Settle) -> None:
+    def refuse(self, command: RefuseOrder) -> None:
+        """Report that this rank cannot carry out an order. Runs in the task thread."""
+        client, order = self._rank.client, command.order
+        error = StateError(command.reason, hint=command.hint)
+        if order.kind is OrderKind.DIGESTS and client is not None:
+            self._send_digests(client, order.settle, error)
+        elif order.settle.save is not None and order.kind is OrderKind.SAVE:
+            self._done(order.settle.save.save_id, error)
+        else:  # the time limit for joining ends the wait of the newcomers
+            log.error("holdfast: this rank cannot give its state: %s", error)
+
+    def _vouch(self, client: WorkerClient, settle: Settle, frozen: bool) -> None:
         """Publish the layout of the state that this rank is about to save or give, and the digests of its copies."""
         copies: tuple[CopyDigest, ...] = ()
         try:
-            collected, _ = self._collected_to_give(self._await_boundary(settle))
+            self._require_weights()
+            collected, _ = self._collected_to_give(frozen)
             if self._verifier.active:
                 copies = self._verifier.digests(collected)
         except HoldfastError as error:
-            log.warning("holdfast: this rank's copies cannot be compared: %s", error)
+            self._send_digests(client, settle, error)
+        else:
+            self._send_digests(client, settle, copies)
+
+    def _send_digests(
+        self, client: WorkerClient, settle: Settle, found: tuple[CopyDigest, ...] | HoldfastError
+    ) -> None:
+        if isinstance(found, HoldfastError):
+            log.warning("holdfast: this rank's copies cannot be compared: %s", found)
+        copies = found if isinstance(found, tuple) else ()
         client.send(
             StateDigests(
                 member_id=client.member_id, generation=settle.generation, step=settle.step, copies=copies
             )
         )
 
-    def _last_gasp(self, settle: Settle) -> None:
+    def _last_gasp(self, settle: Settle, frozen: bool) -> None:
         order = settle.save
         assert order is not None
         try:
-            frozen = self._await_boundary(settle)
             written = self._gasp(
                 place_of(order.root), order.save_id, order.sources, order.layouts, order.dead_locals, frozen
             )
@@ -443,78 +455,21 @@ class Checkpointer:
         else:
             self._done(order.save_id, written)
 
-    def _await_boundary(self, settle: Settle) -> bool:
-        """Wait until this rank is at the step of the decision. Return True if it aborted the block of that step.
+    def holds_weights(self) -> bool:
+        """Return False while the script, out of the block, has other weights in the model.
 
-        The controller's time limits, or another fence, end the wait.
+        An average of weights that the script evaluates is an example. In the block, weights that the script has set are
+        the trained ones.
         """
-        rank = self._rank
-        with rank.changed:
-            while rank.script.restoring or not (
-                rank.state in ("ready", "aborted", "finished") and rank.step == settle.step
-            ):
-                if rank.state == "torn" or rank.machine.fenced != settle.generation:
-                    raise StateError(f"this rank is {rank.state} at step {rank.step}, not at {settle.step}")
-                rank.changed.wait(POLL_S)
-            self._await_script(settle)
-            aborted = rank.state == "aborted"
-        if settle.rewind < 0:  # otherwise the state in the memory tier counts
-            self._await_weights(settle)
-        return aborted
-
-    def _await_script(self, settle: Settle) -> None:
-        """Wait for the script to finish code after the block or the loop, whose effect is a part of the step's state.
-
-        Code before the block of the step is no part of it. For a newcomer that need not run such code, see
-        ``transfer_snapshot.py``.
-        """
-        rank = self._rank
-        if self._script_until is None or self._script_until[0] != settle.generation:
-            self._script_until = settle.generation, time.monotonic() + SCRIPT_TIMEOUT_S
-        replaces = settle.then == "replace"
-        while rank.script.awaits(replaces=replaces) and rank.machine.fenced == settle.generation:
-            if time.monotonic() > self._script_until[1]:
-                if rank.script.rules.awaited == "block":
-                    log.warning(
-                        "holdfast: the script has been behind the block of step %d for %g s: all ranks start again and "
-                        "do not do it again; what takes long belongs before a block, or behind the loop",
-                        rank.step - 1,
-                        SCRIPT_TIMEOUT_S,
-                    )
-                    rank.moved(ScriptEvent.STRAYED)
-                return
-            rank.changed.wait(POLL_S)
-
-    def _await_weights(self, settle: Settle) -> None:
-        """Wait while the script, out of the block, has other weights in the model, as an average that it evaluates.
-
-        Raises:
-            StateError: it has them for longer than the other ranks can wait.
-        """
-        rank = self._rank
-        if self._weights_until is None or self._weights_until[0] != settle.generation:
-            limit_s = SCRIPT_TIMEOUT_S if settle.then == "replace" else WEIGHTS_TIMEOUT_S
-            self._weights_until = settle.generation, time.monotonic() + limit_s
-        while self._has_other_weights() and rank.machine.fenced == settle.generation:
-            with rank.changed:
-                if time.monotonic() > self._weights_until[1]:
-                    rank.moved(ScriptEvent.STRAYED)
-                    break
-                rank.changed.wait(WEIGHTS_POLL_S)
-        self._require_weights()
-
-    def _has_other_weights(self) -> bool:
-        adapter = self._adapter  # in the block, weights that the script has set are the trained ones
+        adapter = self._adapter
         away = self._rank.script.may_hold_other_weights
-        return away and isinstance(adapter, KnowsWeights) and not adapter.holds_weights()
+        return not (away and isinstance(adapter, KnowsWeights) and not adapter.holds_weights())
 
     def _require_weights(self) -> None:
         """Check that the model holds the trained weights. Raises: StateError."""
-        if self._has_other_weights():
-            raise StateError(
-                f"step {self._rank.step}: the script has changed weights since the block, and is not back at one",
-                hint="evaluate averages of weights in a copy of the model (copy.deepcopy), not in their place",
-            )
+        if not self.holds_weights():
+            reason, hint = other_weights(self._rank.step)
+            raise StateError(reason, hint=hint)
 
     def _gasp(
         self,

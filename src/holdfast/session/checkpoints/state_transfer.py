@@ -59,7 +59,6 @@ class StateSource:
 
     Args:
         client: tells the controller where the state is served.
-        boundary: waits until this rank is at the decided step; True when that is the start of an aborted block.
         collect: returns the state at that moment, and the plain values common to all ranks.
         memory: the memory tier of this rank.
         refuse: reports to the controller that a kept state is damaged.
@@ -68,7 +67,6 @@ class StateSource:
     def __init__(
         self,
         client: WorkerClient,
-        boundary: Callable[[Settle], bool],
         collect: Callable[[bool], tuple[Collected, Mapping[str, object]]],
         memory: MemoryTierQuery,
         refuse: Callable[[Generation, int, CheckpointInvalid], None],
@@ -76,15 +74,30 @@ class StateSource:
         self._memory = memory
         self._refuse = refuse
         self._client = client
-        self._boundary = boundary
         self._collect = collect
         self._server: StateServer | None = None
         self._given: tuple[Settle, Address] | None = (
             None  # the order that the server answers, and its address
         )
 
-    def give(self, settle: Settle) -> None:
-        """Serve the state of ``settle.step``, or check the kept state to go back to. Runs in the task thread.
+    def check_kept(self, settle: Settle) -> None:
+        """Check the kept state to which all ranks go back. Runs in the task thread."""
+        try:
+            self._memory.verify(settle.rewind)
+        except CheckpointInvalid as error:
+            self._refuse(settle.generation, settle.rewind, error)
+        except HoldfastError as error:
+            # The time limit for joining ends the wait of the newcomers.
+            log.error("holdfast: this rank cannot go back: %s", error)
+        else:
+            self._offer(settle.generation, settle.rewind, NOWHERE)
+
+    def give(self, settle: Settle, frozen: bool) -> None:
+        """Serve the state of ``settle.step``. Runs in the task thread.
+
+        Args:
+            settle: the decision.
+            frozen: serve the state of the start of an aborted block.
 
         A repeated order is answered again, because the first answer may have been lost with an agent, and newcomers may
         already be reading. By then all sources may be known to hold the same state, and digests are no longer asked
@@ -93,23 +106,6 @@ class StateSource:
         settle = msgspec.structs.replace(settle, vouch=False)
         if self._given is not None and self._given[0] == settle:
             self._offer(settle.generation, settle.step, self._given[1])
-            return
-        if settle.rewind >= 0:
-            try:
-                self._boundary(settle)
-                self._memory.verify(settle.rewind)
-            except CheckpointInvalid as error:
-                self._refuse(settle.generation, settle.rewind, error)
-            except HoldfastError as error:
-                # The time limit for joining ends the wait of the newcomers.
-                log.error("holdfast: this rank cannot go back: %s", error)
-            else:
-                self._offer(settle.generation, settle.rewind, NOWHERE)
-            return
-        try:
-            frozen = self._boundary(settle)
-        except HoldfastError as error:  # the time limit for joining ends the wait of the newcomers
-            log.error("holdfast: this rank cannot give its state: %s", error)
             return
         try:
             if settle.replays:

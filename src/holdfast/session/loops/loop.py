@@ -133,7 +133,7 @@ class Loops:
         self._before = before
         self.place = dict(session.get("place", {"loop": -1}))
         self.walk.stand_at(self.place.get("turns"))
-        self._rank.turns = self.walk.passed
+        self._rank.stand_at_turn(self.walk.passed)
         self._parts_then = int(session.get("parts", 1))
         world = int(session.get("world", self._adapter.world_size))
         # With other ranks a loader has another length, and an epoch another end.
@@ -154,7 +154,7 @@ class Loops:
         loop, turns = self.place["loop"], self.walk.record
         self.stand_at(session, local)
         self.walk.stand_at(turns)  # the open loop stays open, and so does its turn
-        self._rank.turns = self.walk.passed
+        self._rank.stand_at_turn(self.walk.passed)
         if self.place["loop"] != loop:  # the state was kept when this loop began
             self.place = {"loop": loop, "at": self._began[0]}
             self._say_what_it_is()

@@ -1,15 +1,15 @@
 """One rank's side of the step protocol: state machines, lock, status page and connection to the control plane.
 
-Theory. Two threads act on a rank. The main thread runs user code. The client thread receives faults while the main
-thread waits in a collective. Both take one condition variable around ``core.worker.step.StepMachine`` (the state of the
-step) and ``core.worker.position.ScriptMachine`` (the position of the script). Only the state of these machines under
-that lock is authoritative; the status page (called the page below) shows it to other processes. The rank answers a
-fence as soon as its step machine has settled. The main thread never decides an in-doubt step: it waits here for the
-decision of the controller.
+Theory. Three threads act on a rank. The main thread runs user code. The client thread receives faults while the main
+thread waits in a collective. The task thread carries out the orders of a decision. All take one condition variable
+around ``core.worker.worker_machine.WorkerMachine``, which has the state of the step, the position of the script and the
+orders that wait. Only the state of this machine under that lock is authoritative; the status page (called the page
+below) shows it to other processes. This module makes no decision of the protocol: it passes messages and reports to the
+machine, and executes its commands. The main thread blocks until the machine lets it continue.
 
 Invariants:
 1. The page shows UPDATE(s) before a weight changes and READY(s+1) only after the block has ended.
-2. ``Settled`` is sent once per settled (state, step) of a fence, in order, and again when the script leaves its loop.
+2. Commands that send are executed under the lock, so messages leave in the order of the commands.
 3. A wait of the main thread for the control plane ends: by an order, or by leaving if agent and launcher are gone.
 """
 
@@ -23,10 +23,11 @@ from typing import NoReturn
 
 import msgspec
 
-from holdfast.core.ids import NO_GENERATION, NO_VERSION, Generation, LayoutVersion, MemberId
+from holdfast.core.ids import NO_GENERATION, NO_VERSION, Generation, MemberId
 from holdfast.core.protocol.layout_messages import Layout
 from holdfast.core.protocol.messages import (
     Catalogued,
+    Command,
     ExitAsked,
     ExitOrder,
     FaultSeen,
@@ -34,27 +35,42 @@ from holdfast.core.protocol.messages import (
     Finished,
     JoinAsked,
     Joined,
+    Message,
     RankState,
     Receive,
     Release,
     ResumeInPlace,
     Settle,
-    Settled,
     StateRefused,
     StepReached,
 )
 from holdfast.core.protocol.status_page import PageFlag, Phase, Word
-from holdfast.core.worker.position import REPORTED, ScriptEvent, ScriptMachine
-from holdfast.core.worker.step import StepMachine
+from holdfast.core.worker.position import ScriptEvent
 from holdfast.core.worker.vote import Tally
+from holdfast.core.worker.worker_machine import (
+    ADVANCED,
+    WAIT_REACHED,
+    Advanced,
+    AnswerFence,
+    BreakCollectives,
+    BuildGroups,
+    ContinueStep,
+    GroupsBuilt,
+    ReportBroken,
+    RestoreState,
+    StateRestored,
+    WorkerMachine,
+)
 from holdfast.errors import CheckpointInvalid, GroupError
 from holdfast.exit_codes import Exit
 from holdfast.frameworks.common.adapter import GroupAdapter, Unsevered
 from holdfast.runtime.worker.worker_client import WorkerClient, leave_process
+from holdfast.session.steps.block_timer import BlockTimer
+from holdfast.session.steps.order_tasks import POLL_S, OrderTasks
 from holdfast.session.steps.participant_calls import ParticipantCalls
 
-POLL_S = 0.5
 TEXT_LENGTH_MAX = 1000
+NO_MEMBER = MemberId(0)
 
 
 class StepParticipant:
@@ -65,38 +81,38 @@ class StepParticipant:
         client: the connection to the agent; None in a process without a launcher, which no controller can fence.
 
     Attributes:
+        machine: the step machine, which only this object moves.
         script: the position of the script. Call its methods with the lock held.
-        turns: number of epochs and phases that the whole job has finished.
         catalogue_version, layouts: the newest layouts of all ranks, as the ranks sent them.
+        timer: the times of the open block.
     """
 
     def __init__(self, adapter: GroupAdapter, client: WorkerClient | None) -> None:
         generation = NO_GENERATION if client is None else client.generation
-        self.machine = StepMachine(generation, self._observe)
+        joining = client is not None and client.joining
+        member_id = NO_MEMBER if client is None else client.member_id
+        self._worker = WorkerMachine(member_id, generation, joining=joining)
+        self.machine, self.script = self._worker.steps, self._worker.script
         self.changed = threading.Condition(threading.RLock())
         self.client = client
         self.exit_source = ""
         self.orphaned = False
         self.released = False
-        self.turns = self._decided_turns = 0
-        self._settled_in: Generation | None = None
         self.catalogue_version = NO_VERSION
         self.layouts: Mapping[int, Layout] = {}
         self._adapter = adapter
-        self._calls = ParticipantCalls()
-        self._told: Settled | None = None
-        self._resume: ResumeInPlace | None = None
-        self._resumed_in: Generation | None = None
-        self._receive: Receive | None = None
-        self.script = ScriptMachine(joining=client is not None and client.joining)
+        self._tasks = OrderTasks(self._worker, self.changed, self._report)
         self._known = client is None or client.stand_in is None or client.stand_in.called
-        self._reached = False
         self._waiting_since_ns = 0  # when the main thread began to wait for the control plane; 0: it does not
-        self._block_started_ns = 0
-        self._waited_ns = 0
+        self.timer = BlockTimer()
         self._collectives = self._collectives_before = 0
 
     # ------------------------------------------------------------------ both threads
+
+    @property
+    def turns(self) -> int:
+        """Number of epochs and phases that the whole job has finished."""
+        return self._worker.turns
 
     @property
     def state(self) -> RankState:
@@ -121,13 +137,25 @@ class StepParticipant:
     @property
     def member_id(self) -> MemberId:
         """Id of this process, which no other process of the job ever has."""
-        return MemberId(0) if self.client is None else self.client.member_id
+        return NO_MEMBER if self.client is None else self.client.member_id
 
     def take_place(self, generation: Generation) -> None:
         """Reset the step machine of a spare that was called: from now on it is a newcomer that has just started."""
         with self.changed:
-            self.machine = StepMachine(generation, self._observe)
+            self._worker.take_place(self.member_id, generation)
+            self.machine = self._worker.steps
             self._known = True
+
+    def open(self, step: int) -> None:
+        """Open the session at ``step`` updates (STARTING -> READY)."""
+        with self.changed:
+            self.machine.open(step)
+            self._advanced()
+
+    def stand_at_turn(self, turns: int) -> None:
+        """Record the number of epochs and phases in the state that was loaded."""
+        with self.changed:
+            self._worker.stand_at_turn(turns)
 
     def _where(self) -> tuple[RankState, int]:
         return (self.machine.state, self.machine.step) if self._known else ("starting", 0)
@@ -171,51 +199,59 @@ class StepParticipant:
             if self.machine.fenced is not None:
                 self.freed()
 
-    def waited(self, since_ns: int, until_ns: int) -> None:
-        """Add the time that the main thread waited for peers in this block (CLOCK_MONOTONIC)."""
-        self._waited_ns += max(0, until_ns - max(since_ns, self._block_started_ns))
-
     def flag(self, what: PageFlag, on: bool) -> None:
         """Set or clear a flag of the page. A flag says why the rank may show no progress, for example a compilation."""
         if self.client is not None:
             flags = self.client.page[Word.FLAGS]
             self.client.page[Word.FLAGS] = flags | what if on else flags & ~what
 
-    def _observe(self, old: RankState, new: RankState, step: int) -> None:
+    def _advanced(self, event: ScriptEvent | None = None) -> None:
+        """Pass on that the step machine or the script has moved. The caller holds the lock. Hot path."""
         self.changed.notify_all()
-        self._answer()
-
-    def _answer(self) -> None:
-        """Answer the fence when the machine has settled, and again after a decision or after an error in the script."""
-        fenced = self.machine.fenced
-        if self.client is None or fenced is None or not self.machine.settled or self.script.restoring:
-            return
-        now = Settled(
-            member_id=self.member_id,
-            generation=fenced,
-            state=self.machine.state,
-            step=self.machine.step,
-            away=self.script.away,
-            rewind=self.script.offers_rewind,
-            turns=self.turns,
-        )
-        if now != self._told:
-            self._told, freed_ns = now, self.client.page[Word.FREED_NS]
-            self.client.send(msgspec.structs.replace(now, freed_ns=freed_ns, kept=self._calls.kept()))
+        if self.machine.fenced is not None:
+            self._report(ADVANCED if event is None else Advanced(event))
 
     def moved(self, event: ScriptEvent, *, again: bool = False) -> None:
         """Apply an event of the script to its position. For arguments and errors see :meth:`ScriptMachine.handle`."""
         with self.changed:
             self.script.handle(event, again=again)
+            self._advanced(event)
+
+    # ------------------------------------------------------------------ the machine
+
+    def _report(self, event: Message) -> tuple[Command, ...]:
+        """Pass an event to the machine, and execute what can be executed at once. Return all commands."""
+        with self.changed:
+            commands = self._worker.handle(time.monotonic(), event)
+            for command in commands:
+                self._execute(command)
             self.changed.notify_all()
-            if event in REPORTED:
-                self._answer()
+        return commands
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case AnswerFence() if self.client is not None:
+                freed_ns = self.client.page[Word.FREED_NS]
+                answer = msgspec.structs.replace(
+                    command.answer, freed_ns=freed_ns, kept=self._tasks.calls.kept()
+                )
+                self.client.send(answer)
+            case BreakCollectives() if self.client is not None:
+                self.client.page[Word.FREED_NS] = self._waiting_since_ns
+                if self.machine.state == "aborted":
+                    self.client.page.place(self.step, Phase.ABORTED)
+            case ReportBroken():
+                self._tell_fault(command.generation, command.reason)
+            case ContinueStep() if self.client is not None:
+                self.client.resumed(command.generation)
+            case _:
+                self._tasks.take(command)
 
     # ------------------------------------------------------------------ client thread
 
     def connect(self, calls: ParticipantCalls) -> None:
         """Register the handlers of the client's messages; ``calls`` are the functions of the session that they use."""
-        self._calls = calls
+        self._tasks.calls = calls
         client = self.client
         if client is None:
             return
@@ -231,47 +267,25 @@ class StepParticipant:
 
     def on_fence(self, fence: Fence) -> None:
         """Leave the old generation: stop at the next boundary of a step, break every collective, answer the fence."""
-        with self.changed:
-            if not self.machine.fence(fence.generation):
-                return
-            if self.client is not None:
-                self.client.page[Word.FREED_NS] = self._waiting_since_ns
-                if self.machine.state == "aborted":
-                    self.client.page.place(self.step, Phase.ABORTED)
-            self._resume = None
-            self._answer()
-        self._adapter.poison(f"fenced: {fence.reason}")
-        if self.client is not None and self.client.page.flight.rests():
-            self.freed()  # the main thread computes; the rest of its step needs no peers
+        for command in self._report(fence):
+            if isinstance(command, BreakCollectives):
+                self._adapter.poison(f"fenced: {command.reason}")
+                if self.client is not None and self.client.page.flight.rests():
+                    self.freed()  # the main thread computes; the rest of its step needs no peers
 
     def on_settle(self, settle: Settle) -> None:
-        """Apply the decision of the controller to the step machine."""
-        with self.changed:
-            if self.machine.fenced != settle.generation:
-                return
-            self._settled_in, self._decided_turns = settle.generation, settle.turns
-            self.machine.decide(settle.step)
-            self.changed.notify_all()
-        self._calls.settle(settle)
+        """Apply the decision of the controller. Its orders are carried out in the task thread."""
+        self._report(settle)
+        if self.client is not None and self._tasks.any:
+            self.client.run_task(self._tasks.run)
 
     def on_resume(self, resume: ResumeInPlace) -> None:
-        """Let the main thread rebuild the groups of the new generation.
-
-        A new controller repeats this order, because it does not know which ranks have received it.
-        """
-        if resume.generation == self._resumed_in:
-            return
-        self._calls.resume()
-        with self.changed:
-            self._resume = resume
-            self._reached = False
-            self.changed.notify_all()
+        """Let the main thread rebuild the groups of the new generation, once this rank's state is no longer served."""
+        self._tasks.end_serving(self._report(resume))
 
     def on_receive(self, receive: Receive) -> None:
         """Note that the survivors serve their state to this process."""
-        with self.changed:
-            self._receive = receive
-            self.changed.notify_all()
+        self._report(receive)
 
     def on_release(self, release: Release) -> None:
         """Note that every rank has finished."""
@@ -320,11 +334,11 @@ class StepParticipant:
         """Begin the block (READY -> COMPUTE). Return False if a fence came first."""
         with self.changed:
             begun = self.machine.begin()
-            self.script.handle(ScriptEvent.BLOCK_BEGUN if begun else ScriptEvent.HELD)
-            self.changed.notify_all()
+            event = ScriptEvent.BLOCK_BEGUN if begun else ScriptEvent.HELD
+            self.script.handle(event)
+            self._advanced(event)
         if begun:
-            self._block_started_ns = time.monotonic_ns()
-            self._waited_ns = 0
+            self.timer.begin()
             self._collectives_before = self._collectives
             if self.client is not None:
                 self.client.page[Word.SEQUENCE] = 0
@@ -333,7 +347,9 @@ class StepParticipant:
     def enter_vote(self) -> bool:
         """Enter the vote (COMPUTE -> VOTING). Return False if the step has been aborted."""
         with self.changed:
-            return self.machine.enter_vote()
+            entered = self.machine.enter_vote()
+            self._advanced()
+            return entered
 
     def computed(self, at_ns: int) -> None:
         """Write to the page how long this block took to compute its gradients, without the time of waiting for peers.
@@ -341,16 +357,16 @@ class StepParticipant:
         Args:
             at_ns: CLOCK_MONOTONIC when the gradients were there.
         """
-        busy_ns = at_ns - self._block_started_ns - self._waited_ns
         if self.client is not None:
             page = self.client.page
-            page[Word.BUSY_NS] = max(busy_ns, 1)
+            page[Word.BUSY_NS] = self.timer.busy_ns(at_ns)
             page[Word.USUAL_SEQUENCE] = page[Word.SEQUENCE]
 
     def voted(self, tally: Tally) -> RankState:
         """Apply a completed vote to the step machine. Return the new state."""
         with self.changed:
             state = self.machine.vote_passed() if tally.passed else self.machine.vote_refused()
+            self._advanced()
         if not (tally.passed or tally.differ or tally.nonfinite):  # these are reported in detail elsewhere
             self.fault_seen(f"step {self.step}: {tally.reason}")
         return state
@@ -358,12 +374,16 @@ class StepParticipant:
     def vote_broken(self) -> RankState:
         """Record that the vote did not complete on this rank. Return the new state."""
         with self.changed:
-            return self.machine.vote_broken()
+            state = self.machine.vote_broken()
+            self._advanced()
+            return state
 
     def fail(self) -> RankState:
         """Record that an exception has left the block. Return the new state."""
         with self.changed:
-            return self.machine.fail()
+            state = self.machine.fail()
+            self._advanced()
+            return state
 
     def note_local(self, payload: bytes | None, step: int) -> None:
         """Write this rank's own values of ``step`` (data position, ``Session.own``) to the page; None: they stay."""
@@ -377,13 +397,13 @@ class StepParticipant:
         with self.changed:
             self.script.handle(ScriptEvent.BLOCK_ENDED)
             self.machine.end_block()
+            self._advanced()
         if page is not None:
             page[Word.COMMITTED] = self.step
             page[Word.DONE] += 1
-            page[Word.STEP_NS] = time.monotonic_ns() - self._block_started_ns
+            page[Word.STEP_NS] = self.timer.since_begin_ns()
         self.enter(Phase.READY)
-        if self.client is not None and not self._reached and not self.fenced:
-            self._reached = True
+        if self.client is not None and self._worker.reaches():
             self.client.send(
                 StepReached(member_id=self.member_id, generation=self.machine.generation, step=self.step)
             )
@@ -391,14 +411,16 @@ class StepParticipant:
     def retry_now(self) -> bool:
         """Make an aborted step ready again (ABORTED -> READY), same generation. Return False if a fence came first."""
         with self.changed:
-            return self.machine.retry(self.machine.generation) if not self.fenced else False
+            retried = not self.fenced and self.machine.retry(self.machine.generation)
+            self._advanced()
+            return retried
 
     def await_decision(self) -> bool:
         """Wait, IN_DOUBT, for the decision of the controller. Return True if the update is to be applied."""
         self.enter(Phase.IN_DOUBT)
         self.freed()
         with self.changed:
-            self._answer()
+            self._advanced()
             self._wait(lambda: self.machine.state != "in_doubt")
             return self.machine.state == "updating"
 
@@ -408,54 +430,41 @@ class StepParticipant:
         self._waiting_since_ns = time.monotonic_ns()
         while True:
             with self.changed:
-                self._wait(lambda: self._resume is not None)
+                self._wait(lambda: self._worker.resume is not None)
                 self._waiting_since_ns = 0
                 if self.client is not None:
-                    self.client.page[Word.FREED_NS] = (
-                        0  # the time belongs to this fault; the next fault sets its own
-                    )
-                resume = self._resume
-                assert resume is not None
-                self._resume = None
-            if resume.step < self.step:
-                if not 0 <= self.script.rewinds_to <= resume.step:
-                    continue  # the script has left that loop since, and has reported that: all ranks are fenced again
-                self._go_back(resume.step)
-            with self.changed:
-                if self.machine.fenced is not None and self.machine.fenced > resume.generation:
-                    continue
-            try:
-                self._adapter.reconfigure(resume.generation)
-            except Unsevered:
-                leave_process(Exit.RESTART)
-            except GroupError as error:
-                # Another fault came while the groups were built, or the groups cannot be rebuilt in this process.
-                fenced = self.machine.fenced
-                if fenced is None or fenced <= resume.generation:
-                    self._tell_fault(resume.generation, str(error))
-                continue
-            with self.changed:
-                if self.machine.retry(resume.generation):
-                    self._resumed_in = resume.generation
-                    self.script.join()
-                    if self.client is not None:
-                        self.client.resumed(resume.generation)
-                    return
+                    # The time belongs to this fault; the next fault sets its own.
+                    self.client.page[Word.FREED_NS] = 0
+                commands = self._report(WAIT_REACHED)
+            if self._follow(commands):
+                return
 
-    def _go_back(self, step: int) -> None:
-        """Restore the kept state of ``step``, which was found intact. A fence that comes meanwhile is answered
-        afterwards.
-        """
-        with self.changed:
-            self.script.begin_restore()
+    def _follow(self, commands: tuple[Command, ...]) -> bool:
+        """Execute what the order to continue demands of the main thread. Return True if this rank continues."""
+        for command in commands:
+            match command:
+                case RestoreState():
+                    try:
+                        self._tasks.calls.rewind(command.step)
+                    except CheckpointInvalid:
+                        leave_process(Exit.RESTART)  # the state is a mix of two steps: this process is lost
+                    following = self._report(StateRestored(command.step, command.generation))
+                    self.enter(Phase.READY)
+                    return self._follow(following)
+                case BuildGroups():
+                    return self._follow(self._report(self._build(command.generation)))
+                case ContinueStep():
+                    return True
+        return False
+
+    def _build(self, generation: Generation) -> GroupsBuilt:
         try:
-            self._calls.rewind(step)
-        except CheckpointInvalid:
-            leave_process(Exit.RESTART)  # the state is a mix of two steps: this process is lost
-        with self.changed:
-            self.script.end_restore()
-            self.machine.rewind(step)
-        self.enter(Phase.READY)
+            self._adapter.reconfigure(generation)
+        except Unsevered:
+            leave_process(Exit.RESTART)
+        except GroupError as error:
+            return GroupsBuilt(generation, error=str(error))
+        return GroupsBuilt(generation)
 
     def refuse(self, generation: Generation, step: int, error: CheckpointInvalid) -> None:
         """Report that this rank's state in the memory tier is damaged. The controller then decides again."""
@@ -470,9 +479,9 @@ class StepParticipant:
         assert self.client is not None
         self.client.send(JoinAsked(member_id=self.member_id, generation=self.machine.generation))
         with self.changed:
-            self._wait(lambda: self._receive is not None)
-            assert self._receive is not None
-            return self._receive
+            self._wait(lambda: self._worker.receive is not None)
+            assert self._worker.receive is not None
+            return self._worker.receive
 
     def join(self) -> None:
         """Report that this newcomer is ready for its first step, and wait until the job continues."""
@@ -481,9 +490,9 @@ class StepParticipant:
         with self.changed:
             self.script.join()
             self.script.handle(ScriptEvent.HELD)  # at its block: when fenced, it gives its state
-            self.changed.notify_all()
+            self._advanced(ScriptEvent.HELD)
         self.client.send(Joined(member_id=self.member_id, generation=self.machine.generation, step=self.step))
-        self._calls.joined(self.step)
+        self._tasks.calls.joined(self.step)
         self.await_resume()
 
     def take_step(self) -> bool:
@@ -510,7 +519,7 @@ class StepParticipant:
             self.enter(phase)
         self.freed()
         with self.changed:
-            self._answer()
+            self._advanced()
             while True:
                 self._wait(lambda: False)
 
@@ -530,16 +539,14 @@ class StepParticipant:
     def pass_turn(self) -> bool:
         """Count a turn that all ranks have finished. Return False without counting if a fence came first."""
         with self.changed:
-            self.turns += not self.fenced
-            return not self.fenced
+            return self._worker.pass_turn()
 
     def await_turns(self) -> int:
         """Wait for the decision after a fence at the end of a turn. Return how many turns the job has finished."""
         self.freed()
         with self.changed:
-            self._wait(lambda: self._resume is not None or self._settled_in == self.machine.fenced)
-            self.turns = max(self.turns, self._decided_turns)
-            return self.turns
+            self._wait(lambda: self._worker.knows_turns)
+            return self._worker.adopt_turns()
 
     def staged(self, step: int) -> None:
         """Write to the page that a writer process has this rank's share of the save of ``step``."""
@@ -557,6 +564,7 @@ class StepParticipant:
             if self.fenced and not self.orphaned:
                 return False
             self.machine.finish()
+            self._advanced()
         self.enter(Phase.FINISHED)
         if self.client is not None and not self.orphaned:
             self.client.send(
@@ -571,16 +579,6 @@ class StepParticipant:
             self._await_release()
             self.enter(Phase.FINISHED if reason == "exit" else Phase.AFTER)
         return True
-
-    def await_catalogue(self, version: LayoutVersion, timeout_s: float) -> None:
-        """Wait for the layouts of all ranks at ``version``, until a fence comes or ``timeout_s`` is over."""
-        deadline_s = time.monotonic() + timeout_s
-        with self.changed:
-            while self.catalogue_version < version:
-                left_s = deadline_s - time.monotonic()
-                if left_s <= 0 or self.fenced or self.orphaned:
-                    return
-                self.changed.wait(min(left_s, POLL_S))
 
     def _await_release(self, limit_s: float = math.inf) -> None:
         deadline_s = time.monotonic() + limit_s

@@ -230,7 +230,7 @@ class StepRunner:
             self._backward,
             self._update,
             self._updated,
-            self._rank.waited,
+            self._rank.timer.waited,
             partial(self._rank.flag, PageFlag.COMPILING),
         )
 

@@ -12,6 +12,7 @@ Invariants:
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping
 
 from holdfast.core.ids import NO_VERSION
@@ -21,6 +22,7 @@ from holdfast.core.protocol.status_page import PageFlag
 from holdfast.core.worker.layout_agreement import LayoutAgreement, LayoutAnnouncement
 from holdfast.core.worker.vote import Ballot, Tally
 from holdfast.frameworks.common.adapter import Adapter, Collected
+from holdfast.session.steps.order_tasks import POLL_S
 from holdfast.session.steps.participant import StepParticipant
 
 CATALOGUE_TIMEOUT_S = 15.0
@@ -116,7 +118,13 @@ class VoteCaster:
 
     def await_catalogue(self) -> None:
         """Wait a bounded time for the layouts of all ranks, which the last vote made all ranks publish."""
-        self._rank.await_catalogue(self._told.version, CATALOGUE_TIMEOUT_S)
+        rank, deadline_s = self._rank, time.monotonic() + CATALOGUE_TIMEOUT_S
+        with rank.changed:
+            while rank.catalogue_version < self._told.version:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or rank.fenced or rank.orphaned:
+                    return
+                rank.changed.wait(min(left_s, POLL_S))
 
     def layouts(self) -> Mapping[int, Layout]:
         """Return the newest known layouts of all ranks, by rank."""
