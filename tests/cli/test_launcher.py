@@ -103,3 +103,19 @@ def test_what_is_saved_is_said_whoever_wrote_it_last(tmp_path: Path) -> None:
     assert story.saves == ["saved step 60 (periodic) in 0.25 s"]
     assert story.warnings == ["rank 0 could not save step 40: no room"]
     made.close()
+
+
+def test_a_source_of_notices_that_cannot_be_asked_is_a_warning(tmp_path: Path) -> None:
+    """Regression: a pod without the right to read its node trained without any word that no notice would come."""
+    made = Made(tmp_path, "it")
+    made.start(0, 1)
+    made.journal.append("notice_source_failed", {"source": "kubernetes node", "error": "status 403"})
+    made.journal.append(
+        "status_not_sent", {"place": "pod train/bert-0", "error": "status 403", "given_up": True}
+    )
+    story = Watch(made.directory, made.settings).read()
+    assert story.warnings == [
+        "kubernetes node cannot be asked whether this host will leave (status 403): what it said last stands",
+        "the state of this host cannot be shown at pod train/bert-0 (status 403): nothing more is sent there",
+    ]
+    made.close()
