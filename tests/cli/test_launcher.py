@@ -115,7 +115,7 @@ def test_a_source_of_notices_that_cannot_be_asked_is_a_warning(tmp_path: Path) -
     )
     story = Watch(made.directory, made.settings).read()
     assert story.warnings == [
-        "kubernetes node cannot be asked whether this host will leave (status 403): what it said last stands",
-        "the state of this host cannot be shown at pod train/bert-0 (status 403): nothing more is sent there",
+        "kubernetes node cannot be asked whether this host will leave (status 403): its last answer stands",
+        "the state of this host cannot be shown at pod train/bert-0 (status 403)",
     ]
     made.close()

@@ -33,6 +33,8 @@ WARNINGS = {
     "zygote_unusable": "every worker starts from scratch, which takes longer: {reason}",
     "spares_given_up": "no spare can be built on {node} ({why}): lost workers are replaced without; see spares/ in the "
     "run directory",
+    "notice_source_failed": "{source} cannot be asked whether this host will leave ({error}): its last answer stands",
+    "status_not_sent": "the state of this host cannot be shown at {place} ({error})",
 }
 """The warning about an event, by kind, with places for its data."""
 
