@@ -459,7 +459,11 @@ class Session(ScriptLoops):
         return self._loops.foresee()
 
     def before_ready(self, tally: Tally) -> bytes | None:
-        """Note the data position and publish a changed layout, after a block that counts. Return as :meth:`foresee`."""
+        """Note the data position and publish a changed layout, after the block of a committed step.
+
+        Returns:
+            The rank-local values for the status page, or None if there are none.
+        """
         self._sections.pass_by(self.step - 1, tell=self._adapter.rank == 0)
         payload = self._loops.note()
         following = self.step + 1

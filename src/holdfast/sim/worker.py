@@ -1,4 +1,4 @@
-"""A simulated training process: the real worker machine, and what its process does for it."""
+"""A simulated training process: the real state machine of a worker, and a simulated shell that executes its commands."""
 
 from __future__ import annotations
 

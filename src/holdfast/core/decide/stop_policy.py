@@ -191,9 +191,10 @@ def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Lad
 
 
 def _at_the_next_step(failure: Failure, history: Sequence[Answered]) -> list[int]:
-    """Return the steps of an exception in code between two steps, if it recurred at once after the last recovery.
+    """Return the two steps at which the same exception was raised, before and right after the last recovery.
 
-    After a restart, code between two steps does not run again at the same step. A bug in it recurs one step later.
+    Return an empty list for an exception inside a block, and for one that did not recur at once. After a restart, code
+    between two steps does not run again at the same step, so a bug in that code recurs one step later.
     """
     if not failure.between or not history or failure.step > history[-1].step + 1:
         return []
@@ -207,7 +208,10 @@ def _at_the_next_step(failure: Failure, history: Sequence[Answered]) -> list[int
 
 
 def _again_and_again(failure: Failure, history: Sequence[Answered]) -> list[int]:
-    """Return the steps of an exception that came in each of the last recoveries, a step or two apart."""
+    """Return the steps at which the same exception caused each of the last recoveries, a step or two apart.
+
+    Return an empty list if the exception caused fewer recoveries.
+    """
     steps, told = [failure.step], {failure.occurrence}
     for answered in reversed(history):
         found = [

@@ -167,7 +167,10 @@ class Job:
         self.base_step = min(self.base_step, step)
 
     def restored(self, step: int) -> None:
-        """Set the step of the job to the step that all ranks of a new start have restored. Their state was compared."""
+        """Set the step of the job to the step that all ranks of a new start have restored.
+
+        The ranks have compared their copies of the restored state before, so a difference found earlier is cleared.
+        """
         self.unequal = ""
         self.base_step = self.step = step
         self.sealed_step = min(self.sealed_step, step)

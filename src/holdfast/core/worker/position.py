@@ -342,7 +342,7 @@ class ScriptMachine:
 
     @property
     def story(self) -> tuple[str, ...]:
-        """The last events, oldest first."""
+        """The last events of the script in this rank, as text for reports, oldest first."""
         return tuple(f"{event.value} -> {where.value}, {how.value}" for event, where, how in self._story)
 
     @property

@@ -167,7 +167,7 @@ class Gradients(Protocol):
     """The gradients that the optimizers are about to use."""
 
     def may_drop(self) -> None:
-        """Prepare for calls of :meth:`drop` in this session."""
+        """Prepare for updates that :meth:`drop` leaves out in this session."""
 
     def nonfinite(self, optimizer: str) -> str:
         """Return the first weight whose gradient holds inf or nan on this rank; empty: none. Wait for the device.
@@ -180,7 +180,7 @@ class Gradients(Protocol):
         """Return a number that grows with each write to a weight; None: a weight has a gradient and so will change."""
 
     def drop(self) -> None:
-        """Let the optimizers that step in this block change nothing."""
+        """Leave out the update of this block: the optimizers that step in it change nothing."""
 
 
 @runtime_checkable

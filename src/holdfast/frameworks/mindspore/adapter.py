@@ -381,7 +381,10 @@ def place() -> tuple[int, int]:
 
 
 def _gate_place(cell: Any) -> Any:
-    """Return the cell whose ``grad_reducer`` the gate replaces: a relay around the optimizer, or the training cell."""
+    """Return the cell whose ``grad_reducer`` the gate replaces.
+
+    This is the cell (:class:`Relay`) inside an optimizer that Holdfast has wrapped, otherwise the training cell.
+    """
     optimizer = getattr(cell, "optimizer", None)
     if optimizer is None:
         raise UnsupportedError(

@@ -112,7 +112,7 @@ class Epochs(TrainerCallback):  # type: ignore[misc]
         self._is_newcomer = is_newcomer()  # the other ranks have done the due work
 
     def run(self, original: Callable[..., None], kwargs: dict[str, Any]) -> None:
-        """Call ``original(**kwargs)`` for an epoch that is not finished, after work that was still due from before."""
+        """Call ``original(**kwargs)`` for an epoch that is not finished, after the work that the last step left due."""
         if kwargs["epoch"] < self._ended:
             return
         after, self._after = self._after, None
@@ -120,7 +120,15 @@ class Epochs(TrainerCallback):  # type: ignore[misc]
             original(**kwargs)
 
     def _arrive(self, kwargs: dict[str, Any], after: dict[str, Any]) -> bool:
-        """Prepare the epoch in which the job is. Return False if nothing of it is left."""
+        """Do the work that is due, and set ``kwargs`` so that the Trainer continues inside the job's current epoch.
+
+        Args:
+            kwargs: arguments of the Trainer's method for an epoch; changed in place.
+            after: the position after the last committed step.
+
+        Returns:
+            False if no part of the epoch is left.
+        """
         trainer, epoch, whole = self._trainer, kwargs["epoch"], kwargs["num_update_steps_per_epoch"]
         state, control = trainer.state, trainer.control
         done = max(0, state.global_step - epoch * whole)

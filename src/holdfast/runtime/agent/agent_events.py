@@ -133,7 +133,7 @@ class RecordsWanted(msgspec.Struct, frozen=True):
 
 
 class LookedLast(msgspec.Struct, frozen=True):
-    """The evidence of a silent worker is posted, as far as there is any. Its kill is due, after this grace time."""
+    """All available evidence of a silent worker has been posted; the worker is to be killed after ``grace_s``."""
 
     member_id: MemberId
     grace_s: float

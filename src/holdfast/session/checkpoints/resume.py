@@ -286,7 +286,8 @@ class ResumeSearch:
         """Let rank 0 list the candidates, and return the same list on all ranks.
 
         Raises:
-            UsageError: rank 0 saves elsewhere on this host: no checkpoint would ever have all shares.
+            UsageError: rank 0 runs on this host and has another checkpoint directory than this rank. No checkpoint
+                would ever have all shares.
         """
         if self._adapter.world_size == 1:
             return look()

@@ -151,7 +151,10 @@ class StateSource:
 
 
 def _pieces_of(collected: Collected) -> View:
-    """Return a view that copies only the requested bytes from a device; in host memory a view copies nothing."""
+    """Return a function that gives the requested bytes of ``collected``.
+
+    The function copies only the requested bytes from a device, and copies nothing in host memory.
+    """
     if isinstance(collected, GivesPieces):
         return collected.piece
     return lambda fqn, box, start, stop: collected.view(fqn, box)[start:stop]

@@ -1,14 +1,14 @@
-"""The shared memory (pool) between a worker and its writer process, the job in it, and their messages.
+"""The shared memory (pool) between a worker and its writer process, the description of a save in it, and the messages.
 
 Theory. Worker and writer share one anonymous file in memory and one socket. The file is a memfd: it has no name, no
 other process can open it, and it is gone with its last holder. All large data is in the file: the copied tensors, and
-after them the description of the job. A message only names places. So a save of any size takes a few short,
-non-blocking sends. The order is sent before the tensors are copied. The writer begins with the part that has arrived
-while the worker still copies the rest.
+after them the description of the save (:class:`SaveJob`). A message only names places. So a save of any size takes a
+few short, non-blocking sends. The order is sent before the tensors are copied. The writer begins with the bytes that
+have arrived while the worker still copies the others.
 
 Invariants:
 1. The worker writes only to the part of the pool that it has not announced. The writer never writes to it.
-2. Nothing of the job is trusted: places are checked against the pool, lengths against limits.
+2. No field of the description is trusted: places are checked against the pool, lengths against limits.
 3. A grown pool is the same file: both sides map it again, longer.
 """
 
@@ -50,7 +50,7 @@ class StagedPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SaveJob(msgspec.Struct, frozen=True):
-    """The job to write one share. ``catalogue``, ``values`` and ``locals_`` are JSON as in the files."""
+    """The description of one share to write. ``catalogue``, ``values`` and ``locals_`` are JSON as in the files."""
 
     root: str
     save_id: SaveId
@@ -69,7 +69,7 @@ class SaveJob(msgspec.Struct, frozen=True):
 
 
 class StagedSave(msgspec.Struct, frozen=True, tag="order"):
-    """Message to the writer: the place of the job in the pool, and how many bytes of its tensors have arrived."""
+    """Message to the writer: the place of a :class:`SaveJob` in the pool, and how many tensor bytes have arrived."""
 
     number: int
     start: int
@@ -79,20 +79,20 @@ class StagedSave(msgspec.Struct, frozen=True, tag="order"):
 
 
 class Arrived(msgspec.Struct, frozen=True, tag="arrived"):
-    """Message to the writer: the first ``size_bytes`` bytes of this job are in the pool."""
+    """Message to the writer: the first ``size_bytes`` bytes of save ``number`` are in the pool."""
 
     number: int
     size_bytes: int
 
 
 class Withdrawn(msgspec.Struct, frozen=True, tag="withdrawn"):
-    """Message to the writer: the rest of this job will not come, and the worker does not wait for its outcome."""
+    """Message to the writer: the rest of save ``number`` will not come, and the worker awaits no outcome of it."""
 
     number: int
 
 
 class SaveOutcome(msgspec.Struct, frozen=True):
-    """Message to the worker: the outcome of the job. ``failed`` is the name of an error class, or empty."""
+    """Message to the worker: the outcome of save ``number``. ``failed`` is the name of an error class, or empty."""
 
     number: int
     sealed: bool = False

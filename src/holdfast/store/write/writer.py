@@ -52,7 +52,7 @@ _Span: TypeAlias = tuple[int, int]
 
 
 class TensorSource(Protocol):
-    """The interface that gives the bytes of the boxes that this rank declared."""
+    """A provider of the bytes of the boxes that this rank declared."""
 
     def view(self, fqn: str, box: Box) -> memoryview:
         """Return the C-contiguous bytes of exactly this box. They must not change before the save returns."""
@@ -60,10 +60,10 @@ class TensorSource(Protocol):
 
 @runtime_checkable
 class ContiguousSource(TensorSource, Protocol):
-    """A source that may have several parts next to each other in memory, in the order in which the file has them."""
+    """A provider that can give several boxes as one piece, where they follow each other in memory as in the file."""
 
     def run(self, items: Sequence[WriteItem]) -> ByteRun | None:
-        """Return the bytes of all items, one after the other. Return None if they are stored in another order."""
+        """Return the bytes of all items as one piece; None if memory does not hold the items in their order."""
 
 
 class ByteRun(Protocol):

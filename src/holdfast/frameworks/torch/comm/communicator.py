@@ -39,7 +39,7 @@ class Communicator(Protocol):
         """True if :meth:`reconfigure` can replace the connections."""
 
     def get_reconfigure_handle(self) -> str:
-        """Return the entry of this rank for ``handles``."""
+        """Return the handle (a name) of this rank for :meth:`reconfigure`."""
 
     def reconfigure(self, uuid: str, handles: Sequence[str], timeout: timedelta) -> None:
         """Connect to the peers. All ranks call it.
@@ -85,11 +85,11 @@ class FreshGroups:
         return True
 
     def get_reconfigure_handle(self) -> str:
-        """Return a name for this rank; its address travels through the store."""
+        """Return the handle of this rank: a name, not an address. Addresses are exchanged through the store."""
         return _handle(self.spec, self.spec.rank)
 
     def all_handles(self) -> list[str]:
-        """Return the handles of the ranks that the group was made for."""
+        """Return the handles (names) of all ranks of the group, by rank."""
         return [_handle(self.spec, rank) for rank in range(self.spec.world_size)]
 
     def reconfigure(self, uuid: str, handles: Sequence[str], timeout: timedelta) -> None:

@@ -251,7 +251,8 @@ def make_source(loader: Any, seed: int, rank: int, *, spare: bool = False) -> So
 def unwrapped(loader: Any) -> tuple[Any, torch.device | None]:
     """Return the loader inside Fabric's wrapper and its device; any other loader with None.
 
-    Fabric's wrapper sets the epoch of its sampler by a count of this process.
+    Fabric's wrapper sets its sampler's epoch from a counter that starts at 0 in each process. In a replacement this
+    epoch would be wrong.
     """
     if type(loader).__name__ != "_FabricDataLoader":
         return loader, None

@@ -356,7 +356,7 @@ def _is_optimizers(value: Any) -> bool:
 
 
 def _refuse_optimizers(rest: Mapping[Any, Any], source: Path) -> None:
-    """Refuse an optimizer's state dict among the entries that were not recognised as a part. Raises: UsageError."""
+    """Raise UsageError if an entry of the file under an unknown name looks like an optimizer's state dict."""
     for name, value in rest.items():
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         if name != "state" and any(_is_optimizers(each) for each in (value, *inner)):

@@ -97,7 +97,8 @@ def _put_back(state: TorchState) -> Iterator[torch.Tensor]:
 class Suspicion:
     """The search for the cause when two runs of a block differ.
 
-    Two more runs are made with deterministic algorithms, while a witness records the block's tensors.
+    Two more runs are made with deterministic algorithms, while a recorder (``impurity_witness``) notes the tensors that
+    the block makes and uses.
 
     Args:
         state: state of the session.
@@ -110,7 +111,7 @@ class Suspicion:
 
     @property
     def cause(self) -> str:
-        """The cause that the witness has found, in words; empty if none."""
+        """The cause that the recorder has found, in words; empty if none."""
         return "" if self._witness is None else self._witness.cause
 
     def begin(self) -> None:
