@@ -1,4 +1,4 @@
-"""A simulated training process: the real state machine of a worker, and a simulated shell that executes its commands."""
+"""A simulated training process: the real state machine of a worker, and a simulated shell for its commands."""
 
 from __future__ import annotations
 
