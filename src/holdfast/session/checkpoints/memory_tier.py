@@ -66,7 +66,7 @@ class MemoryTier:
     Args:
         rank: knows the layouts of all ranks.
         adapter: the framework.
-        directory: of the run's shared memory; None: no agent outlives this process.
+        directory: the directory of the run's shared memory; None: no agent outlives this process.
         every: steps between two states; 0: nothing is kept; AUTO: see the module.
         values: returns the plain values common to all ranks, given the collected state and its step.
         locals_: returns the plain values of this rank alone.
@@ -333,7 +333,7 @@ class MemoryTier:
         """Refuse a kept state that lacks the changes after its block, while other ranks may have amended theirs.
 
         Raises:
-            CheckpointInvalid: the state is then dropped, and all ranks go back further.
+            CheckpointInvalid: the kept state lacks the changes. It is dropped, and all ranks go back further.
         """
         assert self._directory is not None and self._slots is not None
         others = set(range(kept.world)) - {self._adapter.rank}

@@ -34,8 +34,8 @@ class Drawn:
 
     Args:
         adapter: digests a batch, where it can.
-        rank: of this process.
-        verify: compare; otherwise nothing is done.
+        rank: the rank of this process.
+        verify: False: nothing is compared.
 
     Attributes:
         record: digests of the batches that were drawn last, for the local values of this rank; None: not known.

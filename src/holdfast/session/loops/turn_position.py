@@ -59,7 +59,7 @@ class ScriptPart:
         turns: number of its turns in all.
         done: number of turns that the whole job has finished.
         closed: the script has left the part, by ``break`` or an exception.
-        slot: of the open turn.
+        slot: the slot of the open turn.
     """
 
     def __init__(self, way: str, kind: str, turns: int, done: int) -> None:

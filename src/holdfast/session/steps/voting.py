@@ -32,7 +32,8 @@ class VoteCaster:
     """Casts the votes of one session, and publishes the layout of its rank.
 
     Args:
-        rank, adapter: of the session.
+        rank: protocol state of this rank.
+        adapter: the framework.
     """
 
     def __init__(self, rank: StepParticipant, adapter: Adapter) -> None:
