@@ -262,7 +262,11 @@ def log_of(fault: FaultView, run: RunDir, settings: RunSettings) -> Path | None:
 
 
 def meaning(code: Exit, session: bool) -> str:
-    """Return what the end of a run means. ``session``: one was opened; without one there is nothing to save."""
+    """Return the meaning of an exit code in words.
+
+    Args:
+        session: a session was opened. Without one there was nothing to save.
+    """
     if code is Exit.USAGE:
         return "nothing was started"  # its own arguments are checked before there is a run
     if code is Exit.UNSAVED and not session:

@@ -1,7 +1,7 @@
-"""The facts of one run and the commands of the current event, shared by the sub-machines of the controller.
+"""The facts of one run and the commands of the current event, shared by the state machines inside the controller.
 
-Theory. Several small machines handle one event in turn. They read and write one set of facts, and append commands to
-one list, in order. A record comes before the messages that depend on it. The driver writes a record to the event log
+Theory. Several small state machines handle one event in turn. They read and write one set of facts, and append commands
+to one list, in order. A record comes before the messages that depend on it. The driver writes a record to the event log
 before it executes the commands after it.
 
 Terms. A node is *heard* while its agent is connected and answers in time. A process is *seated* when it is a member.

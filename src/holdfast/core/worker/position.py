@@ -388,7 +388,7 @@ class ScriptMachine:
 
     @property
     def offers_rewind(self) -> int:
-        """The same as :attr:`rewinds_to`; ``NO_REWIND`` when the script has begun code of its next step."""
+        """The step :attr:`rewinds_to`; ``NO_REWIND`` if the script has already begun code of its next step."""
         return self._rewinds_to if self._rules.can_rewind else NO_REWIND
 
     @property

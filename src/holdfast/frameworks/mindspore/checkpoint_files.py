@@ -101,7 +101,7 @@ def import_checkpoint(
     Args:
         file: a file with all parameters of ``cell``. With ``strategy``: the directory with ``rank_N/*.ckpt`` of a
             parallel training, which hold the parameters in slices.
-        cell: the training cell (network and optimizer), not cut. Its parameters are set to the values, too.
+        cell: the training cell (network and optimizer), not cut. Its parameters are also set to the values.
         root: directory of checkpoints, as a session's ``checkpoint=``.
         step: updates done; the default is the file's ``global_step``, or its ``step_num``.
         strategy: strategy file of that training, the merged one of all stages, or the directory of all.

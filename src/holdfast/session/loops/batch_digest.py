@@ -7,7 +7,7 @@ batches of the step that it drew last, with the number of the step and the data 
 its rank-local values: it is on the status page from the begin of the block, and in each checkpoint. The next process
 compares. If it runs that step again, it draws the batches again. If it starts after that step, it reads the batches
 only for the comparison; its feed is then after them, as it has to be. A batch that is drawn again because its block has
-changed it is compared, too.
+changed it is also compared.
 
 Invariants:
 1. A difference raises an error before the block of the next step begins.

@@ -2,7 +2,7 @@
 
 Theory. A script may have several loops one after the other. The *place* of the job is the number of the loop and the
 position of its feed. A process that starts again runs the script again: loops before the saved one yield nothing, and
-the saved loop seeks its position. When the job goes back without a restart, the open loop seeks, too.
+the saved loop seeks its position. When the job goes back without a restart, the open loop also seeks.
 
 The process also runs the code between two loops again (a scheduler's step after an epoch), but the loaded state
 includes its effect. So learning rates, schedulers, buffers and the user's state are restored when the saved loop opens,

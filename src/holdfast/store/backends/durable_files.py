@@ -242,7 +242,7 @@ class Directory(Closes):
             os.close(fd)
 
     def write(self, name: str, data: bytes, owner: str, *, later: bool = False, mode: int = PRIVATE) -> None:
-        """Write a file that appears whole and durable. The directory is synced too.
+        """Write a file that appears whole and durable. The directory is also synced.
 
         Args:
             name: name of the file.

@@ -231,7 +231,7 @@ class S3Store:
         return True
 
     def sweep(self) -> None:
-        """Implement :meth:`Store.sweep`. Expired leases are removed, too."""
+        """Implement :meth:`Store.sweep`. Expired leases are also removed."""
         for entry in self._bucket.entries(_DOOMED):
             if form.attempt_key(entry.key):
                 self.remove(entry.key)

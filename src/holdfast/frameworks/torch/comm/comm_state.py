@@ -369,7 +369,7 @@ class CommState:
     def drop(self, group: Handle) -> None:
         """Unregister a group that the user destroyed.
 
-        With the default group, the vote group and the shared-memory board are closed too.
+        With the default group, the vote group and the shared-memory board are also closed.
         """
         with self._lock:
             if group in self._groups:

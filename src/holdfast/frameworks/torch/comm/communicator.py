@@ -7,7 +7,7 @@ implementation and Holdfast's can be measured against each other (``bench/commun
 takes three times as long. The figures and the decision are in ``docs/design/0024-communicators.md``.
 
 Invariants:
-1. A refused attempt (:class:`~holdfast.errors.GroupError`) leaves the previous group unchanged.
+1. A refused attempt to connect (:class:`~holdfast.errors.GroupError`) leaves the previous group unchanged.
 2. A uuid is used for one attempt: the addresses that the ranks exchange while they connect are stored under it.
 3. No caller waits for the end of a group that was replaced: see ``CommState.bury``.
 """
@@ -45,7 +45,7 @@ class Communicator(Protocol):
         """Connect to the peers. All ranks call it.
 
         Args:
-            uuid: equal on all ranks, new in each attempt.
+            uuid: equal on all ranks, new in each attempt to connect.
             handles: handles of all ranks, by rank.
             timeout: bound of the attempt.
 
@@ -58,7 +58,7 @@ class Communicator(Protocol):
 
 
 class FreshGroups:
-    """A communicator that makes a new C++ group in each attempt and drops the previous one on success.
+    """A communicator that makes a new C++ group in each attempt to connect and drops the previous one on success.
 
     Args:
         fabric: stops an attempt if this process is poisoned, and destroys the replaced group.
