@@ -75,7 +75,7 @@ def remove(folder: Path) -> list[Path]:
     """Remove the files of :func:`write`. Return the paths that existed.
 
     Raises:
-        UsageError: they cannot be removed.
+        UsageError: the files cannot be removed.
     """
     gone = []
     try:

@@ -41,7 +41,7 @@ Pin = Callable[[memoryview], Callable[[], None]]
 
 
 class StagedPart(msgspec.Struct, frozen=True, array_like=True):
-    """One part of a tensor and the place of its bytes in the pool."""
+    """One piece of a tensor and the place of its bytes in the pool."""
 
     fqn: str
     part: Box
@@ -64,7 +64,7 @@ class SaveJob(msgspec.Struct, frozen=True):
     threads: int
 
     def items(self) -> tuple[WriteItem, ...]:
-        """Return the share of this rank as items of a save plan. Each part of the share is stored as a separate box."""
+        """Return the share of this rank as items of a save plan. Each piece is stored as a separate box."""
         return tuple(WriteItem(p.fqn, p.part, p.part) for p in self.parts)
 
 
@@ -152,7 +152,7 @@ class Pool(Closes):
         """Return the shared memory, grown to at least ``size_bytes``. Views that were returned before are stale.
 
         Raises:
-            StoreWriteError: the machine does not have that much memory.
+            StoreWriteError: the host does not have that much memory.
         """
         if self._map is None or len(self._map) < size_bytes:
             wanted = -(-max(size_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -192,10 +192,10 @@ class PoolReader:
         self._map: mmap.mmap | None = None
 
     def job(self, order: StagedSave) -> SaveJob:
-        """Return the decoded job that ``order`` points at.
+        """Return the decoded :class:`SaveJob` that ``order`` points at.
 
         Raises:
-            InternalError: it lies outside the pool or is no job.
+            InternalError: the place is outside of the pool, or has no :class:`SaveJob`.
         """
         if self._map is None or len(self._map) != order.pool_size_bytes:
             self._map = None
@@ -223,7 +223,7 @@ class PoolReader:
 
 
 class StagedSource:
-    """The staged parts as a ``TensorSource``. A read waits for the parts that have not arrived."""
+    """The staged pieces as a ``TensorSource``. A read waits for bytes that have not arrived."""
 
     def __init__(self, pool: memoryview, parts: dict[tuple[str, Box], StagedPart], wait: Wait) -> None:
         self._pool = pool
@@ -231,12 +231,12 @@ class StagedSource:
         self._wait = wait
 
     def view(self, fqn: str, box: Box) -> memoryview:
-        """Return the bytes of one staged part."""
+        """Return the bytes of one staged piece."""
         part = self._parts[fqn, box]
         return StagedRun(self._pool, part.start, part.size_bytes, self._wait).piece(0, part.size_bytes)
 
     def run(self, items: Sequence[WriteItem]) -> StagedRun | None:
-        """Return the bytes of several staged parts that follow each other; None: they do not."""
+        """Return the bytes of several staged pieces that follow each other in the pool; None: they do not."""
         parts = [self._parts[item.fqn, item.part] for item in items]
         if not parts or any(a.start + a.size_bytes != b.start for a, b in pairwise(parts)):
             return None
@@ -245,7 +245,7 @@ class StagedSource:
 
 
 class StagedRun:
-    """A part of the pool, as a :class:`~holdfast.store.write.writer.ByteRun`."""
+    """A range of the pool, as a :class:`~holdfast.store.write.writer.ByteRun`."""
 
     def __init__(self, pool: memoryview, start: int, size_bytes: int, wait: Wait) -> None:
         self.size_bytes = size_bytes

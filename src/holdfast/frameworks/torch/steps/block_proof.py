@@ -17,9 +17,9 @@ from holdfast.frameworks.torch.steps.impurity_witness import Witness
 
 
 def found_by(state: TorchState) -> dict[str, int]:
-    """Return digests of the state that a block starts from and that a run without effect has put back.
+    """Return digests of the optimizer settings, schedules and user state from which a block starts.
 
-    These are settings, schedules and the user's state.
+    A run without effect restores this state, so that the next run must find the same digests.
     """
     found: dict[str, int] = {}
     for name, optimizer in state.optimizers.items():
