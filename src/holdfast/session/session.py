@@ -422,7 +422,7 @@ class Session(ScriptLoops):
         self._adapter.remember(self._rank.step)
 
     def rewound(self, step: Step) -> None:
-        """Give ``step`` the number and batch of the job's present step, because the job went back before it began."""
+        """Give ``step`` the number and batch of the job's present step: the job went back before ``step`` began."""
         self._loops.fill(step)
 
     # ------------------------------------------------------------------ a block's questions

@@ -309,7 +309,10 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         self._lines().reconfigure(generation)
 
     def rehearse(self) -> bool:
-        """Return True at the first call in a newcomer, which compiles its graph and computes gradients before it connects."""
+        """Return True at the first call in a newcomer, which rehearses its block before it connects.
+
+        In the rehearsal the newcomer compiles its graph and computes gradients.
+        """
         client = WorkerClient.current()
         if client is None or not client.joining or self._rehearsed:
             return False

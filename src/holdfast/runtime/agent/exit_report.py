@@ -123,7 +123,7 @@ def read_in_time(
         read: see ``read_death``.
         unread: the event for a page that stays unreadable until ``until_s``.
         post: takes the event, with the reason if ``unread`` is used.
-        until_s: in the time of the running loop.
+        until_s: time limit, on the clock of the running event loop.
     """
     loop = asyncio.get_running_loop()
     try:

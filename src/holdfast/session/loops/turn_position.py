@@ -144,7 +144,7 @@ class TurnPosition:
 
     @property
     def left(self) -> ScriptPart | None:
-        """The innermost part, if the script has left it."""
+        """The innermost part, if the script has left that part; otherwise None."""
         return self._open[-1] if self._open and self._open[-1].closed else None
 
     def next_loop(self) -> int:

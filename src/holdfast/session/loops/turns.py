@@ -107,7 +107,7 @@ class Turns:
         rank.moved(ScriptEvent.LOOP_AHEAD)
 
     def _pass_over(self) -> None:
-        """Note that the restored state includes the effect of the code here, if the job has begun a later loop."""
+        """If the job has begun a later loop, record that the restored state already includes the effect of this code."""
         if self._loops.place["loop"] >= self._loops.walk.loops:
             self._loops.pass_over()
 

@@ -65,7 +65,7 @@ class AccumulatingFeed:
         return {**at, "share": at["share"] * self._batches} if "share" in at else at
 
     def seek(self, place: Mapping[str, int], local: Plain = None) -> None:
-        """Move to a position."""
+        """Move to the position ``place``; ``local`` is the result of :meth:`local_state` there, if any."""
         self._feed.seek(place, local)
 
     def local_state(self) -> Plain:

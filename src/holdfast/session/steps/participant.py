@@ -190,7 +190,7 @@ class StepParticipant:
             self.client.page[Word.FREED_NS] = time.monotonic_ns()
 
     def count_collective(self, count: int) -> None:
-        """Write the number of collectives that have started to the page. Hot path."""
+        """Write to the page how many collectives have started. Hot path."""
         if self.client is not None:
             self._collectives = count
             page = self.client.page

@@ -66,7 +66,7 @@ class StepOwner(Protocol):
         """Save, or leave, after the step is committed."""
 
     def rewound(self, step: Step) -> None:
-        """Give ``step`` the number and batch of the job's present step, because the job went back before it began."""
+        """Give ``step`` the number and batch of the job's present step: the job went back before ``step`` began."""
 
     def batch_of(self, copy: int) -> Any:
         """Return the batch of the open step that another copy of the model draws. Raises: LookupError: not known."""

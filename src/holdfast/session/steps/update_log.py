@@ -79,7 +79,7 @@ class UpdateRecord:
     # ------------------------------------------------------------------ in training
 
     def allow(self, alone: Collection[str]) -> str:
-        """Decide whether to log, once the layouts of all ranks are known. Return why not, or an empty text.
+        """Decide whether to log, once the layouts of all ranks are known. Return the reason not to log; empty: log.
 
         Args:
             alone: the tensors of which some box has only one holder.

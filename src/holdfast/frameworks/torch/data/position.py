@@ -392,7 +392,7 @@ class MapSource(Source):
 def _init_of(loader: DataLoader[Any]) -> Callable[[int], None] | None:
     """Return the first function of a loader worker: end if its parent was killed, then run the user's function.
 
-    torch's own watch of the parent begins later. A parent that was killed before is not noticed by it.
+    torch's own watch of the parent begins later, and does not notice a parent that was killed before.
     """
     init = loader.worker_init_fn
     context = loader.multiprocessing_context
