@@ -338,7 +338,7 @@ class Loops:
         self._adapter.remember(self._rank.step, whole=self.walk.inside)
 
     def pass_over(self) -> None:
-        """Skip a loop that the job has finished. The restored state already includes the effect of the code after it."""
+        """Skip a loop that the job has finished. The restored state already includes the effect of code after it."""
         if not self._passed_over:
             self._passed_over = True
             self._adapter.begin(self._rank.step)

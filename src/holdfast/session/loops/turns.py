@@ -107,7 +107,7 @@ class Turns:
         rank.moved(ScriptEvent.LOOP_AHEAD)
 
     def _pass_over(self) -> None:
-        """If the job has begun a later loop, record that the restored state already includes the effect of this code."""
+        """Record, if the job has begun a later loop, that the restored state includes the effect of code before it."""
         if self._loops.place["loop"] >= self._loops.walk.loops:
             self._loops.pass_over()
 
