@@ -103,7 +103,7 @@ def read_time(text: str) -> float:
         Seconds; infinite for ``UNLIMITED``.
 
     Raises:
-        UsageError: another form.
+        UsageError: the text has another form.
 
     Example:
         ``read_time("1-12") == 129_600.0``

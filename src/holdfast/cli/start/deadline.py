@@ -19,7 +19,7 @@ def seconds_until(text: str, now: datetime) -> float:
     A time of day is the next one in the zone of ``now``. A date without a zone is in the zone of ``now`` as well.
 
     Raises:
-        UsageError: no such form.
+        UsageError: ``text`` has no known form.
 
     Example:
         ``seconds_until("1h30m", now)`` is 5400.0.

@@ -490,7 +490,7 @@ def shown_local_ranks(nproc: int, tee: str, redirects: str, only: str) -> frozen
         only: torchrun's ``--local-ranks-filter``, empty for none.
 
     Raises:
-        UsageError: not of the documented form.
+        UsageError: a flag does not have the documented form.
     """
     teed = _streams("--tee", tee, nproc)
     silent = _streams("--redirects", redirects, nproc) - teed

@@ -59,7 +59,7 @@ def export_checkpoint(
 
     Raises:
         UsageError, NothingToResume: no such checkpoint.
-        CheckpointInvalid: damaged.
+        CheckpointInvalid: the checkpoint is damaged.
         StateError: a layout that MindSpore's strategy files cannot describe.
     """
     with opened(resolve(path)) as source:
@@ -110,7 +110,7 @@ def import_checkpoint(
         The new checkpoint.
 
     Raises:
-        UsageError: no such file, or it does not say its step.
+        UsageError: the file does not exist, or has no step.
         CheckpointInvalid: it cannot be read, slices are missing or contradict each other, or it lacks parameters of the
             cell.
         StoreWriteError: ``root`` cannot be written.

@@ -132,7 +132,7 @@ def import_slices(
 
     Raises:
         UsageError: no such files, a strategy of fewer ranks, or the files do not say their step.
-        CheckpointInvalid: damaged, parts are missing, copies differ, or the strategy is of another network.
+        CheckpointInvalid: a file is damaged, slices are missing, copies differ, or the strategy is of another network.
         StoreWriteError: ``root`` cannot be written.
 
     Example:

@@ -251,7 +251,11 @@ class MemoryTier:
         return stamp
 
     def verify(self, step: int) -> None:
-        """Check the kept state of ``step``. Raises: CheckpointInvalid: it is missing, or damaged and so dropped."""
+        """Check the kept state of ``step``. A damaged state is dropped.
+
+        Raises:
+            CheckpointInvalid: the state is missing or damaged.
+        """
         with self._open(step):
             return
 
@@ -286,8 +290,8 @@ class MemoryTier:
             turns: number of epochs and phases that the whole job has finished; None: not known.
 
         Raises:
-            CheckpointInvalid: it is missing, damaged, or of another number of turns; this rank's state is unchanged.
-            CheckpointMismatch: of another model.
+            CheckpointInvalid: the state is missing, damaged, or of another number of turns. This rank is unchanged.
+            CheckpointMismatch: the state is of another model.
         """
         with self._open(step) as kept:
             if kept.world != self._adapter.world_size:

@@ -372,8 +372,8 @@ def load_state(adapter: StateAdapter, path: Place, built: Collection[str] = ()) 
         built: names of the tensors that the ranks of this job have built. Together they must be the checkpoint's.
 
     Raises:
-        CheckpointInvalid: damaged; parameters may hold garbage now.
-        CheckpointMismatch: of another model, or of another optimizer.
+        CheckpointInvalid: the checkpoint is damaged. Parameters may hold garbage now.
+        CheckpointMismatch: the checkpoint is of another model or another optimizer.
     """
     ours = _built(adapter)
     with opened(path) as source:

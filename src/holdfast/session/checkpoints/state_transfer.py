@@ -48,7 +48,7 @@ class MemoryTierQuery(Protocol):
     """The checks of its memory tier that a survivor needs."""
 
     def verify(self, step: int) -> None:
-        """Check the kept state of ``step``. Raises: CheckpointInvalid: it is not intact."""
+        """Check the kept state of ``step``. Raises: CheckpointInvalid: the state is not intact."""
 
     def require_replayable(self, step: int) -> None:
         """Check that only the optimizer's updates have made the state of ``step``. Raises: StateError."""

@@ -57,7 +57,7 @@ class Drawn:
         self.record = self._expected = record if isinstance(record, dict) else None
 
     def drew(self, step: int, batches: Sequence[Any], before: Mapping[str, int]) -> None:
-        """Record the batches of a step. Raises: DataError: they are not those that were drawn for it before."""
+        """Record the batches of a step. Raises: DataError: other batches were drawn for this step before."""
         if self._digests is None:
             return
         found = [self._digests.digest_batch(batch) for batch in batches]
@@ -72,7 +72,7 @@ class Drawn:
             True if they were read; the position of the feed is then after them.
 
         Raises:
-            DataError: they differ from those drawn before.
+            DataError: the batches differ from those drawn before.
         """
         known = self._expected
         if (

@@ -359,7 +359,7 @@ class Loops:
         self.note_turns()
 
     def _end_of(self, loop: int, until: int | None) -> Bound:
-        """Return where this loop began and ends. Raises: UsageError: it ends elsewhere on another rank."""
+        """Return where this loop began and ends. Raises: UsageError: the loop ends at another step on another rank."""
         place, here = self.place, self._rank.step
         bound = (here, until)
         if place["loop"] == loop and "bound" in place:
@@ -461,7 +461,7 @@ class Loops:
         self._batches.again(batches)
 
     def batch_of(self, copy: int) -> Any:
-        """Return the batch of another copy of the model for this step. Raises: LookupError: it is not known here."""
+        """Return the batch of another copy of the model for this step. Raises: LookupError: no batch is known here."""
         if self._feed is None:
             return None  # the block draws its own batch
         if copy not in self._others:

@@ -69,7 +69,7 @@ class StepOwner(Protocol):
         """Give ``step`` the number and batch of the job's present step: the job went back before ``step`` began."""
 
     def batch_of(self, copy: int) -> Any:
-        """Return the batch of the open step that another copy of the model draws. Raises: LookupError: not known."""
+        """Return the batch of the open step that another copy of the model draws. Raises: LookupError: the batch is not known."""
 
 
 EMPTY_MAX = 10
@@ -169,7 +169,7 @@ class Step:
             self.tentative = None
 
     def note_tentative(self, optimizer: str) -> None:
-        """Note that an optimizer steps inside :meth:`update`. Raises: StepError: it steps twice in this update."""
+        """Note that an optimizer steps inside :meth:`update`. Raises: StepError: it has already stepped there."""
         if (
             self.tentative is None
         ):  # an unnamed update that communicates: the step votes at the end of the block

@@ -112,7 +112,7 @@ def _sayable(path: Path) -> Path:
     """Return ``path`` if messages and JSON can contain it.
 
     Raises:
-        UsageError: it is no valid Unicode.
+        UsageError: ``path`` is no valid Unicode.
     """
     try:
         str(path).encode()

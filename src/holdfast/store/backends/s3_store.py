@@ -84,7 +84,7 @@ class Lease:
         """Write the lease, and renew it in a thread.
 
         Raises:
-            StoreWriteError: it cannot be written.
+            StoreWriteError: the lease cannot be written.
         """
         if not self._bucket.announce(self._key):
             return

@@ -68,7 +68,7 @@ def named_optimizers(value: Any) -> dict[str, Optimizer]:
 
     Raises:
         UnsupportedError: an optimizer that communicates inside its step, that runs inside backward, or of Megatron's.
-        UsageError: not optimizers.
+        UsageError: an object is no optimizer.
     """
     several = value.values() if isinstance(value, Mapping) else value
     for item in several if isinstance(several, Iterable) else (value,):
