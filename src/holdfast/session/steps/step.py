@@ -69,7 +69,7 @@ class StepOwner(Protocol):
         """Give ``step`` the number and batch of the job's present step: the job went back before ``step`` began."""
 
     def batch_of(self, copy: int) -> Any:
-        """Return the batch of the open step that another copy of the model draws. Raises: LookupError: unknown batch."""
+        """Return the batch of the open step that another copy of the model draws. Raises: LookupError: unknown."""
 
 
 EMPTY_MAX = 10
