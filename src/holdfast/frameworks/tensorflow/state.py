@@ -195,7 +195,7 @@ class TensorFlowState:
         return Live(self)
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> TensorFlowRestore:
-        """Return a load of a checkpoint into this state.
+        """Return the object that loads a checkpoint into this state.
 
         Raises:
             CheckpointMismatch: the checkpoint is of another framework.

@@ -167,7 +167,7 @@ class Peers:
 
     @property
     def here(self) -> list[NodeId]:
-        """This node and all nodes with a connection."""
+        """The names of this node and of all nodes with a connection."""
         return [self.me, *self._lines]
 
     async def end(self) -> None:

@@ -58,12 +58,12 @@ class Url(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The last name."""
+        """The last component of the URL: the bucket, or the name after the last slash."""
         return self.parts[-1]
 
     @property
     def parent(self) -> Url:
-        """The URL without the last name. A bucket is its own parent."""
+        """The URL without its last component. A bucket is its own parent."""
         return Url(self.scheme, self.parts[:-1] or self.parts)
 
     def __str__(self) -> str:

@@ -45,7 +45,7 @@ _PENDING_PRUNE = 512
 
 
 class GroupAborted(Aborted):
-    """Leaves a step to run it again, because a call in it must return data of a lost peer."""
+    """The exception that leaves a step, to run it again, because a call in it must return data of a lost peer."""
 
 
 class Inner(Protocol):
