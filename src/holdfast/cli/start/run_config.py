@@ -73,7 +73,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
     """Check every flag and the script, and return the checked request.
 
     Args:
-        values: by :attr:`Flag.key`.
+        values: the value of each flag, by :attr:`Flag.key`.
         given: keys that the user set, on the command line or by a variable.
         script: path, module or program.
         args: arguments of the script, untouched.

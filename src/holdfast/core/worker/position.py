@@ -80,7 +80,7 @@ class ScriptEvent(StrEnum):
 
 
 class Attendance(StrEnum):
-    """Attendance of the script: whether it is expected at its next step."""
+    """The attendance of a script: whether the session may expect the script at its next step."""
 
     EXPECTED = "expected"
     IN_SECTION = "in_section"  # in an announced section: expected if that began after a block

@@ -156,7 +156,7 @@ class Peers:
         self._publish()
 
     def send(self, to: NodeId, message: PeerMessage) -> bool:
-        """Send a message to one agent. Return False without a connection (the sender then repeats it)."""
+        """Send a message to one agent. Return False without a connection; the caller then has to repeat the message."""
         line = self._lines.get(to)
         return line is not None and line.send(message)
 

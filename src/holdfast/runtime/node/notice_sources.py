@@ -158,7 +158,8 @@ class Azure:
 class SlurmEnd:
     """Notices for the end of a Slurm job's time. It asks slurmctld only twice a minute.
 
-    Slurm's answer counts before ``SLURM_JOB_END_TIME``: not every version sets that, and a time limit may be extended.
+    Slurm's answer has precedence over ``SLURM_JOB_END_TIME``: not every version sets this variable, and a time limit
+    may be extended.
     """
 
     name, period_s = "slurm: end of the time", 30.0

@@ -30,7 +30,7 @@ from holdfast.frameworks.common.state_tree import Plain
 
 
 class Drawn:
-    """Compares the batches that one rank draws with those that were drawn before.
+    """The comparison of the batches that one rank draws with the batches that were drawn before at the same position.
 
     Args:
         adapter: digests a batch, where it can.

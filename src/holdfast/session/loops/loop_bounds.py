@@ -93,7 +93,7 @@ def bound_of(
 
 
 def counted_anew(here: int, until: int | None, first: Bound) -> bool:
-    """Return whether the end of the script's first loop, which the job has finished, is counted from the current step.
+    """Return whether ``until`` of the script's first loop, which the job has finished, counts from the current step.
 
     Args:
         here: step of this process.
