@@ -221,7 +221,7 @@ class EventLog:
                 state.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the log cannot be written.
         """
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         return cls(path, who, fd, room_wait_s)

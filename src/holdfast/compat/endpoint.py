@@ -89,5 +89,5 @@ def drop_token(path: Path, secret: bytes) -> None:
 
 
 def token(host: str, port: int) -> bytes:
-    """Return the secret. Raises: AuthError: missing, readable by others, or too short."""
+    """Return the secret. Raises: AuthError: its file is missing, readable by others, or too short."""
     return read_token(token_path(host, port))

@@ -316,7 +316,7 @@ def tft_report_error(state: int) -> None:
 
 
 def tft_wait_next_action() -> int:
-    """Return what to do after an error, which is always to leave."""
+    """Return the action after an error, which is always ``EXIT``, when the process has to leave."""
     _state.need().wait_end()
     return int(Action.EXIT.value)
 

@@ -96,7 +96,7 @@ def load_checkpoint(model: Any, optimizer: Any, opt_param_scheduler: Any = None)
     """Load the newest valid checkpoint into all three. Return its iteration, or 0 if there is none.
 
     Raises:
-        CheckpointInvalid, CheckpointMismatch: damaged, or of another model.
+        CheckpointInvalid, CheckpointMismatch: the checkpoint is damaged, or of another model.
         UnsupportedError: see :func:`refuse_parts`.
     """
     _refuse_parts(model, optimizer)

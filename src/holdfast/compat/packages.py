@@ -41,10 +41,10 @@ def site() -> Path:
 
 
 def write(folder: Path) -> list[Path]:
-    """Write the packages and the hook, replacing earlier ones. Return the written files.
+    """Write the packages and the import hook into ``folder``, replacing earlier ones. Return the written files.
 
     Raises:
-        UsageError: another package with that name exists, or the directory cannot be written.
+        UsageError: ``folder`` holds a foreign package of the same name, or cannot be written.
     """
     for package in PACKAGES:
         if (folder / package).exists() and not _marked(folder / package / "__init__.py"):
@@ -75,7 +75,7 @@ def remove(folder: Path) -> list[Path]:
     """Remove the files of :func:`write`. Return the paths that existed.
 
     Raises:
-        UsageError: they cannot be removed.
+        UsageError: the files cannot be removed.
     """
     gone = []
     try:

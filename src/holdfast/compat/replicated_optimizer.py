@@ -23,7 +23,7 @@ _INSTANCES = "num_distributed_optimizer_instances"
 class ReplicatedOptimizer:
     """Megatron-core's ``DistributedOptimizer``, refused if a shard of its state would have only one holder.
 
-    Takes the arguments of Megatron-core's class, of which each instance is one, too.
+    Takes the arguments of Megatron-core's class, of which each instance is one as well.
 
     Raises:
         UnsupportedError: no Megatron-core, or a shard with one holder.

@@ -22,7 +22,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     max_restarts: int = 16  # faults handled within the window below
     restart_window_s: float = 3600.0
-    # A node with so many faults of the machine within the window has no ranks where others have room; 0: never.
+    # A node with so many faults of its host within the window has no ranks where others have room; 0: never.
     node_faults_max: int = 3
     node_window_s: float = 3600.0
     verify: bool = False  # compare copies of the state before it is saved or given away

@@ -20,7 +20,7 @@ created only once) the voter that first creates the name of the next change cont
 name taken and gives up.
 
 Invariants:
-1. An answer or act of this machine follows from state on the disk: ``PersistHardState`` precedes the ``Send``.
+1. An answer or act of this state machine follows from state on the disk: ``PersistHardState`` precedes the ``Send``.
 2. (term, voted_for) of a voter changes within a term only from an empty ``voted_for`` to a candidate.
 3. At most one agent leads in each term.
 4. The terms and the electorates that an agent stores never become older.
@@ -94,7 +94,7 @@ class ElectionConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Election:
-    """The election machine of one agent. Messages to other agents are ``Send(to="node:<id>")``."""
+    """The state machine of the election of one agent. Messages to other agents are ``Send(to="node:<id>")``."""
 
     def __init__(self, config: ElectionConfig, kept: HardState) -> None:
         self.config = config
@@ -302,7 +302,7 @@ class Election:
             self._search(was_leader=True)
 
     def copy(self) -> Election:
-        """Return an independent copy of this machine, for the search of the simulator."""
+        """Return an independent copy of this state machine, for the search of the simulator."""
         twin = copy.copy(self)
         twin._out = []
         return twin

@@ -69,11 +69,11 @@ class Generation(msgspec.Struct, frozen=True, order=True, array_like=True):
 
 
 MEMORY = "memory@"
-"""Prefix of a name that stands in place of a save's directory: start from the states in memory."""
+"""Prefix of a name that takes the place of a checkpoint directory in a start order: load the states in memory."""
 
 
 def memory_name(step: int) -> str:
-    """Return the name that orders a start from the states of ``step`` in memory, in place of a save's directory."""
+    """Return the name that a start order carries, in place of a directory, to load the states of ``step`` in memory."""
     return f"{MEMORY}{step}"
 
 
@@ -81,7 +81,10 @@ NO_GENERATION = Generation(0, 0)
 
 
 class LayoutVersion(msgspec.Struct, frozen=True, order=True, array_like=True):
-    """The name of the layouts that all ranks published after a vote of ``generation``; vote 0: at their start."""
+    """The name of the layouts that all ranks published after vote ``vote`` of ``generation``.
+
+    Vote 0 names the layouts that the ranks published when they started.
+    """
 
     generation: Generation
     vote: int

@@ -305,7 +305,7 @@ def _check(claim: LaunchClaim) -> None:
     """Check that the numbers of one launcher are possible.
 
     Raises:
-        UsageError: they are not.
+        UsageError: the numbers are impossible.
     """
     for low, high in (("rank", "size"), ("local_rank", "local_size")):
         if low in claim.facts and high in claim.facts:
@@ -353,7 +353,7 @@ def _compare(followed: LaunchClaim, other: LaunchClaim) -> None:
     """Check that two claims agree.
 
     Raises:
-        UsageError: they do not.
+        UsageError: the claims contradict each other.
     """
     for what in ("size", "rank"):
         one, two = followed.facts[what], other.facts.get(what)

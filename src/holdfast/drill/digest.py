@@ -36,9 +36,9 @@ def digest_of_results(directory: Path, world_size: int, compared: Sequence[str] 
 
 
 def comparable(directory: Path, world_size: int) -> tuple[str, ...]:
-    """Return the fields by which a disturbed run can be compared.
+    """Return the fields by which a disturbed run can be compared with an undisturbed one.
 
-    A rank that was lost in the last save is replaced by one without a loss; then the loss is left out.
+    A process that replaces a rank after the last step reports no training loss. The loss is then not compared.
     """
     for rank in range(world_size):
         path = directory / f"rank-{rank:05d}.json"
@@ -51,11 +51,11 @@ def digest_of_checkpoint(root: Path, run: str | None, step: int) -> str:
     """Return a digest of names, types, shapes and bytes of all tensors of the checkpoint that a run left at ``step``.
 
     Args:
-        run: its ``RunSettings.saves_as``; None: of any run.
+        run: ``RunSettings.saves_as`` of the run; None: any run.
 
     Raises:
-        NothingToResume: there is none.
-        CheckpointInvalid: a byte of it is wrong.
+        NothingToResume: there is no such checkpoint.
+        CheckpointInvalid: a byte of the checkpoint is wrong.
     """
     path = Root(root).newest_valid(step, run=run).require().path
     tensors = load_catalogue(path).tensors

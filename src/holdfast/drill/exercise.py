@@ -133,7 +133,7 @@ class Drill:
         """Return the outcome of the run without faults; the first call makes the run.
 
         Raises:
-            ScriptError: it did not end well, so a drill would prove nothing.
+            ScriptError: the run without faults failed, so a drill would prove nothing.
             UsageError: the directory cannot be made.
         """
         if self._reference is None:

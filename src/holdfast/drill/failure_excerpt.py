@@ -57,7 +57,7 @@ def last_words(directory: Path) -> list[Excerpt]:
 
 
 def failed_first(events: Iterable[event_log.Event]) -> tuple[int, int] | None:
-    """Return attempt and rank of the first fault since the last recovery that the rank caused itself."""
+    """Return (start of all workers, rank) of the first fault since the last recovery that the rank itself caused."""
     faults = RunHistory.read(events).unanswered
     return next(((f.attempt, f.rank) for kind in OWN_DOING for f in faults if f.kind == kind), None)
 

@@ -88,7 +88,7 @@ class Runner:
         Args:
             name: name of the run directory below the base.
             extra: more arguments of the script.
-            faults: to inject, in order.
+            faults: the faults to inject, in order.
 
         Raises:
             ScriptError: the launcher ended before it had made the run.

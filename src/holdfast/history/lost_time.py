@@ -1,6 +1,6 @@
 """The time of a run that was no training, by cause, from its event log.
 
-Theory. Goodput is the part of a run's time that remains without these: its **start** (until all sessions are open),
+Theory. Goodput is the time of a run that remains without these: its **start** (until all sessions are open),
 times in which it **stands still** (until a hang is found), **recoveries** (from a fault to the next committed step),
 steps that are **redone**, the time that steps wait for a **save**, the cost of **slow** ranks beyond the time of the
 others, and its **end** (from the last step until all processes are gone). The time of redone steps is a share of the
@@ -28,7 +28,7 @@ class Straggler(NamedTuple):
     busy_s: float
 
     def lost_s(self, until: float) -> float:
-        """Return the part of the time until then in which the others have waited for this rank."""
+        """Return the seconds, up to the time ``until``, in which the other ranks have waited for this rank."""
         return (1.0 - 1.0 / self.ratio) * max(0.0, until - self.since)
 
 

@@ -1,10 +1,10 @@
 """The history of a run: the one fold of its event log into typed facts, for every reader that shows or judges a run.
 
-Theory. Status, report, launcher, doctor and drill read the same log. What they derive from it is derived here: the
+Theory. Status, report, launcher, doctor and drill read the same log. All facts that they need are derived here: the
 faults with their phases and answers, the seats of the ranks, the steps, the checkpoints, the end. Each reader adds its
 own words only. A successor of the controller folds the log with ``core.job.log_replay``. That fold refuses a record of
-a wrong form, because its decisions depend on it. This one ignores unknown kinds and accepts the shorter records of
-older versions. A test keeps the facts of both folds equal.
+a wrong form, because decisions depend on the record. The fold of this module ignores unknown kinds and accepts the
+shorter records of older versions. A test keeps the facts of both folds equal.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WARNINGS = {
     "notice_source_failed": "{source} cannot be asked whether this host will leave ({error}): its last answer stands",
     "status_not_sent": "the state of this host cannot be shown at {place} ({error})",
 }
-"""The warning about an event, by kind, with places for its data."""
+"""The text of a warning by kind of event, with placeholders for the data of the event."""
 
 
 class FaultView(msgspec.Struct):
@@ -76,7 +76,7 @@ class RunHistory:
         self.generation = ""
         self.members: dict[int, int] = {}  # member id -> rank, of the newest generation
         self._nodes: dict[int, str] = {}  # by member id
-        # Attempt, rank -> local rank by node, oldest first
+        # (start of all workers, rank) -> local rank by node, oldest first
         self.places: dict[tuple[int, int], dict[str, int]] = {}
         self.session = False
         self.cut_off = False

@@ -16,7 +16,7 @@ def ending_of(codes: Iterable[int]) -> int:
     code means that the launchers were killed by this signal.
 
     Args:
-        codes: at least one.
+        codes: the exit codes of the launchers, at least one.
 
     Example:
         ``ending_of([75, 75, -9])`` is 75: one launcher was killed, the others have saved.

@@ -26,8 +26,8 @@ def job_token(path: Path, *, makes: bool, wait_s: float) -> None:
         wait_s: time limit of the wait.
 
     Raises:
-        UsageError: it cannot be made here.
-        AuthError: it belongs to another user, or is no plain file.
+        UsageError: the file cannot be made here.
+        AuthError: the file belongs to another user, or is no plain file.
         NotMet: it did not appear in time.
     """
     deadline_s = time.monotonic() + wait_s

@@ -1,7 +1,7 @@
 """A batch script for Slurm that runs a job with Holdfast, and queues it again depending on its exit code.
 
 All functions are pure functions of a :class:`Batch`. A word of the user is quoted for the shell (``shlex.quote``). A
-value of an option of ``sbatch`` is in single quotes, which sbatch's own parser understands, too.
+value of an option of ``sbatch`` is in single quotes, which sbatch's own parser also understands.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def read_time(text: str) -> float:
         Seconds; infinite for ``UNLIMITED``.
 
     Raises:
-        UsageError: another form.
+        UsageError: the text has another form.
 
     Example:
         ``read_time("1-12") == 129_600.0``

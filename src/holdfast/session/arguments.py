@@ -1,6 +1,6 @@
 """Checks of calls: a misspelled argument raises an error that names the argument that was probably meant.
 
-As an error of the user it does not cause a restart, as a crash would.
+The error counts as one of the user, so the launcher does not restart the workers as it would after a crash.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def checked(
     """Make a public function refuse a call that does not fit its arguments.
 
     Args:
-        name: by which the user calls the function.
+        name: the name by which the user calls the function.
         options: the keyword parameters that the function takes as ``**options``.
 
     Returns:

@@ -248,7 +248,7 @@ def known_of(local: Mapping[str, Any] | None, root: Place | None, rank: int) -> 
         local: the loaded values of this rank; None: the job begins.
         root: directory of checkpoints of the session. Its newest checkpoint may belong to an earlier job that has
             answered.
-        rank: of this process.
+        rank: the rank of this process.
     """
     if local is not None or root is None:
         return local

@@ -16,7 +16,8 @@ def steps_of_framework(session: Session, loader: Any = None) -> Iterator[Step]:
 
     The framework and its callbacks run code between this call and the first step (``on_epoch_begin``). Every process
     that starts again runs this code, although the restored state already contains its effect. So the code is placed
-    between two loops of the session, where its effect counts once (``loop.py``). The first of these loops has no steps.
+    between two loops of the session, after which the saved state is restored (``loop.py``). The first of these two
+    loops has no steps.
 
     Args:
         loader: the source of the framework's batches, if the session gives them.

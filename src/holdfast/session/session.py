@@ -1,7 +1,7 @@
 """The session: the object that a training script uses.
 
-It joins the framework's adapter, the protocol state of this rank, the saver, the search for a checkpoint and the watch
-for exit requests. Without a launcher it works in one process, without a control plane.
+The session connects the framework's adapter, the protocol state of this rank, the saver, the search for a checkpoint
+and the watch for exit requests. Without a launcher it works in one process, without a control plane.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Session(ScriptLoops):
         self._collecting: int | None = None  # step of the state that is being read
 
     def __dir__(self) -> list[str]:
-        """Return the public names; the other methods are for the library's own parts."""
+        """Return the public names; the other methods are for the library's own modules."""
         return [*OFFERED, *(name for name in super().__dir__() if name.startswith("__"))]
 
     # ------------------------------------------------------------------ open
@@ -355,9 +355,10 @@ class Session(ScriptLoops):
 
     @property
     def own(self) -> Plain:
-        """Plain values of this rank alone (``state`` is the job's), for its replacement and a resume; None: nothing.
+        """Plain values of this rank alone, saved for its replacement and for a resume; None: none.
 
-        Set them in the block; a block that does not count restores the earlier ones. 128 KiB at most.
+        Values of the whole job belong into ``state``. Set the values in the block. A block that does not count restores
+        the earlier values. 128 KiB at most.
         """
         self._asked()
         return self._loops.own
@@ -379,7 +380,7 @@ class Session(ScriptLoops):
     def save(self) -> None:
         """Ask all ranks for a checkpoint of the step whose vote comes next; return at once.
 
-        It is made when the script asks for the following step: do not wait for it after the block.
+        The checkpoint is made when the script asks for the following step, so do not wait for it after the block.
 
         Raises:
             UsageError: the session has no checkpoint directory.
@@ -395,10 +396,12 @@ class Session(ScriptLoops):
     def section(self, name: str) -> Iterator[None]:
         """Announce work between two steps that may take long (an evaluation): ``with s.section("eval"):``.
 
-        How long it may show no progress is learned by name; the first run has an hour. If a collective in it loses a
-        peer, it raises PeerLost, and all ranks restart at the next step. A section before the block of that step then
-        runs again: ``if step.number % 50 == 0 and not step.again: with s.section("eval"): ...``. So does one after the
-        loop. One after a block (``if step.committed and step.last_in_epoch``) does not, which causes a warning.
+        The time that a section may take without progress is learned by name; the first run may take an hour. If a
+        collective in a section loses a peer, it raises PeerLost, and all ranks restart at the next step. A section
+        before the block of that step then runs again:
+        ``if step.number % 50 == 0 and not step.again: with s.section("eval"): ...``.
+        A section after the loop also runs again. A section after a block (``if step.committed and step.last_in_epoch``)
+        does not run again, which causes a warning.
 
         Raises:
             StepError: inside the block of a step, or inside another section.
@@ -419,7 +422,7 @@ class Session(ScriptLoops):
         self._adapter.remember(self._rank.step)
 
     def rewound(self, step: Step) -> None:
-        """Give ``step`` the number and batch of the step where the job is now: it went back before ``step`` began."""
+        """Give ``step`` the number and batch of the job's present step: the job went back before ``step`` began."""
         self._loops.fill(step)
 
     # ------------------------------------------------------------------ a block's questions
@@ -459,7 +462,11 @@ class Session(ScriptLoops):
         return self._loops.foresee()
 
     def before_ready(self, tally: Tally) -> bytes | None:
-        """Note the data position and publish a changed layout, after a block that counts. Return as :meth:`foresee`."""
+        """Note the data position and publish a changed layout, after the block of a committed step.
+
+        Returns:
+            The rank-local values for the status page, or None if there are none.
+        """
         self._sections.pass_by(self.step - 1, tell=self._adapter.rank == 0)
         payload = self._loops.note()
         following = self.step + 1

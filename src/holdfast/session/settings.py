@@ -22,7 +22,7 @@ _TEXTS = {
 
 
 class SessionOptions(TypedDict, total=False):
-    """The arguments that all faces of a session have. They are described at ``holdfast.session``."""
+    """The arguments that the sessions of all frameworks have. They are described at ``holdfast.session``."""
 
     checkpoint: str | os.PathLike[str] | None
     resume: str

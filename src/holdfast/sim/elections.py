@@ -1,6 +1,6 @@
 """Bounded exhaustive search over two elections: every order of votes, lost messages, crashes and restarts.
 
-Theory. The election machines are the real ones. The network is the set of messages in flight; a message that is never
+Theory. The state machines are the real ones. The network is the set of messages in flight; a message that is never
 taken out of the set is lost. An agent may crash after any prefix of the commands of an event. A restarted agent has
 only the state that the executed commands have persisted. An answer to a trial vote (raft pre-vote) binds no voter, so
 every answer is possible at any time. A campaign therefore begins with the real vote here. The search takes every
@@ -34,7 +34,7 @@ STATES_MAX = 2_000_000
 
 
 class Node(NamedTuple):
-    """One agent: its persistent state, and its election machine (None after a crash)."""
+    """One agent: its persistent state, and the state machine of its election (None after a crash)."""
 
     kept: HardState
     machine: Election | None
@@ -104,7 +104,7 @@ class ElectionSearch:
         """Visit every reachable state.
 
         Raises:
-            Violation: two leaders in a term, two grants of a voter in a term, or a machine's own check.
+            Violation: two leaders in a term, two grants of a voter in a term, or a state machine's own check.
         """
         founded = HardState(electorate=VoterSet(0, 1, self.names), committed=True)
         nodes = tuple(Node(founded, self._make(i, founded)) for i in range(len(self.names)))

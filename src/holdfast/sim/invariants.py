@@ -1,4 +1,4 @@
-"""Invariants of a simulated run. The checks read the state of all processes, which no single machine can see.
+"""Invariants of a simulated run. The checks read the state of all processes, which no single state machine can see.
 
 A broken invariant raises :class:`Violation` with the name of its check. A mutant of the protocol (a version with a
 planted error) counts as caught when one of these names is raised.

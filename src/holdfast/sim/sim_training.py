@@ -1,7 +1,7 @@
-"""The training loop of a simulated process: its script, its steps and its saves, with the real machines.
+"""The training loop of a simulated process: its script, its steps and its saves, with the real state machines.
 
-The script also runs code of its own before and after some blocks, which takes time. The code after a block is a part of
-the state: until it is done, the parameters are those of no step (``applied`` is None).
+The script also runs code of its own before and after some blocks, which takes time. The effect of the code after a
+block belongs to the state: until this code is done, the parameters are those of no step (``applied`` is None).
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ COMPUTE_S = 0.1
 UPDATE_S = 0.01
 SCRIPT_S = 0.03
 SCRIPT_CHANCE = 0.2
-"""Share of the blocks before, and after, which the script runs code of its own."""
+"""Probability that the script runs code of its own before a block, and that it does so after a block."""
 SAVE_EVERY = 5
 VERIFY_EVERY = 4
 
 
 class TrainingScene(LayoutScene, Protocol):
-    """The part of the world that a training loop uses."""
+    """The interface of the simulated world that a training loop uses."""
 
     memory: Memory
     collectives: Collectives
@@ -52,15 +52,15 @@ class TrainingScene(LayoutScene, Protocol):
 
 
 class SimTraining(ABC):
-    """The loop of one process.
+    """The training loop of one process.
 
     Attributes:
-        applied: the updates that its parameters hold; None while one is half done.
-        flipped: a bit of its own copy has changed.
-        wrong: a flipped bit, here or elsewhere, was in the gradients that it applied.
-        alive, stopped: of the process.
-        comparing: it waits for a vote between two steps.
-        busy: the script runs code of its own, or groups are built: it is not at its wait.
+        applied: number of updates in the parameters; None while an update, or the code after its block, is not done.
+        flipped: a bit of this rank's copy has flipped.
+        wrong: a flipped bit of any rank was in the gradients that this rank applied.
+        alive, stopped: the process is alive, or is stopped by a signal.
+        comparing: this rank waits for a vote between two steps.
+        busy: the script runs code of its own, or groups are built, so that the script does not wait for an order.
     """
 
     def __init__(
@@ -82,8 +82,8 @@ class SimTraining(ABC):
         self.tally: Tally | None = None
         self.wants: LayoutVersion | None = None  # waits for the catalogue of this version
         self._agreed = (worker.steps.generation, -1)
-        self._asking = False  # of the votes between two steps, the first one: about layouts
-        self._next: Callable[[], None] = lambda: None  # what waits until the copies were compared
+        self._asking = False  # the open vote is the first vote of a comparison, which is about layouts
+        self._next: Callable[[], None] = lambda: None  # called after the comparison of the copies
         self._voted = 0  # the number of the last vote of a step
 
     # ---------------------------------------------------------------- the process around it
@@ -99,7 +99,7 @@ class SimTraining(ABC):
 
     @abstractmethod
     def glitch(self) -> None:
-        """A collective of this rank breaks."""
+        """Break a collective of this rank."""
 
     @abstractmethod
     def updates(self) -> None:
@@ -107,10 +107,10 @@ class SimTraining(ABC):
 
     @abstractmethod
     def report(self, event: Message) -> None:
-        """Pass an event to the worker machine, and execute its commands."""
+        """Pass an event to the worker's state machine, and execute the returned commands."""
 
     def later(self, delay_s: float, label: str, action: Callable[[], None]) -> None:
-        """Do ``action`` after ``delay_s``, if the process runs then."""
+        """Call ``action`` after ``delay_s``, if the process runs then."""
 
         def run() -> None:
             if self.runs:
@@ -119,12 +119,12 @@ class SimTraining(ABC):
         self.world.later_on(self.node_id, delay_s, f"{label}:{self.rank}", run)
 
     def advanced(self, event: ScriptEvent | None = None) -> None:
-        """Pass on that the step machine or the script has moved."""
+        """Report to the worker's state machine that the step or the script has advanced, if the rank is fenced."""
         if self.machine.fenced is not None:
             self.report(ADVANCED if event is None else Advanced(event))
 
     def move(self, *events: ScriptEvent) -> None:
-        """Apply events of the script."""
+        """Apply events of the script to its position."""
         for event in events:
             self.script.handle(event)
         self.advanced(events[-1])
@@ -140,7 +140,7 @@ class SimTraining(ABC):
     # ---------------------------------------------------------------- steps
 
     def open_at(self, step: int) -> None:
-        """Open the session."""
+        """Open the session at ``step``."""
         self.move(ScriptEvent.LOOP_OPENED, ScriptEvent.RETURNED)
         self.script.allow_rewind(step)
         self.applied = step
@@ -157,7 +157,7 @@ class SimTraining(ABC):
         self.advanced()
 
     def next_step(self) -> None:
-        """Ask the loop for the next step: a fenced rank waits there."""
+        """Begin the next step, or leave the loop after the last one. A fenced rank waits instead of a step."""
         if self.machine.state != "ready" or self.holding.stop(self.later, self.next_step):
             return
         if self.machine.step >= self.world.until:
@@ -180,7 +180,7 @@ class SimTraining(ABC):
             ended()
 
     def wait(self) -> None:
-        """Follow the order to continue if it is there, and the script is at its wait."""
+        """Follow the order to continue, if it has come and the script waits for it."""
         if self.worker.resume is not None and not self.busy:
             self.report(WAIT_REACHED)
 
@@ -219,7 +219,7 @@ class SimTraining(ABC):
         self.world.collectives.vote(self, self.holding.ballot(ballot), self.holding.told.vote.vote)
 
     def vote_result(self, tally: Tally) -> None:
-        """The all-reduce completed here."""
+        """Handle the tally of a step's vote that completed on this rank."""
         if not self.runs or self.machine.state != "voting":
             return
         self.tally = tally
@@ -236,7 +236,7 @@ class SimTraining(ABC):
         self.wait()
 
     def vote_broken(self) -> None:
-        """The all-reduce broke here."""
+        """Handle a vote that broke on this rank."""
         if self.runs and self.machine.state == "voting":
             self.tally = None
             self.machine.vote_broken()
@@ -311,7 +311,7 @@ class SimTraining(ABC):
         self._compare(leave)
 
     def _compare(self, then: Callable[[], None]) -> None:
-        """Agree with all ranks on their layouts, and compare all copies, before ``then``."""
+        """Agree with all ranks on their layouts, and compare all copies. Then call ``then``."""
         self._next, self._asking = then, True
         self._between(0, 0)
 
@@ -320,7 +320,7 @@ class SimTraining(ABC):
         self._cast(Ballot(step=self.machine.step, between=True, plan=plan, digest=digest))
 
     def compared(self, tally: Tally) -> None:
-        """A vote between two steps completed here."""
+        """Handle the tally of a vote between two steps that completed on this rank."""
         if not self.runs or not self.comparing:
             return
         self.comparing = False
@@ -340,7 +340,10 @@ class SimTraining(ABC):
             self._next()
 
     def came(self, version: LayoutVersion, *, late: bool = False) -> None:
-        """The catalogue that is waited for may be there; without it the next vote says that it never came."""
+        """Cast the next vote if the awaited catalogue has come, or if its time limit is over (``late``).
+
+        After the limit the ballot reports that the catalogue did not come.
+        """
         if self.wants == version and (late or self.holding.have >= version):
             self._between(1, self.holding.digest(self.flipped))
 
@@ -366,7 +369,7 @@ class SimTraining(ABC):
     def write(
         self, save_id: SaveId, sources: tuple[int, ...], label: str, then: Callable[[], None] = lambda: None
     ) -> None:
-        """Copy this rank's share now, and write it."""
+        """Copy this rank's share now, and write the copy later. Then call ``then``."""
         shards = self.world.store.share_of(self.rank, sources)
         share = SimShare(self.rank, shards, self.applied, self.flipped or self.wrong)
 

@@ -1,4 +1,4 @@
-"""A simulated training process: the real worker machine, and what its process does for it."""
+"""A simulated training process: the real state machine of a worker, and a simulated shell for its commands."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ BUILD_S = (0.0, 0.01)
 
 
 class Surroundings(TrainingScene, Protocol):
-    """What a worker needs of the world."""
+    """The interface of the simulated world that a worker uses."""
 
     def uplink(self, worker: SimWorker, message: Message) -> None: ...
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None: ...
@@ -76,7 +76,7 @@ class Surroundings(TrainingScene, Protocol):
 
 
 class SimWorker(SimTraining):
-    """One process life. For other attributes see :class:`SimTraining`."""
+    """One simulated training process, from its start to its end. For other attributes see :class:`SimTraining`."""
 
     world: Surroundings
 
@@ -84,7 +84,7 @@ class SimWorker(SimTraining):
         machine = WorkerMachine(seat.member_id, order.generation, joining=order.join, observe=self._observe)
         super().__init__(world, node_id, seat, machine)
         self.opened = False
-        self._vouching = False  # the state of a decision was compared, and goes somewhere
+        self._vouching = False  # the state of a decision was compared, and is saved or given to replacements
         self.repeated: dict[type[Message], Message] = {}
         self.queued: list[Message] = []
         self._resume = order.resume
@@ -95,19 +95,19 @@ class SimWorker(SimTraining):
     # ---------------------------------------------------------------- process
 
     def start(self) -> None:
-        """The process exists: hello, then import, load, open the session."""
+        """Start the process: send the hello, then open the session after the time for imports."""
         self.hello()
         self.later(self.world.jitter(0.02, 0.06), "open", self._ask if self.script.joining else self._open)
 
     def told(self) -> RankReport:
-        """Where this rank stands, as far as anyone can know: what it answered to the newest fence, or its page."""
+        """Return the position of this rank: its answer to the newest fence, or otherwise the content of its page."""
         told = self._told
         if self.alive and told is not None and told.generation == self.machine.fenced:
             return RankReport(self.rank, told.state, told.step, True)
         return RankReport(self.rank, self.machine.state, self.machine.step, self.alive)
 
     def hello(self) -> None:
-        """Say who this is, now or after a reconnection."""
+        """Send id and position of this process to the agent, at the start or after a reconnection."""
         self.send(
             WorkerHello(
                 member_id=self.member_id,
@@ -120,7 +120,7 @@ class SimWorker(SimTraining):
         )
 
     def send(self, message: Message) -> None:
-        """To the agent."""
+        """Send a message to the agent."""
         self.world.uplink(self, message)
 
     def updates(self) -> None:
@@ -128,7 +128,7 @@ class SimWorker(SimTraining):
         self.world.updates(self)
 
     def fail(self, what: str) -> None:
-        """User code raises; the process exits a little later."""
+        """Let user code raise an exception. The process exits a little later."""
         if not self.runs:
             return
         step = self.machine.step
@@ -147,15 +147,18 @@ class SimWorker(SimTraining):
         self.later(0.03, "exit", lambda: self.world.died(self, 1, None))
 
     def flip(self) -> None:
-        """A bit of this rank's copy changes. Where it holds the copy alone, or between the comparison and what follows
-        at once, nothing could ever tell."""
+        """Flip a bit of this rank's copy of the state, if a comparison can find the flip.
+
+        No comparison can find it if this rank alone holds the copy, or between a comparison and the use of the state
+        that follows at once.
+        """
         compared = self.comparing or self._vouching
         if self.opened and not compared and len(self.world.holders(self.rank)) > 1:
             self.flipped = True
             self.flipped_at = int(self.world.jitter(0, VERIFY_EVERY))
 
     def glitch(self) -> None:
-        """A collective of this rank breaks; in an update it is one that user code makes, and tears it."""
+        """Break a collective of this rank. In an update this is a collective of user code, and the update is torn."""
         if not self.runs or self.machine.fenced is not None:
             return
         if self.machine.state in ("compute", "updating"):
@@ -190,7 +193,7 @@ class SimWorker(SimTraining):
         self.send(JoinAsked(member_id=self.member_id, generation=self.machine.generation))
 
     def _receive(self, order: Receive) -> None:
-        """A newcomer takes its shard from a source that holds it, rehearses, and joins."""
+        """Take the shard of this newcomer from a source that holds it, rehearse, and join."""
         if self.opened or not self.script.joining:
             return
         shards, memory = self.world.store.shards, self.world.memory
@@ -217,7 +220,7 @@ class SimWorker(SimTraining):
     # ---------------------------------------------------------------- control plane
 
     def receive(self, message: Message) -> None:
-        """One message of the control plane."""
+        """Handle one message of the control plane."""
         generation = getattr(message, "generation", self._newest)
         if not self.runs or generation < self._newest:
             return
@@ -242,7 +245,7 @@ class SimWorker(SimTraining):
                 self.exit_source = "" if message.cancel else message.source
 
     def report(self, event: Message) -> None:
-        """Pass an event to the worker machine, and execute its commands."""
+        """Pass an event to the worker's state machine, and execute the returned commands."""
         for command in self.worker.handle(self.world.clock(self.node_id), event):
             self._execute(command)
 

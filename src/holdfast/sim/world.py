@@ -1,4 +1,4 @@
-"""A whole run on a virtual clock: the real controller and agent machines, and simulated workers.
+"""A whole run on a virtual clock: the real state machines of controller and agents, and simulated workers.
 
 Every effect is an entry of one heap, ordered by (time, number). All randomness comes from one seed. A run is therefore
 a function of (ranks, seed, faults), which its digest confirms. The journal survives the controller. The workers survive
@@ -179,7 +179,7 @@ class World:
 
     @property
     def controllers(self) -> list[Controller]:
-        """The machines of the living controllers."""
+        """The state machines of the living controllers."""
         return [] if self._controller is None else [self._controller]
 
     def phase(self) -> str:

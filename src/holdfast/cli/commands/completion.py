@@ -18,7 +18,7 @@ def script_for(shell: str) -> str:
     """Return the script by which ``shell`` completes commands, flags and the script of ``holdfast run``.
 
     Raises:
-        UsageError: another shell.
+        UsageError: ``shell`` is not supported.
     """
     from holdfast.cli.main import COMMANDS, cli  # it loads this module by the name of a command
 

@@ -276,7 +276,7 @@ def _directory(path: Path) -> DoctorFinding:
 
 
 def _losses(log: Path) -> list[DoctorFinding]:
-    """Return what a run loses with one rank, by its newest valid checkpoint."""
+    """Return findings about the loss of a run when one rank is lost, from its newest valid checkpoint."""
     root = RunHistory.read(event_log.read(log).events).root
     if not root:
         return [DoctorFinding("a lost rank", "poor", "costs everything: no session has told where it saves")]

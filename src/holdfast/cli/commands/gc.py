@@ -40,7 +40,7 @@ _OWN = frozenset({
     "spares", "room", "kv.log",
 })  # fmt: skip
 _OWN_BEGINS = re.compile(rf"{ATTEMPT}\d+$|\.[a-z.]+\.\d+\.[0-9a-f]{{8}}$")
-"""Names of the logs of an attempt, and of the remains of an interrupted write."""
+"""Names of the directories of logs, and of the remains of an interrupted write."""
 
 
 class RemovedRuns(msgspec.Struct):

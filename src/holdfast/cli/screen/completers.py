@@ -40,7 +40,7 @@ def ranks(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> li
 
 
 def attempts(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the matching attempts with logs, of the run that is named on the line or of the newest one."""
+    """Return the matching numbers of worker starts that have logs, of the run on the line or of the newest run."""
     from holdfast.cli.screen.log_tail import attempts as numbers
     from holdfast.cli.screen.run_view import Watch
 

@@ -26,7 +26,7 @@ class FaultAnnouncer:
 
     Args:
         watch: the view of the run.
-        shown: returns True if the log of an attempt and rank is already on the screen.
+        shown: returns True if the log of a rank in a start of all workers (its number) is already on the screen.
     """
 
     def __init__(self, watch: Watch, shown: Callable[[int, int], bool]) -> None:

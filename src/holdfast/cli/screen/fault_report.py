@@ -433,7 +433,7 @@ def write(run: RunDir, report: FaultReport) -> Path:
     """Write ``faults/F003.txt`` and ``.json`` into the run directory, and return the path of the text.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     directory = run.path / REPORTS
     directory.mkdir(mode=0o700, exist_ok=True)

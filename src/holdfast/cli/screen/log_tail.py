@@ -1,4 +1,4 @@
-"""Reading of the logs of ranks as they grow: plain files, one per rank and attempt."""
+"""Reading of the logs of ranks as they grow: plain files, one per rank and start of all workers (attempt)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RANK = re.compile(r"rank-(\d{5,})\.log")
 
 
 def attempts(log_dir: Path) -> list[int]:
-    """Return the numbers of the attempts that have logs, ascending."""
+    """Return the numbers of the attempts (starts of all workers) that have logs, ascending."""
     found = [_ATTEMPT.fullmatch(p.name) for p in log_dir.iterdir()] if log_dir.is_dir() else []
     return sorted(int(match[1]) for match in found if match)
 

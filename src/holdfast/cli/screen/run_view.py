@@ -145,11 +145,11 @@ class Watch:
         return self.story
 
     def local_rank(self, attempt: int, rank: int) -> int | None:
-        """Return the local rank of this rank on this node in an attempt; None: not on this node, as far as known."""
+        """Return the local rank of ``rank`` on this node in start ``attempt`` of all workers, or None if unknown."""
         return self.story.places.get((attempt, rank), {}).get(self.settings.node)
 
     def local_ranks(self) -> dict[int, int]:
-        """Return the local rank of each rank that was on this node, in its newest attempt here."""
+        """Return, for each rank that ran on this node, the local rank of its newest process here."""
         node, places = self.settings.node, sorted(self.story.places.items())
         return {rank: seats[node] for (_, rank), seats in places if node in seats}
 
@@ -262,7 +262,11 @@ def log_of(fault: FaultView, run: RunDir, settings: RunSettings) -> Path | None:
 
 
 def meaning(code: Exit, session: bool) -> str:
-    """Return what the end of a run means. ``session``: one was opened; without one there is nothing to save."""
+    """Return the meaning of an exit code in words.
+
+    Args:
+        session: a session was opened. Without one there was nothing to save.
+    """
     if code is Exit.USAGE:
         return "nothing was started"  # its own arguments are checked before there is a run
     if code is Exit.UNSAVED and not session:

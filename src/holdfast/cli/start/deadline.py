@@ -16,10 +16,10 @@ HINT = "a span (90s, 10m, 1h30m), a time of day (14:30) or a date with a time (2
 def seconds_until(text: str, now: datetime) -> float:
     """Return the seconds from ``now`` (with a time zone) to the moment that ``text`` names; 0 if it has passed.
 
-    A time of day is the next one in the zone of ``now``. A date without a zone is in the zone of ``now``, too.
+    A time of day is the next one in the zone of ``now``. A date without a zone is in the zone of ``now`` as well.
 
     Raises:
-        UsageError: no such form.
+        UsageError: ``text`` has no known form.
 
     Example:
         ``seconds_until("1h30m", now)`` is 5400.0.

@@ -66,7 +66,7 @@ def settle(ctx: click.Context, values: Mapping[str, Any], directory: Path) -> Fl
     """Return the value of each flag with its source, from the command line, the environment and the files.
 
     Args:
-        values: as click has parsed command line and environment.
+        values: the values that click has parsed from command line and environment.
         directory: the directory of the files.
 
     Raises:

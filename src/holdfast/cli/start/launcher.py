@@ -115,7 +115,7 @@ def _make_room(run_dir: RunDir) -> Path | None:
     """Move an earlier start of this run aside, and return its new place.
 
     Raises:
-        UsageError: it still runs, or cannot be moved.
+        UsageError: the earlier start still runs, or cannot be moved.
     """
 
     def waiting() -> None:

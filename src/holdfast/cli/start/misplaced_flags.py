@@ -20,7 +20,7 @@ def misplaced(script: str, args: Sequence[str]) -> str:
 
     Args:
         script: file, module or program, as found.
-        args: of the script.
+        args: the arguments of the script.
     """
     names = {spelling: flag.name for flag in FLAGS if flag.key in LAUNCHING for spelling in flag.spellings}
     words = [word.partition("=")[0] for word in (args[: args.index("--")] if "--" in args else args)]

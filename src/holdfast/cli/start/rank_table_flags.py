@@ -71,7 +71,7 @@ def load(path: Path) -> RankTable:
     """Return a table without mistakes. Wait for a table that is still being written.
 
     Raises:
-        UsageError: it has mistakes, or is not ready in time.
+        UsageError: the table has mistakes, or is not complete in time.
     """
     deadline_s, waiting = time.monotonic() + WAIT_S, False
     while True:

@@ -73,7 +73,7 @@ def resolve(values: Mapping[str, Any], given: frozenset[str], script: str, args:
     """Check every flag and the script, and return the checked request.
 
     Args:
-        values: by :attr:`Flag.key`.
+        values: the value of each flag, by :attr:`Flag.key`.
         given: keys that the user set, on the command line or by a variable.
         script: path, module or program.
         args: arguments of the script, untouched.
@@ -490,7 +490,7 @@ def shown_local_ranks(nproc: int, tee: str, redirects: str, only: str) -> frozen
         only: torchrun's ``--local-ranks-filter``, empty for none.
 
     Raises:
-        UsageError: not of the documented form.
+        UsageError: a flag does not have the documented form.
     """
     teed = _streams("--tee", tee, nproc)
     silent = _streams("--redirects", redirects, nproc) - teed

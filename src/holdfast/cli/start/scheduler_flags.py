@@ -76,8 +76,8 @@ def share_token(settled: FlagValues) -> None:
     """Make the secret of a step's nodes, or wait for it. With ``--token-file`` there is nothing to do.
 
     Raises:
-        UsageError: it cannot be made.
-        AuthError: it is of another user.
+        UsageError: the secret cannot be made.
+        AuthError: the file of the secret belongs to another user.
         NotMet: node 0 has not made it in time.
     """
     if settled.sources["token_file"] != SLURM:

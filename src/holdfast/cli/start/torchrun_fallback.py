@@ -43,7 +43,7 @@ def give_way(settled: FlagValues, script: str, args: Sequence[str]) -> NoReturn:
     """Replace this process by torchrun, after one line that says so.
 
     Raises:
-        UsageError: it cannot be started.
+        UsageError: torchrun cannot be started.
     """
     command = torchrun_command(settled, script, args)
     own = ", ".join(

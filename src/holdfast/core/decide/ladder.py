@@ -66,7 +66,7 @@ class Rung(msgspec.Struct, frozen=True):
     does: ClassVar[str]  # its line in docs/ladder.md
 
     def consider(self, case: Case) -> LadderVerdict | str:
-        """Return what this rung would do, or one line that says why it cannot."""
+        """Return the verdict of this rung, or one line with the reason why the rung cannot be used."""
         raise NotImplementedError
 
 

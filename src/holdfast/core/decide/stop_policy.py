@@ -1,4 +1,4 @@
-"""The facts and the history of faults, and the rule that ends a run whatever rung could answer its fault.
+"""The facts and the history of faults, and the rules that end a run even if a rung could answer its fault.
 
 Theory. A decision is a pure function of the situation after quiescence, the history of this run and the budget. The
 stops of this module come first, then the rungs (possible answers) of ``core/decide/ladder.py``. The decision keeps no
@@ -103,7 +103,9 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     base_step: int  # step at which this generation started
     session: bool  # a session has been opened in this run
     all_alive: bool  # every member lives
-    all_sound: bool  # and is at ``step`` or can be brought there, none finished before the others
+    all_sound: (
+        bool  # every member lives, is at ``step`` or can be brought there, and has not finished before others
+    )
     # Why lost ranks cannot be replaced while the others keep their processes; empty: they can.
     unreplaceable: str
     uncovered: str  # why a last-gasp checkpoint cannot be complete; empty: it can
@@ -119,7 +121,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     room: str = ""  # where more ranks can run than run now; empty: nowhere
     # The remaining nodes have room only for fewer ranks, and that is allowed; empty: no such case.
     fewer: str = ""
-    lost_nodes: tuple[str, ...] = ()  # nodes of lost ranks that are lost too
+    lost_nodes: tuple[str, ...] = ()  # nodes of lost ranks that are also lost
     causes: tuple[str, ...] = ()  # of the faults of this recovery, see ``ladder.CAUSES``
     planned: bool = False  # no fault: ranks are moved
     again: bool = False  # all faults were answered before, but the save of that answer has failed
@@ -149,7 +151,7 @@ class LadderVerdict(msgspec.Struct, frozen=True, kw_only=True):
 def stop_for(
     now: float, situation: Situation, history: Sequence[Answered], config: Config
 ) -> LadderVerdict | None:
-    """Return the verdict that ends the run, whatever rung could answer the fault; None: the run continues."""
+    """Return the verdict that ends the run even if a rung could answer the fault; None: the run continues."""
     return _stop_for_failures(situation, history) or _stop_for_budget(now, history, config)
 
 
@@ -191,9 +193,10 @@ def _stop_for_failures(situation: Situation, history: Sequence[Answered]) -> Lad
 
 
 def _at_the_next_step(failure: Failure, history: Sequence[Answered]) -> list[int]:
-    """Return the steps of an exception in code between two steps, if it recurred at once after the last recovery.
+    """Return the two steps at which the same exception was raised, before and right after the last recovery.
 
-    After a restart, code between two steps does not run again at the same step. A bug in it recurs one step later.
+    Return an empty list for an exception inside a block, and for one that did not recur at once. After a restart, code
+    between two steps does not run again at the same step, so a bug in that code recurs one step later.
     """
     if not failure.between or not history or failure.step > history[-1].step + 1:
         return []
@@ -207,7 +210,10 @@ def _at_the_next_step(failure: Failure, history: Sequence[Answered]) -> list[int
 
 
 def _again_and_again(failure: Failure, history: Sequence[Answered]) -> list[int]:
-    """Return the steps of an exception that came in each of the last recoveries, a step or two apart."""
+    """Return the steps at which the same exception caused each of the last recoveries, a step or two apart.
+
+    Return an empty list if the exception caused fewer recoveries.
+    """
     steps, told = [failure.step], {failure.occurrence}
     for answered in reversed(history):
         found = [

@@ -2,7 +2,7 @@
 
 Theory. A host can be broken in ways that no single device shows: bad memory, a power supply, a driver, a cable. Its
 processes die again and again, and each time a replacement starts on the same host, because the host has free slots. So
-faults of the machine are counted by node. A node with too many of them within a window is *failing*. A failing node is
+faults of the host are counted by node. A node with too many of them within a window is *failing*. A failing node is
 *left out*: no rank is placed there, and its ranks move to other nodes. Its agent stays in the job and keeps its vote.
 
 Invariants:
@@ -29,7 +29,7 @@ NOT_OF_MACHINE = frozenset({1, 2, 6, 15})
 LOST = "lost"
 
 NodeAnswer = Literal["left_out", "kept"]
-"""What is done with a failing node: it is left out, or kept because no other node has room for its ranks."""
+"""The answer to a failing node: it is left out, or kept because no other node has room for its ranks."""
 
 
 class NodeFault(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,8 +37,9 @@ class NodeFault(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         cause: kind of the fault of a rank, or ``LOST``.
-        occurrence: the packed generation of the fault, or a negative number of its own for a lost node.
-        digest, step: identity of a death, by which a death of the script is known; empty: there is none.
+        occurrence: the packed generation of the fault; for a lost node a negative number that no other fault has.
+        digest, step: the identity of a death. A death with the same identity on another node is one of the script.
+            Empty: the death has no identity.
     """
 
     node_id: NodeId
@@ -55,7 +56,7 @@ def cause_of(fault: Fault, signal: int | None, *, without_page: bool) -> str:
     Args:
         fault: the fault.
         signal: number of the signal that ended the process; None: no signal did.
-        without_page: the process went with its node, whose loss counts itself.
+        without_page: the process was lost with its node, and the loss of the node is counted as a fault of its own.
     """
     if fault.follows or without_page or not fault.sure:
         return ""
@@ -87,7 +88,7 @@ def leave_out(
     """Return the nodes that may have ranks.
 
     Args:
-        up: all nodes that are heard, with their usable slots.
+        up: all nodes that are in contact with the controller, with the number of their usable slots.
         failing: failing nodes, the worst one first. Each is removed if the rest still has room for as many ranks.
         room: returns the number of ranks that a job on these nodes has.
     """
@@ -100,10 +101,10 @@ def leave_out(
 
 
 class FailedNodes:
-    """All node faults of a run that are not forgotten, and what was announced about failing nodes.
+    """The counted faults of all nodes of a run, and the announced answers to failing nodes.
 
     Args:
-        faults: those that an earlier controller has recorded.
+        faults: the faults that an earlier controller has recorded.
         announced: the last announced answer for each failing node.
         faults_max: faults within the window that make a node failing; 0: no node is ever failing.
         window_s: length of the window in seconds.
@@ -120,12 +121,12 @@ class FailedNodes:
         self.announced = dict(announced)
         self.faults_max = faults_max
         self.window_s = window_s
-        # Failing nodes, the worst one first. A new controller looks at the clock at its first beat.
+        # Failing nodes, the worst one first, here at the time of the last fault. The first heartbeat brings the clock.
         self.failing: tuple[NodeId, ...] = ()
         self.look(max((fault.at_s for fault in self._faults), default=0.0))
 
     def note(self, now: float, fault: NodeFault) -> bool:
-        """Add a fault. Return False when it is known already."""
+        """Add a fault. Return False if it is known already, or if no faults are counted."""
         known = {(f.node_id, f.occurrence) for f in self._faults}
         if (fault.node_id, fault.occurrence) in known or not self.faults_max:
             return False
@@ -134,15 +135,15 @@ class FailedNodes:
         return True
 
     def next_loss(self) -> int:
-        """Return the ``occurrence`` of the next lost node."""
+        """Return a new negative ``occurrence`` for a fault that is the loss of a node."""
         return -1 - len(self._faults)
 
     def faults_of(self, now: float, node_id: NodeId) -> list[NodeFault]:
-        """Return the faults of a node within the window, oldest first, without those of the script."""
+        """Return the faults of a node within the window before ``now``, oldest first, without faults of the script."""
         return [f for f in self._counted(node_id) if now - f.at_s <= self.window_s]
 
     def look(self, now: float) -> None:
-        """Compute which nodes are failing at ``now``."""
+        """Set :attr:`failing` to the nodes that are failing at ``now``."""
         counts = {
             node_id: len(found)
             for node_id in {fault.node_id for fault in self._faults}
@@ -152,7 +153,7 @@ class FailedNodes:
         self.failing = tuple(sorted(counts, key=lambda node_id: (-counts[node_id], node_id)))
 
     def forget(self, node_id: NodeId) -> None:
-        """Forget all faults of a node: it counts from zero again."""
+        """Forget all faults of a node, so that its faults are counted from zero again."""
         self._faults = [fault for fault in self._faults if fault.node_id != node_id]
         self.failing = tuple(node for node in self.failing if node != node_id)
         self.announced.pop(node_id, None)
@@ -164,7 +165,7 @@ class FailedNodes:
 
 
 class FailedParts(msgspec.Struct, frozen=True):
-    """The parts of the machines that have failed in this run."""
+    """The devices and nodes that have failed in this run."""
 
     devices: FailedDevices
     nodes: FailedNodes

@@ -1,7 +1,7 @@
-"""The facts of one run and the commands of the current event, shared by the sub-machines of the controller.
+"""The facts of one run and the commands of the current event, shared by the state machines inside the controller.
 
-Theory. Several small machines handle one event in turn. They read and write one set of facts, and append commands to
-one list, in order. A record comes before the messages that depend on it. The driver writes a record to the event log
+Theory. Several small state machines handle one event in turn. They read and write one set of facts, and append commands
+to one list, in order. A record comes before the messages that depend on it. The driver writes a record to the event log
 before it executes the commands after it.
 
 Terms. A node is *heard* while its agent is connected and answers in time. A process is *seated* when it is a member.
@@ -157,7 +157,7 @@ class Job:
         return self.released and saved and not self.exit_source and not self.config.library
 
     def decide(self, step: int | None) -> None:
-        """Set the step of the job to the step of a decision. None, without any session, changes nothing."""
+        """Set the step of the job to the step of a decision. None (no session has opened) changes nothing."""
         if step is not None:
             self.step = step
 
@@ -167,13 +167,16 @@ class Job:
         self.base_step = min(self.base_step, step)
 
     def restored(self, step: int) -> None:
-        """Set the step of the job to the step that all ranks of a new start have restored. Their state was compared."""
+        """Set the step of the job to the step that all ranks of a new start have restored.
+
+        The ranks have compared their copies of the restored state before, so a difference found earlier is cleared.
+        """
         self.unequal = ""
         self.base_step = self.step = step
         self.sealed_step = min(self.sealed_step, step)
 
     def distrust(self, step: int, rank: int) -> None:
-        """Record that copies of the state differ. No state of living ranks or in memory is used after that."""
+        """Record that copies of the state differ. After that, no state of living ranks and none in memory is used."""
         self.unequal = f"copies of the state of step {step} differ between ranks"
         self.record("copies_differ", step=step, rank=rank, reason=self.unequal)
 
@@ -192,10 +195,7 @@ class Job:
         self.roster.renew(generation)
 
     def reopen(self, reason: str) -> None:
-        """Kill the members that run the code after the training, because of a fault.
-
-        They start again with the others.
-        """
+        """Kill the members that run the code after the training, because of a fault. All ranks then start again."""
         if not self.released:
             return
         self.released = False
@@ -224,7 +224,7 @@ class Job:
             self._out.append(Send(to=f"member:{member_id}", message=message))
 
     def timer(self, name: str, delay_s: float) -> None:
-        """Post ``Tick(name)`` after ``delay_s``."""
+        """Set a timer: ``Tick(name)`` comes after ``delay_s``."""
         if not self.ended:
             self._out.append(SetTimer(name=name, delay_s=delay_s))
 
@@ -360,7 +360,7 @@ class Job:
         return leave_out(self._all_up(), self.failed.nodes.failing, self._room_on)
 
     def without_left_out(self, nodes: Iterable[NodeId]) -> set[NodeId]:
-        """Return these connected nodes without those that are left out because they failed too often."""
+        """Return ``nodes`` without the nodes that are left out because they failed too often."""
         here = [(node, len(self.failed.devices.usable(node, self.slots[node]))) for node in nodes]
         return {node for node, _ in leave_out(here, self.failed.nodes.failing, self._room_on)}
 
@@ -413,8 +413,8 @@ class Job:
     def device_failed(self, member: Member, failure: Failure, *, certain: bool) -> bool:
         """Record an error that the device of this member may have caused.
 
-        Returns: True if the error does not count as an error of the script. So it is when a device has certainly
-        failed, or when it may have failed and another device is free to try.
+        Returns: True if the error does not count as an error of the script, because a device has certainly failed, or
+        because it may have failed and another device is free to try.
         """
         node, slot = member.node_id, member.local_rank
         noted = DeviceFailure(

@@ -1,12 +1,12 @@
 """The faults of nodes as events of the job: counted, recorded, and announced when a node is left out or used again.
 
 Theory. ``core/job/failed_nodes.py`` has the rule. A fault is recorded when it is counted, so that the next controller
-counts it too. The answer about a failing node is announced at a heartbeat and not at once: right after the start of a
+also counts it. The answer about a failing node is announced at a heartbeat and not at once: right after the start of a
 controller a node with free slots may not have connected yet. The placement of ranks does not wait for the announcement.
 
 Invariants:
 1. One record is written for each fault that counts, and one for each change of the answer about a node.
-2. Nodes are counted only where more than one is connected, and never where another launcher places the ranks.
+2. Faults are counted only where more than one node is connected, and never where another launcher places the ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BY_HAND = "a user takes it back"
 
 
 def count_fault(now: float, job: Job, member: Member, fault: Fault) -> None:
-    """Count a fault of a member against its node, if the machine may be its cause."""
+    """Count a fault of a member against its node, if the host may be the cause of the fault."""
     exited, failure = member.exited, fault.failure
     signal = exited.signal if exited is not None else None
     without_page = exited is not None and exited.detail == NO_PAGE
@@ -43,7 +43,7 @@ def count_fault(now: float, job: Job, member: Member, fault: Fault) -> None:
 
 
 def count_loss(now: float, job: Job, node_id: NodeId) -> None:
-    """Count the loss of a node that was not asked to leave."""
+    """Count the loss of a node that was not asked to leave as a fault of this node."""
     occurrence = job.failed.nodes.next_loss()
     _count(now, job, NodeFault(node_id=node_id, at_s=now, cause=LOST, occurrence=occurrence))
 

@@ -2,7 +2,7 @@
 
 Theory. A recovery is in one phase (``core/decide/recovery_phases.py``). The phase determines the order that each
 member receives and the condition that ends the phase. The decision is kept as one value, the plan. The six phases that
-users see (detected, fenced, quiesced, planned, restored, resumed) are the times of certain transitions of this machine.
+users see (detected, fenced, quiesced, planned, restored, resumed) are the times of transitions of this state machine.
 The pure function ``decide`` computes the step of the job from the reports of the ranks of the old generation. The
 status page of a dead rank stands for its report. A second fault before the decision becomes part of the same recovery.
 A second fault after the decision starts the recovery again at the fence, under a new generation. All orders are
@@ -71,7 +71,7 @@ DECIDED: tuple[Seen, ...] = ("fenced", "quiesced", "planned")
 
 
 class Recovery:
-    """The sub-machine of the controller that handles faults. ``job`` is shared with the controller."""
+    """The state machine inside the controller that handles faults. ``job`` is shared with the controller."""
 
     def __init__(self, job: Job) -> None:
         self.job = job
@@ -299,7 +299,7 @@ class Recovery:
             self.progress(now)
 
     def tick(self, now: float, name: str) -> None:
-        """Handle a timer of this machine."""
+        """Handle a timer of this state machine."""
         living = self.job.roster.living
         if name == "grace" and self.phase == "grace" and self.faults.suspected is not None:
             self.fault(now, self.faults.suspected)

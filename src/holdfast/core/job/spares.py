@@ -106,7 +106,7 @@ class CallSpare(Message, frozen=True):
     order: StartMembers
 
 
-# ---------------------------------------------------------------- machine
+# ---------------------------------------------------------------- state machine
 
 
 class Spare(msgspec.Struct, kw_only=True):

@@ -39,7 +39,7 @@ class Ran(NamedTuple):
 
 
 class RecomputationVerdict(NamedTuple):
-    """The verdict on the results.
+    """The verdict on the results of all ranks in one check.
 
     Attributes:
         outcome: ``agree``. ``ask``: two results differ, and a third one is missing. ``wrong``: ``ranks`` compute wrong

@@ -1,4 +1,4 @@
-"""The orders of a decision to one rank: what it does with its state, and when each order may be carried out.
+"""The orders of a decision to one rank about its state, and the conditions under which each may be carried out.
 
 Theory. A decision (``Settle``) orders a rank to send digests of its copies, to give its state to replacements, to check
 the state in memory to which all ranks go back, or to write its share of a checkpoint. Such an order arrives while the
@@ -9,9 +9,9 @@ hold, in this order:
 2. the script has left the positions whose code belongs to the state (``waits_for``);
 3. the model holds the trained weights, and not for example an average that the script evaluates.
 
-So each order is kept as data until its conditions hold. ``OrderBook.advance`` compares them with the step machine and
-the position, and returns what the shell does now. Nothing here blocks or reads a clock. ``docs/protocol.md`` shows the
-table of positions and orders, and a test compares it.
+So each order is kept as data until its conditions hold. ``OrderBook.advance`` compares the conditions with the step
+machine (``step.py``) and the position of the script, and returns the commands for the shell. Nothing here blocks or
+reads a clock. ``docs/protocol.md`` shows the table of positions and orders, and a test compares it.
 
 Invariants:
 1. Orders are carried out one at a time, in the order of their arrival.
@@ -49,7 +49,7 @@ Look = Literal["due", "asked", "trained", "other", "paused"]
 
 
 class OrderKind(StrEnum):
-    """What a rank is ordered to do with its state."""
+    """The kind of an order about the state of a rank."""
 
     DIGESTS = "digests"  # publish layout and digests of its copies
     GIVE = "give"  # serve the state to replacements
@@ -106,7 +106,7 @@ def orders_of(settle: Settle) -> tuple[DecisionOrder, ...]:
 
 
 def waits_for(settle: Settle, script: ScriptMachine) -> tuple[Wait, ...]:
-    """Return what the orders of a decision wait for while the script is in its present position.
+    """Return the conditions that the orders of a decision wait for, at the present position of the script.
 
     The code before a block is a part of the state only for a replacement. Other weights do not matter when all ranks go
     back to a state in memory.
@@ -157,7 +157,7 @@ class OrderBook:
         self._running = None
 
     def look_again(self, timer: str) -> None:
-        """Record that a timer is over; that of the weights ends the time between two looks."""
+        """Record that a timer is over. After the timer of the weights, the next look at the weights is due."""
         if timer == WEIGHTS_TIMER and self._look == "paused":
             self._look = "due"
 
@@ -167,7 +167,10 @@ class OrderBook:
             self._look = "trained" if trained else "other"
 
     def advance(self, at: Standing) -> list[Command]:
-        """Return what the shell does now for the orders. The script strays when it has taken too long."""
+        """Return the commands for the orders whose conditions hold.
+
+        A script that has taken too long is recorded as one that does not return to its loop.
+        """
         found: list[Command] = []
         while self._running is None and self._pending:
             order = self._pending[0]
@@ -193,7 +196,7 @@ class OrderBook:
         return not at.script.restoring and steps.state in COMPLETE and steps.step == order.settle.step
 
     def _waits_for_script(self, order: DecisionOrder, at: Standing, found: list[Command]) -> bool:
-        """Return True if the order waits for the script. After the limit it does not."""
+        """Return True if the order still waits for the script; after the limit it no longer does."""
         if "script" not in waits_for(order.settle, at.script):
             return False
         if "script" not in self._limits_s:

@@ -43,7 +43,7 @@ class LayoutAnnouncement(NamedTuple):
 
 
 class LayoutAgreement:
-    """The state of the agreement on one rank.
+    """One rank's record of the layouts that it has published, and of their version.
 
     Attributes:
         version: the version that this rank has.

@@ -1,4 +1,4 @@
-"""The position of the user's script, and what follows from it for the state that a survivor can give.
+"""The position of the user's script, and the state that a survivor can give or save at each position.
 
 Theory. When a rank is lost, each survivor gives its state to the replacement or saves it. Which state that is depends
 on the position of the survivor's script. Code after a block belongs to the step that the block committed. Code after a
@@ -80,7 +80,7 @@ class ScriptEvent(StrEnum):
 
 
 class Attendance(StrEnum):
-    """Attendance of the script: whether it is expected at its next step."""
+    """The attendance of a script: whether the session may expect the script at its next step."""
 
     EXPECTED = "expected"
     IN_SECTION = "in_section"  # in an announced section: expected if that began after a block
@@ -225,7 +225,7 @@ def comes_back(position: ScriptPosition, attendance: Attendance) -> bool:
 
 
 class ScriptMachine:
-    """The position of one script.
+    """The state machine of one script's position.
 
     Args:
         joining: this process takes the place of a lost rank, and has not joined.
@@ -262,11 +262,11 @@ class ScriptMachine:
 
         Args:
             event: the event.
-            again: for a step that is given: the code before its block was run before.
+            again: with ``STEP_GIVEN``: the code before the block of this step has run before.
 
         Raises:
-            StepError: the script did this at a wrong time.
-            InternalError: the session did.
+            StepError: the script caused ``event`` at a wrong time.
+            InternalError: the session caused it.
         """
         position, attendance = self._position, self._attendance
         if event in _OF_ATTENDANCE:
@@ -290,8 +290,8 @@ class ScriptMachine:
         """Raise an error if ``event`` does not fit the position. Nothing is changed.
 
         Raises:
-            StepError: the script did this at a wrong time.
-            InternalError: the session did.
+            StepError: the script caused ``event`` at a wrong time.
+            InternalError: the session caused it.
         """
         self._position_after(event)
 
@@ -312,11 +312,14 @@ class ScriptMachine:
         self._rewinds_to = NO_REWIND
 
     def begin_restore(self) -> None:
-        """Record that the main thread goes back. Until the end its state mixes two steps and must not be read."""
+        """Record that the main thread begins to restore an earlier state.
+
+        Until :meth:`end_restore` the state mixes two steps and must not be read.
+        """
         self._restoring = True
 
     def end_restore(self) -> None:
-        """Record that the state is complete again."""
+        """Record that the restored state is complete."""
         self._restoring = False
 
     def join(self) -> None:
@@ -342,7 +345,7 @@ class ScriptMachine:
 
     @property
     def story(self) -> tuple[str, ...]:
-        """The last events, oldest first."""
+        """The last events of the script in this rank, as text for reports, oldest first."""
         return tuple(f"{event.value} -> {where.value}, {how.value}" for event, where, how in self._story)
 
     @property
@@ -385,7 +388,7 @@ class ScriptMachine:
 
     @property
     def offers_rewind(self) -> int:
-        """The same as :attr:`rewinds_to`; ``NO_REWIND`` when the script has begun code of its next step."""
+        """The step :attr:`rewinds_to`; ``NO_REWIND`` if the script has already begun code of its next step."""
         return self._rewinds_to if self._rules.can_rewind else NO_REWIND
 
     @property

@@ -124,7 +124,7 @@ class StepMachine:
         observe: called with (old state, new state, step after) after each transition, under the owner's lock.
 
     Every method returns at once. A method that user code can call at a wrong time raises :class:`StepError`. Any other
-    transition outside of the table raises :class:`InternalError`. Both carry the last events.
+    transition outside of the table raises :class:`InternalError`. Both errors name the last transitions.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class StepMachine:
         return tuple(self._story)
 
     def open(self, step: int) -> None:
-        """Open the session at ``step`` updates. STARTING -> READY(step)."""
+        """Record that the session opens with ``step`` updates done. STARTING -> READY(step)."""
         if self._state == "starting":
             self._step = step
         self._apply(E.OPEN)

@@ -1,4 +1,4 @@
-"""One rank between the control plane and the script: what each order of the controller makes it do.
+"""The state machine of one rank: its reaction to each order of the controller.
 
 Theory. A rank is a step machine (``step.py``), the position of its script (``position.py``) and the orders that it has
 received. The controller fences a rank, decides, and orders it to continue. ``WorkerMachine.handle`` takes these
@@ -52,7 +52,7 @@ from holdfast.errors import InternalError
 
 
 class Advanced(Message, frozen=True):
-    """Report that the step machine or the script has moved in a fenced rank. ``event``: of the script."""
+    """Report that the step or the script of a fenced rank has advanced. ``event``: the script's event, if any."""
 
     event: ScriptEvent | None = None
 
@@ -64,7 +64,7 @@ class WeightsSeen(Message, frozen=True):
 
 
 class OrderEnded(Message, frozen=True):
-    """Report that an order was carried out, or failed. The shell has sent what it has to send."""
+    """Report that an order was carried out, or failed. The shell has already sent the result to the controller."""
 
     generation: Generation
 
@@ -97,7 +97,7 @@ class GroupsBuilt(Message, frozen=True):
 
 
 class AnswerFence(Command, frozen=True):
-    """Command to send an answer, completed with what only the shell knows (kept steps, a time)."""
+    """Command to send the answer to a fence, after adding the facts that only the shell knows (kept steps, a time)."""
 
     answer: Settled
 
@@ -150,7 +150,7 @@ Commands = tuple[Command, ...]
 
 
 class WorkerMachine:
-    """The control plane's side of one rank. See the module.
+    """The state machine of one rank. See the module.
 
     Args:
         member_id: id of this process.
@@ -229,7 +229,7 @@ class WorkerMachine:
 
     @property
     def knows_turns(self) -> bool:
-        """True if the fence in force was decided, or is lifted: ``adopt_turns`` then has the number of the job."""
+        """True if the fence in force was decided, or is lifted: :meth:`adopt_turns` then returns the job's number."""
         return self._resume is not None or self._settled_in == self._steps.fenced
 
     def stand_at_turn(self, turns: int) -> None:
@@ -255,7 +255,7 @@ class WorkerMachine:
     # ------------------------------------------------------------------ what happens
 
     def handle(self, now_s: float, event: Message) -> Commands:
-        """Apply a message of the control plane or a report of the shell. Return what the shell does now, in order.
+        """Apply a message of the control plane or a report of the shell. Return the commands for the shell, in order.
 
         Raises:
             InternalError: a decision contradicts the state of this rank, or the event is of no kind known here.

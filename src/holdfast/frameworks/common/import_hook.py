@@ -22,9 +22,9 @@ FRAMEWORK = "torch"
 
 
 def arm() -> None:
-    """Install the groups now if torch is loaded, otherwise right after its import.
+    """Install Holdfast's process groups now if torch is loaded, otherwise right after the import of torch.
 
-    In a single process nothing is installed.
+    Without other ranks nothing is installed.
     """
     if not is_told_of_others(os.environ):
         return
@@ -36,14 +36,14 @@ def arm() -> None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """An import finder that finds torch in the usual way and installs the groups after torch's import."""
+    """An import finder that finds torch in the usual way and installs Holdfast's process groups after its import."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return torch's spec, with a loader that installs the groups; None for other modules.
+        """Return torch's spec, with a loader that installs the process groups; None for other modules.
 
-        The finder removes itself after the first time.
+        The finder removes itself at the first import of torch.
         """
         if fullname != FRAMEWORK:
             return None
@@ -63,7 +63,7 @@ class _Loader(importlib.abc.Loader):
         return self._inner.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Execute the module with the real loader, then install the groups."""
+        """Execute the module with the real loader, then install the process groups."""
         if module.__spec__ is not None:
             module.__spec__.loader = self._inner
         module.__loader__ = self._inner

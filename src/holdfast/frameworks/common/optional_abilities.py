@@ -38,7 +38,7 @@ class StandsIn(Protocol):
     """An adapter that can be built before the rank of its process is known."""
 
     def become(self, rank: int) -> None:
-        """Give this process its rank."""
+        """Set the rank of this process, which had none so far."""
 
 
 @runtime_checkable
@@ -54,12 +54,12 @@ class HasGroups(Protocol):
 
 @runtime_checkable
 class TakesParts(Protocol):
-    """An adapter that can run a step in parts, to do the work of missing ranks as well."""
+    """An adapter that can run a step as several blocks (parts), to do the work of missing ranks as well."""
 
     def share(self, part: int, parts: int) -> None:
-        """Prepare the next block, which is part ``part`` of ``parts`` of its step.
+        """Prepare the next block, which is number ``part`` of the ``parts`` blocks of its step.
 
-        The previous part has ended normally.
+        The previous block of the step has ended normally.
         """
 
 
@@ -94,7 +94,7 @@ class ComparesCopies(Protocol):
         """Return False for a tensor that may differ, without an error, between ranks that hold the same box."""
 
     def digest(self, collected: Collected, parts: Sequence[Extent]) -> int:
-        """Return the 64-bit digest of parts of the state, in this order."""
+        """Return the 64-bit digest of the given pieces of the state, in this order."""
 
 
 @runtime_checkable
@@ -167,7 +167,7 @@ class Gradients(Protocol):
     """The gradients that the optimizers are about to use."""
 
     def may_drop(self) -> None:
-        """Prepare for calls of :meth:`drop` in this session."""
+        """Prepare for updates that :meth:`drop` leaves out in this session."""
 
     def nonfinite(self, optimizer: str) -> str:
         """Return the first weight whose gradient holds inf or nan on this rank; empty: none. Wait for the device.
@@ -180,7 +180,7 @@ class Gradients(Protocol):
         """Return a number that grows with each write to a weight; None: a weight has a gradient and so will change."""
 
     def drop(self) -> None:
-        """Let the optimizers that step in this block change nothing."""
+        """Leave out the update of this block: the optimizers that step in it change nothing."""
 
 
 @runtime_checkable
@@ -217,7 +217,7 @@ class ProvesBlocks(Protocol):
         """Return digests of the results of the block so far, with keys in words; empty: there are no results."""
 
     def cause(self) -> str:
-        """Name in words a value that a suspected run used but the previous run had made; empty: none."""
+        """Return a text that names a value that a suspected run used and the run before it had made; empty: none."""
 
 
 class ForeignBlocks(Protocol):
@@ -235,7 +235,7 @@ class ForeignBlocks(Protocol):
         """Return the batches that another copy draws from the same loader; None: they are not known."""
 
     def act_as(self, copy: int, step: int) -> None:
-        """Give the block that begins the random numbers of another copy."""
+        """Seed the block that begins as copy ``copy`` of the model would seed it at ``step``."""
 
     def gradients(self) -> int | None:
         """Return the 64-bit digest of the gradients of the block; None: there are none."""
@@ -255,7 +255,7 @@ class StandsForOthers(Protocol):
 
 @runtime_checkable
 class MarksTensors(Protocol):
-    """An adapter that sees whether a block has written into a tensor of its batch."""
+    """An adapter that can detect whether a block has written into a tensor of its batch."""
 
     def mark(self, item: Any) -> object:
         """Return a mark of a tensor that changes when the tensor is written; None: ``item`` is no tensor."""

@@ -4,7 +4,7 @@ Theory. An entry is a tree of plain values, NumPy arrays and tensors of the fram
 object with ``state_dict`` and ``load_state_dict``. Arrays and tensors are saved as tensors of the job, named by their
 key path. All other values are saved as plain values. The script may change its state at any time, so copies are made
 when a step begins, and again when the script is given a step. Restored values are put into the same objects, because
-the script holds these too.
+the script also holds these.
 
 Invariants:
 1. A :class:`Taken` shares no memory with the state.

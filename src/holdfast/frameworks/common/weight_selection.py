@@ -36,7 +36,7 @@ def joined_values(
         rank: the rank that asks.
 
     Raises:
-        CheckpointInvalid: damaged.
+        CheckpointInvalid: the checkpoint is damaged.
     """
     first, *others = load_values_of_all(path, names, rank)
     return with_values_of(first, others, f"{path}: its writers' values")
@@ -142,7 +142,7 @@ def weights_of(path: Place | Opened) -> list[str]:
     """Return the names of the model's weights in one checkpoint, as :func:`weights` does.
 
     Raises:
-        CheckpointInvalid: damaged.
+        CheckpointInvalid: the checkpoint is damaged.
     """
     return weights(load_catalogue(path), joined_values(path))
 

@@ -143,7 +143,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
     def is_fault(self, error: BaseException) -> bool:
         """Return True, and report the fault, if MindSpore's own AllReduce broke.
 
-        A broken sum of Holdfast's has poisoned the process already.
+        A broken sum over Holdfast's connections has already poisoned the process.
         """
         broken = self._native and isinstance(error, RuntimeError) and "Launch kernel failed" in str(error)
         if broken:
@@ -151,7 +151,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         return broken
 
     def _through(self, vector: NDArray[Any]) -> NDArray[Any]:
-        """Run the gate: sum and vote, and after a fault do both again with the same gradients."""
+        """Run the gate: sum the gradients and vote. After a fault, do both again with the same gradients."""
         if self._hooks is None:
             raise StepError(
                 "a guarded optimizer steps outside of a step",
@@ -178,7 +178,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
                 return total
 
     def _again(self) -> None:
-        """Begin the block again inside the gate: its gradients are kept."""
+        """Begin the block again inside the gate, with the gradients that it has already computed."""
         self._in_gate = True
         try:
             self._redo()
@@ -200,7 +200,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
     # ------------------------------------------------------------------ state
 
     def collect(self, *, frozen: bool = False, before: int = -1) -> MindSporeCollected:
-        """Return the state now, or with ``frozen`` the state at the start of the current step."""
+        """Return the present state, or with ``frozen`` the state at the start of the current step."""
         return self.state.collect(frozen=frozen, before=before)
 
     def state_size(self) -> int:
@@ -211,7 +211,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         return self.state.extras.size()
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> MindSporeRestore:
-        """Return a load of a checkpoint into this state: fill its buffers, then finish it.
+        """Return the object that loads a checkpoint into this state: the caller fills its buffers, then finishes it.
 
         Raises: CheckpointMismatch.
         """
@@ -243,7 +243,7 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         """Do nothing: a broken sum raises in the gate, which handles it."""
 
     def record(self, name: str) -> None:
-        """Raise UnsupportedError: MindSpore has no tentative updates here."""
+        """Raise UnsupportedError, because tentative updates are not supported with MindSpore."""
         raise UnsupportedError(
             "step.update(name) is not supported with MindSpore", hint="one optimizer per step"
         )
@@ -277,8 +277,8 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
     def abort(self) -> None:
         """Restore the copied values, which are not weights.
 
-        In the gate nothing is restored, because the gradients are kept and no weight has changed. Nothing is restored
-        after MindSpore's own group broke either: operators may not end then, and this process will be replaced.
+        In the gate nothing is restored, because the gradients are kept and no weight has changed. After MindSpore's own
+        group broke, nothing is restored either: operators may not end then, and this process will be replaced.
         """
         if not self._in_gate and not (self._native and self.poisoned):
             self.state.put_back()
@@ -309,7 +309,10 @@ class MindSporeAdapter(TcpGroupAdapter[MindSporeState]):
         self._lines().reconfigure(generation)
 
     def rehearse(self) -> bool:
-        """Return True, once, in a newcomer: it compiles its graph and computes gradients before it connects."""
+        """Return True at the first call in a newcomer, which rehearses its block before it connects.
+
+        In the rehearsal the newcomer compiles its graph and computes gradients.
+        """
         client = WorkerClient.current()
         if client is None or not client.joining or self._rehearsed:
             return False
@@ -342,8 +345,8 @@ def _check_slices(cell: Any, slices: Mapping[str, Slice], *, native: bool) -> No
     """Check that the gradient of every slice is added only on the ranks that hold it.
 
     Raises:
-        UsageError: a ``layerwise_parallel`` parameter that is not declared; by name.
-        UnsupportedError: a slice that MindSpore's own AllReduce would add to others; by name.
+        UsageError: a ``layerwise_parallel`` parameter is not declared; the error names it.
+        UnsupportedError: MindSpore's own AllReduce would add a slice to other slices; the error names it.
     """
     for parameter in cell.get_parameters():
         name = str(parameter.name)
@@ -371,7 +374,7 @@ def place() -> tuple[int, int]:
     """Return rank and world size, from MindSpore's group or the launcher's variables.
 
     Raises:
-        UsageError: variables that contradict each other or the group, or that are incomplete.
+        UsageError: the variables contradict each other or the group, or are incomplete.
     """
     if GlobalComm.INITED:
         return place_here((int(get_rank()), int(get_group_size())))
@@ -381,7 +384,10 @@ def place() -> tuple[int, int]:
 
 
 def _gate_place(cell: Any) -> Any:
-    """Return the cell whose ``grad_reducer`` the gate replaces: a relay around the optimizer, or the training cell."""
+    """Return the cell whose ``grad_reducer`` the gate replaces.
+
+    This is the cell (:class:`Relay`) inside an optimizer that Holdfast has wrapped, otherwise the training cell.
+    """
     optimizer = getattr(cell, "optimizer", None)
     if optimizer is None:
         raise UnsupportedError(

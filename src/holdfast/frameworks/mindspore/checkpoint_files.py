@@ -59,7 +59,7 @@ def export_checkpoint(
 
     Raises:
         UsageError, NothingToResume: no such checkpoint.
-        CheckpointInvalid: damaged.
+        CheckpointInvalid: the checkpoint is damaged.
         StateError: a layout that MindSpore's strategy files cannot describe.
     """
     with opened(resolve(path)) as source:
@@ -101,7 +101,7 @@ def import_checkpoint(
     Args:
         file: a file with all parameters of ``cell``. With ``strategy``: the directory with ``rank_N/*.ckpt`` of a
             parallel training, which hold the parameters in slices.
-        cell: the training cell (network and optimizer), not cut. Its parameters are set to the values, too.
+        cell: the training cell (network and optimizer), not cut. Its parameters are also set to the values.
         root: directory of checkpoints, as a session's ``checkpoint=``.
         step: updates done; the default is the file's ``global_step``, or its ``step_num``.
         strategy: strategy file of that training, the merged one of all stages, or the directory of all.
@@ -110,7 +110,7 @@ def import_checkpoint(
         The new checkpoint.
 
     Raises:
-        UsageError: no such file, or it does not say its step.
+        UsageError: the file does not exist, or has no step.
         CheckpointInvalid: it cannot be read, slices are missing or contradict each other, or it lacks parameters of the
             cell.
         StoreWriteError: ``root`` cannot be written.

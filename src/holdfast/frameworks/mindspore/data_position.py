@@ -99,7 +99,7 @@ class DataFeed:
         busy: called with True while an epoch is drawn again up to its place, and with False afterwards.
 
     Raises:
-        UsageError: no dataset.
+        UsageError: the loader is no dataset of MindSpore.
         UnsupportedError: the draws of its augmentations depend on time.
     """
 

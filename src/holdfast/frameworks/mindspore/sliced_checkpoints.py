@@ -53,7 +53,7 @@ SLOTS = frozenset({
 """Prefixes that MindSpore's optimizers add to the name of a weight."""
 COUNTERS = frozenset({"global_step", "learning_rate", "beta1_power", "beta2_power", "momentum"})
 OF_A_RUN = ("accu_grads", "inputs")
-"""Prefixes of names that are in a strategy file and may be missing in a checkpoint; MindSpore's tools skip them too."""
+"""Prefixes of names in a strategy file that may be missing in a checkpoint; MindSpore's tools also skip them."""
 NAMED = 10
 """Most names in one message."""
 _DIRECTORY = re.compile(r"(rank|ckpt)_(\d{1,7})")
@@ -132,7 +132,7 @@ def import_slices(
 
     Raises:
         UsageError: no such files, a strategy of fewer ranks, or the files do not say their step.
-        CheckpointInvalid: damaged, parts are missing, copies differ, or the strategy is of another network.
+        CheckpointInvalid: a file is damaged, slices are missing, copies differ, or the strategy is of another network.
         StoreWriteError: ``root`` cannot be written.
 
     Example:

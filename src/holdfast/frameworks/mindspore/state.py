@@ -260,7 +260,11 @@ class MindSporeState:
         return MindSporeCollected(self, copies, self._taken if frozen else self.extras.take())
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> MindSporeRestore:
-        """Return a load of a checkpoint into this state. Raises: CheckpointMismatch: of another framework."""
+        """Return the object that loads a checkpoint into this state.
+
+        Raises:
+            CheckpointMismatch: the checkpoint is of another framework.
+        """
         if values.get("framework") != "mindspore":
             raise CheckpointMismatch(
                 "the checkpoint was not written by a MindSpore training",

@@ -95,7 +95,7 @@ class TensorFlowAdapter(TcpGroupAdapter[TensorFlowState]):
         return self.state.extras.size()
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> TensorFlowRestore:
-        """Return a load of a checkpoint into this state: fill its buffers, then finish it.
+        """Return the object that loads a checkpoint into this state: the caller fills its buffers, then finishes it.
 
         Raises: CheckpointMismatch.
         """

@@ -195,7 +195,11 @@ class TensorFlowState:
         return Live(self)
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> TensorFlowRestore:
-        """Return a load of a checkpoint into this state. Raises: CheckpointMismatch: of another framework."""
+        """Return the object that loads a checkpoint into this state.
+
+        Raises:
+            CheckpointMismatch: the checkpoint is of another framework.
+        """
         if values.get("framework") != "tensorflow":
             raise CheckpointMismatch("the checkpoint was not written by a TensorFlow training")
         return TensorFlowRestore(self, catalogue, values)

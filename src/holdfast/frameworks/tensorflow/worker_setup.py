@@ -1,7 +1,7 @@
 """The setup of a worker of ``holdfast run --framework tensorflow``: each start of the workers makes a new cluster.
 
 Before user code every rank takes a free port and publishes it; ``TF_CONFIG`` is made from the ports of all ranks. A
-cluster of an earlier attempt cannot be mistaken for it, and a rank that does not start is named.
+cluster of an earlier start cannot be mistaken for it, and a rank that does not start is named.
 """
 
 from __future__ import annotations

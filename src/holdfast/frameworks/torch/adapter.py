@@ -336,7 +336,7 @@ class TorchAdapter:
         return lambda: runtime.cudaHostUnregister(pointer)
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> TorchRestore:
-        """Return a load of a checkpoint into this state: fill its buffers, then finish it.
+        """Return the object that loads a checkpoint into this state: the caller fills its buffers, then finishes it.
 
         Raises: CheckpointMismatch.
         """

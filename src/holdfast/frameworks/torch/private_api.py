@@ -440,7 +440,7 @@ def _clear(owner: Any, name: str) -> None:
 
 
 def replicate(model: nn.Module, mesh: Any) -> nn.Module:
-    """Return the model with data parallelism by FSDP2's code, inside a mesh that has other dimensions too."""
+    """Return the model with data parallelism by FSDP2's code, inside a mesh that also has other dimensions."""
     module = importlib.import_module("torch.distributed._composable.replicate_with_fsdp")
     return cast(nn.Module, module.replicate(model, mesh=mesh))
 

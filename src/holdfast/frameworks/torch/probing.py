@@ -30,7 +30,7 @@ class Use(NamedTuple):
         path: ``module:name`` or ``module:Class.name``; the attribute of a class may be one of its instances.
         purpose: what Holdfast does with it.
         feature: the feature that needs it.
-        since, until: first and last version that has it; without ``until``, the newest version has it too.
+        since, until: first and last version that has it; without ``until``, the newest version also has it.
         takes: parameters that a function must have at least.
     """
 

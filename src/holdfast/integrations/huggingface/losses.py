@@ -17,12 +17,12 @@ class ReportedLosses:
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
-        self._norm: Any = None  # of the newest attempt of a step
+        self._norm: Any = None  # of the newest run of a block
 
     def begin(self) -> None:
         """Begin a step: keep the sum before it."""
         self._before = self._trainer._tr_loss.clone()
-        self._losses: list[Any] = []  # of the newest attempt of this step
+        self._losses: list[Any] = []  # of the newest run of this step's block
         self._added: list[Any] = []  # those that the Trainer has added to its sum
 
     def place(self) -> int:
@@ -31,7 +31,7 @@ class ReportedLosses:
         return len(self._losses) - 1
 
     def put(self, place: int, loss: Any) -> None:
-        """Set the loss of a micro-batch, in each attempt of the step."""
+        """Set the loss of a micro-batch, in each run of the step's block."""
         self._losses[place] = loss
 
     def add(self) -> Any:
@@ -45,11 +45,11 @@ class ReportedLosses:
         return self._norm
 
     def newest(self, norm: Any) -> Any:
-        """Return the gradient norm of the newest attempt; the Trainer's ``norm`` may be from an aborted attempt."""
+        """Return the gradient norm of the block's newest run; the Trainer's ``norm`` may be from an aborted run."""
         return norm if self._norm is None else self._norm
 
     def correct(self) -> None:
-        """Replace the losses of an aborted attempt in the Trainer's sum by those of the attempt that counts."""
+        """Replace the losses of an aborted block in the Trainer's sum by those of the block that counts."""
         trainer = self._trainer
         if all(new is old for new, old in zip(self._losses, self._added, strict=True)):
             return

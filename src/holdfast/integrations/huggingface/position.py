@@ -1,7 +1,8 @@
 """The position of Hugging Face's ``Trainer`` in its loop: its progress, and the state of its callbacks.
 
 Theory. After a step the Trainer may log, evaluate and save, and at the end of an epoch again. A position that is taken
-before that holds what is still to be done (``due``, ``ended``). A process that restarts from there does it first.
+before this work holds the actions that are still due (``due``, ``ended``). A process that restarts from that position
+does them first.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def _exportable(trainer: Any) -> list[Any]:
 
 
 class Tokens:
-    """The token counts of one step: in its micro-batches, and in the Trainer's sum, also when the step runs again.
+    """The token counts of one step, in its micro-batches and in the Trainer's sum. A repeated step is counted once.
 
     Attributes:
         held: the number by which the Trainer divides the loss; None: it does not.
@@ -57,7 +58,7 @@ class Tokens:
         self._trainer = trainer
 
     def counting(self, samples: list[Any], device: Any) -> Callable[[], None]:
-        """Return a call that counts the tokens again from the begin of the step."""
+        """Return a function that resets the Trainer's sum to its present value and counts the tokens of ``samples``."""
         state = self._trainer.state
         seen = state.num_input_tokens_seen
 
@@ -76,7 +77,7 @@ class Epochs(TrainerCallback):  # type: ignore[misc]
         self._ended = 0
         self._ending = False  # an epoch is over, and the work at its end is not done yet
         self._rate = 0.0  # learning rate of the newest update, which the Trainer logs
-        self._after: dict[str, Any] | None = None  # the part ``after`` of the loaded position
+        self._after: dict[str, Any] | None = None  # the entry ``after`` of the loaded position
         self._is_newcomer = False
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -106,13 +107,13 @@ class Epochs(TrainerCallback):  # type: ignore[misc]
         return ending
 
     def go_on(self, after: Mapping[str, Any]) -> None:
-        """Continue with the due work of a position, as :meth:`after` returned it."""
+        """Take over the due work of a loaded position, as :meth:`after` returned it."""
         self._after = dict(after)
         self._ended = self._after["ended"]
         self._is_newcomer = is_newcomer()  # the other ranks have done the due work
 
     def run(self, original: Callable[..., None], kwargs: dict[str, Any]) -> None:
-        """Call ``original(**kwargs)`` for an epoch that is not finished, after work that was still due from before."""
+        """Call ``original(**kwargs)`` for an epoch that is not finished, after the work that the last step left due."""
         if kwargs["epoch"] < self._ended:
             return
         after, self._after = self._after, None
@@ -120,7 +121,15 @@ class Epochs(TrainerCallback):  # type: ignore[misc]
             original(**kwargs)
 
     def _arrive(self, kwargs: dict[str, Any], after: dict[str, Any]) -> bool:
-        """Prepare the epoch in which the job is. Return False if nothing of it is left."""
+        """Do the work that is due, and set ``kwargs`` so that the Trainer continues inside the job's current epoch.
+
+        Args:
+            kwargs: arguments of the Trainer's method for an epoch; changed in place.
+            after: the position after the last committed step.
+
+        Returns:
+            False if no part of the epoch is left.
+        """
         trainer, epoch, whole = self._trainer, kwargs["epoch"], kwargs["num_update_steps_per_epoch"]
         state, control = trainer.state, trainer.control
         done = max(0, state.global_step - epoch * whole)

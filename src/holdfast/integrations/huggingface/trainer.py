@@ -37,7 +37,7 @@ def protect(trainer: transformers.Trainer, **session: Any) -> transformers.Train
 
     Raises:
         UnsupportedError: a Trainer of another structure, DeepSpeed, FSDP, or an iterable dataset.
-        UsageError: it is protected already.
+        UsageError: ``trainer`` is already protected.
     """
     require_supported(trainer, (*WRAPPED, "_clip_grad_norm"))
     if any(isinstance(c, _Hooks) for c in trainer.callback_handler.callbacks):

@@ -92,7 +92,7 @@ class Holdfast(pl.Callback):  # type: ignore[misc]
         self._passed = True
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Record that the position has changed, because callbacks evaluate the validation here."""
+        """Record that the position has changed, because callbacks use the validation results here to change state."""
         self._passed = True
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

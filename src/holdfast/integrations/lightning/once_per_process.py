@@ -48,7 +48,7 @@ class Decisions:
         self._asked: Counter[str] = Counter()
 
     def known(self, what: str) -> int | None:
-        """Return what an earlier process has decided; None: nothing."""
+        """Return the decision about ``what`` of an earlier process; None if there is none."""
         return self._before.get(what)
 
     def keep(self, what: str, decided: int) -> None:

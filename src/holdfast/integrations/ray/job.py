@@ -103,7 +103,7 @@ def run(
         UsageError: an argument that cannot work, a function that no other process can find, or a job of this name runs.
         NotMet: the cluster did not have the nodes in time; the message says what is missing.
         JobSaved: the job has saved and left (code 75): the same call continues.
-        JobError: it ended with another code than 0.
+        JobError: the training ended with another code than 0.
 
     Example:
         ``run(train, name="bert", num_nodes=4, spares=1, workers_per_node=8, use_gpu=True, storage_path="/mnt/ckpts")``

@@ -128,7 +128,7 @@ class Supervisor:
 
         Raises:
             JobSaved: the job has saved and left.
-            JobError: it ended with another code than 0.
+            JobError: the job ended with another code than 0.
         """
         self._leave()  # for a node that started too late to leave with the others
         ended = [node for node in self._nodes if node.phase in ("ended", "out") and node.here is not None]

@@ -1,20 +1,21 @@
-"""The events that the parts of an agent post to their owner, which is the agent or its election.
+"""The events that the components of an agent post to their owner, which is the agent or its election.
 
-Theory. A part (the worker processes, the connections to other agents, the key-value router, ...) knows its owner only
-as one function ``post``. The owner has one dispatcher, which names the handler of every type of event. Messages of
+Theory. A component (the worker processes, the connections to other agents, the key-value router, ...) knows its owner
+only as one function ``post``. The owner has one dispatcher, which names the handler of every type of event. Messages of
 ``core/protocol/`` are posted in the same way; the dispatcher gives them to the state machine.
 
 Invariants:
-1. ``post`` handles an event before it returns. There is no queue between a part and its owner, so effects happen in the
-   order of the posts. The driver of a state machine is the only queue: what it is given while it handles an event is
-   handled after that event.
-2. A handler may call the part that posts. A part therefore posts only when its own fields are consistent, and does not
-   rely on them after the post. A started process is living before ``MemberStarted``, and an ended one is not living
-   before ``ProcessGone``: the state machine may order its death, or the next start, inside the post.
-3. Events are posted in the thread of the event loop. A part with threads of its own hands them over with
+1. ``post`` handles an event before it returns. There is no queue between a component and its owner, so effects happen
+   in the order of the posts. The driver of a state machine is the only queue: an event that comes while the driver
+   handles another one is handled after that one.
+2. A handler may call the component that posts. A component therefore posts only when its own fields are consistent, and
+   does not rely on them after the post. A started process is listed as living before ``MemberStarted`` is posted, and
+   an ended one is no longer listed before ``ProcessGone``: the state machine may order the death of the process, or the
+   next start, inside the post.
+3. Events are posted in the thread of the event loop. A component with threads of its own hands events over with
    ``call_soon_threadsafe``.
-4. No part posts in its constructor: its owner is not complete then.
-5. A part may post after the end of its owner has begun. A closed driver ignores it.
+4. No component posts in its constructor: its owner is not complete then.
+5. A component may post after the end of its owner has begun. A closed driver ignores the event.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class PartFailed(msgspec.Struct, frozen=True):
 
 
 class MemoryFreed(msgspec.Struct, frozen=True):
-    """No exiting process is left to wait for: their memory is free, or their ends make no progress."""
+    """The agent waits for no exiting process any longer: each has freed its memory, or its end makes no progress."""
 
 
 class ProcessGone(msgspec.Struct, frozen=True):
@@ -63,7 +64,7 @@ class DeathRead(msgspec.Struct, frozen=True):
 
     Attributes:
         exited: the report for the state machine.
-        error: why the page could not be read in time; then ``exited`` says that nothing is known.
+        error: why the page could not be read in time; ``exited`` then holds no facts from the page.
     """
 
     exited: MemberExited
@@ -78,10 +79,10 @@ class FromPeer(msgspec.Struct, frozen=True):
 
 
 class TurnedAway(msgspec.Struct, frozen=True):
-    """Another agent has refused this one, which has not joined a job yet.
+    """Another agent has refused this agent, which has not joined a job yet.
 
-    A refusal after that is only logged. It comes from another job, or from a wrongly started host at the address of a
-    lost node.
+    After this agent has joined, a refusal is only logged. Such a refusal comes from another job, or from a wrongly
+    started host at the address of a lost node.
     """
 
     reason: str
@@ -108,17 +109,18 @@ class NotJoined(msgspec.Struct, frozen=True):
 
 
 class KvForwarded(msgspec.Struct, frozen=True):
-    """A request of a worker of this node is for the keys of another node. A lost one is posted again."""
+    """A worker of this node has requested keys that another node serves. It is posted again if the request was lost."""
 
     node_id: NodeId
     request: KvForward
 
 
 class KvAnswered(msgspec.Struct, frozen=True):
-    """A request of a member has its answer.
+    """The answer to a key-value request of a member is known.
 
     Attributes:
-        node_id: the node whose agent forwarded the request, for a member that is not connected here. Empty: none did.
+        node_id: the node whose agent forwarded the request, if the member is not connected to this agent; otherwise
+            empty.
     """
 
     member_id: MemberId
@@ -127,13 +129,13 @@ class KvAnswered(msgspec.Struct, frozen=True):
 
 
 class RecordsWanted(msgspec.Struct, frozen=True):
-    """The watcher collects evidence, and this connected worker has to write the records of its framework."""
+    """A connected worker has to write the records of its framework, because evidence is being collected."""
 
     member_id: MemberId
 
 
 class LookedLast(msgspec.Struct, frozen=True):
-    """The evidence of a silent worker is posted, as far as there is any. Its kill is due, after this grace time."""
+    """All available evidence of a silent worker has been posted; the worker is to be killed after ``grace_s``."""
 
     member_id: MemberId
     grace_s: float

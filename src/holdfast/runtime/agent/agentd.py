@@ -290,7 +290,7 @@ class AgentDaemon:
     # ------------------------------------------------------------ in
 
     def _post(self, event: AgentEvent) -> None:
-        """Handle an event of a part of this agent, before the return."""
+        """Handle an event of a component of this agent before the call returns."""
         match event:
             case ProcessGone():
                 self._gone(event)

@@ -1,8 +1,9 @@
 """The event that reports the end of a worker, read from the status page that the worker left.
 
 Theory. If the page does not exist, the process never began. A page that exists may be unreadable for the moment (no
-file descriptor is left, an I/O error). A decision needs its content as evidence, so it is read again. After a bound
-the event says that nothing is known. That is different from a process that never began.
+file descriptor is left, an I/O error). A decision needs its content as evidence, so the page is read again. After a
+bound the event reports that the position of the worker is not known. It then differs from the event of a process that
+never began.
 """
 
 from __future__ import annotations
@@ -116,13 +117,13 @@ def read_in_time(
     post: Callable[[DeathRead], None],
     until_s: float,
 ) -> None:
-    """Read the end of a member, again and again while its page is unreadable. The event loop is not blocked.
+    """Read the end of a member, and repeat this while its page is unreadable. The event loop is not blocked.
 
     Args:
         read: see ``read_death``.
         unread: the event for a page that stays unreadable until ``until_s``.
         post: takes the event, with the reason if ``unread`` is used.
-        until_s: in the time of the running loop.
+        until_s: time limit, on the clock of the running event loop.
     """
     loop = asyncio.get_running_loop()
     try:
@@ -153,7 +154,10 @@ def without_page(
 
 
 def _log_size_bytes(logs: Path | str, rank: int) -> int:
-    """Return the size of the newest log of a rank. It is the dead member's: its replacement has not begun to write."""
+    """Return the size of the newest log of a rank, which is the log of the dead member.
+
+    The replacement of that member has not begun to write.
+    """
     found = Path(logs).glob(f"attempt-*/rank-{rank:05d}.log")
     newest = max(found, key=lambda path: (len(path.parent.name), path.parent.name), default=None)
     try:

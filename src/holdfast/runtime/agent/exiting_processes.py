@@ -1,8 +1,8 @@
 """Processes that were reported as exited before the kernel has freed their memory and devices.
 
-The kernel needs milliseconds for that, and many seconds for a large device memory or page-locked memory. A new worker
-that needs the memory waits as long as the end makes progress. An end without progress hangs in a device or a disk; no
-worker waits for it.
+The kernel needs milliseconds to free memory, and many seconds for a large device memory or page-locked memory. A new
+worker that needs the memory waits as long as the end of the old process makes progress. An end without progress hangs
+in a device or a disk, and no worker waits for it.
 """
 
 from __future__ import annotations

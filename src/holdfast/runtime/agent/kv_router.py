@@ -40,7 +40,7 @@ class KvRouter:
         self._asked_by: dict[MemberId, NodeId] = {}  # node of each worker of another node
 
     def live_at(self, node_id: str) -> None:
-        """Set the node that serves the keys of the generation that begins. Empty: each agent serves its own workers."""
+        """Set the node that serves the keys of the generation that begins; empty: each agent serves its own workers."""
         self._server.live_at("" if node_id == self._me else node_id)
 
     def begin(self, attempt: int) -> None:
@@ -69,7 +69,7 @@ class KvRouter:
             self._answer([(message.member_id, message.reply)])
 
     def line_is_up(self, node_id: NodeId) -> None:
-        """Send the unanswered requests again, if the connected agent is the one that serves them."""
+        """Send the unanswered requests again to agent ``node_id``, which is connected again, if it serves the keys."""
         if node_id == self._server.home:
             for forward in self._forwarded.values():
                 self._post(KvForwarded(node_id, forward))

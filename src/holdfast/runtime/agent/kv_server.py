@@ -81,7 +81,7 @@ _DECODER: msgspec.msgpack.Decoder[_Line] = msgspec.msgpack.Decoder(_Line)
 
 
 class KvServer:
-    """The keys that one agent serves. A method returns the replies that its caller sends. Made by :meth:`open`.
+    """The key-value store of one agent. Its methods return replies, which the caller sends. Made by :meth:`open`.
 
     Attributes:
         attempt: the number of the start of all workers that the keys belong to; -1: not known.

@@ -1,4 +1,4 @@
-"""The agent's part in the choice of the controller: an election among the agents, and the connection to its winner.
+"""The choice of the controller by one agent: an election among the agents, and the connection to the new controller.
 
 With one node the election has one voter. Several agents first connect to each other (``runtime/agent/peers.py``). The
 agent at the first contact (the address that all agents dial first) names the first voters as soon as enough nodes are
@@ -71,7 +71,7 @@ from holdfast.runtime.node.rundir import RunDir, write_private
 from holdfast.store.backends.location import Place, Url, place_of
 from holdfast.store.backends.registry import open_store
 
-SILENT_ALONE_S = 15.0  # on one machine a silent controller is most often only busy
+SILENT_ALONE_S = 15.0  # on one host a silent controller is most often only busy
 SILENT_S = 2.0
 GATHER_S = 2.0  # with enough nodes for the ranks, how long to wait for spare nodes
 POLL_S = 0.05
@@ -142,7 +142,7 @@ class LeaderElection:
 
     @property
     def failure(self) -> asyncio.Future[None]:
-        """A future that ends with the exception of a broken election."""
+        """A future that fails with the exception that ends the election."""
         return self._driver.failure
 
     def begin(self) -> None:
@@ -158,8 +158,10 @@ class LeaderElection:
         self._driver.post(LeaderLost())
 
     def _look_at_log(self) -> tuple[int, int]:
-        """(term, number) of the newest line here. A controller of this node writes to its log itself: no mirror counts
-        its lines."""
+        """Read (term, number) of the newest controller line in this node's event log. Post and return them.
+
+        A controller on this node writes its lines into the log itself, so they do not pass through the mirror.
+        """
         term, number = self._mirrored = max(self._mirrored, last_line(self._run))
         self._driver.post(LogHeld(term=term, number=number))
         return self._mirrored
@@ -234,7 +236,8 @@ class LeaderElection:
     async def _meet_leader(self, peers: Peers) -> None:
         """Wait for the leader of the job that was joined.
 
-        An agent that knows no electorate has no vote. When the others leave before they elect a leader, there is none.
+        An agent that knows no electorate has no vote. If the other agents leave before they elect a leader, the job has
+        no leader.
         """
         deadline = time.monotonic() + self._settings.join_s
         while self._election.lead is None and self._kept.electorate is None:
@@ -269,7 +272,7 @@ class LeaderElection:
     # ---------------------------------------------------------------- in
 
     def _take(self, event: PeersEvent | LinkEvent) -> None:
-        """Handle an event of a part of this election, before the return."""
+        """Handle an event of a component of this election before the call returns."""
         match event:
             case FromPeer(node_id, message):
                 if isinstance(message, KvForward | KvBack):

@@ -76,7 +76,7 @@ class NoticeWatch:
             await asyncio.sleep(source.period_s)
 
     async def look(self, source: NoticeSource) -> None:
-        """Ask one source once."""
+        """Ask one source once, and post the differences from its previous answer."""
         try:
             found = await source.look()
         except (OSError, ProtocolError) as error:

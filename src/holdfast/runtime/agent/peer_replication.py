@@ -169,7 +169,7 @@ def push(
     """Send one state to the agent of ``node``, which listens at ``to``.
 
     Args:
-        generation: of the process that kept the state, packed into one integer.
+        generation: the generation of the process that kept the state, packed into one integer.
 
     Returns:
         The digest of the state if that agent has verified it; otherwise 0.
@@ -228,7 +228,7 @@ def _asked(line: BlockingChannel[Talk], question: Talk) -> ReplicaAnswer:
 
 
 class PeerReplication:
-    """An agent's part in the copies: it sends the states of its ranks, and stores those of another node.
+    """The copies of states by one agent: it sends the states of its ranks, and stores those of another node.
 
     Args:
         living: the members with a process on this node.
@@ -269,7 +269,7 @@ class PeerReplication:
         self._server.close()
 
     def _stored(self, held: HeldStates) -> None:
-        """Post the event of the server, which has threads of its own."""
+        """Post ``held`` in the thread of the event loop. The server calls this in a thread of its own."""
         self._loop.call_soon_threadsafe(self._post, held)
 
     async def _send_states(self) -> None:

@@ -40,13 +40,13 @@ from holdfast.wire import SAME_VERSION, Codec
 
 DIAL_S = 0.3
 DIAL_TIMEOUT_S = 2.0
-NEIGHBOUR_S = 5.0  # an agent on this machine answers within this time, even if the machine is busy
+NEIGHBOUR_S = 5.0  # an agent on this host answers within this time, even if the host is busy
 REFUSED_S = 10.0  # between two dials to an address that refuses this agent
 PEER_MESSAGES: Codec[PeerMessage] = Codec(PeerMessage)  # type: ignore[arg-type]  # a union is no type[M]
 
 
 class Peers:
-    """All other agents of the job.
+    """The connections to all other agents of the job, and the table of these agents.
 
     Args:
         post: takes the messages of the agents, ``PeerHere`` for each connection that is up, and refusals.
@@ -90,7 +90,7 @@ class Peers:
         """Listen at the first contact if it is on this host and free, otherwise at any port. Return this agent's entry.
 
         Raises:
-            OSError: the address is not one of this machine.
+            OSError: the address is not one of this host.
             UsageError: another program listens at the first contact, where the other agents expect this host.
         """
         try:
@@ -132,7 +132,7 @@ class Peers:
     def founds(self) -> bool:
         """Return True if this agent is at the first contact: it names the first voters.
 
-        If several hosts have the name of the first contact, the first one in the order of nodes does.
+        If several hosts have the name of the first contact, the agent of the first of these nodes names them.
         """
         owners = (n for n, peer in self.known.items() if _at(peer) in self._first)
         return min(owners, key=node_order, default=None) == self.me
@@ -148,15 +148,15 @@ class Peers:
         self._task = start_task(self._dial(), self._post)
 
     def name_job(self, job: str) -> None:
-        """Give the job its name, and publish it to all connected agents.
+        """Set the name of the job, and send the name to all connected agents.
 
-        Only the agent at the first contact does so.
+        Only the agent at the first contact calls this.
         """
         self.job = job
         self._publish()
 
     def send(self, to: NodeId, message: PeerMessage) -> bool:
-        """Send a message to one agent. Return False without a connection (the sender then repeats it)."""
+        """Send a message to one agent. Return False without a connection; the caller then has to repeat the message."""
         line = self._lines.get(to)
         return line is not None and line.send(message)
 
@@ -167,7 +167,7 @@ class Peers:
 
     @property
     def here(self) -> list[NodeId]:
-        """This node and all nodes with a connection."""
+        """The names of this node and of all nodes with a connection."""
         return [self.me, *self._lines]
 
     async def end(self) -> None:
@@ -277,7 +277,7 @@ class Peers:
     ) -> Channel[PeerMessage]:
         """Return the connection to use when there are two to one agent.
 
-        Close the other one if that is this side's part.
+        Close the other one if this side has to close it.
 
         If one side dialled twice, it has lost its first connection. If both sides have dialled, the connection of the
         smaller node name stays, and the agent of the larger name closes its own. The smaller one cannot know whether
@@ -347,7 +347,7 @@ class Peers:
     def _repeat_job(self, channel: Channel[PeerMessage]) -> None:
         """Send the name of the job on a connection that is used from now on.
 
-        It may have been sent on a connection that is lost, after the greeting on this one.
+        The name may have been sent on another connection, now lost, after the greeting on this one.
         """
         if self.job:
             channel.send(PeerList(job=self.job, known=tuple(self.known.values())))
@@ -385,7 +385,7 @@ def _why(error: Exception) -> str:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return the address of this machine that reaches ``host``. No packet is sent.
+    """Return the address of this host from which ``host`` is reached. No packet is sent.
 
     Raises:
         OSError: there is no route, or the name is unknown.

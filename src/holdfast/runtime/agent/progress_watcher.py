@@ -165,9 +165,9 @@ class Watcher:
                 write_private(self._learned, msgspec.json.encode(self._progress.learned()))
 
     def _look_for_activity(self, now: float) -> None:
-        """Report the activity of the workers to the controller, whether or not hangs are looked for.
+        """Report the activity of the workers to the controller, which uses it in a recovery.
 
-        A recovery uses it.
+        This is also done if hangs are not looked for.
         """
         if not self._activity.is_due(now):
             return
@@ -245,7 +245,7 @@ class Watcher:
         self._post(looked)
 
     def _ask(self, member_id: MemberId) -> bool:
-        """Have a worker asked for its records. Return False if it is not connected."""
+        """Post that a worker has to write its framework's records. Return False if the worker is not connected."""
         if member_id not in self._connected:
             return False
         self._post(RecordsWanted(member_id))

@@ -25,7 +25,7 @@ YOUNG_S = 60.0  # a younger directory may not be locked by its owner yet
 
 
 class ShmCleanup:
-    """The shared-memory files of dead members of one node."""
+    """The list of dead members of one node whose shared-memory files are still to be removed."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -34,7 +34,7 @@ class ShmCleanup:
         self._older: set[MemberId] = set()
 
     def add(self, member_id: MemberId) -> None:
-        """Add a member that has exited."""
+        """Add a member that has exited, to remove its files later."""
         self._newer.add(member_id)
 
     def clear(self, generation: Generation) -> None:

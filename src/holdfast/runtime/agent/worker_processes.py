@@ -372,7 +372,7 @@ class Processes:
             loop.call_soon(self._died, life)
 
     def listen(self, member_id: MemberId) -> None:
-        """Start to watch for the beginning of a worker's end. The worker has said hello, so it holds its lock."""
+        """Start to watch for the begin of a worker's end: the release of a lock, which it holds since its hello."""
         life = self.living.get(member_id)
         if life is None or life.pidfd < 0 or life.listened:
             return

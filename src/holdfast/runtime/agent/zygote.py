@@ -375,9 +375,9 @@ def become_worker(spawn: Spawn) -> int:
 
 
 def _early(settings: RunSettings) -> str:
-    """Return why workers of this script cannot be forked: it sets variables that an import of torch reads.
+    """Return why workers of this script cannot be forked; empty: they can be.
 
-    Empty: they can.
+    They cannot if the script sets environment variables that an import of torch reads.
     """
     if settings.framework != "torch" or settings.kind == "executable":
         return ""

@@ -1,6 +1,7 @@
 """The driver of a pure state machine in an asyncio process.
 
-It feeds events to the machine, runs its timers, and writes its records to the journal before it executes its commands.
+The driver feeds events to the state machine (below *the machine*), runs its timers, and writes its records to the
+journal before it executes its commands.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Machine(Protocol):
     """The interface of every state machine in ``core/``."""
 
     def start(self, now: float) -> list[Command]:
-        """Start the machine and return its first commands, before any event."""
+        """Start the state machine and return its first commands, before any event."""
         ...
 
     def handle(self, now: float, event: Message) -> list[Command]:
@@ -45,7 +46,7 @@ class Machine(Protocol):
 
 
 class Driver:
-    """The driver of one machine.
+    """The driver of one state machine.
 
     All records of an event are in the journal before its first command is executed. They are also on the disk if the
     event has commands other than records and timers. If the machine or ``execute`` raises, the future ``failure`` ends
@@ -53,7 +54,7 @@ class Driver:
 
     Args:
         machine: the machine.
-        journal: receives the machine's records.
+        journal: receives the state machine's records.
         execute: executes every command that is neither a record nor a timer. It may call :meth:`post`.
         sync: writes the journal to the disk. It runs in a thread. Commands and later events wait for it, but the event
             loop does not. None: the journal syncs its durable records itself.
@@ -77,7 +78,7 @@ class Driver:
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     def start(self) -> None:
-        """Start the machine. Call this before :meth:`post`."""
+        """Start the state machine. Call this before :meth:`post`."""
         self._run(None)
 
     def post(self, event: Message) -> None:

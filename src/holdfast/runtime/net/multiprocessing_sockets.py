@@ -2,7 +2,7 @@
 
 Theory. ``multiprocessing`` makes a directory (``pymp-...``) in the first process that needs one. It removes the
 directory when that process ends in order. A killed ``DataLoader`` worker leaves its directory, and the workers of a
-killed rank are killed too. A process in which a directory is already set makes none, and its children make none.
+killed rank are also killed. A process in which a directory is already set makes none, and its children make none.
 Each rank therefore sets the directory of the run.
 """
 

@@ -22,7 +22,7 @@ def refuse_session() -> None:
     """Refuse a session while Holdfast is disabled: without it nothing of the training would be saved or resumed.
 
     Raises:
-        UnsupportedError: it is disabled.
+        UnsupportedError: Holdfast is disabled.
     """
     if is_disabled():
         raise UnsupportedError(

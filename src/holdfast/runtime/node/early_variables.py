@@ -27,7 +27,7 @@ def early_variable(files: list[Path], root: Path, env: Mapping[str, str]) -> str
     """Return the first variable that is set before torch is imported, as ``train.py:3: OMP_NUM_THREADS``; empty: none.
 
     Args:
-        files: sources in the order in which they run: the script, or a module after its packages.
+        files: the Python files in the order in which they run: the script, or a module after its packages.
         root: the directory of the modules beside them.
         env: the environment of a worker; setting a value that it already has changes nothing.
     """

@@ -87,7 +87,7 @@ def record(path: Path, rank: int, member_id: int) -> None:
     """Append the line of this process to ``path`` (mode 0600).
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     shown = allowed(os.environ)
     line = Started(

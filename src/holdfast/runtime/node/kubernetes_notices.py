@@ -1,9 +1,9 @@
-"""Notices in the objects of Kubernetes: what the Node and the Pod of this node say about its end. Pure code.
+"""Notices of the end of this node, read from its Kubernetes objects Node and Pod. Pure code.
 
 Theory. The API server gives the whole object at each change, so a notice is a function of the newest object, and it is
 withdrawn when its cause is gone from the object. Only the deletion of the pod has a deadline: its timestamp is the end
-of the grace period. A cause in the node has none, because each of them removes the pod by a deletion, which comes later
-and has one. So a job without a spare node does not save and leave before it has to.
+of the grace period. A cause in the Node has no deadline. It ends the pod by a deletion, which comes later and has a
+deadline. So a job without a spare node does not save and leave before it has to.
 
 A condition of the node is a finding about its health (docs/design/0036-leaving.md): the ranks move if another node has
 room. The tables below are those of docs/design/0045-kubernetes-watch.md.
@@ -33,7 +33,7 @@ LEAVING_TAINTS = frozenset({
 """Taints that announce the end of the node, with any effect."""
 CORDON = "node.kubernetes.io/unschedulable"
 UNREACHED = frozenset({"node.kubernetes.io/not-ready", "node.kubernetes.io/unreachable"})
-"""Taints that follow from the condition ``Ready``, which is read instead."""
+"""Taints that Kubernetes derives from the condition ``Ready``. The condition is read instead of them."""
 PRESSURES = frozenset({"MemoryPressure", "DiskPressure", "PIDPressure"})
 DISRUPTION = "DisruptionTarget"
 
@@ -94,11 +94,11 @@ def node_notices(node: Mapping[str, Any], pod: Mapping[str, Any] | None = None) 
 
     Args:
         node: the object, as JSON.
-        pod: the Pod of this process, whose tolerations count; None: it cannot be read, and tolerates everything,
-            because Kubernetes has not removed it.
+        pod: the Pod of this process, whose tolerations count. None: it cannot be read. It is then taken to tolerate
+            every taint, because Kubernetes has not removed it.
 
     Raises:
-        ProtocolError: another form.
+        ProtocolError: an object has another form.
 
     Example:
         ``node_notices({"spec": {"unschedulable": True}})`` has one notice, ``Kubernetes: cordoned``.
@@ -132,7 +132,7 @@ def pod_notices(pod: Mapping[str, Any], now: float) -> list[Foreseen]:
         now: Unix time in seconds.
 
     Raises:
-        ProtocolError: another form.
+        ProtocolError: the object has another form.
     """
     read = _converted(pod, _PodObject, "Pod")
     if (end := read.metadata.deletion_timestamp) is not None:
@@ -145,10 +145,10 @@ def pod_notices(pod: Mapping[str, Any], now: float) -> list[Foreseen]:
 
 
 def news(found: Sequence[Foreseen], known: set[str]) -> list[Foreseen]:
-    """Return the notices without the findings about health in ``known``, from which those that are over are removed.
+    """Return the notices of ``found`` that are not in ``known``.
 
-    The pod was placed on the node in spite of the findings that are as old as the pod: to leave for them would bring
-    the next pod to the same place.
+    ``known`` holds the findings about health that are as old as the pod. The pod was placed on the node in spite of
+    them, so the next pod would come to the same node. A finding that is over is removed from ``known``.
     """
     known &= {one.source for one in found}
     return [one for one in found if one.source not in known]

@@ -1,9 +1,9 @@
 """The status of a node on Kubernetes: annotations of its own pod, and the status endpoint of a Kubeflow TrainJob.
 
-Theory. Each agent annotates its own pod. So it needs no rights for another pod, a spare pod has a state too, and
-nothing depends on the place of the controller. The status of a TrainJob is one value of the whole job: the node with
-rank 0 sends it. Both are sent when the state changes, and otherwise every 30 s if the step has changed. A refusal ends
-this for its place. A failure is logged once for each reason. Training waits for neither.
+Theory. Each agent annotates its own pod. So an agent needs no rights for another pod, a spare pod also has a state, and
+the controller may run on any node. The status of a TrainJob is one value of the whole job: the node with rank 0 sends
+it. Both are sent when the state changes, and otherwise every 30 s if the step has changed. After a refusal nothing more
+is sent to that place. A failure is logged once for each reason. Training never waits for a send.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class StatusPlace(Protocol):
     gap_s: float
 
     def wants(self, status: NodeStatus) -> bool:
-        """Return True if this node is the one that sends."""
+        """Return True if this node has to send its status to this place."""
         ...
 
     def send(self, status: NodeStatus) -> None:
-        """Send once."""
+        """Send ``status`` once."""
         ...
 
 
@@ -119,7 +119,7 @@ class TrainJobEndpoint:
 
 
 class _Sent:
-    """What one place has got, and when the next send is due."""
+    """The sends to one place: the last status that arrived, the time of the last try and its failure."""
 
     def __init__(self, place: StatusPlace) -> None:
         self.place = place
@@ -137,11 +137,11 @@ class _Sent:
 
 
 class StatusPublisher:
-    """Sends the status of this node to its places, until cancelled.
+    """The sender of this node's status to its places.
 
     Args:
-        places: where to; none: nothing is done.
-        read: the present status.
+        places: the places to send to; empty: nothing is done.
+        read: returns the present status.
         journal: the event log of this node.
     """
 
@@ -164,13 +164,13 @@ class StatusPublisher:
         return cls(status_places(notices, environment), read, journal)
 
     async def watch(self) -> None:
-        """Send whenever it is due, until cancelled."""
+        """Send the status to each place whenever it is due, until cancelled."""
         while self._sent:
             await self.turn(self._read())
             await asyncio.sleep(LOOK_S)
 
     async def end(self) -> None:
-        """Send the last state, where an earlier one has arrived."""
+        """Send the state ``ended`` to each place at which an earlier status has arrived."""
         ended = self._read()._replace(state="ended")
         await asyncio.gather(
             *(self._send(one, ended) for one in self._sent if one.status and not one.failure)

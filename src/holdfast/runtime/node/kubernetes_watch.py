@@ -1,13 +1,13 @@
-"""Watches of this node's Node and Pod through the API of Kubernetes, with the official client; two notice sources.
+"""Watches of this node's Node and Pod through the API of Kubernetes, and the two notice sources that use them.
 
 Theory. Each of the two objects is listed once, then watched from the version of the list. A stream that ends is opened
 again at the last version that it has shown, at most every second. If the server no longer has that version (410), the
 object is listed again. After an error the pause doubles up to a minute. A refused token (401) is read again from its
 file, which the kubelet replaces. A missing permission (403) ends the watch. If only streams fail, the list is repeated
-at these pauses. If the list fails twice in a row, the source fails; what the watch last saw stays true.
+at these pauses. If the list fails twice in a row, the source fails; the object that was last seen stays valid.
 
-A watch blocks in the client, so each has a thread of its own. It is a daemon thread: the end of the process does not
-wait for the server.
+A watch blocks in the official client, so each watch has a thread of its own. The thread is a daemon, so that the end of
+the process does not wait for the server.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _account(environment: Mapping[str, str]) -> Path:
 
 
 def missing_in(environment: Mapping[str, str]) -> str:
-    """Return what this process lacks to ask the API server; empty: nothing."""
+    """Return the things that this process needs to ask the API server and does not have, in words; empty: none."""
     for name in (*SERVER, *DOWNWARD):
         if not environment.get(name):
             return f"the variable {name} is not set"
@@ -117,8 +117,8 @@ def open_api(place: PodPlace, environment: Mapping[str, str]) -> Any:
 
 
 class ApiFailure(NamedTuple):
-    """An error of a request. ``status``: of the answer; 0: there was none. ``text`` has nothing that differs between
-    two errors of one cause.
+    """An error of a request. ``status``: the status of the answer; 0: no answer came. ``text``: the cause in words,
+    equal for all errors of one cause.
     """
 
     status: int
@@ -143,8 +143,8 @@ def failure_of(error: Exception) -> ApiFailure:
 
 
 class Sight(NamedTuple):
-    """What a watch has seen. ``raw``: the newest object, as JSON; None: not seen yet. ``gone``: it was deleted.
-    ``failure``: why the watch fails; empty: it does not.
+    """The result of a watch so far. ``raw``: the newest object, as JSON; None: not seen yet. ``gone``: the object was
+    deleted. ``failure``: why the watch fails; empty: it does not fail.
     """
 
     raw: dict[str, Any] | None = None
@@ -156,9 +156,9 @@ class ObjectWatch:
     """The watch of one object, in a thread that starts with the first look.
 
     Args:
-        kind: which object of the place it is.
+        kind: the object to watch.
         place: the place of this process.
-        environment: of this process; it has the address of the API server.
+        environment: the environment of this process, which has the address of the API server.
     """
 
     def __init__(self, kind: Watched, place: PodPlace, environment: Mapping[str, str]) -> None:
@@ -172,7 +172,7 @@ class ObjectWatch:
         self._thread: threading.Thread | None = None
 
     def look(self) -> Sight:
-        """Return what was seen so far."""
+        """Return the result of the watch so far. The first call starts the watch."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=f"kubernetes {self._kind}", daemon=True)
             self._thread.start()
@@ -257,8 +257,8 @@ class ObjectWatch:
     def _saw(self, raw: dict[str, Any], *, deleted: bool) -> None:
         """Keep the newest object.
 
-        A pod of another uid has taken the name: the pod of this process is gone. A node of another uid is this host,
-        which was registered again.
+        If a pod with another uid has the name now, the pod of this process is gone. A node with another uid is this
+        host, which was registered again.
         """
         before, is_pod = self._sight, self._kind == "pod"
         if is_pod and before.raw is not None and _uid(before.raw) != _uid(raw):

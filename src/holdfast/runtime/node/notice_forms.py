@@ -60,7 +60,7 @@ def aws_action(body: bytes, now: float) -> Foreseen:
     """Return the notice in ``spot/instance-action``, which exists only if the instance will be taken away.
 
     Raises:
-        ProtocolError: another form.
+        ProtocolError: the answer has another form.
     """
     action = _decoded(body, _AwsAction, "spot/instance-action")
     return Foreseen(f"AWS spot: {action.action}", _left_s(action.time, now))
@@ -70,7 +70,7 @@ def gcp_preempted(body: bytes) -> Foreseen | None:
     """Return the notice for ``instance/preempted``, which is TRUE 30 s before the end; None for FALSE.
 
     Raises:
-        ProtocolError: another form.
+        ProtocolError: the answer has another form.
     """
     word = body.strip().upper()
     if word not in (b"TRUE", b"FALSE"):
@@ -90,7 +90,7 @@ def azure_events(body: bytes, name: str, now: float) -> list[Foreseen]:
     """Return the notices for scheduled events that take the machine ``name`` away, without those of other machines.
 
     Raises:
-        ProtocolError: another form.
+        ProtocolError: the answer has another form.
     """
     found = []
     for event in _decoded(body, _AzureEvents, "scheduledevents").events:
@@ -110,7 +110,7 @@ def slurm_end(variable: str, now: float) -> Foreseen | None:
     """Return the notice for ``SLURM_JOB_END_TIME`` (Unix time); None for 0 or empty (no limit).
 
     Raises:
-        ProtocolError: another form.
+        ProtocolError: the value has another form.
     """
     if not variable.strip() or variable.strip() == "0":
         return None
@@ -164,7 +164,7 @@ def users_word(text: str, source: str, now: float, said_at: float) -> Foreseen:
         said_at: the Unix time from which the seconds count.
 
     Raises:
-        ProtocolError: another form.
+        ProtocolError: the answer has another form.
     """
     word = text.strip().split("\n", 1)[0].strip()
     if not word or word.lower() == "leave":

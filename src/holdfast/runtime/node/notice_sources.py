@@ -1,7 +1,7 @@
 """Sources of notices that a node will leave, each asked periodically: those of ``--notices``, and the node's health.
 
-Theory. If a source cannot be asked, its last answer stays valid. Each source has its own period, which is a small part
-of the warning time that it gives.
+Theory. If a source cannot be asked, its last answer stays valid. Each source has its own period, which is a small
+fraction of the warning time that it gives.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ async def ask(base: str, path: str, headers: Mapping[str, str], method: str = "G
     """Return the body at a metadata address; None: there is nothing (404).
 
     Raises:
-        OSError: no answer.
-        ProtocolError: another status.
+        OSError: the server does not answer.
+        ProtocolError: the answer has an error status other than 404.
     """
     status, body = await asyncio.to_thread(_request, base, method, path, headers)
     if status == ABSENT:
@@ -158,7 +158,8 @@ class Azure:
 class SlurmEnd:
     """Notices for the end of a Slurm job's time. It asks slurmctld only twice a minute.
 
-    Slurm's answer counts before ``SLURM_JOB_END_TIME``: not every version sets that, and a time limit may be extended.
+    Slurm's answer has precedence over ``SLURM_JOB_END_TIME``: not every version sets this variable, and a time limit
+    may be extended.
     """
 
     name, period_s = "slurm: end of the time", 30.0
@@ -207,7 +208,7 @@ async def scontrol(kind: str, name: str) -> str:
 
     Raises:
         OSError: there is no scontrol.
-        ProtocolError: it fails or takes too long.
+        ProtocolError: scontrol fails or takes too long.
     """
     environment = {**os.environ, "SLURM_TIME_FORMAT": "standard"}
     code, said = await output_of(("scontrol", "--oneliner", "show", kind, name), environment=environment)
@@ -265,8 +266,8 @@ async def output_of(
     A command that takes too long is killed with its children. ``environment``: None: that of this process.
 
     Raises:
-        OSError: it cannot be started.
-        ProtocolError: it takes too long.
+        OSError: the command cannot be started.
+        ProtocolError: the command takes too long.
     """
     process = await asyncio.create_subprocess_exec(
         *words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
@@ -289,7 +290,7 @@ def read_sources(spec: str, environment: Mapping[str, str]) -> list[NoticeSource
     ``auto`` is Slurm, if this is a Slurm job, and Kubernetes, if this is a pod with its names and a token.
 
     Raises:
-        UsageError: no such source, or it cannot work here.
+        UsageError: ``spec`` names an unknown source, or one that cannot work here.
     """
     if spec == "auto":
         ours: list[NoticeSource] = [SlurmEnd(environment), Slurm(environment)]

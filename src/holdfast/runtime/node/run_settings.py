@@ -91,7 +91,7 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     max_restarts: int = 16
     restart_window_s: float = 3600.0
-    # A node with so many faults of the machine within the window is left out; 0: never.
+    # A node with so many faults of its host within the window is left out; 0: never.
     node_faults_max: int = 3
     node_window_s: float = 3600.0
     on_fault: str = "auto"  # see ``core.decide.ladder``

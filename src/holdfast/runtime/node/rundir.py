@@ -169,7 +169,7 @@ class RunDir:
         """Make the directory (0700), its token (by default a new one) and its private directory for status pages.
 
         Raises:
-            UsageError: it exists already, cannot be written, or takes no sockets.
+            UsageError: the directory already exists, cannot be written, or takes no sockets.
         """
         try:
             self.path.mkdir(mode=0o700, parents=True)
@@ -229,7 +229,7 @@ class RunDir:
         """Return the secret that the processes of this host share. ``RunSettings.secret_of`` is for other hosts.
 
         Raises:
-            AuthError: missing, readable by others, or too short.
+            AuthError: the token is missing, readable by others, or too short.
         """
         return Secret(read_token(self.token_file))
 
@@ -325,7 +325,7 @@ def empty_out(directory: Path) -> None:
     """Remove a directory of files.
 
     Raises:
-        FileNotFoundError: it is gone already.
+        FileNotFoundError: the directory does not exist any more.
     """
     for file in directory.iterdir():
         file.unlink(missing_ok=True)

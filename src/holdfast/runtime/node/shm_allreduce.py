@@ -110,7 +110,7 @@ class SharedMemoryAllReduce:
         """Post a note that other ranks read with :meth:`hear`; at most one between two votes.
 
         Raises:
-            InternalError: it is larger than ``NOTE_SIZE_BYTES_MAX``.
+            InternalError: the note is larger than ``NOTE_SIZE_BYTES_MAX``.
         """
         if len(data) > NOTE_SIZE_BYTES_MAX:
             raise InternalError(f"a note of {len(data)} bytes; a board holds {NOTE_SIZE_BYTES_MAX}")

@@ -84,7 +84,7 @@ def torch_build() -> TorchBuild | None:
     """Return the torch that an import would find; None if there is none.
 
     Raises:
-        FrameworkError: it is older than the oldest tested one, or its files and its installation record differ in
+        FrameworkError: torch is older than the oldest tested one, or its files and its installation record differ in
             version.
     """
     spec = importlib.util.find_spec("torch")

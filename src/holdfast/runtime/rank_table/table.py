@@ -86,7 +86,7 @@ def read(path: Path) -> Check:
     """Read a file, and return the result of its check.
 
     Raises:
-        UsageError: it cannot be read.
+        UsageError: the file cannot be read.
     """
     try:
         return check(read_given(path, FILE_SIZE_MAX_BYTES))
@@ -470,7 +470,7 @@ def make(
 
     Raises:
         UsageError: a host is no address, or is listed twice.
-        UnsupportedError: another version.
+        UnsupportedError: the version is not supported.
     """
     if len(counts) not in (1, len(hosts)):
         raise UsageError(

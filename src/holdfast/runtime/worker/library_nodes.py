@@ -137,7 +137,7 @@ def wait_for_job(run: RunDir) -> None:
     """Wait until the agents have met. They then give the job its name, which is a part of all that is saved.
 
     Raises:
-        GroupError: they did not meet within ``JOIN_S``.
+        GroupError: the agents did not meet within ``JOIN_S``.
     """
     deadline_s = time.monotonic() + JOIN_S + LATE_S
     while not (settings := RunSettings.load(run.path)).job:

@@ -1,4 +1,4 @@
-"""Values that ranks publish for each other in their agents' store: a newcomer cannot make a collective alone.
+"""Values that ranks publish for each other in their agents' store, because a newcomer cannot run a collective alone.
 
 Either the first rank publishes its values and all others compare theirs, or one rank publishes and all others read.
 """
@@ -18,9 +18,10 @@ WAIT_ENDS = {"fenced": "a recovery began", "orphaned": "launcher and agent were 
 
 
 def first_published(client: WorkerClient | None, key: str, mine: Sequence[object], what: str) -> list[Any]:
-    """Publish these plain values unless another rank has published, and return those of the first rank.
+    """Publish the plain values ``mine`` unless another rank has published. Return the values of the first rank.
 
-    Without a client, or without an answer (one warning: ``what`` + ``not compared``), the result is ``mine``.
+    Without a client the result is ``mine``. If the agent answers with an error, the result is also ``mine``, after a
+    warning that ``what`` was not compared.
 
     Raises:
         ProtocolError: the first rank has published another number of values.
@@ -41,7 +42,7 @@ def published(client: WorkerClient, key: str, when: str, wait_s: float = 0.0) ->
     """Return the bytes under ``key``; empty if no rank has published them within ``wait_s``.
 
     Raises:
-        GroupError: a recovery began, or the agent was lost; ``when`` ends its text.
+        GroupError: a recovery began, or the agent was lost. The message ends with ``when``.
     """
     reply = client.kv("wait", (key,), timeout_s=wait_s)
     if reply.error not in WAIT_ENDS:

@@ -151,8 +151,8 @@ class WorkerClient:
         """Record that a session of this process begins.
 
         Raises:
-            UnsupportedError: it is not the first: a newcomer, which runs the script from its top, would join in the
-                first one while the others are in the second.
+            UnsupportedError: this is not the first session. A newcomer runs the script from its top and would join in
+                the first session, while the other ranks are in the second.
         """
         if self._has_session:
             raise UnsupportedError(

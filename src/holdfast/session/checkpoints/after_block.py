@@ -35,7 +35,12 @@ class AfterBlock:
     """The work that is due when the script asks for the next step after a block.
 
     Args:
-        rank, adapter, pace, tier, saver, pause: of the session.
+        rank: protocol state of this rank.
+        adapter: the framework.
+        pace: the schedule of saves.
+        tier: the memory tier of this rank.
+        saver: makes the saves.
+        pause: stops this rank when all ranks have agreed to stop.
 
     Attributes:
         exit_agreed: all ranks leave.

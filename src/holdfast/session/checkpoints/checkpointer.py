@@ -1,6 +1,6 @@
 """Saves of a session: periodic and requested checkpoints beside the training, last-gasp checkpoints after a fault.
 
-Theory. The layouts of all ranks alone determine which rank writes which part, so a save needs no communication. Each
+Theory. The layouts of all ranks alone determine which rank writes which boxes, so a save needs no communication. Each
 rank writes its share, and a rank that sees all shares seals the checkpoint. A periodic save copies the share and
 returns. Exit, final and last-gasp saves are written from the state itself, which cannot change meanwhile. The last-gasp
 runs in the client's task thread. The main thread may be anywhere then, but it cannot pass the end of the step. State
@@ -69,14 +69,15 @@ class Checkpointer:
     """Makes all saves of one session.
 
     Args:
-        rank, adapter: of the session.
+        rank: protocol state of this rank.
+        adapter: the framework.
         root: place of the checkpoints, or None.
         run: first part of every save id.
         keep: decides which valid checkpoints of this lineage stay.
         values: returns the plain values common to all ranks, given the collected state.
         locals_: returns the plain values of this rank alone, of the last committed step.
-        pace: receives what saves cost.
-        votes: of this rank.
+        pace: the schedule of saves, which receives the costs of saves.
+        votes: casts the votes of this rank.
         verifier: compares the copies of the state before any of it is written.
         copies: number of copies of each box that is saved beside training, by as many of its holders.
         tier: the memory tier of this rank.
@@ -175,7 +176,7 @@ class Checkpointer:
 
     @property
     def is_saved(self) -> bool:
-        """True if this step was saved in this generation. Earlier ones do not count: a newcomer does not know them."""
+        """True if this step was saved in this generation. A newcomer does not know saves of earlier generations."""
         return self._saved == (self._rank.machine.generation, self._rank.step)
 
     def is_written(self) -> bool:
@@ -218,10 +219,16 @@ class Checkpointer:
     # ------------------------------------------------------------------ saves of a running job
 
     def save(self, kind: str, *, wait: bool) -> bool:
-        """Save the state now, between two steps. With ``wait``, return after it is written: True if it is sealed.
+        """Save the state now, between two steps.
+
+        Args:
+            wait: return only after the checkpoint is written.
+
+        Returns:
+            True if the checkpoint is sealed, which is known only with ``wait``.
 
         Raises:
-            StoreWriteError: with ``wait``: it could not be written.
+            StoreWriteError: with ``wait``: the checkpoint could not be written.
         """
         if self.root is None:
             return False
@@ -456,10 +463,10 @@ class Checkpointer:
             self._done(order.save_id, written)
 
     def holds_weights(self) -> bool:
-        """Return False while the script, out of the block, has other weights in the model.
+        """Return whether the model holds the trained weights.
 
-        An average of weights that the script evaluates is an example. In the block, weights that the script has set are
-        the trained ones.
+        Outside of the block, a script may put other weights into the model for a while, for example an average that it
+        evaluates. In the block, weights that the script has set are the trained ones.
         """
         adapter = self._adapter
         away = self._rank.script.may_hold_other_weights

@@ -66,7 +66,7 @@ class MemoryTier:
     Args:
         rank: knows the layouts of all ranks.
         adapter: the framework.
-        directory: of the run's shared memory; None: no agent outlives this process.
+        directory: the directory of the run's shared memory; None: no agent outlives this process.
         every: steps between two states; 0: nothing is kept; AUTO: see the module.
         values: returns the plain values common to all ranks, given the collected state and its step.
         locals_: returns the plain values of this rank alone.
@@ -251,7 +251,11 @@ class MemoryTier:
         return stamp
 
     def verify(self, step: int) -> None:
-        """Check the kept state of ``step``. Raises: CheckpointInvalid: it is missing, or damaged and so dropped."""
+        """Check the kept state of ``step``. A damaged state is dropped.
+
+        Raises:
+            CheckpointInvalid: the state is missing or damaged.
+        """
         with self._open(step):
             return
 
@@ -286,8 +290,8 @@ class MemoryTier:
             turns: number of epochs and phases that the whole job has finished; None: not known.
 
         Raises:
-            CheckpointInvalid: it is missing, damaged, or of another number of turns; this rank's state is unchanged.
-            CheckpointMismatch: of another model.
+            CheckpointInvalid: the state is missing, damaged, or of another number of turns. This rank is unchanged.
+            CheckpointMismatch: the state is of another model.
         """
         with self._open(step) as kept:
             if kept.world != self._adapter.world_size:
@@ -333,7 +337,7 @@ class MemoryTier:
         """Refuse a kept state that lacks the changes after its block, while other ranks may have amended theirs.
 
         Raises:
-            CheckpointInvalid: the state is then dropped, and all ranks go back further.
+            CheckpointInvalid: the kept state lacks the changes. It is dropped, and all ranks go back further.
         """
         assert self._directory is not None and self._slots is not None
         others = set(range(kept.world)) - {self._adapter.rank}

@@ -5,8 +5,8 @@ the first candidate. A sum over the ranks counts the successes, and the errors t
 (another model, a state that cannot be restored, an error of the user's own ``load_state_dict``). If all ranks succeed,
 they start. If any rank has such an error, all ranks stop, each with an error. Otherwise the next older candidate
 follows. Each rejected candidate is logged with its reason. An empty root means a fresh start, which is logged in one
-line. So does a root in which no save was ever finished: the machine lost its power during the first save. A root with
-finished saves of which none is valid is an error, because that run expects to continue.
+line. A root in which no save was ever finished also means a fresh start, because a host may lose its power during the
+first save. A root with finished saves of which none is valid is an error, because that run expects to continue.
 
 Invariants:
 1. No rank leaves the search alone: any effect of a candidate on one rank is known to all ranks before any of them acts
@@ -99,7 +99,7 @@ def candidates(
 
     Args:
         resume: ``auto``, ``never``, a checkpoint, a root, or ROOT@STEP.
-        root: of this session.
+        root: the checkpoint root of this session.
         client: names the save to try first after a fault.
         run: id of this run: a restart within it continues from its own saves, whatever ``resume`` is.
         restarted: this process replaces one that was lost.
@@ -286,7 +286,8 @@ class ResumeSearch:
         """Let rank 0 list the candidates, and return the same list on all ranks.
 
         Raises:
-            UsageError: rank 0 saves elsewhere on this host: no checkpoint would ever have all shares.
+            UsageError: rank 0 runs on this host and has another checkpoint directory than this rank. No checkpoint
+                would ever have all shares.
         """
         if self._adapter.world_size == 1:
             return look()
@@ -371,8 +372,8 @@ def load_state(adapter: StateAdapter, path: Place, built: Collection[str] = ()) 
         built: names of the tensors that the ranks of this job have built. Together they must be the checkpoint's.
 
     Raises:
-        CheckpointInvalid: damaged; parameters may hold garbage now.
-        CheckpointMismatch: of another model, or of another optimizer.
+        CheckpointInvalid: the checkpoint is damaged. Parameters may hold garbage now.
+        CheckpointMismatch: the checkpoint is of another model or another optimizer.
     """
     ours = _built(adapter)
     with opened(path) as source:

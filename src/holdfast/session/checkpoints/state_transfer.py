@@ -41,14 +41,14 @@ from holdfast.store.layouts.value_sources import speakers
 log = logging.getLogger("holdfast")
 
 NOWHERE = Address("")
-"""Of a rank that has nothing to give: each reads its own copy."""
+"""The address that a rank reports when it serves nothing, because each rank reads its own kept state."""
 
 
 class MemoryTierQuery(Protocol):
     """The checks of its memory tier that a survivor needs."""
 
     def verify(self, step: int) -> None:
-        """Check the kept state of ``step``. Raises: CheckpointInvalid: it is not intact."""
+        """Check the kept state of ``step``. Raises: CheckpointInvalid: the state is not intact."""
 
     def require_replayable(self, step: int) -> None:
         """Check that only the optimizer's updates have made the state of ``step``. Raises: StateError."""
@@ -81,7 +81,7 @@ class StateSource:
         )
 
     def check_kept(self, settle: Settle) -> None:
-        """Check the kept state to which all ranks go back. Runs in the task thread."""
+        """Check the kept state to which all ranks go back, and report the result. Runs in the task thread."""
         try:
             self._memory.verify(settle.rewind)
         except CheckpointInvalid as error:
@@ -99,9 +99,8 @@ class StateSource:
             settle: the decision.
             frozen: serve the state of the start of an aborted block.
 
-        A repeated order is answered again, because the first answer may have been lost with an agent, and newcomers may
-        already be reading. By then all sources may be known to hold the same state, and digests are no longer asked
-        for.
+        A repeated order is answered again from the same server, because the first answer may have been lost with an
+        agent, and newcomers may already be reading. It counts as repeated also if it no longer asks for digests.
         """
         settle = msgspec.structs.replace(settle, vouch=False)
         if self._given is not None and self._given[0] == settle:
@@ -151,7 +150,10 @@ class StateSource:
 
 
 def _pieces_of(collected: Collected) -> View:
-    """Return a view that copies only the requested bytes from a device; in host memory a view copies nothing."""
+    """Return a function that gives the requested bytes of ``collected``.
+
+    The function copies only the requested bytes from a device, and copies nothing in host memory.
+    """
     if isinstance(collected, GivesPieces):
         return collected.piece
     return lambda fqn, box, start, stop: collected.view(fqn, box)[start:stop]
@@ -181,7 +183,7 @@ def take(
     """Load this rank's state from the survivors.
 
     Args:
-        again: the boxes that no survivor holds, made again from memory.
+        again: state that this rank has made again from the memory tier, for boxes that no survivor holds.
 
     Raises:
         CheckpointMismatch: this process has built another model than the process it replaces.
@@ -223,7 +225,7 @@ def take(
 
 
 def _put(want: Wanted, adapter: StateAdapter, again: Collected | None) -> None:
-    """Fill a box that no survivor holds. Raises: CheckpointInvalid: no update makes it."""
+    """Fill a box that no survivor holds from ``again``. Raises: CheckpointInvalid: ``again`` does not have the box."""
     if again is None or not (isinstance(adapter, LogsUpdates) and adapter.updates.rebuilds(want.fqn)):
         raise CheckpointInvalid(f"no survivor holds {want.fqn}{want.box}, and no update makes it")
     made = again.view(want.fqn, want.box)

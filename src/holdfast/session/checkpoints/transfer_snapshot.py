@@ -6,7 +6,7 @@ it needs the state from after it. A survivor that waits at its block has run the
 the rank that it replaces had begun the block. But a newcomer's boxes come from several survivors. If such code changes
 state that ``Adapter.remember`` copies, these boxes may come from two states. So a survivor whose code has changed
 something does not give its state: all ranks restart at this step from the state before the code. A survivor that still
-runs the code, or was not given the step, gives the state from before it, and the newcomer runs the code, too.
+runs the code, or was not given the step, gives the state from before the code, and the newcomer runs the code as well.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from holdfast.store.format.json_values import encode_values
 
 
 class TransferSnapshot:
-    """Collects the state that this rank gives."""
+    """The collector of the state that this rank gives to newcomers."""
 
     def __init__(self, rank: StepParticipant, adapter: StateAdapter) -> None:
         self._rank = rank
         self._adapter = adapter
 
     def collect(self, frozen: bool) -> tuple[Collected, bool]:
-        """Collect the state; with ``frozen`` that at the start of an aborted block.
+        """Collect the present state; with ``frozen``, the state of the start of an aborted block.
 
         Returns:
             The state, and whether it includes the effect of the code before the block of the step.
 
         Raises:
-            StateError: the script has changed the state before the block. The rank then counts as strayed, so that the
-                next decision restarts all ranks.
+            StateError: the script has changed the state before the block. The script is then recorded as one that does
+                not return to its loop, so that the next decision restarts all ranks.
         """
         rank, adapter = self._rank, self._adapter
         at_block = rank.script.gives(aborted=frozen) == "now"

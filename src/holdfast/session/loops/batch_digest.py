@@ -7,7 +7,7 @@ batches of the step that it drew last, with the number of the step and the data 
 its rank-local values: it is on the status page from the begin of the block, and in each checkpoint. The next process
 compares. If it runs that step again, it draws the batches again. If it starts after that step, it reads the batches
 only for the comparison; its feed is then after them, as it has to be. A batch that is drawn again because its block has
-changed it is compared, too.
+changed it is also compared.
 
 Invariants:
 1. A difference raises an error before the block of the next step begins.
@@ -30,12 +30,12 @@ from holdfast.frameworks.common.state_tree import Plain
 
 
 class Drawn:
-    """Compares the batches that one rank draws with those that were drawn before.
+    """The comparison of the batches that one rank draws with the batches that were drawn before at the same position.
 
     Args:
         adapter: digests a batch, where it can.
-        rank: of this process.
-        verify: compare; otherwise nothing is done.
+        rank: the rank of this process.
+        verify: False: nothing is compared.
 
     Attributes:
         record: digests of the batches that were drawn last, for the local values of this rank; None: not known.
@@ -57,7 +57,7 @@ class Drawn:
         self.record = self._expected = record if isinstance(record, dict) else None
 
     def drew(self, step: int, batches: Sequence[Any], before: Mapping[str, int]) -> None:
-        """Record the batches of a step. Raises: DataError: they are not those that were drawn for it before."""
+        """Record the batches of a step. Raises: DataError: other batches were drawn for this step before."""
         if self._digests is None:
             return
         found = [self._digests.digest_batch(batch) for batch in batches]
@@ -72,7 +72,7 @@ class Drawn:
             True if they were read; the position of the feed is then after them.
 
         Raises:
-            DataError: they differ from those drawn before.
+            DataError: the batches differ from those drawn before.
         """
         known = self._expected
         if (

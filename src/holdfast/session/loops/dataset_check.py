@@ -27,7 +27,7 @@ def compare_with_ranks(client: WorkerClient | None, rank: int, loop: int, mine: 
     """Compare this dataset with that of the first rank that opened this loop.
 
     Raises:
-        UsageError: it has other data.
+        UsageError: the dataset of this rank has other data.
     """
     what = "the data of the ranks was"
     other, *words = first_published(client, f"holdfast/data/{loop}", [rank, *mine], what)

@@ -68,16 +68,16 @@ class ScriptLoops:
         return self._turns.run("epochs", count)
 
     def phase(self, name: str) -> Iterator[str]:
-        """Run once in the life of the job: ``for _ in s.phase("warmup"): for step in s.steps(loader, until=100): ...``.
+        """Run a phase once in the life of the job: ``for _ in s.phase("warmup"): for step in s.steps(...): ...``.
 
         Args:
-            name: its name in messages; the order in the script identifies a phase.
+            name: the name of the phase in messages; the order in the script identifies a phase.
 
         Returns:
             An iterator over ``name``; empty if the job has finished the phase.
 
         Raises:
-            UsageError: no name, or the job had another phase here.
+            UsageError: ``name`` is empty, or the job had another phase at this place of the script.
         """
         if not isinstance(name, str) or not name:
             raise UsageError(f"s.phase({name!r}): not a name", hint='for _ in s.phase("warmup"): ...')

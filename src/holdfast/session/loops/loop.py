@@ -2,7 +2,7 @@
 
 Theory. A script may have several loops one after the other. The *place* of the job is the number of the loop and the
 position of its feed. A process that starts again runs the script again: loops before the saved one yield nothing, and
-the saved loop seeks its position. When the job goes back without a restart, the open loop seeks, too.
+the saved loop seeks its position. When the job goes back without a restart, the open loop also seeks.
 
 The process also runs the code between two loops again (a scheduler's step after an epoch), but the loaded state
 includes its effect. So learning rates, schedulers, buffers and the user's state are restored when the saved loop opens,
@@ -67,7 +67,8 @@ class Loops:
     """The loops of one session.
 
     Args:
-        rank, adapter: of the session.
+        rank: protocol state of this rank.
+        adapter: the framework.
         parts: batches in one step: the number of ranks whose work this rank does, itself included.
         tier: the memory tier. If it is on, the job may go back, which a loop without a feed cannot.
         verify_data: compare the drawn batches with those drawn before.
@@ -127,7 +128,7 @@ class Loops:
 
         Args:
             session, local: the session's plain values, and those of this rank.
-            begun: the block of its step was begun.
+            begun: the block of the loaded step had begun.
             before: the processes that were in the loop before.
         """
         self._before = before
@@ -179,7 +180,7 @@ class Loops:
 
         Args:
             batches: number of the loader's batches in one step.
-            after_block: of the session. The loop ends before ``until`` when all ranks have agreed to leave.
+            after_block: the work after a block. The loop ends before ``until`` when all ranks have agreed to leave.
             blocks: runs the blocks of the steps.
         """
         return self._run(self.walk.next_loop(), loader, epochs, until, batches, after_block, blocks)
@@ -252,7 +253,7 @@ class Loops:
             self._others = {}
 
     def finish(self) -> None:
-        """Report that the script does not return to a loop that it left early, and that a newcomer would join."""
+        """Report that the script has left a loop early and does not return to it. A newcomer would join that loop."""
         if self._rank.script.unfinished:
             self._rank.moved(ScriptEvent.STRAYED)
 
@@ -337,14 +338,14 @@ class Loops:
         self._adapter.remember(self._rank.step, whole=self.walk.inside)
 
     def pass_over(self) -> None:
-        """Note that the restored state includes the effect of code after a loop that the job has finished."""
+        """Skip a loop that the job has finished. The restored state already includes the effect of code after it."""
         if not self._passed_over:
             self._passed_over = True
             self._adapter.begin(self._rank.step)
         self._rank.moved(ScriptEvent.LOOP_AHEAD)
 
     def _come_in(self) -> None:
-        """Open the loop of the job, and restore the state that code after passed loops has changed again."""
+        """Open the loop in which the job is. Undo the changes of the state by code after skipped loops."""
         if self._passed_over:
             self._passed_over = False
             self._adapter.abort()
@@ -358,7 +359,7 @@ class Loops:
         self.note_turns()
 
     def _end_of(self, loop: int, until: int | None) -> Bound:
-        """Return where this loop began and ends. Raises: UsageError: it ends elsewhere on another rank."""
+        """Return where this loop began and ends. Raises: UsageError: the loop ends at another step on another rank."""
         place, here = self.place, self._rank.step
         bound = (here, until)
         if place["loop"] == loop and "bound" in place:
@@ -460,7 +461,7 @@ class Loops:
         self._batches.again(batches)
 
     def batch_of(self, copy: int) -> Any:
-        """Return the batch of another copy of the model for this step. Raises: LookupError: it is not known here."""
+        """Return the batch of another copy of the model for this step. Raises: LookupError: no batch is known here."""
         if self._feed is None:
             return None  # the block draws its own batch
         if copy not in self._others:
@@ -486,7 +487,7 @@ class Loops:
             while len(batches) < self._parts and not (batches and feed.last_in_epoch):
                 batches.append(feed.draw(self._epochs))
         except StopIteration:
-            pass  # the end of the last epoch: its last step has fewer parts, or there is no step
+            pass  # the end of the last epoch: its last step has fewer blocks, or there is no step
         finally:
             if not self._rank.fenced:
                 self._rank.enter(Phase.READY)

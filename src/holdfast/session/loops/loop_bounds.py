@@ -93,7 +93,7 @@ def bound_of(
 
 
 def counted_anew(here: int, until: int | None, first: Bound) -> bool:
-    """Return whether the end of the script's first loop, which the job has finished, is counted from the current step.
+    """Return whether ``until`` of the script's first loop, which the job has finished, counts from the current step.
 
     Args:
         here: step of this process.
@@ -101,7 +101,7 @@ def counted_anew(here: int, until: int | None, first: Bound) -> bool:
         first: the bound of the first loop of the job.
 
     Raises:
-        UsageError: it is neither that nor the earlier end: the script has begun with a later loop.
+        UsageError: ``until`` fits neither that nor the end of ``first``: the script has begun with a later loop.
     """
     began, end = first
     if until is None or end is None or until in (end, ENDLESS) or until <= here:
@@ -121,7 +121,7 @@ def compare_bounds(
     """Compare the end of a loop with that of the first rank that opened it.
 
     Raises:
-        UsageError: its loop ends at another step.
+        UsageError: the loop of this rank ends at another step.
     """
     peers = client if world_size > 1 else None
     what = "the ends of the ranks' loops were"
@@ -142,7 +142,7 @@ def compare_turns(
         way: key of the part, see ``turn_position.py``.
 
     Raises:
-        UsageError: that rank has another number of turns.
+        UsageError: the first rank has another number of turns.
     """
     mine = [kind, turns]
     peers = client if adapter.world_size > 1 else None

@@ -37,10 +37,10 @@ def enclosed(caller: FrameType, entered_by: tuple[FrameType, int] | None) -> boo
 
 
 def leaves(caller: FrameType) -> bool:
-    """Return whether the loop over a generator that is being closed is known to end by ``break`` or ``return``.
+    """Return True if ``break`` or ``return`` ends the loop over a generator; False after an exception, or if unknown.
 
     Args:
-        caller: the frame that closes the generator.
+        caller: the frame with the loop, which is just closing the generator.
     """
     code = dis.get_instructions(caller.f_code)
     return any(each.offset == caller.f_lasti and each.opname in ("POP_TOP", "POP_ITER") for each in code)

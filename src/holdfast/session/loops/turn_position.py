@@ -5,7 +5,7 @@ starts again runs the script again, and must skip the turns that the job has fin
 *way*: the path of numbers that leads through the enclosing parts and turns to this part. The record of a part holds two
 values: how many of its turns the whole job has finished, and the number of the next loop over steps. With these values
 a process begins in the middle as if it had run from the start. The loops over steps are numbered in the order of the
-script. Loops that were skipped are counted too.
+script. Skipped loops are also counted.
 
 A *slot* is a place for one loop over steps: the session outside of all parts, or one turn. A slot has only one loop,
 because the session could not skip the code between two loops.
@@ -59,7 +59,7 @@ class ScriptPart:
         turns: number of its turns in all.
         done: number of turns that the whole job has finished.
         closed: the script has left the part, by ``break`` or an exception.
-        slot: of the open turn.
+        slot: the slot of the open turn.
     """
 
     def __init__(self, way: str, kind: str, turns: int, done: int) -> None:
@@ -144,7 +144,7 @@ class TurnPosition:
 
     @property
     def left(self) -> ScriptPart | None:
-        """The innermost part, if the script has left it."""
+        """The innermost part, if the script has left that part; otherwise None."""
         return self._open[-1] if self._open and self._open[-1].closed else None
 
     def next_loop(self) -> int:

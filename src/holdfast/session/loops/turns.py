@@ -40,10 +40,14 @@ log = logging.getLogger("holdfast")
 
 
 class Turns:
-    """The turns of one session.
+    """The epochs and phases of one session, and the agreement of all ranks on the end of each turn.
 
     Args:
-        rank, adapter, loops, votes, after_block: of the session.
+        rank: protocol state of this rank.
+        adapter: the framework.
+        loops: the loops over steps.
+        votes: casts the votes of this rank.
+        after_block: the work after a block.
     """
 
     def __init__(
@@ -103,7 +107,7 @@ class Turns:
         rank.moved(ScriptEvent.LOOP_AHEAD)
 
     def _pass_over(self) -> None:
-        """Note that the restored state includes the effect of the code here, if the job has begun a later loop."""
+        """Record, if the job has begun a later loop, that the restored state includes the effect of code before it."""
         if self._loops.place["loop"] >= self._loops.walk.loops:
             self._loops.pass_over()
 

@@ -37,8 +37,8 @@ class AccumulatingFeed:
     """A feed (:class:`holdfast.frameworks.common.adapter.Feed`) that draws lists of batches.
 
     Args:
-        feed: of the batches.
-        batches: in one list, 1 or more.
+        feed: gives single batches.
+        batches: number of batches in one list, 1 or more.
     """
 
     def __init__(self, feed: Feed, batches: int) -> None:
@@ -48,7 +48,7 @@ class AccumulatingFeed:
         self.epoch, self.last_in_epoch = feed.epoch, feed.last_in_epoch
 
     def draw(self, epochs: int | None = None) -> list[Any]:
-        """Return the next list. Raises StopIteration after ``epochs`` epochs."""
+        """Return the next list of batches. Raises: StopIteration: ``epochs`` epochs are over."""
         drawn = [self._feed.draw(epochs)]
         self.epoch = self._feed.epoch
         try:
@@ -65,7 +65,7 @@ class AccumulatingFeed:
         return {**at, "share": at["share"] * self._batches} if "share" in at else at
 
     def seek(self, place: Mapping[str, int], local: Plain = None) -> None:
-        """Move to a position."""
+        """Move to the position ``place``; ``local`` is the result of :meth:`local_state` there, if any."""
         self._feed.seek(place, local)
 
     def local_state(self) -> Plain:

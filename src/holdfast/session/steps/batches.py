@@ -3,10 +3,13 @@
 Theory. A block may take something out of its batch (``batch.pop("labels")``) or write into it in place. The block runs
 again after a fault and after a rehearsal, and must begin with the same data. So each run gets new containers. The
 tensors in them are the loader's as long as the block does not write into them. Each tensor is marked when it is given,
-and torch counts writes. The places where a block has written are learned. The block gets a copy of a tensor in such a
-place, and in a place that was not seen before. A block that writes only sometimes may spoil a batch before that is
-learned. Then the batch is taken from the loader again, and so is a batch with objects that are neither containers nor
-tensors.
+and torch counts writes. The places in a batch where blocks write are recorded. The block gets a copy of a tensor in
+such a place, and in a place that was not seen before. A block that writes only sometimes may change a batch before its
+write is recorded. Then the batch is taken from the loader again, and so is a batch with objects that are neither
+containers nor tensors.
+
+With fewer ranks than at the begin of the job, a step has several blocks, each with its own batch. Block ``part`` of a
+step gets batch ``part``.
 
 Invariants:
 1. :meth:`Batches.give` returns the data that the loader drew, or :meth:`Batches.spoiled` was true before.
@@ -45,27 +48,30 @@ class Batches:
     def __init__(self, adapter: object) -> None:
         self._tensors = adapter if isinstance(adapter, MarksTensors) else None
         self._drawn: Sequence[Any] = (None,)
-        self._given: dict[int, list[_Given]] = {}  # by part
-        self._opaque: set[int] = set()  # parts with objects that are neither containers nor tensors
+        self._given: dict[int, list[_Given]] = {}  # by index of the block in its step
+        self._opaque: set[int] = set()  # blocks given objects that are neither containers nor tensors
         self._written: dict[Place, bool] = {}  # whether a block has written there
 
     def __len__(self) -> int:
         return len(self._drawn)
 
     def put(self, drawn: Sequence[Any]) -> None:
-        """Set the batches of the next step, one for each of its parts."""
+        """Set the batches of the next step, one for each of its blocks."""
         self._learn(ended=True)
         self._set(drawn)
 
     def forget(self) -> None:
-        """Drop the batches without learning from them: the job has gone back, and the last block was cut off."""
+        """Drop the batches of a block that was cut off because the job went back.
+
+        Where that block has written is not recorded.
+        """
         self._set((None,))
 
     def _set(self, drawn: Sequence[Any]) -> None:
         self._drawn, self._given, self._opaque = drawn, {}, set()
 
     def give(self, part: int) -> Any:
-        """Return the batch for the block of one part."""
+        """Return the batch for block ``part`` of the step, with copies of the tensors that the block may write."""
         self._learn(ended=False)
         given: list[_Given] = []
 
@@ -87,11 +93,11 @@ class Batches:
         return batch
 
     def opaque(self, part: int) -> bool:
-        """Return whether the batch given last for this part holds objects that cannot be copied."""
+        """Return whether the batch last given to block ``part`` holds objects that cannot be copied."""
         return part in self._opaque
 
     def spoiled(self, part: int) -> bool:
-        """Return whether the batch of this part was given before and may have been changed since."""
+        """Return whether the batch of block ``part`` was given before and may have been changed since."""
         self._learn(ended=False)
         before = self._given.get(part, ())
         return part in self._opaque or any(not g.own and self._has_changed(g) for g in before)
@@ -121,7 +127,7 @@ class Batches:
         """Record the places where blocks have written.
 
         Args:
-            ended: the last block ran to its end, so that places where it has not written are recorded, too.
+            ended: the last block ran to its end. Places where it has not written are then recorded as well.
         """
         for given in self._given.values():
             for each in given:

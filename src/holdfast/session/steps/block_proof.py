@@ -12,8 +12,8 @@ an update.
 
 Invariants:
 1. A run for the check changes nothing: its effects are undone like those of an aborted step.
-2. As long as the runs agree, their number follows from the step and the number of ranks. Collectives beside the block
-   therefore meet at the same step.
+2. As long as the runs agree, their number depends on the step and the number of ranks alone. The ranks therefore meet
+   at the same step in collectives outside of the block.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Prover:
     """The checker of the blocks of one session.
 
     Args:
-        adapter: of the session. If it cannot digest the results of a block, nothing is checked.
+        adapter: the framework. If it cannot digest the results of a block, nothing is checked.
         every: steps between two checks; 0: none.
         world_size: ranks of the job.
     """
@@ -81,7 +81,7 @@ class Prover:
         self._variables: list[_Variables] = []  # before each run with deterministic algorithms
 
     def begin(self, step: Step) -> None:
-        """Take digests of the state where the block of ``step`` begins, in a run for the check or for the job."""
+        """Take digests of the state at the begin of each run of the block of ``step``, if a check is due."""
         if step.scrap:
             self._first = False  # a spare that rehearses the block
         adapter = self._due(step)
@@ -89,7 +89,7 @@ class Prover:
             self._found = adapter.found()
 
     def alone(self, step: Step) -> bool:
-        """Return whether the block that begins runs for the check."""
+        """Return whether the run of the block of ``step`` that begins is for the check. If so, shut out the peers."""
         adapter = self._due(step)
         if adapter is None or (self._alone and len(self._proofs) == RUNS - 1):
             return False
@@ -99,7 +99,7 @@ class Prover:
         return adapter.go_alone(first=self._first, suspected=suspected)
 
     def note(self, step: Step) -> None:
-        """Take digests of the results of a run that does not count, where it would vote.
+        """Take digests of the results of a run for the check, at the point where the block would vote.
 
         Raises:
             ImpureBlockError: the runs of this block differ.
@@ -114,7 +114,7 @@ class Prover:
             self._add(step, adapter, Proof(self._found, computed))
 
     def confirms(self, step: Step) -> bool:
-        """Return whether the run that would count agrees with the run before it; otherwise it must not vote."""
+        """Return whether the run for the job agrees with the run before it; otherwise it must not vote."""
         adapter = self._due(step)
         if adapter is None or len(self._proofs) != RUNS - 1:
             return True
@@ -238,7 +238,7 @@ def _variables() -> _Variables:
 
 
 def _changed(before: _Variables, after: _Variables) -> str:
-    """Name the variables that have changed, and those that were drawn from, in words; whole numbers come first."""
+    """Return a text with the variables that have changed and the iterators that were drawn from; empty: none."""
     names = [name for name, value in after.plain.items() if before.plain.get(name, value) != value]
     names.sort(key=lambda name: isinstance(after.plain[name], float))  # last, as they are mostly times
     told = [f"{name} (was {before.plain[name]}, then {after.plain[name]})" for name in names[:_TOLD_MAX]]

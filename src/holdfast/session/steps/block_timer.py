@@ -6,14 +6,14 @@ import time
 
 
 class BlockTimer:
-    """The times of one block after the other, of the main thread (CLOCK_MONOTONIC, in nanoseconds)."""
+    """The time that the main thread computes in the present block (CLOCK_MONOTONIC, in nanoseconds)."""
 
     def __init__(self) -> None:
         self._started_ns = 0
         self._waited_ns = 0
 
     def begin(self) -> None:
-        """Begin a block now."""
+        """Record that a block begins now."""
         self._started_ns, self._waited_ns = time.monotonic_ns(), 0
 
     def waited(self, since_ns: int, until_ns: int) -> None:

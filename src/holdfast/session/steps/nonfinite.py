@@ -1,10 +1,10 @@
 """Gradients with inf or nan that an optimizer is about to use, and the finite checkpoints before them.
 
 Theory. A loss that is not finite has gradients that are not finite, and one update with them ruins the weights for
-good. So each rank looks at its gradients before the vote, and the vote carries the result to all ranks. All ranks then
-do the same: stop before the update, leave it out, or warn. After the first such update every later checkpoint is
-affected. Therefore the newest checkpoint before that update is kept, whatever the retention says. A gradient scaler
-acts earlier: an update that it leaves out does not come here.
+good. So each rank checks its gradients before the vote, and the vote carries the result to all ranks. All ranks then
+do the same: stop before the update, leave it out, or warn. After the first update with such gradients every later
+checkpoint is affected. Therefore the newest checkpoint before that update is kept, whatever the retention says. A
+gradient scaler acts earlier: an update that the scaler leaves out is not checked.
 
 Invariants:
 1. All ranks of a job do the same at a step.
@@ -30,7 +30,7 @@ from holdfast.store.read.validation import Validity
 log = logging.getLogger("holdfast")
 NonFinite = Literal["stop", "skip", "warn", "ignore"]
 KEY = "nonfinite_step"
-"""Key in the session's values of the first step whose update used such gradients."""
+"""Key, in the session's values, of the first step whose update used gradients with inf or nan."""
 
 
 def checked_mode(value: object) -> NonFinite:
@@ -70,7 +70,11 @@ class NonfiniteCheck:
         return bool(found)
 
     def look_within(self, optimizer: str) -> bool:
-        """Do as :meth:`look` for an update inside ``step.update(name)``, before the vote. Raises: UnsupportedError."""
+        """Return the same as :meth:`look`, for an update inside ``step.update(name)``, which is made before the vote.
+
+        Raises:
+            UnsupportedError: the mode is ``skip``.
+        """
         if self._mode == "skip":
             raise UnsupportedError(
                 'session(nonfinite="skip") with step.update(name): such an update is made before all ranks have agreed',
@@ -79,7 +83,7 @@ class NonfiniteCheck:
         return self.look(optimizer)
 
     def read(self, tally: Tally) -> Tally:
-        """Return the tally as the mode requires: with ``stop``, a vote with such gradients has not passed."""
+        """Return ``tally``, changed to not passed if the mode is ``stop`` and any rank's gradients hold inf or nan."""
         if not tally.nonfinite or self._mode != "stop":
             return tally
         return msgspec.structs.replace(tally, passed=False, reason="gradients hold inf or nan")
@@ -89,9 +93,9 @@ class NonfiniteCheck:
         return self._mode == "skip" and self._gradients is not None and not tally.nonfinite
 
     def agreed(self, step: int) -> None:
-        """Stop, skip the update or warn, once all ranks know that gradients of ``step`` hold inf or nan.
+        """Stop, skip the update or warn, after a vote has shown all ranks that gradients of ``step`` hold inf or nan.
 
-        No weight has changed yet.
+        It is called before a weight changes.
 
         Raises:
             NonFiniteError: the mode is ``stop``.
@@ -133,11 +137,11 @@ class NonfiniteCheck:
             )
 
     def values(self) -> dict[str, int]:
-        """Return the values of this check for a checkpoint."""
+        """Return :attr:`since` for a checkpoint, under ``KEY``; empty if no update used gradients with inf or nan."""
         return {KEY: self.since} if self.since >= 0 else {}
 
     def keeps(self, policy: KeepPolicy) -> KeepPolicy:
-        """Return ``policy`` extended: it also keeps the newest checkpoint up to step ``since``."""
+        """Return a policy that keeps what ``policy`` keeps, and the newest checkpoint up to step :attr:`since`."""
 
         def kept(valid: Sequence[Validity], age_s: AgeOf) -> set[str]:
             found = policy(valid, age_s)

@@ -1,12 +1,13 @@
-"""The task thread's part of a rank: it carries out the orders of a decision when the worker machine says so.
+"""The task thread of a rank: it carries out the orders of a decision when the rank's state machine commands it.
 
-Theory. The machine keeps an order until its conditions hold (``core/worker/decision_orders.py``), and then returns a
-command. The condition may come true in any thread, for example when the script enters its next block. The command is
-executed here, in the task thread, because reading and sending a state takes long. While orders wait, this thread sleeps
-until a command is there or a timer of the machine is over. It decides nothing.
+Theory. The state machine (``core/worker/worker_machine.py``, below *the machine*) keeps an order until its conditions
+hold (``core/worker/decision_orders.py``), and then returns a command. The condition may come true in any thread, for
+example when the script enters its next block. The command is executed here, in the task thread, because reading and
+sending a state takes long. While orders wait, this thread sleeps until a command is there or a timer of the machine is
+over. This thread makes no decision.
 
 Invariants:
-1. Commands are executed in the order in which the machine gave them.
+1. Commands are executed in the order in which the machine returned them.
 2. A command whose fence is no longer in force when its turn comes is not executed.
 """
 
@@ -37,11 +38,11 @@ Task = CarryOut | RefuseOrder | LookAtWeights
 
 
 class OrderTasks:
-    """Runs the commands of a machine that take long.
+    """The queue of the machine's commands that take long, and their execution in the task thread.
 
     Args:
         worker: the machine.
-        changed: the lock of the machine, which is notified when the machine has moved.
+        changed: the lock of the machine. It is notified when the state of the machine has changed.
         report: passes an event to the machine, and returns its commands.
     """
 
@@ -64,7 +65,7 @@ class OrderTasks:
         return bool(self._queue or self._worker.orders.waiting)
 
     def take(self, command: Command) -> None:
-        """Keep a command for the task thread, or set a timer. The caller holds the lock."""
+        """Queue a command that takes long, set a timer, or log a warning. The caller holds the lock."""
         match command:
             case CarryOut() | RefuseOrder() | LookAtWeights():
                 self._queue.append(command)

@@ -74,14 +74,14 @@ NO_MEMBER = MemberId(0)
 
 
 class StepParticipant:
-    """The rank's part in the step protocol, see the module.
+    """One rank's side of the step protocol, see the module.
 
     Args:
         adapter: breaks and rebuilds collectives.
         client: the connection to the agent; None in a process without a launcher, which no controller can fence.
 
     Attributes:
-        machine: the step machine, which only this object moves.
+        machine: the state machine of the step, which only this object changes.
         script: the position of the script. Call its methods with the lock held.
         catalogue_version, layouts: the newest layouts of all ranks, as the ranks sent them.
         timer: the times of the open block.
@@ -140,7 +140,7 @@ class StepParticipant:
         return NO_MEMBER if self.client is None else self.client.member_id
 
     def take_place(self, generation: Generation) -> None:
-        """Reset the step machine of a spare that was called: from now on it is a newcomer that has just started."""
+        """Reset the state machine of a spare that was called: from now on it is a newcomer that has just started."""
         with self.changed:
             self._worker.take_place(self.member_id, generation)
             self.machine = self._worker.steps
@@ -190,7 +190,7 @@ class StepParticipant:
             self.client.page[Word.FREED_NS] = time.monotonic_ns()
 
     def count_collective(self, count: int) -> None:
-        """Write the number of collectives that have started to the page. Hot path."""
+        """Write to the page how many collectives have started. Hot path."""
         if self.client is not None:
             self._collectives = count
             page = self.client.page
@@ -206,7 +206,10 @@ class StepParticipant:
             self.client.page[Word.FLAGS] = flags | what if on else flags & ~what
 
     def _advanced(self, event: ScriptEvent | None = None) -> None:
-        """Pass on that the step machine or the script has moved. The caller holds the lock. Hot path."""
+        """Wake all waiting threads after a change of the step or the script. In a fenced rank, report the change.
+
+        The caller holds the lock. Hot path.
+        """
         self.changed.notify_all()
         if self.machine.fenced is not None:
             self._report(ADVANCED if event is None else Advanced(event))
@@ -363,7 +366,7 @@ class StepParticipant:
             page[Word.USUAL_SEQUENCE] = page[Word.SEQUENCE]
 
     def voted(self, tally: Tally) -> RankState:
-        """Apply a completed vote to the step machine. Return the new state."""
+        """Apply a completed vote to the state machine of the step. Return the new state."""
         with self.changed:
             state = self.machine.vote_passed() if tally.passed else self.machine.vote_refused()
             self._advanced()
@@ -386,7 +389,7 @@ class StepParticipant:
             return state
 
     def note_local(self, payload: bytes | None, step: int) -> None:
-        """Write this rank's own values of ``step`` (data position, ``Session.own``) to the page; None: they stay."""
+        """Write this rank's own values of ``step`` (data position, ``Session.own``) to the page, unless None."""
         if self.client is not None and payload is not None:
             self.client.page.write_local(step, payload)
 
@@ -475,7 +478,7 @@ class StepParticipant:
             )
 
     def await_receive(self) -> Receive:
-        """Ask for the state of the lost rank, and wait until the survivors serve it. Return their order."""
+        """Ask for the state of the lost rank, and wait until the survivors serve it. Return the order to take it."""
         assert self.client is not None
         self.client.send(JoinAsked(member_id=self.member_id, generation=self.machine.generation))
         with self.changed:

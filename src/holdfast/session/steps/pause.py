@@ -17,10 +17,10 @@ HOLD_S = 5.0
 
 
 class Pause:
-    """The stop of one rank.
+    """One rank's part in a stop of all ranks: its request for the stop, and its wait for the fence.
 
     Args:
-        rank: of the session.
+        rank: protocol state of the session's rank.
     """
 
     def __init__(self, rank: StepParticipant) -> None:

@@ -45,10 +45,10 @@ _LEAVES_OUT = "session(verify_ranks=0) leaves out this check"
 
 
 class Recomputation:
-    """The checks of one session.
+    """The device checks of one session, by running blocks of other ranks.
 
     Args:
-        adapter: of the session.
+        adapter: the framework.
         every: steps between two checks; 0: none.
         batch_of: returns the batch of the open step that another copy draws. Raises LookupError if it is not known.
 
@@ -81,7 +81,7 @@ class Recomputation:
         self._agreed = -1  # the step of the last check of this process in which all agreed
 
     def alone(self, step: Step) -> bool:
-        """Return whether the block that begins runs for the check. If it does, set its batch."""
+        """Return whether the run of the block that begins is for the check. If so, give ``step`` the batch to check."""
         self._running = None
         others = self._others
         if others is None or not self._is_due(step) or step.parts > 1:
@@ -95,7 +95,7 @@ class Recomputation:
         return False
 
     def note(self) -> None:
-        """Keep the digest of the gradients of a run for the check, where it would vote."""
+        """Keep the digest of the gradients of a run for the check, at the point where the block would vote."""
         if self._running is None or self._others is None:
             return
         (offset, batch), self._running = self._running, None
@@ -103,7 +103,7 @@ class Recomputation:
         self._ran[offset] = None if gradients is None else Ran(batch, gradients)
 
     def excuses(self, error: BaseException) -> bool:
-        """Return whether ``error`` came in a run for the check, where the data of peers is missing."""
+        """Return whether ``error`` came in a run for the check, in which the data of peers is missing."""
         if self._running is None or not isinstance(error, Exception):
             return False
         log.debug("holdfast: the block of another rank cannot be run here: %s", error)
@@ -165,7 +165,10 @@ class Recomputation:
         return True
 
     def seed(self, step: Step) -> None:
-        """Give the block the random numbers of its copy, in a run for the check or after a foreign batch was drawn."""
+        """Seed the block as the copy of the model whose batch it gets.
+
+        This is done in a run for the check, and in the run that counts if a batch of another copy was drawn before.
+        """
         others = self._others
         if others is not None and (self._running is not None or self._drew):
             offset = 0 if self._running is None else self._running[0]

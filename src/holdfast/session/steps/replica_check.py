@@ -5,7 +5,7 @@ all slices of this step agree (``core/worker/vote.py``, ``store/layouts/replica_
 all of the state was compared, without an extra message. Before the state is saved or given to a newcomer, all of it is
 compared at once, by the layouts of that moment. An earlier vote makes sure that all ranks have these layouts. State
 that differs is never trusted again: after such a vote no rank updates, saves or gives it. Each rank then sends the
-controller the digests of its copies, which show the odd one out.
+controller the digests of its copies, which show the copy that differs from the others.
 
 Invariants:
 1. All ranks call :meth:`Verifier.agree` in the same order and at the same steps of a generation.
@@ -43,7 +43,9 @@ class Verifier:
     """Compares the copies of the state of one session.
 
     Args:
-        rank, adapter, votes: of the session.
+        rank: protocol state of this rank.
+        adapter: the framework.
+        votes: casts the votes of this rank.
         every: steps within which all of the state is compared; 0: never.
     """
 
@@ -68,7 +70,7 @@ class Verifier:
         return self._compares is not None
 
     def slice(self, step: int) -> tuple[int, int]:
-        """Return the number of the plan of comparison, and the digest, for the ballot of ``step``.
+        """Return, for the ballot of ``step``, the number of the comparison plan and the digest of this step's slice.
 
         Both are 0 while the layouts of the other ranks are not known.
         """
@@ -89,14 +91,14 @@ class Verifier:
         self._collected = None
 
     def agree(self, collected: Collected | None) -> bool:
-        """Vote before state is saved or given, until all ranks know all layouts and the copies are equal.
+        """Vote until all ranks know all layouts and have compared all copies, before state is saved or given.
 
         Args:
             collected: the published state of this rank (``VoteCaster.tell``). None: it is not known, and no rank
                 continues.
 
         Returns:
-            False when copies differ: the controller has the digests, and orders what follows.
+            False if copies differ. The controller then has the digests, and sends an order. Otherwise True.
 
         Raises:
             PeerLost: the vote broke.
@@ -168,7 +170,7 @@ class Verifier:
                 )
 
     def digests(self, collected: Collected, slices: Slices | None = None) -> tuple[CopyDigest, ...]:
-        """Return named digests of ``slices``; None: of all state that other ranks hold, too."""
+        """Return named digests of ``slices``; None: of all state that other ranks hold as well."""
         if slices is None:
             self._refresh()
             self._drop_unknown(collected)

@@ -39,7 +39,7 @@ class Sections:
 
     @contextmanager
     def run(self, name: str) -> Iterator[None]:
-        """Run the body of a section."""
+        """Announce the section ``name`` while the body runs, and record whether it has finished."""
         rank = self._rank
         rank.moved(ScriptEvent.SECTION_BEGUN)
         self._left, end = name, ScriptEvent.SECTION_CUT

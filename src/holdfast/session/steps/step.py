@@ -38,7 +38,7 @@ from holdfast.text import plural
 
 
 class StepAborted(Aborted):
-    """Leaves a block whose vote was refused, or that was only a rehearsal."""
+    """The exception that leaves a block whose vote was refused, or that was only a rehearsal."""
 
 
 class StepOwner(Protocol):
@@ -66,10 +66,10 @@ class StepOwner(Protocol):
         """Save, or leave, after the step is committed."""
 
     def rewound(self, step: Step) -> None:
-        """Give ``step`` the number and batch of the step where the job is now: it went back before ``step`` began."""
+        """Give ``step`` the number and batch of the job's present step: the job went back before ``step`` began."""
 
     def batch_of(self, copy: int) -> Any:
-        """Return the batch of the open step that another copy of the model draws. Raises: LookupError: not known."""
+        """Return the batch of the open step that another copy of the model draws. Raises: LookupError: unknown."""
 
 
 EMPTY_MAX = 10
@@ -112,7 +112,7 @@ class Step:
         self.part = 0
         self.parts = 1
         self.batches: int | None = None
-        self.shared = False  # a part that is not the last one ended without a fault
+        self.shared = False  # a block that is not the last one of the step has ended without a fault
         self.entered = False
         self.tentative: str | None = None
         self.names: set[str] = set()  # of step.update(name)
@@ -169,7 +169,7 @@ class Step:
             self.tentative = None
 
     def note_tentative(self, optimizer: str) -> None:
-        """Note that an optimizer steps inside :meth:`update`. Raises: StepError: it steps twice in this update."""
+        """Note that an optimizer steps inside :meth:`update`. Raises: StepError: it has already stepped there."""
         if (
             self.tentative is None
         ):  # an unnamed update that communicates: the step votes at the end of the block
@@ -189,10 +189,11 @@ class StepRunner:
     Args:
         rank: protocol state of this rank.
         adapter: the framework.
-        votes: of this rank.
+        votes: casts the votes of this rank.
         owner: the session.
         finite: the check of gradients for inf and nan.
-        verify: steps between two checks of what a block computes, and between two checks on other ranks; 0: none.
+        verify: steps between two checks that a block computes the same when it runs again, and steps between two checks
+            that it does so on other ranks; 0: no check.
     """
 
     def __init__(
@@ -217,7 +218,7 @@ class StepRunner:
         self._left = ""  # the exception by which the script left a block, in words
         self._empty, self._empty_at = 0, ""  # blocks without a changed weight, and place of the last
         self._stepped = False  # an optimizer stepped in the last of these blocks
-        self._idle = (-1, 0)  # the newest step and part whose rehearsal computed nothing
+        self._idle = (-1, 0)  # the newest step, and its block, whose rehearsal computed nothing
 
     @property
     def current(self) -> Step | None:
@@ -253,7 +254,7 @@ class StepRunner:
         if joining and not alone:
             self._rank.join()
         while True:
-            # Copy first: once the machine is in COMPUTE, a fault is answered from these copies.
+            # Copy first: once the state machine is in COMPUTE, a fault is answered from these copies.
             if isinstance(self._adapter, Accumulates):
                 self._adapter.expect(step.batches)
             if isinstance(self._adapter, TakesParts):

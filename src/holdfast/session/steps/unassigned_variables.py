@@ -1,6 +1,6 @@
 """Placeholder values for variables that a block did not assign because it was left early.
 
-Theory. A block that does not count is left in its middle, at its vote or at a fault. The script continues after the
+Theory. A block that does not count is left before its end, at its vote or at a fault. The script continues after the
 block, and Python offers no way to skip that code. ``loss = train(batch)`` has then assigned nothing. ``print(loss)``
 without ``if step.committed:`` would end the job with an error that no undisturbed run has. Therefore each name that the
 rest of the block would have assigned, and that has no value yet, gets :class:`NotComputed`. It is a nan that accepts
@@ -27,9 +27,7 @@ _told: set[str] = set()
 
 
 class NotComputed(float):
-    """The value of a variable that a block would have assigned. Each attribute, item and call returns the value
-    itself.
-    """
+    """The value of a variable that a block would have assigned. Each attribute, item and call returns this value."""
 
     def __new__(cls, name: str) -> NotComputed:
         """Make a nan."""
@@ -45,11 +43,11 @@ class NotComputed(float):
         return self._tell()
 
     def __getitem__(self, key: object) -> NotComputed:
-        """Return the value itself, for ``metrics["loss"]``."""
+        """Return this placeholder, for ``metrics["loss"]``."""
         return self._tell()
 
     def __call__(self, *args: object, **kwargs: object) -> NotComputed:
-        """Return the value itself, for a call of an attribute."""
+        """Return this placeholder, for a call of an attribute."""
         return self._tell()
 
     def __iter__(self) -> Iterator[Any]:

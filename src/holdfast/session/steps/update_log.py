@@ -32,7 +32,7 @@ log = logging.getLogger("holdfast")
 ENTRIES_MAX = 64
 ENTRIES_OF_AUTO = 8
 SHARE = 0.01
-"""Largest share of the time for the log and the states that it needs, where no interval was given."""
+"""Largest share of the run time for the log and the states that it needs, if the user gave no interval."""
 MEASURED = 32  # updates between two checks of that share
 PROOFS, PROVE_EVERY = 2, 1000
 """The first ``PROOFS`` updates of a process are foretold, and one in ``PROVE_EVERY``."""
@@ -79,7 +79,7 @@ class UpdateRecord:
     # ------------------------------------------------------------------ in training
 
     def allow(self, alone: Collection[str]) -> str:
-        """Decide whether to log, once the layouts of all ranks are known. Return why not, or an empty text.
+        """Decide whether to log, once the layouts of all ranks are known. Return the reason not to log; empty: log.
 
         Args:
             alone: the tensors of which some box has only one holder.
@@ -185,7 +185,7 @@ class UpdateRecord:
             self._foretold = step
 
     def _measure(self, began_s: float) -> None:
-        """End a log that takes too much of the time, unless the user gave an interval."""
+        """Stop the log if it takes more than ``SHARE`` of the run time, unless the user gave an interval."""
         now_s = time.monotonic()
         if not self._since_s or self._foretold >= 0:
             self._noted, self._cost_s, self._since_s = 0, 0.0, now_s

@@ -1,4 +1,4 @@
-"""The votes of one rank: cast here, counted here, and used to keep the layouts of all ranks known to all.
+"""The votes of one rank. They are cast and counted here, and make all ranks publish their layouts after a change.
 
 Theory. The name of a vote (its generation and its number there) serves as the version of a layout
 (``core/worker/layout_agreement.py``). Every vote must therefore be counted and must say whether this rank's layout has
@@ -32,7 +32,8 @@ class VoteCaster:
     """Casts the votes of one session, and publishes the layout of its rank.
 
     Args:
-        rank, adapter: of the session.
+        rank: protocol state of this rank.
+        adapter: the framework.
     """
 
     def __init__(self, rank: StepParticipant, adapter: Adapter) -> None:

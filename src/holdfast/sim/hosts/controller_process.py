@@ -1,4 +1,4 @@
-"""A controller process on one host: the real machine, and a model of ``runtime/controller/controllerd.py``."""
+"""A controller process on one host: the real state machine, and a model of ``runtime/controller/controllerd.py``."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class ControllerProcess:
         self._driver = driver
 
     def begin(self) -> None:
-        """Start the machine and the heartbeats."""
+        """Start the state machine and the heartbeats."""
         self._heard_s = self._scene.clock(self.host)
         self._driver.start()
         self._beat()
@@ -103,7 +103,7 @@ class ControllerProcess:
                 end.close()
 
     def post(self, event: Message) -> None:
-        """Pass an event to the controller machine."""
+        """Pass an event to the controller's state machine."""
         self._driver.post(event)
 
     # ---------------------------------------------------------------- in

@@ -168,7 +168,7 @@ class HostChecks(Checks):
             self.resuming(message)
 
     def _planned(self, record: LogRecord) -> None:
-        """Check a recorded decision. A last report of a rank that was given up may justify it, too."""
+        """Check a recorded decision. A last report of a rank that was given up may also justify it."""
         try:
             super()._planned(record)
         except Violation as violation:

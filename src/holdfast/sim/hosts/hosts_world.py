@@ -1,7 +1,7 @@
 """Simulation of a whole run on several hosts: elections of the controller's host, lost hosts and partitions.
 
 All state machines are those of production: agents, elections, controllers, step machines. One seed and one case
-determine one run, as in ``sim/world.py``. Its workers, store, spares and checks are used here, too.
+determine one run, as in ``sim/world.py``. Its workers, store, spares and checks are also used here.
 """
 
 from __future__ import annotations
@@ -323,7 +323,7 @@ class HostsWorld(World):
 
     @property
     def controllers(self) -> list[Controller]:
-        """The machines of the living controllers."""
+        """The state machines of the living controllers."""
         processes = [host.process for host in self.hosts.values()]
         return [process.machine for process in processes if process is not None and process.lives]
 
@@ -332,7 +332,7 @@ class HostsWorld(World):
         return self.controller_type(config, past, self.store.uncovered)
 
     def make_election(self, config: ElectionConfig, kept: HardState) -> Election:
-        """Return the election machine of an agent."""
+        """Return the state machine of an agent's election."""
         return self.election_type(config, kept)
 
     def controller_config(self, disk: SimDisk, node_id: NodeId, term: int, alone: bool) -> Config:
@@ -385,7 +385,7 @@ class HostsWorld(World):
     # ---------------------------------------------------------------- agents and elections
 
     def agent_hears(self, node_id: NodeId, message: Message) -> None:
-        """Pass a message from the link of an agent to the agent's machine."""
+        """Pass a message from the link of an agent to the agent's state machine."""
         self._feed_agent(self._agents[node_id], message)
 
     def joined(self, node_id: NodeId) -> None:
@@ -464,7 +464,7 @@ class HostsWorld(World):
             self.history.begins(self.workers[seat.member_id])
 
     def fetch(self, newcomer: SimWorker, rank: int) -> int | None:
-        """As in ``World``. Return None also if the newcomer cannot connect to the host of ``rank``."""
+        """Return the same as in ``World``, and None if the newcomer cannot connect to the host of ``rank``."""
         if not self.network.connects(newcomer.node_id, self.seated[rank].node_id):
             return None
         return super().fetch(newcomer, rank)

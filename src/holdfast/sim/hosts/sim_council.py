@@ -1,4 +1,4 @@
-"""The connections of an agent to other agents, with the real election machine.
+"""The connections of an agent to other agents, with the real state machine of the election.
 
 It is a model of ``runtime/agent/leader_election.py`` and ``peers.py``. An agent that dies leaves its event log and the
 file of its promises in elections. Its successor begins with them.

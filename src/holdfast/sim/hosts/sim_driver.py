@@ -1,4 +1,4 @@
-"""The driver of a machine on a simulated host: a model of ``runtime/net/driver.py`` on a virtual clock.
+"""The driver of a state machine on a simulated host: a model of ``runtime/net/driver.py`` on a virtual clock.
 
 The records of an event are in the log before its commands are executed. If ``sync_s`` is set, the records are then also
 on the disk, and later events wait for the sync.
@@ -31,10 +31,10 @@ class DriverScene(Protocol):
 
 
 class SimDriver:
-    """The driver of one machine in a simulated process.
+    """The driver of one state machine in a simulated process.
 
     Args:
-        name: name of the machine in the labels of events.
+        name: name of the state machine in the labels of events.
         execute: executes every command that is neither a record nor a timer.
         fail: called when the process cannot continue because its disk is full.
     """
@@ -62,7 +62,7 @@ class SimDriver:
         self._timers: dict[str, int] = {}
 
     def start(self) -> None:
-        """Start the machine."""
+        """Start the state machine."""
         self._take(None)
 
     def post(self, event: Message) -> None:

@@ -149,7 +149,7 @@ class Directory(Closes):
         """Open an existing directory. A symbolic link as last component is refused.
 
         Raises:
-            CheckpointInvalid: it does not exist, or is not a directory.
+            CheckpointInvalid: the path does not exist, or is no directory.
         """
         with reading(path):
             return cls(Path(path), os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
@@ -159,7 +159,7 @@ class Directory(Closes):
         """Open ``root/name``. Make it and ``root`` if they are missing; :meth:`sync` makes that durable.
 
         Raises:
-            StoreWriteError: it cannot be made.
+            StoreWriteError: a directory cannot be made.
         """
         root, name = Path(root), checked_name(name)
         with writing(root / name):
@@ -214,7 +214,7 @@ class Directory(Closes):
         """Return descriptor (the caller closes it) and size in bytes of a regular file.
 
         Raises:
-            CheckpointInvalid: missing, a symbolic link, or not a regular file.
+            CheckpointInvalid: the file is missing, a symbolic link, or no regular file.
         """
         with reading(self.path / name):
             flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
@@ -242,7 +242,7 @@ class Directory(Closes):
             os.close(fd)
 
     def write(self, name: str, data: bytes, owner: str, *, later: bool = False, mode: int = PRIVATE) -> None:
-        """Write a file that appears whole and durable. The directory is synced too.
+        """Write a file that appears whole and durable. The directory is also synced.
 
         Args:
             name: name of the file.
@@ -252,7 +252,7 @@ class Directory(Closes):
             mode: permissions, less the umask.
 
         Raises:
-            StoreWriteError: it cannot be written; nothing visible has changed.
+            StoreWriteError: the file cannot be written; nothing visible has changed.
         """
         with self.temporary(name, owner, later=later, mode=mode) as fd:
             write_at(fd, 0, memoryview(data), self.path / name)
@@ -275,7 +275,7 @@ class Directory(Closes):
             mode: permissions, less the umask.
 
         Raises:
-            StoreWriteError: it cannot be written; then the temporary file is gone.
+            StoreWriteError: the file cannot be written. The temporary file is then removed.
         """
         hidden = f"{TEMPORARY_PREFIX}{checked_name(owner)}-{checked_name(name)}"
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -294,7 +294,7 @@ class Directory(Closes):
         """Make the contents of all new files durable, then rename them in the order in which they were made.
 
         Raises:
-            StoreWriteError: one cannot be written; those that have not appeared are gone.
+            StoreWriteError: a file cannot be written. The files that have not been renamed are then removed.
         """
         try:
             for new in self._new:
@@ -415,7 +415,7 @@ def checked_name(name: str) -> str:
     """Return ``name`` if it is a plain name inside a directory and printable.
 
     Raises:
-        StoreError: it is not.
+        StoreError: ``name`` is no such name.
     """
     leads = not name or "/" in name or name in (".", "..")
     # Unprintable characters may control a terminal, or are no text: a surrogate cannot be encoded.

@@ -56,7 +56,7 @@ class SourceFile(Closes, Protocol):
         """Fill the buffers one after the other from ``offset`` on. Several threads may call this at once.
 
         Raises:
-            CheckpointInvalid: it ends too early, or cannot be read.
+            CheckpointInvalid: the file ends too early, or cannot be read.
         """
 
 
@@ -106,21 +106,21 @@ class Attempt(Closes, Protocol):
         """Return the names of all finished files, sorted.
 
         Raises:
-            CheckpointInvalid: they cannot be read.
+            CheckpointInvalid: the names cannot be read.
         """
 
     def exists(self, name: str) -> bool:
         """Return True when there is an entry of this name.
 
         Raises:
-            CheckpointInvalid: that cannot be read.
+            CheckpointInvalid: the names cannot be read.
         """
 
     def open_file(self, name: str) -> SourceFile:
         """Open a file for reading.
 
         Raises:
-            CheckpointInvalid: missing, or no regular file.
+            CheckpointInvalid: the file is missing, or is no regular file.
         """
 
     def read(self, name: str, size_bytes_max: int) -> bytes:
@@ -134,7 +134,7 @@ class Attempt(Closes, Protocol):
         """Write a file that appears whole and durable. Replace an existing one.
 
         Raises:
-            StoreWriteError: it cannot be written.
+            StoreWriteError: the file cannot be written.
         """
 
     def create(self, name: str, data: bytes, owner: str, *, later: bool = False) -> bool:
@@ -158,7 +158,7 @@ class Attempt(Closes, Protocol):
             direct: write past the page cache, and in order (a local directory).
 
         Raises:
-            StoreWriteError: it cannot be written; nothing visible has changed.
+            StoreWriteError: the file cannot be written; nothing visible has changed.
         """
 
     def publish(self) -> None:
@@ -189,35 +189,35 @@ class Store(Protocol):
         """Return the names of all entries; empty when the place does not exist.
 
         Raises:
-            CheckpointInvalid: they cannot be read.
+            CheckpointInvalid: the names cannot be read.
         """
 
     def open(self, name: str) -> Attempt:
         """Open an attempt.
 
         Raises:
-            CheckpointInvalid: it does not exist.
+            CheckpointInvalid: the attempt does not exist.
         """
 
     def create(self, name: str) -> Attempt:
         """Open an attempt. Make it if it is missing; its first sync makes that durable.
 
         Raises:
-            StoreWriteError: it cannot be made.
+            StoreWriteError: the attempt cannot be made.
         """
 
     def age_s(self, name: str) -> float:
         """Return the seconds since a file was last added to an attempt; infinite when it is gone.
 
         Raises:
-            CheckpointInvalid: that cannot be read.
+            CheckpointInvalid: the age cannot be read.
         """
 
     def remove(self, name: str) -> bool:
         """Remove an attempt, which vanishes at once. Return False when a process reads or writes it.
 
         Raises:
-            StoreWriteError: it cannot be removed.
+            StoreWriteError: the attempt cannot be removed.
         """
 
     def sweep(self) -> None:
@@ -231,5 +231,5 @@ class Store(Protocol):
         """Test whether attempts can be written here.
 
         Raises:
-            StoreWriteError: they cannot.
+            StoreWriteError: attempts cannot be written here.
         """

@@ -74,8 +74,8 @@ class LocalAttempt(Directory):
     def hold(self) -> bool:
         """Implement :meth:`Attempt.hold`.
 
-        A process that opened the directory before its removal gets the lock after it, too. So the name is tested as
-        well.
+        A process that opened the directory before its removal also gets the lock after the removal. So the name is also
+        tested.
         """
         if not self.lock(shared=True):
             return False

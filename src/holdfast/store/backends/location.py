@@ -58,12 +58,12 @@ class Url(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The last name."""
+        """The last component of the URL: the bucket, or the name after the last slash."""
         return self.parts[-1]
 
     @property
     def parent(self) -> Url:
-        """The URL without the last name. A bucket is its own parent."""
+        """The URL without its last component. A bucket is its own parent."""
         return Url(self.scheme, self.parts[:-1] or self.parts)
 
     def __str__(self) -> str:
@@ -112,7 +112,7 @@ def _sayable(path: Path) -> Path:
     """Return ``path`` if messages and JSON can contain it.
 
     Raises:
-        UsageError: it is no valid Unicode.
+        UsageError: ``path`` is no valid Unicode.
     """
     try:
         str(path).encode()

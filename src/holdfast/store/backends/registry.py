@@ -32,7 +32,7 @@ def open_attempt(where: Place | str | os.PathLike[str]) -> Attempt:
     """Open one attempt, whatever its name is.
 
     Raises:
-        CheckpointInvalid: it does not exist.
+        CheckpointInvalid: the attempt does not exist.
         UsageError: as :func:`open_store`.
     """
     place = place_of(where)

@@ -88,7 +88,7 @@ class Bucket:
         """Return an object, or ``size_bytes`` of it from ``start`` on.
 
         Raises:
-            CheckpointInvalid: it does not exist.
+            CheckpointInvalid: the object does not exist.
             StoreUnreachable: the server could not be reached, or refused.
         """
         import obstore
@@ -102,7 +102,7 @@ class Bucket:
         """Write an object. Replace an existing one.
 
         Raises:
-            StoreWriteError: it cannot be written.
+            StoreWriteError: the object cannot be written.
         """
         import obstore
 
@@ -113,7 +113,7 @@ class Bucket:
         """Write an empty object. Return False if this client may only read.
 
         Raises:
-            StoreWriteError: it cannot be written.
+            StoreWriteError: the object cannot be written.
         """
         import obstore
         from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
@@ -129,7 +129,7 @@ class Bucket:
         """Write an object unless it exists. Return False when it does.
 
         Raises:
-            StoreWriteError: it cannot be written.
+            StoreWriteError: the object cannot be written.
         """
         import obstore
         from obstore.exceptions import AlreadyExistsError
@@ -209,7 +209,7 @@ class Bucket:
         """Remove those of the objects that exist.
 
         Raises:
-            StoreWriteError: one cannot be removed.
+            StoreWriteError: an object cannot be removed.
         """
         import obstore
 
@@ -274,7 +274,7 @@ def _retry_s(text: str) -> float:
     """Return the retry time in seconds from the text of its environment variable.
 
     Raises:
-        UsageError: it is no number, or out of range.
+        UsageError: the text is no number, or the number is out of range.
     """
     try:
         retry_s = float(text or RETRY_S)

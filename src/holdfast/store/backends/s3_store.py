@@ -84,7 +84,7 @@ class Lease:
         """Write the lease, and renew it in a thread.
 
         Raises:
-            StoreWriteError: it cannot be written.
+            StoreWriteError: the lease cannot be written.
         """
         if not self._bucket.announce(self._key):
             return
@@ -231,7 +231,7 @@ class S3Store:
         return True
 
     def sweep(self) -> None:
-        """Implement :meth:`Store.sweep`. Expired leases are removed, too."""
+        """Implement :meth:`Store.sweep`. Expired leases are also removed."""
         for entry in self._bucket.entries(_DOOMED):
             if form.attempt_key(entry.key):
                 self.remove(entry.key)

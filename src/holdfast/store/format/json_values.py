@@ -54,7 +54,7 @@ def decode_values(data: bytes, where: str = "values") -> object:
     """Return the values that :func:`encode_values` encoded.
 
     Raises:
-        CheckpointInvalid: not such JSON; names the broken rule.
+        CheckpointInvalid: ``data`` is not such JSON; the error names the broken rule.
     """
     if len(data) > VALUES_SIZE_BYTES_MAX:
         raise CheckpointInvalid(f"{where}: {len(data)} bytes of JSON; the limit is {VALUES_SIZE_BYTES_MAX}")
@@ -72,7 +72,7 @@ def decode_mapping(data: bytes, where: str = "values") -> dict[str, Any]:
     """Return the result of :func:`decode_values`, which must be a mapping by name.
 
     Raises:
-        CheckpointInvalid: not such JSON, or no mapping.
+        CheckpointInvalid: ``data`` is not such JSON, or no mapping.
     """
     value = decode_values(data, where)
     if not isinstance(value, dict):

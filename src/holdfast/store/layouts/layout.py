@@ -172,7 +172,7 @@ class RankLayout(msgspec.Struct, frozen=True):
         """Return the layout that :meth:`encode` encoded.
 
         Raises:
-            StateError: not the JSON of a layout.
+            StateError: ``layout`` is not the JSON of a layout.
         """
         (declaration,) = declarations({0: layout}).values()
         declaration.check(places_of(declaration.tensors))
@@ -351,7 +351,7 @@ def declarations(layouts: Mapping[int, Layout]) -> dict[int, Declaration]:
     """Return the decoded layouts by rank. Equal tables become one object.
 
     Raises:
-        StateError: not the JSON of a layout.
+        StateError: the text is not the JSON of a layout.
     """
     decoder = msgspec.json.Decoder(_Own)
     rows = msgspec.json.Decoder(tuple[Row, ...])

@@ -64,7 +64,7 @@ class Choice(msgspec.Struct, frozen=True):
         """Return the chosen checkpoint.
 
         Raises:
-            NothingToResume: none is valid; lists the rejected attempts with their reasons.
+            NothingToResume: no checkpoint is valid; the error lists the rejected attempts with their reasons.
         """
         if self.chosen is not None:
             return self.chosen
@@ -136,7 +136,7 @@ class Root:
         """Return the seconds since this attempt was written; inf if it is gone.
 
         Raises:
-            CheckpointInvalid, StoreUnreachable: it cannot be read.
+            CheckpointInvalid, StoreUnreachable: the age cannot be read.
         """
         return self._store.age_s(name)
 
@@ -303,8 +303,8 @@ def find(spec: Place | str | os.PathLike[str]) -> Found:
     """Return the checkpoint that ``PLACE`` or ``PLACE@STEP`` names: an attempt, or the newest valid one in a root.
 
     Raises:
-        UsageError: not a path, STEP is not a number, or PLACE does not exist.
-        NothingToResume: no valid checkpoint (of that step) is there; lists the rejected attempts.
+        UsageError: ``spec`` is no path, STEP is no number, or PLACE does not exist.
+        NothingToResume: no valid checkpoint (of that step) is there; the error lists the rejected attempts.
         CheckpointInvalid, StoreUnreachable: PLACE cannot be read.
     """
     choice = choose(spec)
@@ -333,7 +333,7 @@ def _check_directory(place: Path) -> None:
     """Check that a path is a directory.
 
     Raises:
-        UsageError: it does not exist, or is a file, which may be one of a checkpoint.
+        UsageError: the path does not exist, or is a file, possibly of a checkpoint.
     """
     mode = mode_of(place)
     if mode is None:

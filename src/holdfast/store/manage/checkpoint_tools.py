@@ -164,7 +164,7 @@ def new_directory(target: Path) -> Iterator[Path]:
 
     Raises:
         UsageError: see :func:`parent_of_new`.
-        StoreWriteError: it cannot be made, or another process made it meanwhile.
+        StoreWriteError: the directory cannot be made, or another process has made the target.
     """
     parent = parent_of_new(target)
     with writing(target):

@@ -59,7 +59,7 @@ def lineage_of(path: Place | str) -> Lineage:
     """Return the lineage of the run that saved an attempt.
 
     Raises:
-        CheckpointInvalid: it cannot be read.
+        CheckpointInvalid: the attempt cannot be read.
     """
     name = place_of(path).name
     key = form.attempt_key(name)

@@ -24,7 +24,7 @@ def fields(data: bytes | memoryview) -> Iterator[tuple[int, Value]]:
     """Yield number and value of each field of a message.
 
     Raises:
-        ValueError: damaged.
+        ValueError: the data is damaged.
     """
     view = memoryview(data)
     at = 0
@@ -52,7 +52,7 @@ def varint(data: memoryview, at: int) -> tuple[int, int]:
     """Return a number of at most 64 bits and the offset after it.
 
     Raises:
-        ValueError: damaged.
+        ValueError: the data is damaged.
     """
     value = 0
     for shift in range(0, 70, 7):
@@ -102,7 +102,7 @@ def repeated(value: Value) -> Iterator[int]:
     """Yield the unsigned numbers of one repeated field: one, or several packed ones.
 
     Raises:
-        ValueError: damaged.
+        ValueError: the data is damaged.
     """
     if isinstance(value, int):
         yield value

@@ -79,7 +79,7 @@ def read_slice_file(path: Path) -> SliceFile:
     """Return the tensors of a file, which stays mapped as long as they are used.
 
     Raises:
-        CheckpointInvalid: it cannot be read, is truncated or damaged, or holds a value of a kind that is not known.
+        CheckpointInvalid: the file cannot be read, is truncated or damaged, or holds a value of an unknown kind.
     """
     with reading(path):
         data = _mapped(path)

@@ -77,7 +77,7 @@ def _optimizer_parts(cut: Cut, places: Integers) -> tuple[int, Integers]:
     """Return the number of parts that optimizer parallelism makes, and the part of each rank.
 
     Raises:
-        ValueError: it does not fit the copies, or MindSpore's own tools read it in another way than its layout.
+        ValueError: the number does not fit the copies, or MindSpore's own tools read it in another way than its layout.
     """
     used = [axis for axes in cut.axes for axis in axes if cut.devices[axis] > 1]
     copied = [axis for axis, size in enumerate(cut.devices) if axis not in used and size > 1]

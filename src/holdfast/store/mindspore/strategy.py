@@ -84,8 +84,8 @@ def read_strategy(path: Path) -> Strategy:
     """Return the content of a strategy file, or of all in a directory.
 
     Raises:
-        UsageError: it cannot be read, or a directory without any.
-        CheckpointInvalid: damaged, or files that contradict each other.
+        UsageError: a file cannot be read, or the directory has no strategy file.
+        CheckpointInvalid: a file is damaged, or files contradict each other.
     """
     if not path.is_dir():
         return _checked(_read(path), str(path))
@@ -180,7 +180,7 @@ def _cut(name: str, layout: _Layout) -> Cut:
     """Return the checked layout of one parameter.
 
     Raises:
-        ValueError: it is impossible.
+        ValueError: the layout is impossible.
     """
     devices = layout.dev_matrix
     if not devices or len(devices) > DIMENSIONS_MAX or len(layout.tensor_map) > DIMENSIONS_MAX:

@@ -130,7 +130,7 @@ class StoredState:
         """Compare every digest.
 
         Raises:
-            CheckpointInvalid: one does not match. The slot is then dropped.
+            CheckpointInvalid: a digest does not match. The slot is then dropped.
         """
         for found in self._boxes.values():
             data = self._data[found.start : found.start + found.size_bytes]
@@ -286,7 +286,7 @@ class Incoming:
         """Write bytes from ``start`` on.
 
         Raises:
-            CheckpointInvalid: they are outside of the slot.
+            CheckpointInvalid: the bytes are outside of the slot.
         """
         if not 0 <= start <= start + len(data) <= len(self._memory):
             raise CheckpointInvalid(f"{len(data)} bytes at {start} are outside of a slot")
@@ -348,7 +348,7 @@ def open_kept(directory: Path, rank: int, step: int) -> Iterator[StoredState]:
     """Yield the verified state of ``rank`` after ``step`` updates.
 
     Raises:
-        CheckpointInvalid: it is not there, or damaged; then it is dropped.
+        CheckpointInvalid: the state is missing, or is damaged and then dropped.
     """
     path = _slot_with(directory, rank, step)
     with Mapped(path) as data:
@@ -415,7 +415,7 @@ def _read(path: Path, data: memoryview) -> StoredState:
     """Return the state in a slot, after its places are checked.
 
     Raises:
-        CheckpointInvalid: it holds no sound state.
+        CheckpointInvalid: the slot holds no sound state.
     """
     words = np.frombuffer(data[:MARKER_SIZE_BYTES], np.uint64)
     if not is_sound(words):

@@ -199,7 +199,7 @@ def open_updates(directory: Path, rank: int, first: int, stop: int) -> Iterator[
     """Yield the verified updates of ``rank`` of the steps from ``first`` to ``stop`` - 1.
 
     Raises:
-        CheckpointInvalid: one is not there, or damaged.
+        CheckpointInvalid: an update is missing or damaged.
     """
     path = log_path(directory, rank)
     form = _form_of(path)

@@ -2,10 +2,10 @@
 
 Theory. A save stalls the step for one memory copy of this rank's share (not of its whole state). The memory is reused,
 since a copy into fresh pages costs several times as much. The writer process gets its order before the copy and begins
-to write when most is there. What it wrote counts only when all was copied. It runs in a separate process session:
-when this worker is killed, it finishes the save in progress and ends. When the writer is killed, a new one does the
-same job from the same memory. One save is in progress at a time: when the disk is slower than the save interval, the
-next save is delayed (``busy``), never the training step.
+to write when most bytes have arrived. The written files count only when all bytes were copied. The writer runs in a
+separate process session: when this worker is killed, the writer finishes the save in progress and ends. When the writer
+is killed, a new one writes the same share from the same memory. One save is in progress at a time: when the disk is
+slower than the save interval, the next save is delayed (``busy``), never the training step.
 
 Invariants:
 1. The written state is that of the call: tensors are copied and values encoded before ``save`` returns.
@@ -60,7 +60,7 @@ ARRIVED_SIZE_BYTES_MIN = 16 * 2**20
 # Earlier, copying and writing share the memory's bandwidth, and the step waits a fifth longer.
 ARRIVED_FROM = 0.75
 ARRIVED_MAX = 32
-"""Messages per save. All of them must fit into the socket, whatever the writer does meanwhile."""
+"""Limit of the messages per save. All of them must fit into the socket, even if the writer reads none."""
 _ALIGNMENT = 4096
 
 Done = Callable[[SaveId, WrittenShare | HoldfastError], None]
@@ -68,7 +68,7 @@ Done = Callable[[SaveId, WrittenShare | HoldfastError], None]
 
 @runtime_checkable
 class DeviceSource(TensorSource, Protocol):
-    """A source that copies on its own, directly from the place of its tensors (a GPU)."""
+    """A provider of bytes that copies them itself, directly from the device of its tensors (a GPU)."""
 
     def copy_to(self, fqn: str, box: Box, start: int, stop: int, goal: memoryview) -> None:
         """Begin to copy bytes ``start`` to ``stop`` of one box to ``goal``."""
@@ -104,7 +104,7 @@ class WriterProcess:
         Do not wait for its interpreter to start.
 
         Raises:
-            StoreWriteError: the machine has no process, memory or descriptor left for it. Nothing of it remains.
+            StoreWriteError: the host has no process, memory or descriptor left for a writer. Nothing remains of it.
         """
         with contextlib.ExitStack() as undo:
             try:
@@ -259,7 +259,8 @@ class BackgroundSaver(Closes):
         """Copy this rank's share, after the previous save has ended, and return; arguments as for ``write_share``.
 
         Raises:
-            StateError: a value cannot be saved, or the source is inconsistent. No save is in progress then.
+            StateError: a value cannot be saved, or ``source`` gives another number of bytes than a box has. No save is
+                in progress then.
             StoreWriteError: there is no memory for the copy, or no process to write it. No save is in progress then.
         """
         if self._thread is None:
@@ -325,7 +326,7 @@ class BackgroundSaver(Closes):
                 self._idle.set()
 
     def _result(self, writer: WriterProcess, order: StagedSave) -> WrittenShare | HoldfastError:
-        """Return the result of an order. A writer that dies is replaced, and gets the order again: it is idempotent."""
+        """Return the result of an order. A writer that dies is replaced, and the new one gets the same order."""
         how: list[str] = []
         while True:
             outcome = writer.answer(order.number)
@@ -351,7 +352,7 @@ class BackgroundSaver(Closes):
 def _stage(
     memory: memoryview, parts: Iterable[tuple[WriteItem, StagedPart]], source: TensorSource, size_bytes: int
 ) -> Iterator[int]:
-    """Copy the parts to their offsets in shared memory. Near the end, yield at intervals the bytes copied so far."""
+    """Copy ``parts`` to their offsets in shared memory. Near the end, yield at intervals the bytes copied so far."""
     step = max(ARRIVED_SIZE_BYTES_MIN, size_bytes // (ARRIVED_MAX - 1))
     said = int(ARRIVED_FROM * size_bytes) - step
     device = source if isinstance(source, DeviceSource) else None
@@ -376,7 +377,7 @@ def _stage(
 
 
 class _Placed(NamedTuple):
-    """A share in the order of its files, the place of each part in the pool, and their size."""
+    """A share in the order of its files, the place of each piece in the pool, and the total size."""
 
     catalogue: Catalogue
     plan: SavePlan

@@ -1,14 +1,14 @@
-"""The shared memory (pool) between a worker and its writer process, the job in it, and their messages.
+"""The shared memory (pool) between a worker and its writer process, the description of a save in it, and the messages.
 
 Theory. Worker and writer share one anonymous file in memory and one socket. The file is a memfd: it has no name, no
 other process can open it, and it is gone with its last holder. All large data is in the file: the copied tensors, and
-after them the description of the job. A message only names places. So a save of any size takes a few short,
-non-blocking sends. The order is sent before the tensors are copied. The writer begins with the part that has arrived
-while the worker still copies the rest.
+after them the description of the save (:class:`SaveJob`). A message only names places. So a save of any size takes a
+few short, non-blocking sends. The order is sent before the tensors are copied. The writer begins with the bytes that
+have arrived while the worker still copies the others.
 
 Invariants:
 1. The worker writes only to the part of the pool that it has not announced. The writer never writes to it.
-2. Nothing of the job is trusted: places are checked against the pool, lengths against limits.
+2. No field of the description is trusted: places are checked against the pool, lengths against limits.
 3. A grown pool is the same file: both sides map it again, longer.
 """
 
@@ -41,7 +41,7 @@ Pin = Callable[[memoryview], Callable[[], None]]
 
 
 class StagedPart(msgspec.Struct, frozen=True, array_like=True):
-    """One part of a tensor and the place of its bytes in the pool."""
+    """One piece of a tensor and the place of its bytes in the pool."""
 
     fqn: str
     part: Box
@@ -50,7 +50,7 @@ class StagedPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SaveJob(msgspec.Struct, frozen=True):
-    """The job to write one share. ``catalogue``, ``values`` and ``locals_`` are JSON as in the files."""
+    """The description of one share to write. ``catalogue``, ``values`` and ``locals_`` are JSON as in the files."""
 
     root: str
     save_id: SaveId
@@ -64,12 +64,12 @@ class SaveJob(msgspec.Struct, frozen=True):
     threads: int
 
     def items(self) -> tuple[WriteItem, ...]:
-        """Return the share of this rank as items of a save plan. Each part of the share is stored as a separate box."""
+        """Return the share of this rank as items of a save plan. Each piece is stored as a separate box."""
         return tuple(WriteItem(p.fqn, p.part, p.part) for p in self.parts)
 
 
 class StagedSave(msgspec.Struct, frozen=True, tag="order"):
-    """Message to the writer: the place of the job in the pool, and how many bytes of its tensors have arrived."""
+    """Message to the writer: the place of a :class:`SaveJob` in the pool, and how many tensor bytes have arrived."""
 
     number: int
     start: int
@@ -79,20 +79,20 @@ class StagedSave(msgspec.Struct, frozen=True, tag="order"):
 
 
 class Arrived(msgspec.Struct, frozen=True, tag="arrived"):
-    """Message to the writer: the first ``size_bytes`` bytes of this job are in the pool."""
+    """Message to the writer: the first ``size_bytes`` bytes of save ``number`` are in the pool."""
 
     number: int
     size_bytes: int
 
 
 class Withdrawn(msgspec.Struct, frozen=True, tag="withdrawn"):
-    """Message to the writer: the rest of this job will not come, and the worker does not wait for its outcome."""
+    """Message to the writer: the rest of save ``number`` will not come, and the worker awaits no outcome of it."""
 
     number: int
 
 
 class SaveOutcome(msgspec.Struct, frozen=True):
-    """Message to the worker: the outcome of the job. ``failed`` is the name of an error class, or empty."""
+    """Message to the worker: the outcome of save ``number``. ``failed`` is the name of an error class, or empty."""
 
     number: int
     sealed: bool = False
@@ -152,7 +152,7 @@ class Pool(Closes):
         """Return the shared memory, grown to at least ``size_bytes``. Views that were returned before are stale.
 
         Raises:
-            StoreWriteError: the machine does not have that much memory.
+            StoreWriteError: the host does not have that much memory.
         """
         if self._map is None or len(self._map) < size_bytes:
             wanted = -(-max(size_bytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -192,10 +192,10 @@ class PoolReader:
         self._map: mmap.mmap | None = None
 
     def job(self, order: StagedSave) -> SaveJob:
-        """Return the decoded job that ``order`` points at.
+        """Return the decoded :class:`SaveJob` that ``order`` points at.
 
         Raises:
-            InternalError: it lies outside the pool or is no job.
+            InternalError: the place is outside of the pool, or has no :class:`SaveJob`.
         """
         if self._map is None or len(self._map) != order.pool_size_bytes:
             self._map = None
@@ -223,7 +223,7 @@ class PoolReader:
 
 
 class StagedSource:
-    """The staged parts as a ``TensorSource``. A read waits for the parts that have not arrived."""
+    """The staged pieces as a ``TensorSource``. A read waits for bytes that have not arrived."""
 
     def __init__(self, pool: memoryview, parts: dict[tuple[str, Box], StagedPart], wait: Wait) -> None:
         self._pool = pool
@@ -231,12 +231,12 @@ class StagedSource:
         self._wait = wait
 
     def view(self, fqn: str, box: Box) -> memoryview:
-        """Return the bytes of one staged part."""
+        """Return the bytes of one staged piece."""
         part = self._parts[fqn, box]
         return StagedRun(self._pool, part.start, part.size_bytes, self._wait).piece(0, part.size_bytes)
 
     def run(self, items: Sequence[WriteItem]) -> StagedRun | None:
-        """Return the bytes of several staged parts that follow each other; None: they do not."""
+        """Return the bytes of several staged pieces that follow each other in the pool; None: they do not."""
         parts = [self._parts[item.fqn, item.part] for item in items]
         if not parts or any(a.start + a.size_bytes != b.start for a, b in pairwise(parts)):
             return None
@@ -245,7 +245,7 @@ class StagedSource:
 
 
 class StagedRun:
-    """A part of the pool, as a :class:`~holdfast.store.write.writer.ByteRun`."""
+    """A range of the pool, as a :class:`~holdfast.store.write.writer.ByteRun`."""
 
     def __init__(self, pool: memoryview, start: int, size_bytes: int, wait: Wait) -> None:
         self.size_bytes = size_bytes

@@ -1,15 +1,16 @@
 """Writing of one rank's share of a checkpoint, without communication with the other ranks.
 
-Theory. The plan names the parts that this rank writes. Tensors come first, then the manifest that lists them: a rank's
-share exists when its manifest does. A rank that finds all manifests proves the checkpoint valid from its files and
-writes the seal. Several ranks may do so at once, because the seal is a pure function of the files.
+Theory. The plan names the pieces of boxes that this rank writes. Tensors come first, then the manifest that lists them:
+a rank's share exists when its manifest does. A rank that finds all manifests proves the checkpoint valid from its files
+and writes the seal (the file ``SEALED``). Several ranks may write it at once, because the seal is a pure function of
+the files.
 
 Invariants:
 1. Order on disk: the contents of all files of the share are durable, then they appear (catalogue, shards, manifest,
    copies), then their names are durable. Only then the seal appears or the share is reported. A loss of power in
    between may leave a manifest without a shard: such an attempt is not valid.
-2. Files that a manifest lists are never replaced by other content: a finished share is compared. Its files are read,
-   too, and written once more when they are damaged.
+2. Files that a manifest lists are never replaced by other content: a finished share is compared. Its files are also
+   read, and damaged files are written once more.
 3. At most one box of a tensor per file (torch DCP's reader needs that); the k-th box goes to the k-th file.
 """
 
@@ -52,7 +53,7 @@ _Span: TypeAlias = tuple[int, int]
 
 
 class TensorSource(Protocol):
-    """The interface that gives the bytes of the boxes that this rank declared."""
+    """A provider of the bytes of the boxes that this rank declared."""
 
     def view(self, fqn: str, box: Box) -> memoryview:
         """Return the C-contiguous bytes of exactly this box. They must not change before the save returns."""
@@ -60,14 +61,14 @@ class TensorSource(Protocol):
 
 @runtime_checkable
 class ContiguousSource(TensorSource, Protocol):
-    """A source that may have several parts next to each other in memory, in the order in which the file has them."""
+    """A provider that can give several boxes as one piece, where they follow each other in memory as in the file."""
 
     def run(self, items: Sequence[WriteItem]) -> ByteRun | None:
-        """Return the bytes of all items, one after the other. Return None if they are stored in another order."""
+        """Return the bytes of all items as one piece; None if memory does not hold the items in their order."""
 
 
 class ByteRun(Protocol):
-    """Bytes in the order of a file. The last ones may not have arrived yet."""
+    """Bytes in the order of a file. The last bytes may not have arrived yet."""
 
     @property
     def size_bytes(self) -> int:
@@ -113,11 +114,11 @@ def write_share(
         catalogue: all tensors and their holders.
         plan: the plan of the save.
         rank: the rank of the share.
-        source: the source of the bytes of the boxes.
+        source: provides the bytes of the boxes.
         values: plain values common to all ranks (see ``json_values.py``).
         locals_: plain values of single ranks: of this rank, and of dead ranks that it writes for.
         threads: number of extents that are hashed and written at the same time.
-        direct: write past the page cache. That is less work for a busy machine, but a read soon after comes from the
+        direct: write past the page cache. That is less work for a busy host, but a read soon after comes from the
             disk. It has no effect with several threads, or if the file system cannot do it.
         progress: called with the size in bytes of each piece that was written.
 
@@ -211,7 +212,7 @@ def _seal(directory: Attempt, owner: str) -> bool:
 
 
 class _Share:
-    """The shard files of one rank: writes them, or only measures them."""
+    """The shard files of one rank, to be written or only measured."""
 
     def __init__(
         self,
@@ -343,10 +344,10 @@ class _Share:
 
 
 def part_bytes(item: WriteItem, source: TensorSource, item_size_bytes: int) -> memoryview:
-    """Return the bytes of one part, from the box that holds it.
+    """Return the bytes of the piece that ``item`` names, from the box that holds it.
 
     Raises:
-        StateError: the source offers another number of bytes than the box has.
+        StateError: ``source`` gives another number of bytes than the box has.
     """
     if item.part.numel == 0:
         return memoryview(b"")
@@ -407,7 +408,7 @@ def _encode_all(
 
 
 def _put_catalogue(directory: Attempt, catalogue: Catalogue, rank: int, name: str) -> None:
-    """Write the catalogue unless it is there. If the existing one differs, the ranks disagree, which is an error."""
+    """Write the catalogue unless it exists. Raise an error if the existing catalogue differs."""
     data = form.wrap(catalogue.to_json())
     made = directory.create(name, data, f"r{rank:05d}", later=True)
     if not made and _read(directory, name) != data:
@@ -418,10 +419,7 @@ def _put_catalogue(directory: Attempt, catalogue: Catalogue, rank: int, name: st
 
 
 def _put_manifest(directory: Attempt, data: bytes, rank: int, name: str) -> None:
-    """Write a manifest unless it is there.
-
-    If the existing one differs, it belongs to another save, which is an error.
-    """
+    """Write a manifest unless it exists. Raise an error if the existing one differs: it belongs to another save."""
     made = directory.create(name, data, f"r{rank:05d}", later=True)
     if not made and _read(directory, name) != data:
         raise StoreWriteError(

@@ -37,11 +37,11 @@ from holdfast.store.write.writer import WrittenShare, write_share
 
 
 class Dropped(Exception):
-    """Raised when the rest of an order will not come."""
+    """Raised when the remaining bytes of an order will not arrive."""
 
 
 class WorkerLine:
-    """The messages of the worker, until it has ended and all of them are read."""
+    """The writer's connection to its worker. It gives all messages of the worker, also after the worker has ended."""
 
     def __init__(self, line: socket.socket, worker_pid: int) -> None:
         self._line = line
@@ -69,7 +69,7 @@ class WorkerLine:
 
 
 class Arrivals:
-    """The number of bytes of an order that are in the pool."""
+    """The number of bytes of an order that have arrived in the pool, the shared memory of worker and writer."""
 
     def __init__(self, line: WorkerLine, order: StagedSave) -> None:
         self._line = line
@@ -77,10 +77,10 @@ class Arrivals:
         self._size_bytes = order.arrived_size_bytes
 
     def wait(self, size_bytes: int) -> None:
-        """Return when ``size_bytes`` bytes are there. Only one thread at a time may have to wait.
+        """Return when ``size_bytes`` bytes have arrived. Only one thread at a time may have to wait.
 
         Raises:
-            Dropped: the rest will not come.
+            Dropped: the remaining bytes will not arrive.
         """
         while self._size_bytes < size_bytes:
             message = self._line.receive()
@@ -90,11 +90,11 @@ class Arrivals:
 
 
 def run_job(job: SaveJob, pool: PoolReader, wait: Wait) -> WrittenShare:
-    """Write the share of a job.
+    """Write the share of a save that ``job`` describes.
 
     Raises:
         StateError, StoreWriteError: as :func:`write_share`.
-        CheckpointInvalid: the values of the job are not valid.
+        CheckpointInvalid: the values of ``job`` are not valid.
     """
     plan = SavePlan(job.sources, job.copies, {job.rank: job.items()}, (), ())
     return write_share(
@@ -115,7 +115,7 @@ def obey(order: StagedSave, pool: PoolReader, wait: Wait) -> SaveOutcome:
     """Execute one order and return its outcome.
 
     Raises:
-        Dropped: the rest of the order will not come.
+        Dropped: the remaining bytes of the order will not arrive.
     """
     result: WrittenShare | HoldfastError
     try:

@@ -45,7 +45,7 @@ _PENDING_PRUNE = 512
 
 
 class GroupAborted(Aborted):
-    """Leaves a step to run it again, because a call in it must return data of a lost peer."""
+    """The exception that leaves a step, to run it again, because a call in it must return data of a lost peer."""
 
 
 class Inner(Protocol):
@@ -175,9 +175,9 @@ class CommState:
         self.shielded = on
 
     def seal_updates(self, on: bool) -> None:
-        """Switch the seal, which is on between the vote and the end of the block.
+        """Forbid or allow collectives of user code; they are forbidden between the vote and the end of the block.
 
-        While it is on, any collective of user code raises :class:`StepError`.
+        A forbidden collective raises :class:`StepError`.
         """
         with self._lock:
             self.sealed = on
@@ -262,7 +262,13 @@ class CommState:
     def check(self, what: str) -> bool:
         """Return True if a collective must complete on local data; called if :attr:`calm` is False.
 
-        Raises: StepError (sealed), PeerLost (poisoned outside a shield), GroupAborted (see :meth:`returning_data`).
+        Args:
+            what: the collective, for the error.
+
+        Raises:
+            StepError: the step has voted (see :meth:`seal_updates`).
+            PeerLost: the process is poisoned, outside a shield.
+            GroupAborted: see :meth:`returning_data`.
         """
         if self.sealed:
             raise StepError(
@@ -363,7 +369,7 @@ class CommState:
     def drop(self, group: Handle) -> None:
         """Unregister a group that the user destroyed.
 
-        With the default group, the vote group and the shared-memory board are closed too.
+        With the default group, the vote group and the shared-memory board are also closed.
         """
         with self._lock:
             if group in self._groups:

@@ -7,7 +7,7 @@ implementation and Holdfast's can be measured against each other (``bench/commun
 takes three times as long. The figures and the decision are in ``docs/design/0024-communicators.md``.
 
 Invariants:
-1. A refused attempt (:class:`~holdfast.errors.GroupError`) leaves the previous group unchanged.
+1. A refused attempt to connect (:class:`~holdfast.errors.GroupError`) leaves the previous group unchanged.
 2. A uuid is used for one attempt: the addresses that the ranks exchange while they connect are stored under it.
 3. No caller waits for the end of a group that was replaced: see ``CommState.bury``.
 """
@@ -39,13 +39,13 @@ class Communicator(Protocol):
         """True if :meth:`reconfigure` can replace the connections."""
 
     def get_reconfigure_handle(self) -> str:
-        """Return the entry of this rank for ``handles``."""
+        """Return the handle (a name) of this rank for :meth:`reconfigure`."""
 
     def reconfigure(self, uuid: str, handles: Sequence[str], timeout: timedelta) -> None:
         """Connect to the peers. All ranks call it.
 
         Args:
-            uuid: equal on all ranks, new in each attempt.
+            uuid: equal on all ranks, new in each attempt to connect.
             handles: handles of all ranks, by rank.
             timeout: bound of the attempt.
 
@@ -58,7 +58,7 @@ class Communicator(Protocol):
 
 
 class FreshGroups:
-    """A communicator that makes a new C++ group in each attempt and drops the previous one on success.
+    """A communicator that makes a new C++ group in each attempt to connect and drops the previous one on success.
 
     Args:
         fabric: stops an attempt if this process is poisoned, and destroys the replaced group.
@@ -85,11 +85,11 @@ class FreshGroups:
         return True
 
     def get_reconfigure_handle(self) -> str:
-        """Return a name for this rank; its address travels through the store."""
+        """Return the handle of this rank: a name, not an address. Addresses are exchanged through the store."""
         return _handle(self.spec, self.spec.rank)
 
     def all_handles(self) -> list[str]:
-        """Return the handles of the ranks that the group was made for."""
+        """Return the handles (names) of all ranks of the group, by rank."""
         return [_handle(self.spec, rank) for rank in range(self.spec.world_size)]
 
     def reconfigure(self, uuid: str, handles: Sequence[str], timeout: timedelta) -> None:

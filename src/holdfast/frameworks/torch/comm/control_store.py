@@ -173,9 +173,9 @@ def _as_bytes(value: str | bytes) -> bytes:
 def agree_on_start(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """Return a name for this start of the ranks that no earlier start has used in this store. All ranks call it.
 
-    torchrun's agent keeps one store for all attempts, with the addresses of dead processes in it. Its restart count
-    differs on a node that joined later. So rank 0 draws a name and answers every hello with it, under a key that only
-    the sender knows. The hello of a dead process is answered too, and no process reads that answer.
+    torchrun's agent keeps one store for all starts, with the addresses of dead processes in it. The agent's restart
+    count differs on a node that joined later. So rank 0 draws a name and answers every hello with it, under a key that
+    only the sender knows. The hello of a dead process is also answered, and no process reads that answer.
 
     Raises:
         GroupError: not all ranks called it within ``timeout``.

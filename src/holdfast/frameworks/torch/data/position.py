@@ -100,10 +100,7 @@ class Source(ABC):
         return None
 
     def restore_local(self, state: Plain) -> None:  # noqa: B027  # most have none
-        """Make the next :meth:`open` continue from this state.
-
-        Sources whose position is enough do nothing.
-        """
+        """Make the next :meth:`open` continue from ``state``. Do nothing if the position alone is enough."""
 
     def close(self) -> None:
         """Stop loader workers."""
@@ -113,8 +110,8 @@ class Source(ABC):
     def _read(self, epoch: int, first: int, skip: int) -> Iterator[Any]:
         """Yield batches in the user's own order, from batch ``first``; drop those below ``skip``.
 
-        The draws of an iterable in this process must not depend on the draws of the steps between. Samplers draw their
-        order with the first item.
+        The random draws of an iterable in this process must not depend on random draws of the steps in between. A
+        sampler draws its order at the first item.
         """
         seed_all(order_seed(self._seed, epoch, self._rank))
         self._iterator = iter(self._user)
@@ -219,11 +216,11 @@ def make_source(loader: Any, seed: int, rank: int, *, spare: bool = False) -> So
         spare: this process has no rank yet; see :meth:`TorchFeed.become`.
 
     Raises:
-        UsageError: not iterable.
+        UsageError: ``loader`` is not iterable, or is an iterator.
     """
     if type(loader).__module__ == "accelerate.data_loader":
         return _prepared_source(loader, seed)
-    if type(loader).__name__ == "_FabricDataLoader":  # it sets its sampler's epoch by this process's count
+    if type(loader).__name__ == "_FabricDataLoader":  # see `unwrapped`
         source = make_source(loader._dataloader, seed, rank, spare=spare)
         source.device = loader.device
         return source
@@ -251,7 +248,8 @@ def make_source(loader: Any, seed: int, rank: int, *, spare: bool = False) -> So
 def unwrapped(loader: Any) -> tuple[Any, torch.device | None]:
     """Return the loader inside Fabric's wrapper and its device; any other loader with None.
 
-    Fabric's wrapper sets the epoch of its sampler by a count of this process.
+    Fabric's wrapper sets its sampler's epoch from a counter that starts at 0 in each process. In a replacement this
+    epoch would be wrong.
     """
     if type(loader).__name__ != "_FabricDataLoader":
         return loader, None
@@ -261,7 +259,7 @@ def unwrapped(loader: Any) -> tuple[Any, torch.device | None]:
 def _prepared_source(loader: Any, seed: int) -> Source:
     """Return the source for a DataLoader from ``accelerator.prepare``.
 
-    Its sampler draws for the whole job on every rank, as on rank 0.
+    The sampler of such a loader draws for the whole job on every rank, as on rank 0.
     """
     if isinstance(loader.dataset, IterableDataset) or not isinstance(loader, DataLoader):
         raise UsageError(
@@ -394,7 +392,7 @@ class MapSource(Source):
 def _init_of(loader: DataLoader[Any]) -> Callable[[int], None] | None:
     """Return the first function of a loader worker: end if its parent was killed, then run the user's function.
 
-    torch's own watch begins later, and takes the parent at that time for the right one.
+    torch's own watch of the parent begins later, and does not notice a parent that was killed before.
     """
     init = loader.worker_init_fn
     context = loader.multiprocessing_context

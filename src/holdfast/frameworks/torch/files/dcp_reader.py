@@ -81,7 +81,7 @@ def read_dcp(
         wanted: returns True for a leaf (its name and its metadata) that is read. The other leaves are left out.
 
     Raises:
-        CheckpointInvalid: damaged, incomplete, or with content that DCP does not write; names it.
+        CheckpointInvalid: the directory is damaged, incomplete, or has content that DCP does not write.
         StoreWriteError: no room for the scratch file.
     """
     with Directory.open(folder) as directory:

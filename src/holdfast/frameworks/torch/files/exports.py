@@ -64,7 +64,7 @@ def export_checkpoint(
     Raises:
         UsageError: no such checkpoint, or ``target`` exists.
         NothingToResume: no valid checkpoint is there.
-        CheckpointInvalid: damaged.
+        CheckpointInvalid: the checkpoint is damaged.
         StateError: a value that this format cannot hold, named.
         StoreWriteError: the output cannot be written; nothing of it is left.
     """

@@ -56,7 +56,7 @@ def read_source(source: Path, scratch: Path, note: Callable[[str], object]) -> d
 
     Raises:
         UsageError: there is no such file, or it is of another kind.
-        CheckpointInvalid: damaged, or it holds more than tensors and plain values.
+        CheckpointInvalid: ``source`` is damaged, or holds more than tensors and plain values.
         StoreWriteError: ``scratch`` cannot be written.
     """
     if source.is_dir():
@@ -86,8 +86,8 @@ def _weights_of_files(source: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a directory in Hugging Face's format: of one file, or of those that its index names.
 
     Raises:
-        UsageError: another directory, or more than weights.
-        CheckpointInvalid: damaged, or a file or tensor that the index names is missing.
+        UsageError: the directory has another format, or more than weights.
+        CheckpointInvalid: a file is damaged, or a file or tensor that the index names is missing.
     """
     index, one = source / INDEX_NAME, source / WEIGHTS_NAME
     if not index.exists():
@@ -120,8 +120,8 @@ def _is_zip(source: Path) -> bool:
     """Return True for a torch.save file of 1.6 or later, whose checksums are verified here; False for an older one.
 
     Raises:
-        UsageError: neither.
-        CheckpointInvalid: damaged.
+        UsageError: the file is no torch.save file.
+        CheckpointInvalid: the file is damaged.
     """
     with reading(source), source.open("rb") as file:
         head = file.read(64)
@@ -139,8 +139,8 @@ def _weights(source: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of a safetensors file.
 
     Raises:
-        UsageError: more than weights.
-        CheckpointInvalid: damaged.
+        UsageError: the file holds more than weights.
+        CheckpointInvalid: the file is damaged.
     """
     with reading(source), source.open("rb") as file:
         size_bytes = source.stat().st_size

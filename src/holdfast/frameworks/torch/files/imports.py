@@ -45,7 +45,7 @@ PARTS = {names[0]: names for names in (MODEL, OPTIMIZER, SCHEDULER, SCALER, STEP
 WRAPPER = "module."
 """Prefix that ``DistributedDataParallel`` adds to every name."""
 _COMPILED = re.compile(r"(?:^|(?<=\.))_orig_mod\.")
-"""Prefix that ``torch.compile`` adds to the names of the compiled part; users do not give this name to a module."""
+"""Prefix that ``torch.compile`` adds to the names of a compiled module; users do not give this name to a module."""
 
 
 def import_checkpoint(
@@ -91,10 +91,10 @@ def import_checkpoint(
 
 
 def _renamed(tree: Mapping[str, Any], names: Mapping[str, str], source: Path) -> Mapping[str, Any]:
-    """Return the tree with the keys in the user's ``names`` replaced by the usual keys of the parts.
+    """Return the tree with the keys in the user's ``names`` replaced by the usual keys (``model``, ``optimizer``, ...).
 
     Raises:
-        UsageError: no such key, no such part, or a part that would be there twice.
+        UsageError: the tree does not have a key of ``names``, a usual key is unknown, or the tree would have it twice.
     """
     found = dict(tree)
     for key, part in names.items():
@@ -223,9 +223,10 @@ class _Parts:
     def _dealt(
         self, groups: list[list[Any]], fqns: Sequence[str], shapes: Mapping[str, set[tuple[int, ...]]]
     ) -> dict[str, str] | None:
-        """Return names for parameter groups that each keep the model's order (with weight decay, without it).
+        """Return a name for each key of parameter groups that each keep the model's order of parameters.
 
-        The next name must fit the next parameter of exactly one group. If it fits several groups, None is returned.
+        Two groups, with and without weight decay, are an example. The next name must fit the next parameter of exactly
+        one group. Otherwise None is returned.
         """
         rest = [[str(key) for key in reversed(members)] for members in groups]
         found: dict[str, str] = {}
@@ -356,7 +357,7 @@ def _is_optimizers(value: Any) -> bool:
 
 
 def _refuse_optimizers(rest: Mapping[Any, Any], source: Path) -> None:
-    """Refuse an optimizer's state dict among the entries that were not recognised as a part. Raises: UsageError."""
+    """Raise UsageError if an entry of the file under an unknown name looks like an optimizer's state dict."""
     for name, value in rest.items():
         inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
         if name != "state" and any(_is_optimizers(each) for each in (value, *inner)):

@@ -42,8 +42,8 @@ def read_distributed(folder: Path, scratch: Path, note: Callable[[str], object])
         note: called with a line for the user when the optimizer's state is left out.
 
     Raises:
-        UsageError: another form of the distributed format, or no weights.
-        CheckpointInvalid: damaged, or layers that do not fit together.
+        UsageError: the files have another form of the distributed format, or no weights.
+        CheckpointInvalid: a file is damaged, or layers do not fit together.
     """
     if not (folder / METADATA_NAME).is_file():
         raise UsageError(

@@ -75,7 +75,7 @@ def read_megatron(folder: Path, scratch: Path, note: Callable[[str], object]) ->
 
     Raises:
         UsageError: a part is missing, or its format is not supported.
-        CheckpointInvalid: damaged, or with parts of different checkpoints.
+        CheckpointInvalid: a file is damaged, or the files are of different checkpoints.
     """
     folder = _newest(folder) if (folder / TRACKER).is_file() else folder
     if _is_distributed(folder):

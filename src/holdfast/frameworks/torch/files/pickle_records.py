@@ -57,7 +57,7 @@ def read_records(data: bytes, admitted: Container[str], where: str) -> Any:
         admitted: dotted names that may occur.
 
     Raises:
-        CheckpointInvalid: damaged, or with more than plain data; names ``where``.
+        CheckpointInvalid: the pickle is damaged, or has more than plain data; the error names ``where``.
     """
     machine = _Machine(admitted)
     try:

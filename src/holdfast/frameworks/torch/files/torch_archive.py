@@ -47,8 +47,8 @@ def read_archive(path: Path) -> dict[str, Any]:
     """Return the tree in a ``torch.save`` file: tensors over the mapped file, plain values, and records of the rest.
 
     Raises:
-        UsageError: no such file.
-        CheckpointInvalid: damaged, or no tree.
+        UsageError: the file does not exist.
+        CheckpointInvalid: the file is damaged, or holds no tree.
     """
     if not path.is_file():
         raise UsageError(f"{path} does not exist", hint="copy the whole directory of the checkpoint")

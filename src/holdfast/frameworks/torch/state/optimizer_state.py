@@ -68,7 +68,7 @@ def named_optimizers(value: Any) -> dict[str, Optimizer]:
 
     Raises:
         UnsupportedError: an optimizer that communicates inside its step, that runs inside backward, or of Megatron's.
-        UsageError: not optimizers.
+        UsageError: an object is no optimizer.
     """
     several = value.values() if isinstance(value, Mapping) else value
     for item in several if isinstance(several, Iterable) else (value,):
@@ -359,7 +359,7 @@ class OptimizerState:
 
         An optimizer makes its state at its first update, and none for a parameter without a gradient, so its future
         state is not known here; its settings are known at once. Old checkpoints do not name the class: they are refused
-        only if each side has settings that the other lacks, because a framework's versions differ in settings too.
+        only if each side has settings that the other lacks, because a framework's versions also differ in settings.
         """
         here, then = self.kind(), saved.get("class", "")
         if here == then:

@@ -59,7 +59,7 @@ def reseed(seed: int, rank: int, step: int, *, between: bool = False) -> None:
 def reseed_generators(
     generators: Iterable[tuple[str, Generator]], seed: int, rank: int, step: int, *, between: bool = False
 ) -> None:
-    """Seed the user's own generators for one step; the seed of each depends on its name too."""
+    """Seed the user's own generators for one step; the seed of each also depends on its name."""
     for name, generator in generators:
         value = mix(_BETWEEN if between else _STEP, seed, rank, step, *name.encode())
         if isinstance(generator, torch.Generator):

@@ -400,7 +400,9 @@ class TorchState:
         cast: bool = False,
         partial: bool = False,
     ) -> TorchRestore:
-        """Return a load of a checkpoint with this ``catalogue`` and these ``values``: fill its buffers, then finish it.
+        """Return the object that loads a checkpoint of ``catalogue`` and ``values`` into this state.
+
+        The caller fills the buffers of the object, then finishes the load.
 
         Args:
             place: rank of this process, and the number of ranks.

@@ -175,7 +175,7 @@ class UpdateReplay:
         """Make ``update`` on a copy of the weights and the state, and keep the digests of the result.
 
         Raises:
-            StateError: that is not possible.
+            StateError: the update cannot be made on a copy.
         """
         optimizer = self._optimizer()
         copies = {p: _copy_of(p) for p in parameters_of(optimizer)}
@@ -204,7 +204,7 @@ class UpdateReplay:
         """Repeat these updates, starting from the state before the first one.
 
         Raises:
-            CheckpointInvalid: they are not of this model, or cannot be made.
+            CheckpointInvalid: the updates are of another model, or cannot be made.
         """
         optimizer = self._optimizer()
         for update in updates:

@@ -28,7 +28,7 @@ class Accumulating:
         self._batches = batches
 
     def begin(self) -> None:
-        """Start the count of a block; the first time, put this count in the place of accelerate's."""
+        """Begin to count the micro-batches of a block. The first call replaces accelerate's method that counts them."""
         self._counts, self._open = {}, True
         owner: Any = getattr(sys.modules.get(MODULE), "Accelerator", None)
         if self._original is None and hasattr(owner, "_do_sync"):
@@ -36,7 +36,7 @@ class Accumulating:
             owner._do_sync = lambda accelerator: self._count(accelerator)
 
     def end(self) -> None:
-        """Let accelerate count again outside of the block."""
+        """Let accelerate's own method count the micro-batches outside of the block."""
         self._open = False
 
     def close(self) -> None:

@@ -17,9 +17,9 @@ from holdfast.frameworks.torch.steps.impurity_witness import Witness
 
 
 def found_by(state: TorchState) -> dict[str, int]:
-    """Return digests of the state that a block starts from and that a run without effect has put back.
+    """Return digests of the optimizer settings, schedules and user state from which a block starts.
 
-    These are settings, schedules and the user's state.
+    A run without effect restores this state, so that the next run must find the same digests.
     """
     found: dict[str, int] = {}
     for name, optimizer in state.optimizers.items():
@@ -97,7 +97,8 @@ def _put_back(state: TorchState) -> Iterator[torch.Tensor]:
 class Suspicion:
     """The search for the cause when two runs of a block differ.
 
-    Two more runs are made with deterministic algorithms, while a witness records the block's tensors.
+    Two more runs are made with deterministic algorithms, while a recorder (``impurity_witness``) notes the tensors that
+    the block makes and uses.
 
     Args:
         state: state of the session.
@@ -110,7 +111,7 @@ class Suspicion:
 
     @property
     def cause(self) -> str:
-        """The cause that the witness has found, in words; empty if none."""
+        """The cause that the recorder has found, in words; empty if none."""
         return "" if self._witness is None else self._witness.cause
 
     def begin(self) -> None:

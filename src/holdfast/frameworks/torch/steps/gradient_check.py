@@ -66,7 +66,7 @@ def _are_finite(found: Sequence[torch.Tensor]) -> bool:
     """Return True if all numbers are finite; False may be wrong.
 
     One reduction per tensor or device shows it: nan and inf pass through a sum and a norm. A sum of finite numbers may
-    be inf too. A norm takes 15 times as long as a sum on a CPU; on a device the sums would be one kernel each.
+    also be inf. A norm takes 15 times as long as a sum on a CPU; on a device the sums would be one kernel each.
     """
     near = [g for g in found if g.device.type == "cpu"]
     far = [g for g in found if g.device.type != "cpu"]
