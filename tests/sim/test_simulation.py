@@ -6,6 +6,7 @@ import os
 import random
 import subprocess
 import sys
+from typing import Any
 
 import msgspec
 import pytest
@@ -200,11 +201,13 @@ def test_a_reader_may_begin_at_a_snapshot(seed: int) -> None:
         if number % 5 == 0:
             data = {**before.snapshot(100.0).data, "read_s": 130.0}
             behind = ReplayedState.read([LogRecord(kind=SNAPSHOT, data=data), *records[number + 1 :]])
-            shifted = len(before.answered)
-            moved = [a.at_s + 30.0 for a in before.answered]
-            assert [a.at_s for a in behind.answered[:shifted]] == pytest.approx(moved)
-            assert msgspec.structs.replace(behind, answered=()) == msgspec.structs.replace(whole, answered=())
-            assert behind.answered[shifted:] == whole.answered[shifted:]
+            for timed in ("answered", "node_faults"):
+                early, late = getattr(before, timed), getattr(behind, timed)
+                shifted = len(early)
+                assert [each.at_s for each in late[:shifted]] == pytest.approx([e.at_s + 30.0 for e in early])
+                assert late[shifted:] == getattr(whole, timed)[shifted:]
+            untimed: dict[str, Any] = {"answered": (), "node_faults": ()}
+            assert msgspec.structs.replace(behind, **untimed) == msgspec.structs.replace(whole, **untimed)
 
 
 def test_a_run_is_a_function_of_its_seed() -> None:

@@ -120,7 +120,12 @@ class SimLayouts:
         if self.asked == here:
             self.asked = NO_GENERATION
             owner.send(HoldReached(member_id=owner.member_id, generation=here, step=owner.machine.step))
-        later(HOLD_S, "held", go_on)
+
+        def over() -> None:
+            if owner.machine.generation == here and owner.machine.fenced is None:  # it still stands there
+                go_on()
+
+        later(HOLD_S, "held", over)
         return True
 
     def catalogued(self, message: Catalogued) -> None:

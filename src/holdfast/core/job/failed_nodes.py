@@ -101,10 +101,13 @@ def leave_out(
 
 
 class FailedNodes:
-    """The counted faults of all nodes of a run, and the announced answers to failing nodes.
+    """All node faults of a run that are not forgotten, and what was announced about failing nodes.
+
+    A fault of one node is counted in time that does not depend on the faults of other nodes: a large job may lose a
+    quarter of its nodes at once.
 
     Args:
-        faults: the faults that an earlier controller has recorded.
+        faults: those that an earlier controller has recorded.
         announced: the last announced answer for each failing node.
         faults_max: faults within the window that make a node failing; 0: no node is ever failing.
         window_s: length of the window in seconds.
@@ -117,51 +120,78 @@ class FailedNodes:
         faults_max: int,
         window_s: float,
     ) -> None:
-        self._faults = list(faults)
+        self._faults: dict[NodeId, dict[int, NodeFault]] = {}  # by node and occurrence
+        self._nodes: dict[tuple[str, int], set[NodeId]] = {}  # the nodes of each death, by digest and step
+        self._losses = 0
         self.announced = dict(announced)
         self.faults_max = faults_max
         self.window_s = window_s
-        # Failing nodes, the worst one first, here at the time of the last fault. The first heartbeat brings the clock.
-        self.failing: tuple[NodeId, ...] = ()
-        self.look(max((fault.at_s for fault in self._faults), default=0.0))
+        self._counts: dict[NodeId, int] = {}  # faults of each failing node
+        newest_s = 0.0
+        for fault in faults:
+            self._add(fault)
+            newest_s = max(newest_s, fault.at_s)
+        self.look(
+            newest_s
+        )  # the time of the last fault; a new controller looks at its clock at its first beat
+
+    @property
+    def failing(self) -> tuple[NodeId, ...]:
+        """The failing nodes, the worst one first."""
+        return tuple(sorted(self._counts, key=lambda node_id: (-self._counts[node_id], node_id)))
 
     def note(self, now: float, fault: NodeFault) -> bool:
-        """Add a fault. Return False if it is known already, or if no faults are counted."""
-        known = {(f.node_id, f.occurrence) for f in self._faults}
-        if (fault.node_id, fault.occurrence) in known or not self.faults_max:
+        """Add a fault. Return False when it is known already."""
+        if fault.occurrence in self._faults.get(fault.node_id, {}) or not self.faults_max:
             return False
-        self._faults.append(fault)
-        self.look(now)
+        shared = self._add(fault)
+        for node_id in shared | {fault.node_id}:
+            self._judge(now, node_id)
         return True
 
     def next_loss(self) -> int:
-        """Return a new negative ``occurrence`` for a fault that is the loss of a node."""
-        return -1 - len(self._faults)
+        """Return the ``occurrence`` of the next lost node."""
+        return -1 - self._losses
 
     def faults_of(self, now: float, node_id: NodeId) -> list[NodeFault]:
-        """Return the faults of a node within the window before ``now``, oldest first, without faults of the script."""
+        """Return the faults of a node within the window, oldest first, without those of the script."""
         return [f for f in self._counted(node_id) if now - f.at_s <= self.window_s]
 
     def look(self, now: float) -> None:
-        """Set :attr:`failing` to the nodes that are failing at ``now``."""
-        counts = {
-            node_id: len(found)
-            for node_id in {fault.node_id for fault in self._faults}
-            if (found := self._counted(node_id))
-            and now < failing_until([f.at_s for f in found], self.faults_max, self.window_s)
-        }
-        self.failing = tuple(sorted(counts, key=lambda node_id: (-counts[node_id], node_id)))
+        """Compute which nodes are failing at ``now``."""
+        for node_id in self._faults:
+            self._judge(now, node_id)
 
     def forget(self, node_id: NodeId) -> None:
-        """Forget all faults of a node, so that its faults are counted from zero again."""
-        self._faults = [fault for fault in self._faults if fault.node_id != node_id]
-        self.failing = tuple(node for node in self.failing if node != node_id)
+        """Forget all faults of a node: it counts from zero again."""
+        self._faults.pop(node_id, None)
+        for nodes in self._nodes.values():
+            nodes.discard(node_id)
+        self._counts.pop(node_id, None)
         self.announced.pop(node_id, None)
 
+    def _add(self, fault: NodeFault) -> set[NodeId]:
+        """Add a fault. Return the nodes that have had the same death."""
+        self._faults.setdefault(fault.node_id, {})[fault.occurrence] = fault
+        self._losses = max(self._losses, -fault.occurrence)
+        if not fault.digest:
+            return set()
+        nodes = self._nodes.setdefault((fault.digest, fault.step), set())
+        nodes.add(fault.node_id)
+        return nodes
+
+    def _judge(self, now: float, node_id: NodeId) -> None:
+        """Compute whether a node is failing at ``now``."""
+        found = self._counted(node_id)
+        if now < failing_until([f.at_s for f in found], self.faults_max, self.window_s):
+            self._counts[node_id] = len(found)
+        else:
+            self._counts.pop(node_id, None)
+
     def _counted(self, node_id: NodeId) -> list[NodeFault]:
-        elsewhere = {(f.digest, f.step) for f in self._faults if f.digest and f.node_id != node_id}
-        found = [f for f in self._faults if f.node_id == node_id and (f.digest, f.step) not in elsewhere]
-        return sorted(found, key=lambda fault: fault.at_s)
+        found = self._faults.get(node_id, {}).values()
+        own = [f for f in found if not f.digest or self._nodes[f.digest, f.step] == {node_id}]
+        return sorted(own, key=lambda fault: fault.at_s)
 
 
 class FailedParts(msgspec.Struct, frozen=True):
