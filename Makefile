@@ -15,7 +15,7 @@ STAMP = $(VENV)/.installed-$(shell sha256sum pyproject.toml | cut -c1-12)
 # Most tests start processes of their own and wait for them: three at a time keep four cores busy. (nproc takes
 # OMP_NUM_THREADS for the number of cores.)
 PYTESTS := $(shell test "$$(env -u OMP_NUM_THREADS nproc)" -ge 4 && echo 3 || echo 2)
-# All of them take 40 minutes of processor time; what shows each thing once takes two cores a quarter of an hour.
+# All of them take 40 minutes of processor time; what shows each thing once takes two cores half an hour.
 SHOWN := $(if $(filter 2,$(PYTESTS)),-m "not more")
 
 # The tests start a thousand processes: each would compile the package again.
@@ -41,10 +41,10 @@ $(STAMP):
 drill: venv  ## a real training job, undisturbed and with injected faults, compared bit for bit (under 5 minutes)
 	$(VENV)/bin/holdfast drill
 
-test: venv  ## the test suite (12 minutes on 4 cores; 15 on fewer, without the repetitions: make more)
+test: venv  ## the test suite (half an hour on 2 cores, without the repetitions: make more)
 	$(VENV)/bin/python -m pytest -n $(PYTESTS) $(SHOWN) --dist loadfile --no-loadscope-reorder
 
-more: venv  ## the repetitions: more places, layouts and moments of faults (4 minutes)
+more: venv  ## the repetitions: more places, layouts and moments of faults (half an hour)
 	$(VENV)/bin/python -m pytest -n $(PYTESTS) -m more
 
 check: venv  ## lint, format, types, rings

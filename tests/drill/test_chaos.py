@@ -44,6 +44,7 @@ def test_a_newcomer_that_is_stopped_in_its_start_is_replaced(tmp_path: Path) -> 
     assert tally.failures == [] and list(tally.times_s) == ["stopped newcomer"]
 
 
+@pytest.mark.more
 def test_an_agent_that_is_stopped_is_replaced_by_the_launcher(tmp_path: Path) -> None:
     """Without the launcher, the stopped agent would neither end nor be replaced, and its node would be given up."""
     tally = Tally()

@@ -141,6 +141,7 @@ def test_a_rank_that_dies_in_the_last_save_is_replaced_and_all_save_again(tmp_pa
     assert not [e for e in outcome.events if e.kind == "stalled"]
 
 
+@pytest.mark.more
 def test_a_shard_whose_update_raised_comes_from_the_log(tmp_path: Path) -> None:
     """The exception leaves the script's loop in that process only. The other ranks need not leave their loops."""
     flags = ("--memory-every", "3")
@@ -217,6 +218,7 @@ def test_without_torch_one_line_installs_it(monkeypatch: pytest.MonkeyPatch) -> 
     assert "\n" not in caught.value.message
 
 
+@pytest.mark.more
 def test_the_command_writes_its_verdict_as_data(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "verdict.json"
     flags = [

@@ -48,6 +48,7 @@ def test_who_failed_first_by_itself_since_the_last_recovery() -> None:
     assert failed_first([started, fault("exit", 3), fault("exception", 1), fault("exception", 0)]) == (2, 1)
 
 
+@pytest.mark.more
 @pytest.mark.torch
 @pytest.mark.processes
 @pytest.mark.timeout(300)

@@ -67,6 +67,7 @@ def seen(net: Network, states: Path) -> int:
     return sum(chunk in wire for chunk in chunks)
 
 
+@pytest.mark.more
 @pytest.mark.timeout(300)
 def test_a_replacement_gets_its_state_from_another_host_and_nothing_of_it_is_seen(
     net: Network, tmp_path: Path

@@ -102,6 +102,7 @@ def test_a_taint_moves_the_ranks_to_the_pod_that_waits(net: Network, api: ApiSer
     assert (tmp_path / "out-0").read_text() == (tmp_path / "out-1").read_text()
 
 
+@pytest.mark.more
 @pytest.mark.torch
 def test_a_pod_that_is_deleted_without_a_spare_saves_the_job_before_its_grace_ends(
     net: Network, api: ApiServer, tmp_path: Path
@@ -197,6 +198,7 @@ def test_a_pod_that_is_deleted_by_force_makes_room_for_the_next_of_its_index(
         assert [pods.wait(index) for index in range(PODS)] == [0, 0, 0], pods.output(0)
 
 
+@pytest.mark.more
 @pytest.mark.torch
 def test_a_job_that_is_deleted_saves_once(net: Network, api: ApiServer, tmp_path: Path) -> None:
     """The notice of a deleted pod comes beside the signals to all launchers."""

@@ -90,6 +90,7 @@ def test_a_host_whose_workers_die_is_left_out_and_the_spare_takes_over(
     assert final(tmp_path) == weights
 
 
+@pytest.mark.more
 def test_without_a_spare_the_host_is_kept_with_one_warning(
     net: Network, tmp_path: Path, weights: str
 ) -> None:

@@ -86,6 +86,7 @@ def test_ranks_of_a_drained_node_move_and_nothing_is_done_again(
     assert final(tmp_path) == weights
 
 
+@pytest.mark.more
 def test_a_notice_that_is_withdrawn_changes_nothing(net: Network, tmp_path: Path, weights: str) -> None:
     with Hosts(net, tmp_path, "2:3", TRAIN, (str(STEPS), "0.05", str(tmp_path / "out")), torch=True) as hosts:
         hosts.start(0, 1)
@@ -103,6 +104,7 @@ def test_a_notice_that_is_withdrawn_changes_nothing(net: Network, tmp_path: Path
     assert final(tmp_path) == weights
 
 
+@pytest.mark.more
 def test_a_spot_notice_of_one_host_moves_its_ranks_within_the_lead(
     net: Network, tmp_path: Path, weights: str
 ) -> None:
@@ -182,6 +184,7 @@ def test_without_a_spare_the_job_is_saved_before_the_deadline(net: Network, tmp_
         assert asked.t_mono - leaves.t_mono > 5, "the notice may be withdrawn, and a spare may come"
 
 
+@pytest.mark.more
 @pytest.mark.timeout(600)
 def test_without_a_spare_the_job_shrinks_before_the_deadline_where_it_may(
     net: Network, tmp_path: Path

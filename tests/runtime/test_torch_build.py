@@ -173,6 +173,7 @@ def _actions(where: Path) -> list[str]:
     return [str(e.data["action"]) for e in event_log.read(log).events if e.kind == "verdict"]
 
 
+@pytest.mark.more
 @pytest.mark.torch
 @pytest.mark.processes
 def test_a_newer_torch_is_tried_once_and_trains_either_way(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
         (("--layout", "fsdp"), "1:7:behind"),
         pytest.param(("--layout", "fsdp"), "0:8:mid", marks=pytest.mark.more),
         pytest.param(("--layout", "fsdp"), "1:9:mid", marks=pytest.mark.more),
-        (("--loops",), "1:8:behind"),
+        pytest.param(("--loops",), "1:8:behind", marks=pytest.mark.more),
     ],
 )
 def test_a_kill_leaves_the_bits_as_they_are(
@@ -67,6 +67,7 @@ def test_what_came_before_a_loop_is_in_what_all_start_again_from_in_it(tmp_path:
     assert told == calm("--loops"), output
 
 
+@pytest.mark.more
 def test_a_periodic_save_has_what_the_script_did_behind_the_block(tmp_path: Path, calm: Calm) -> None:
     code, output, _ = run(tmp_path, "--checkpoint", "first", "--pause-s", "1")  # gives the disk time
     assert code == 0, output
@@ -97,6 +98,7 @@ def test_a_graceful_exit_has_it_too(tmp_path: Path, calm: Calm, layout: str) -> 
     assert told == (calm() if layout == "ddp" else calm("--layout", "fsdp")), output
 
 
+@pytest.mark.more
 def test_a_script_that_does_not_come_back_is_not_waited_for(tmp_path: Path) -> None:
     """All ranks start again from one state, and a message names the code that is not repeated."""
     code, output, told = run(tmp_path, "--kill", "1:7:behind", "--pause-s", "3", "--patience-s", "0.2")

@@ -17,6 +17,7 @@ pytestmark = [pytest.mark.torch, pytest.mark.processes]
 JOB = str(Path(__file__).with_name("attempts_job.py"))
 
 
+@pytest.mark.more
 def test_a_later_attempt_meets_none_of_the_dead(tmp_path: Path) -> None:
     done = run_torchrun(tmp_path, 2, "--max-restarts", "2", JOB)
     assert done.returncode == 0, done.stdout

@@ -48,6 +48,7 @@ def test_all_ranks_killed_while_a_save_is_in_flight_go_on_from_it(
     assert not processes(tmp_path)
 
 
+@pytest.mark.more
 def test_one_rank_killed_while_a_save_is_in_flight_loses_nothing(
     tmp_path: Path, bare: Callable[[str], Result], slow_disk: Callable[[float], None]
 ) -> None:

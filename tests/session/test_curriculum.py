@@ -80,6 +80,7 @@ def test_a_newcomer_that_leaves_phases_out_is_refused_by_name(tmp_path: Path) ->
     assert_refused(run_job(tmp_path, 3, JOB, "skipping", "1:6"))
 
 
+@pytest.mark.more
 @pytest.mark.torch
 @pytest.mark.processes
 def test_another_run_that_leaves_phases_out_is_refused_by_name(tmp_path: Path, refused: Path) -> None:

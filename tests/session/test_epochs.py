@@ -76,6 +76,7 @@ def test_a_schedule_that_went_on_before_all_start_again_goes_on_once(
     assert "restart last gasp" in output and "1 fault," in output, output
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kill", ["1:7", pytest.param("0:6", marks=pytest.mark.more)])
 def test_a_newcomer_does_not_come_to_the_validations_of_epochs_that_are_done(
     tmp_path: Path, calm: Calm, kill: str

@@ -45,6 +45,7 @@ def test_a_section_is_run_again_and_a_loop_is_named_and_replaced(tmp_path: Path)
     assert any("rank 2" in line and "at spin (hang_job.py" in line for line in hang["evidence"])
 
 
+@pytest.mark.more
 @pytest.mark.processes
 def test_who_alone_has_left_the_loop_is_named_and_replaced(tmp_path: Path) -> None:
     done = run_job(tmp_path, 3, "--run-id", "it", "--hang-floor", "0.3", LEFT)
@@ -78,7 +79,12 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
             "its process is stopped (state T)",
             marks=pytest.mark.more,
         ),
-        ("newcomer loops", [(1, "signal", 2), (1, "hang", 4)], "its start has made no progress"),
+        pytest.param(
+            "newcomer loops",
+            [(1, "signal", 2), (1, "hang", 4)],
+            "its start has made no progress",
+            marks=pytest.mark.more,
+        ),
         pytest.param("loader stops", [(1, "hang", 2)], "its data loader process", marks=pytest.mark.more),
     ],
 )

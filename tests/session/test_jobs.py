@@ -125,6 +125,7 @@ def test_graceful_exit_and_the_next_run(tmp_path: Path, bare: Callable[[str], Re
     assert second.digests == bare("hsdp").digests
 
 
+@pytest.mark.more
 def test_torchrun_starts_all_ranks_again(tmp_path: Path, bare: Callable[[str], Result]) -> None:
     """torchrun makes a second attempt, which continues from the last-gasp checkpoint of the first."""
     arguments = ("--layout", "hsdp", "--checkpoint", str(tmp_path / "ckpts"), "--die", "0@5")

@@ -73,6 +73,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[str]]
     return told
 
 
+@pytest.mark.more
 def test_a_newcomer_gets_what_has_come_since_the_start(
     tmp_path: Path, calm: Callable[[int], list[str]]
 ) -> None:

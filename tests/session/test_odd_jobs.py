@@ -75,10 +75,10 @@ def test_undisturbed_the_first_block_alone_runs_again_for_its_check(calm: Callab
         pytest.param("evaluating", ["2:8:evaluation", "2:9:start"], marks=pytest.mark.more),
         pytest.param("averaging", ["1:0:late", "0:6:mid", "2:11:late"], marks=pytest.mark.more),
         ("owning", ["1:5:mid", "0:7:begin", "2:9:after"]),
-        ("stopping", ["1:9:left"]),
+        pytest.param("stopping", ["1:9:left"], marks=pytest.mark.more),
         ("changing", ["1:7:mid", "0:7:end", "2:8:after"]),
         pytest.param("changing", ["1:0:mid"], marks=pytest.mark.more),
-        ("streaming", ["1:6:mid", "0:6:update", "2:6:after"]),
+        pytest.param("streaming", ["1:6:mid", "0:6:update", "2:6:after"], marks=pytest.mark.more),
         ("swapping", ["1:5:evaluation"]),
         pytest.param("swapping", ["2:8:validation"], marks=pytest.mark.more),
     ],
@@ -129,6 +129,7 @@ def test_a_survivor_that_takes_long_before_its_block_stays(
     assert [rank["digest"] for rank in told] == [rank["digest"] for rank in calm("plain").told], output
 
 
+@pytest.mark.more
 def test_survivors_in_a_long_update_stay(tmp_path: Path, calm: Callable[[str], Calm]) -> None:
     # Another step takes a few milliseconds: even a thousand of them may be shorter than the long update.
     code, output, told = run(tmp_path / "job", "updating", "1:8:update", flags=("--hang-factor", "1e6"))

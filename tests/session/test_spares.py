@@ -147,6 +147,7 @@ def test_spares_take_the_place_of_the_lost(tmp_path: Path, undisturbed: dict[str
     assert [job.said(rank)["environment"] for rank in range(job.ranks)] == [0, 1, 2]
 
 
+@pytest.mark.more
 def test_a_spare_that_gets_no_state_is_one_more_lost_rank(
     tmp_path: Path, undisturbed: dict[str, list[str]]
 ) -> None:
@@ -235,6 +236,7 @@ def test_a_stopped_spare_is_not_used(tmp_path: Path, undisturbed: dict[str, list
     assert len(job.events("verdict")) == 1
 
 
+@pytest.mark.more
 def test_a_stopped_zygote_is_replaced_and_forks_the_newcomer(
     tmp_path: Path, undisturbed: dict[str, list[str]]
 ) -> None:

@@ -80,6 +80,7 @@ def test_ranks_of_mpirun_save_when_one_dies_and_the_next_start_resumes(
     assert Result(0, "", tmp_path / "result").digests == bare("ddp", RANKS).digests
 
 
+@pytest.mark.more
 @pytest.mark.skipif(MPIRUN is None, reason="needs mpirun")
 def test_mpirun_itself(tmp_path: Path, bare: Callable[..., Result]) -> None:
     assert MPIRUN is not None

@@ -90,6 +90,7 @@ def train(
     return [path.read_text() for path in sorted(where.glob("end-*"))]
 
 
+@pytest.mark.more
 def test_what_a_dead_rank_held_is_known_to_its_peers(tmp_path: Path) -> None:
     calm = train(tmp_path / "calm")
     assert len(calm) == RANKS

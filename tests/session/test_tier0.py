@@ -74,6 +74,7 @@ def test_variables_that_a_script_sets_before_it_imports_torch_count(tmp_path: Pa
     assert "early.py:2: TORCH_LOGS is set before torch is imported" in done.stdout
 
 
+@pytest.mark.more
 def test_a_plain_script_that_hangs_is_named_and_restarted(tmp_path: Path) -> None:
     done = run_job(tmp_path, RANKS, "--run-id", "it", "--hang-floor", "0.3", HANGS)
     run = tmp_path / "runs" / "it"

@@ -27,6 +27,7 @@ def digests(where: Path, what: str, *kill: int) -> list[str]:
     return [path.read_text() for path in sorted(where.glob("digest-*"))]
 
 
+@pytest.mark.more
 def test_ddp_around_a_compiled_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The newcomer finds compiled code in the cache. On loading it, inductor asks every group for its backend."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
@@ -51,6 +52,7 @@ def test_a_hook_with_a_state_is_refused_by_name(tmp_path: Path, when: list[str])
     assert "next: a hook without one: model.register_comm_hook(None, " in done.stdout
 
 
+@pytest.mark.more
 def test_under_torchrun_nobody_is_replaced_alone(tmp_path: Path) -> None:
     """Under torchrun, a fault ends all ranks, and all hooks start again together."""
     done = run_torchrun(tmp_path, 2, JOB, "--what", "powerSGD_hook")

@@ -151,6 +151,7 @@ def test_holdings_name_the_redundancy_groups(tmp_path: Path) -> None:
     assert [h.fqn for h in holdings(tmp_path / save_id().directory(), "st*1.*")] == ["stage1.weight"]
 
 
+@pytest.mark.more
 def test_a_catalogue_that_says_millions_of_holders_takes_no_memory_for_them(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
