@@ -15,7 +15,7 @@ STAMP = $(VENV)/.installed-$(shell sha256sum pyproject.toml | cut -c1-12)
 # Most tests start processes of their own and wait for them: three at a time keep four cores busy. (nproc takes
 # OMP_NUM_THREADS for the number of cores.)
 PYTESTS := $(shell test "$$(env -u OMP_NUM_THREADS nproc)" -ge 4 && echo 3 || echo 2)
-# All of them take 40 minutes of processor time; what shows each thing once takes two cores half an hour.
+# All of them take two hours of processor time; what shows each thing once takes two cores half an hour.
 SHOWN := $(if $(filter 2,$(PYTESTS)),-m "not more")
 
 # The tests start a thousand processes: each would compile the package again.
