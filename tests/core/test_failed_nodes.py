@@ -55,7 +55,7 @@ WINDOW_S = 3600.0
 
 
 def fault_at(node: NodeId, at_s: float, **how: Any) -> NodeFault:
-    """Return a fault of a node in a generation of its own."""
+    """Return a fault of a node, in a new generation."""
     return NodeFault(**{"node_id": node, "at_s": at_s, "cause": "signal", "occurrence": int(at_s), **how})
 
 

@@ -260,9 +260,8 @@ def test_trusting_the_living_after_their_copies_differed(monkeypatch: pytest.Mon
     monkeypatch.setattr(Survey, "situation", trusting)
     # With four holders, the rank with the wrong copy is killed, and would be replaced.
     with pytest.raises(Violation) as caught:
-        for seed in range(1, 40):
-            run_sim(RANKS, seed, (SimFault(kind="flip", at_s=0.75, rank=2),), shards=1)
-    assert caught.value.name in ("given_was_compared", "sealed_was_compared")
+        run_sim(RANKS, 10, (SimFault(kind="flip", at_s=0.75, rank=2),), shards=1)
+    assert caught.value.name == "given_was_compared"
 
 
 def test_a_spare_that_is_called_twice(monkeypatch: pytest.MonkeyPatch) -> None:

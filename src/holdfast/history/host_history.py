@@ -56,9 +56,9 @@ class HostHistory:
             case "node_stays":
                 self._notices.get(node, {}).pop(str(data["source"]), None)
             case "node_left_out":
-                self._left_out[node] = faults_text(data)
+                faults = self._left_out[node] = faults_text(data)
                 self._warnings.append(
-                    f"{node} is left out after {faults_text(data)}: its ranks run on other hosts; "
+                    f"{node} is left out after {faults}: its ranks run on other hosts; "
                     f"holdfast drain --cancel {node} takes it back"
                 )
             case "node_kept":

@@ -1,7 +1,7 @@
 """The training loop of a simulated process: its script, its steps and its saves, with the real state machines.
 
-The script also runs code of its own before and after some blocks, which takes time. The effect of the code after a
-block belongs to the state: until this code is done, the parameters are those of no step (``applied`` is None).
+The script also runs code outside the steps, before and after some blocks, which takes time. The effect of the code
+after a block belongs to the state: until this code is done, the parameters are those of no step (``applied`` is None).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ COMPUTE_S = 0.1
 UPDATE_S = 0.01
 SCRIPT_S = 0.03
 SCRIPT_CHANCE = 0.2
-"""Probability that the script runs code of its own before a block, and that it does so after a block."""
+"""Probability of code before a block, and probability of code after a block."""
 SAVE_EVERY = 5
 VERIFY_EVERY = 4
 
@@ -60,7 +60,7 @@ class SimTraining(ABC):
         wrong: a flipped bit of any rank was in the gradients that this rank applied.
         alive, stopped: the process is alive, or is stopped by a signal.
         comparing: this rank waits for a vote between two steps.
-        busy: the script runs code of its own, or groups are built, so that the script does not wait for an order.
+        busy: code outside the steps runs, or groups are built: the script does not wait for an order.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class SimTraining(ABC):
             self._run_script("before", self._begin)
 
     def _run_script(self, where: str, then: Callable[[], None]) -> None:
-        """Let the script run code of its own, now and then, before ``then``."""
+        """With ``SCRIPT_CHANCE``, let the script run other code for a while before ``then``."""
         self.busy = self.world.jitter(0.0, 1.0) < SCRIPT_CHANCE
 
         def ended() -> None:

@@ -507,7 +507,7 @@ class World:
         return [w.rank for w in found if w.alive and w.opened and w.machine.state != "torn"]
 
     def lose_track(self) -> None:
-        """Forget all flipped bits if no two copies differ any more, because a comparison then cannot detect them."""
+        """Forget all flipped bits if no two copies differ now, because a comparison then cannot detect them."""
         if not self.flips:
             return
         living = [w for _, w in sorted(self.seated.items()) if w.alive]

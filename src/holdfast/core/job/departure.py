@@ -21,6 +21,7 @@ Invariants:
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -210,13 +211,15 @@ class Departures:
             return
         here = {WHOLE_JOB, *job.slots}
         self._standing = {key: standing for key, standing in self._standing.items() if key[0] in here}
+        notices = self._notices
         gone: set[NodeId] = {n for (n, _), standing in self._standing.items() if standing.at_once}
-        for node_id in self._in_order():
+        for node_id in self._in_order(notices):
             gone.add(node_id)
-            facts = self._facts_about(now, node_id, gone)
+            own = [notices[key] for key in sorted(notices) if key[0] == node_id]
+            facts = self._facts_about(now, node_id, own, gone)
             answer = answer_notice(facts)
             if answer != "wait":
-                self._act(now, node_id, answer, facts, gone)
+                self._act(now, node_id, own[0].source, answer, facts, gone)
                 break
         else:
             self._abandon()
@@ -240,14 +243,13 @@ class Departures:
                 )
         return found
 
-    def _in_order(self) -> list[NodeId]:
+    def _in_order(self, notices: Mapping[tuple[NodeId, str], StandingNotice]) -> list[NodeId]:
         """Return the nodes with a notice in the order of treatment.
 
         The node that moves already is first, then those without ranks, then the others by deadline. Nodes that are left
         out come after them. The whole job comes last.
         """
         due: dict[NodeId, float] = {}
-        notices = self._notices
         for (node_id, _), standing in notices.items():
             due[node_id] = min(due.get(node_id, math.inf), standing.due_s)
         moving = None if self._move is None else self._move.node_id
@@ -259,9 +261,10 @@ class Departures:
 
         return sorted(due, key=order)
 
-    def _facts_about(self, now: float, node_id: NodeId, gone: set[NodeId]) -> LeavingFacts:
+    def _facts_about(
+        self, now: float, node_id: NodeId, own: Sequence[StandingNotice], gone: set[NodeId]
+    ) -> LeavingFacts:
         job = self.job
-        own = [s for (node, _), s in self._notices.items() if node == node_id]
         only_ranks = any(standing.only_ranks for standing in own)
         due_s = min(standing.due_s for standing in own)
         step_s = max(job.step_s.values(), default=0.0)
@@ -322,10 +325,15 @@ class Departures:
     # ---------------------------------------------------------------- and doing it
 
     def _act(
-        self, now: float, node_id: NodeId, answer: LeavingAnswer, facts: LeavingFacts, gone: set[NodeId]
+        self,
+        now: float,
+        node_id: NodeId,
+        source: str,
+        answer: LeavingAnswer,
+        facts: LeavingFacts,
+        gone: set[NodeId],
     ) -> None:
         job, phase = self.job, self.recovery.phase
-        source = next(source for node, source in sorted(self._notices) if node == node_id)
         if answer == "save":
             self._leave_all(now, source, max(0.0, facts.left_s or 0.0))
             return

@@ -56,7 +56,7 @@ def cause_of(fault: Fault, signal: int | None, *, without_page: bool) -> str:
     Args:
         fault: the fault.
         signal: number of the signal that ended the process; None: no signal did.
-        without_page: the process was lost with its node, and the loss of the node is counted as a fault of its own.
+        without_page: the process was lost with its node, and the loss of the node is counted separately.
     """
     if fault.follows or without_page or not fault.sure:
         return ""
@@ -92,7 +92,10 @@ def leave_out(
         failing: failing nodes, the worst one first. Each is removed if the rest still has room for as many ranks.
         room: returns the number of ranks that a job on these nodes has.
     """
-    goal, left = room(up), list(up)
+    left = list(up)
+    if not failing:
+        return left
+    goal = room(up)
     for node_id in failing:
         rest = [(node, slots) for node, slots in left if node != node_id]
         if sum(slots for _, slots in rest) >= goal and room(rest) == goal:
@@ -101,10 +104,9 @@ def leave_out(
 
 
 class FailedNodes:
-    """All node faults of a run that are not forgotten, and what was announced about failing nodes.
+    """The counted faults of all nodes of a run, and the announced answers to failing nodes.
 
-    A fault of one node is counted in time that does not depend on the faults of other nodes: a large job may lose a
-    quarter of its nodes at once.
+    The work for one fault does not grow with the faults of other nodes, because a large job may lose many at once.
 
     Args:
         faults: those that an earlier controller has recorded.
@@ -131,9 +133,7 @@ class FailedNodes:
         for fault in faults:
             self._add(fault)
             newest_s = max(newest_s, fault.at_s)
-        self.look(
-            newest_s
-        )  # the time of the last fault; a new controller looks at its clock at its first beat
+        self.look(newest_s)  # a new controller compares with its own clock at its first heartbeat
 
     @property
     def failing(self) -> tuple[NodeId, ...]:
@@ -159,7 +159,10 @@ class FailedNodes:
 
     def look(self, now: float) -> None:
         """Compute which nodes are failing at ``now``."""
-        for node_id in self._faults:
+        for node_id, faults in self._faults.items():
+            # A fault keeps a node failing for a window, with others of the window before it.
+            for occurrence in [f.occurrence for f in faults.values() if now - f.at_s > 2 * self.window_s]:
+                del faults[occurrence]
             self._judge(now, node_id)
 
     def forget(self, node_id: NodeId) -> None:

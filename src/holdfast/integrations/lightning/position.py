@@ -143,7 +143,7 @@ def _made(value: Any) -> Any:
 class PositionedLoader:
     """The training data of one loader from the position of the loops, epoch after epoch.
 
-    Where a run has several loaders, each is wrapped in an object of its own.
+    Where a run has several loaders, each is wrapped in a separate object.
     """
 
     def __init__(

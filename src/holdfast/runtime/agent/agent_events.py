@@ -12,7 +12,7 @@ Invariants:
    does not rely on them after the post. A started process is listed as living before ``MemberStarted`` is posted, and
    an ended one is no longer listed before ``ProcessGone``: the state machine may order the death of the process, or the
    next start, inside the post.
-3. Events are posted in the thread of the event loop. A component with threads of its own hands events over with
+3. Events are posted in the thread of the event loop. A component that runs threads hands events over with
    ``call_soon_threadsafe``.
 4. No component posts in its constructor: its owner is not complete then.
 5. A component may post after the end of its owner has begun. A closed driver ignores the event.

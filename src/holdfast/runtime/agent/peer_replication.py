@@ -269,7 +269,7 @@ class PeerReplication:
         self._server.close()
 
     def _stored(self, held: HeldStates) -> None:
-        """Post ``held`` in the thread of the event loop. The server calls this in a thread of its own."""
+        """Post ``held`` in the thread of the event loop. The server calls this in its serving thread."""
         self._loop.call_soon_threadsafe(self._post, held)
 
     async def _send_states(self) -> None:

@@ -31,7 +31,7 @@ def sockets_of(pages: Path) -> Path:
 def use_sockets_of(pages: Path) -> None:
     """Make ``multiprocessing`` put its sockets in the socket directory of the run.
 
-    If that fails, ``multiprocessing`` makes a directory of its own.
+    If that fails, ``multiprocessing`` makes a new directory.
     """
     directory = sockets_of(pages)
     settings = getattr(process.current_process(), "_config", None)

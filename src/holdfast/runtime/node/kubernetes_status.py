@@ -1,4 +1,4 @@
-"""The status of a node on Kubernetes: annotations of its own pod, and the status endpoint of a Kubeflow TrainJob.
+"""The status of a node on Kubernetes: annotations of the node's pod, and the status endpoint of a Kubeflow TrainJob.
 
 Theory. Each agent annotates its own pod. So an agent needs no rights for another pod, a spare pod also has a state, and
 the controller may run on any node. The status of a TrainJob is one value of the whole job: the node with rank 0 sends

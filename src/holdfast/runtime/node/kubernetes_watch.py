@@ -6,7 +6,7 @@ object is listed again. After an error the pause doubles up to a minute. A refus
 file, which the kubelet replaces. A missing permission (403) ends the watch. If only streams fail, the list is repeated
 at these pauses. If the list fails twice in a row, the source fails; the object that was last seen stays valid.
 
-A watch blocks in the official client, so each watch has a thread of its own. The thread is a daemon, so that the end of
+A watch blocks in the official client, so each watch has one thread. The thread is a daemon, so that the end of
 the process does not wait for the server.
 """
 

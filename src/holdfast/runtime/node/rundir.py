@@ -325,7 +325,7 @@ def empty_out(directory: Path) -> None:
     """Remove a directory of files.
 
     Raises:
-        FileNotFoundError: the directory does not exist any more.
+        FileNotFoundError: the directory no longer exists.
     """
     for file in directory.iterdir():
         file.unlink(missing_ok=True)

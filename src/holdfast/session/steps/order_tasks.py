@@ -100,7 +100,7 @@ class OrderTasks:
                 self._report(ServingEnded(command.generation))
 
     def _next(self) -> Task | None:
-        """Wait for the next command. Return None if no order waits any more."""
+        """Wait for the next command. Return None if no order is left."""
         with self._changed:
             while not self._queue:
                 if not self._worker.orders.waiting:

@@ -215,7 +215,7 @@ class HostsWorld(World):
             self._leave(host)
 
     def _leave(self, host: SimHost) -> None:
-        """End the agent of a host for good. The controller of the host ends ``END_S`` later."""
+        """End the agent of a host permanently. The controller of the host ends ``END_S`` later."""
         host.left = True
         self._agents[host.node_id].alive = False
         if host.council is not None:

@@ -16,7 +16,7 @@ class SimHost:
         life: number of power losses. Actions that were scheduled before a power loss never happen.
         booting: an agent is about to start.
         in_job: the run directory of the host contains the name of the job.
-        left: the agent of the host has ended for good.
+        left: the agent of the host has ended permanently.
         offset_s: reading of the host's clock at virtual time 0.
         rate: seconds on the host's clock per second of virtual time.
     """

@@ -38,7 +38,7 @@ class Lineage(msgspec.Struct, frozen=True):
     def of_run(cls, run: str, session: Mapping[str, object], name: str) -> Self:
         """Return the lineage of ``run`` when it continues from an attempt to save.
 
-        A run that continues from states in memory continues from one of its own attempts.
+        A run that continues from states in memory continues from one of the attempts of the same run.
 
         Args:
             run: id of the run.
