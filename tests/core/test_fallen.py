@@ -122,6 +122,15 @@ def test_an_end_whose_save_fails_stays_an_end() -> None:
     assert job.record("verdict")["action"] == "stop_bad_input"
 
 
+def test_a_death_without_a_report_does_not_hide_the_error_that_the_user_has_to_fix() -> None:
+    """Regression: the run was started again, and each start raised the same error."""
+    job = live(2)
+    raises(job, 1, user_error=True)
+    job.exit(1, "aborted", code=int(Exit.BAD_INPUT))
+    job.exit(0, "aborted", code=int(Exit.BAD_INPUT))
+    assert job.record("verdict")["action"] == "stop_bad_input"
+
+
 def test_connections_that_broke_between_two_steps_are_no_reason_to_go_on_in_place() -> None:
     job = live()
     job.post(FaultSeen(member_id=job.members[0], generation=job.generation, step=5, what="reset"))

@@ -358,3 +358,38 @@ def test_how_a_process_leaves_without_its_main_thread(run: RunDir, mode: str, co
             assert out == b"buffered"
         else:
             assert b"ZeroDivisionError" in err
+
+
+def test_a_message_sent_before_the_end_is_read_although_a_write_fails_first(run: RunDir) -> None:
+    """Regression: a fence to a rank that had just ended lost the rank's report, and the run was started again."""
+    heard: list[str] = []
+
+    async def serve() -> None:
+        over = asyncio.Event()
+        hub: Hub[WireMessage] = Hub(
+            MESSAGES,
+            run.secret(),
+            on_open=lambda channel: None,
+            on_message=lambda channel, message: heard.append(type(message).__name__),
+            on_close=lambda channel: over.set(),
+        )
+        server, at = await hub.listen(agent_of("node0"), run.socket_of("agent"))
+        loop = asyncio.get_running_loop()
+        worker = await loop.run_in_executor(
+            None,
+            lambda: BlockingChannel.connect(MESSAGES, at, run.secret(), agent_of("node0"), "worker"),
+        )
+        (channel,) = hub.channels
+        # The loop does not run between the end of the worker and the fence.
+        worker.send(JoinAsked(member_id=ME, generation=FIRST))
+        worker.close()
+        assert channel.unread
+        channel.send(Fence(member_id=ME, generation=SECOND, reason="another rank failed"))
+        assert channel.unread, "the member is not reported as dead before its last message is read"
+        await asyncio.wait_for(over.wait(), 10.0)
+        assert not channel.unread
+        server.close()
+        await hub.close(1.0)
+
+    asyncio.run(serve())
+    assert heard == ["JoinAsked"]

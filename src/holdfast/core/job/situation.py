@@ -192,11 +192,15 @@ def _failures(faults: Sequence[Fault]) -> tuple[Failure, ...]:
     """Return the failures that caused this recovery, without repetitions of the same failure on other ranks.
 
     These are the failures of dead ranks. If no rank died, all failures count. Exceptions that a lost peer causes, and
-    (if a rank died) members that left because of the fence, do not count.
+    (if a rank died) members that left because of the fence, do not count. An error that the user has to fix comes
+    first, and a death beside it does not hide it: every start would raise it again.
     """
     found = [f for f in faults if "planned" not in f.passed]
+    wrong = [f for f in found if f.failure and f.failure.user_error]
     died = [f for f in found if f.kind not in OWN_DOING and not f.follows]
-    causes = [f.failure for f in died or found if f.failure and f.failure.kind not in CONSEQUENCES]
+    causes = [
+        f.failure for f in (*wrong, *(died or found)) if f.failure and f.failure.kind not in CONSEQUENCES
+    ]
     distinct: dict[tuple[str, int], Failure] = {}
     for failure in causes:
         distinct.setdefault((failure.digest, failure.step), failure)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import os
 import socket
+import sys
 import termios
 import time
 from collections import Counter
@@ -149,10 +151,14 @@ class Channel(asyncio.Protocol, Generic[M]):
     @property
     def unread(self) -> bool:
         """True if bytes from the peer have arrived and are not handled yet."""
-        if self._transport is None or self._transport.is_closing():
+        if self._transport is None:
             return False
-        count = fcntl.ioctl(self._transport.get_extra_info("socket"), termios.FIONREAD, bytes(4))
-        return self._link.partial or any(count)
+        return self._link.partial or self._transport.is_closing() or self._arrived_bytes(self._transport) > 0
+
+    @staticmethod
+    def _arrived_bytes(transport: asyncio.Transport) -> int:
+        sock = transport.get_extra_info("socket")
+        return int.from_bytes(fcntl.ioctl(sock, termios.FIONREAD, bytes(4)), sys.byteorder)
 
     def send(self, message: M) -> bool:
         """Queue a message. Return False if the connection is closed or not yet open.
@@ -223,12 +229,26 @@ class Channel(asyncio.Protocol, Generic[M]):
         self.hub.strangers.release(self)
         if self._deadline is not None:
             self._deadline.cancel()
+        if isinstance(exc, ConnectionError) and self in self.hub.channels:
+            self._read_the_rest()
         self._transport = None
         self.closed.set_result(None)
         self._fail(ConnectionResetError("the connection closed during the handshake"))
         if self in self.hub.channels:
             self.hub.channels.discard(self)
             self.hub.on_close(self)
+
+    def _read_the_rest(self) -> None:
+        """Handle the messages that the peer sent before it closed the connection.
+
+        A write to a closed connection fails, and asyncio then ends the connection without reading its input. That input
+        may hold the cause of the peer's death.
+        """
+        assert self._transport is not None
+        descriptor = self._transport.get_extra_info("socket").fileno()
+        with contextlib.suppress(OSError, ProtocolError):
+            for message in self._link.receive(os.read(descriptor, self._arrived_bytes(self._transport))):
+                self.hub.on_message(self, message)
 
     def _opened(self) -> None:
         if self._deadline is not None:
