@@ -49,6 +49,7 @@ class Job:
         self.schedule = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.adapter = TorchAdapter(self.net, self.optimizer, None, None, {}, seed=0)
         self.updates: UpdateReplay = self.adapter.updates
+        self.updates.settle()
         self.kind = kind
 
     def step(self, number: int, *, foretell: bool = False) -> Update:
@@ -153,6 +154,21 @@ def test_weights_that_the_script_changes_are_found_out(past_the_count: bool) -> 
     job.updates.settle()
     assert job.updates.undisturbed()
     job.optimizer.state[weight]["exp_avg"] = torch.zeros_like(weight)
+    assert not job.updates.undisturbed()
+
+
+def test_nothing_is_recorded_after_a_rest() -> None:
+    """Regression: counts and samples of all weights took 10 % of a step on a GPU, where no log needs them."""
+    job = Job(OPTIMIZERS["adamw"])
+    job.step(0)
+    job.updates.rest()
+    job.step(1)
+    with torch.no_grad():
+        job.net.get_parameter("0.weight").add_(1.0)
+    assert job.updates.undisturbed(), "the update did not begin a new record"
+    job.updates.settle()
+    with torch.no_grad():
+        job.net.get_parameter("0.weight").add_(1.0)
     assert not job.updates.undisturbed()
 
 

@@ -83,7 +83,7 @@ class Line:
     """A rank's connection to the server: the key-value part of ``WorkerClient``, and orders."""
 
     def __init__(self, sock: socket.socket, rank: int, world_size: int, generation: Generation) -> None:
-        self.rank = rank
+        self.rank = self.local_rank = rank
         self.world_size = world_size
         self.generation = generation
         self.joining = False

@@ -98,14 +98,14 @@ def _adapter(numel: int, **extras: Any) -> tuple[TorchAdapter, nn.Module]:
 
 
 def pinned_copies(line: Line) -> dict[str, Any]:
-    """Copy the state into locked pages of shared memory, in pieces, as a save does."""
-    adapter, _ = _adapter(1 << 20)
+    """Copy the state into locked pages of shared memory, in pieces, as a save does, and as a whole."""
+    adapter, _ = _adapter(1 << 24)
     collected = adapter.collect()
     size = sum(tensor.numel() * tensor.element_size() for tensor in collected.tensors.values())
     area = memoryview(mmap.mmap(-1, size))
     unpin = adapter.pin(area)
     pinned = torch.frombuffer(area, dtype=torch.uint8).is_pinned()
-    at, piece, same = 0, 100_003, True
+    at, piece, same = 0, 1_000_003, True
     for fqn, tensor in collected.tensors.items():
         (box,) = collected.parts(fqn)
         length = tensor.numel() * tensor.element_size()
@@ -113,7 +113,8 @@ def pinned_copies(line: Line) -> dict[str, Any]:
             stop = min(start + piece, length)
             collected.copy_to(fqn, box, start, stop, area[at + start : at + stop])
         collected.finish_copies()
-        same = same and bytes(area[at : at + length]) == bytes(byte_view(tensor.detach().cpu()))
+        due = bytes(byte_view(tensor.detach().cpu()))
+        same = same and due == bytes(area[at : at + length]) == bytes(collected.view(fqn, box))
         at += length
     unpin()
     after = torch.frombuffer(area, dtype=torch.uint8).is_pinned()
@@ -122,11 +123,11 @@ def pinned_copies(line: Line) -> dict[str, Any]:
 
 def compared(line: Line, numel: int) -> dict[str, Any]:
     """Compare copies of the state on the device, with less memory than the state takes."""
-    adapter, _ = _adapter(numel)
+    adapter, model = _adapter(numel)
     collected = adapter.collect()
     twin = TorchCollected()
     for fqn, tensor in collected.tensors.items():
-        twin.add(tensor.detach().cpu(), fqn)
+        twin.add(tensor.detach().clone(), fqn)
     parts = [Extent(fqn, box, 0, tensor.numel() * 4) for fqn, tensor in collected.tensors.items()
              for box in collected.parts(fqn)]  # fmt: skip
     torch.cuda.synchronize(DEVICE)
@@ -134,7 +135,10 @@ def compared(line: Line, numel: int) -> dict[str, Any]:
     before = torch.cuda.memory_allocated(DEVICE)
     digest = adapter.digest(collected, parts)
     peak = torch.cuda.max_memory_allocated(DEVICE) - before
-    return {"same": digest == adapter.digest(twin, parts), "peak_bytes": peak}
+    same = digest == adapter.digest(twin, parts)
+    with torch.no_grad():
+        model.get_parameter("weight")[-1, -1] += 1.0
+    return {"same": same, "differs": digest != adapter.digest(collected, parts), "peak_bytes": peak}
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -207,10 +207,10 @@ class Faults:
         """Die in the middle of the next copy of a state to memory."""
         copy, boxes = memory_slots.copy_hashed, iter(range(3))
 
-        def copy_or_die(data: memoryview, goal: memoryview) -> int:
+        def copy_or_die(pieces: Iterable[memoryview], goal: memoryview) -> int:
             if next(boxes, None) is None:
                 os.kill(os.getpid(), 9)
-            return copy(data, goal)
+            return copy(pieces, goal)
 
         memory_slots.copy_hashed = copy_or_die
 

@@ -73,6 +73,7 @@ class Changed:
     """Updates of an optimizer whose weights the script may have changed."""
 
     disturbed = False
+    settled = 0
 
     def why_not(self) -> str:
         return ""
@@ -82,6 +83,10 @@ class Changed:
 
     def settle(self) -> None:
         self.disturbed = False
+        self.settled += 1
+
+    def rest(self) -> None:
+        pass
 
     def undisturbed(self) -> bool:
         return not self.disturbed
@@ -97,6 +102,23 @@ class Changed:
 
     def replay(self, updates: Sequence[Update]) -> None:
         raise AssertionError
+
+
+def test_changes_are_followed_only_while_some_box_has_one_holder(tmp_path: Path) -> None:
+    record, updates = record_in(tmp_path, every=4)
+    record.allow(())
+    record.kept(1, 0.0)
+    record.start(1)
+    assert updates.settled == 2, "at the start, and with its state in memory"
+    record.allow({"weight"})
+    for step in (1, 2):
+        record.note(step)
+    assert reachable(tmp_path, 0, (1,)) == (), "what the script changed since then is not known"
+    record.kept(3, 0.0)
+    assert updates.settled == 3
+    for step in (3, 4):
+        record.note(step)
+    assert reachable(tmp_path, 0, (3,)) == (4, 5)
 
 
 def record_in(where: Path, every: int) -> tuple[UpdateRecord, Changed]:

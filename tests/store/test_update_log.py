@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,7 +86,7 @@ def test_a_copy_that_is_cut_off_leaves_what_was_before(
 ) -> None:
     log = filled(tmp_path, 4, 5, 6)
 
-    def cut(data: memoryview, goal: memoryview) -> int:
+    def cut(pieces: Iterable[memoryview], goal: memoryview) -> int:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("holdfast.store.shared_memory.update_log.copy_hashed", cut)

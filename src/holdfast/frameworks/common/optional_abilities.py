@@ -135,7 +135,10 @@ class Updates(Protocol):
         """Return whether a tensor is a weight or state of the optimizer, so that only updates change it."""
 
     def settle(self) -> None:
-        """Record the present state as the start of the next update."""
+        """Record the present state as the start of the next update, and again after each update."""
+
+    def rest(self) -> None:
+        """Stop to record until the next :meth:`settle`: no log needs it, and it takes time at each update."""
 
     def undisturbed(self) -> bool:
         """Return whether only updates were seen to write weights or state of the optimizer since :meth:`settle`.

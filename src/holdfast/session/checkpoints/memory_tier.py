@@ -375,7 +375,7 @@ def cost_of_a_loss(alone: bool, size_bytes: int, every: int, unlogged: str | Non
     """
     if not alone:
         return "every part of the state is on 2 ranks or more: a lost worker costs no step"
-    where = f"a part of the state lies with one rank alone (here {size_bytes / 1e6:.3g} MB)"
+    where = f"a part of the state lies with one rank alone (here {size_bytes / 1e6:,.1f} MB)"
     if every == 0:
         return f"{where}: a lost worker costs the steps since the last checkpoint (--memory-every is 0)"
     often = (

@@ -57,7 +57,8 @@ class UpdateRecord:
         self._updates: Updates | None = adapter.updates if isinstance(adapter, LogsUpdates) else None
         self._directory: Path | None = None
         self._log: UpdateLog | None = None
-        self._wanted = True  # some box has only one holder, or the layouts are not known yet
+        # Some box has only one holder, or the layouts are not known yet. If not, no state is made again from a log.
+        self._wanted = True
         self._base: int | None = None  # step of the newest kept state
         self._changed_at = -1  # newest step whose state was kept after the script itself had changed weights
         self._foretold = -1  # step of the update that was foretold
@@ -73,8 +74,10 @@ class UpdateRecord:
             self.why_not = "this framework logs no updates"
         elif self._adapter.world_size == 1:
             self.why_not = "there is no other rank that could go on"
-        on = directory is not None and not self.why_not
-        self._log = UpdateLog(directory, rank, self._entries) if directory is not None and on else None
+        self._wanted = directory is not None and not self.why_not
+        self._log = (
+            UpdateLog(directory, rank, self._entries) if directory is not None and self._wanted else None
+        )
 
     # ------------------------------------------------------------------ in training
 
@@ -86,10 +89,13 @@ class UpdateRecord:
         """
         if self._log is None or self._updates is None:
             return self.why_not
-        self._wanted = bool(alone)
+        was_wanted, self._wanted = self._wanted, bool(alone)
+        if alone and not was_wanted:
+            self._base = None  # no change was followed until now: the log begins at the next kept state
         strange = sorted(fqn for fqn in alone if not self._updates.rebuilds(fqn))
         if not alone:
             self._log.remove()
+            self._updates.rest()
         elif reason := self._updates.why_not():
             self._stop(reason, tell=False)
         elif strange:
@@ -110,14 +116,14 @@ class UpdateRecord:
                 self._log.remove()
         if not replayed:
             self._base = None
-        if self._updates is not None:
+        if self._updates is not None and self._wanted:
             self._updates.settle()
 
     def kept(self, step: int, cost_s: float) -> None:
         """Note that the state of ``step`` is in memory; the copy took ``cost_s``."""
         self._base = step
         self._cost_s += cost_s
-        if self._updates is not None:
+        if self._updates is not None and self._wanted:
             self._settle(step, self._updates)
 
     def full(self, step: int) -> bool:

@@ -21,9 +21,9 @@ import contextlib
 import mmap
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -464,24 +464,48 @@ def _places(layout: RankLayout) -> tuple[tuple[KeptBox, ...], int]:
     return tuple(places), end
 
 
+@runtime_checkable
+class PiecewiseSource(TensorSource, Protocol):
+    """A provider that can give the bytes of a box in small pieces, so that a device needs no copy of the whole box."""
+
+    def pieces(self, fqn: str, box: Box) -> Iterator[memoryview]:
+        """Yield the bytes of ``view(fqn, box)`` in order; each piece is valid until the next one is asked for."""
+
+
 def _copy_all(source: TensorSource, boxes: tuple[KeptBox, ...], memory: memoryview) -> tuple[KeptBox, ...]:
     """Copy every box to its place. Return the boxes with their digests."""
     digests: list[int] = []
     for box in boxes:
-        goal = memory[box.start : box.start + box.size_bytes]
-        digests.append(copy_hashed(source.view(box.meta.fqn, box.meta.box), goal))
+        name = box.meta.fqn, box.meta.box
+        pieces = source.pieces(*name) if isinstance(source, PiecewiseSource) else (source.view(*name),)
+        digests.append(copy_hashed(pieces, memory[box.start : box.start + box.size_bytes]))
     return tuple(
         msgspec.structs.replace(box, digest=digest) for box, digest in zip(boxes, digests, strict=True)
     )
 
 
-def copy_hashed(data: memoryview, goal: memoryview) -> int:
-    """Copy ``data`` and return its digest, chunk after chunk: each is hashed while it is in the cache."""
+def copy_hashed(pieces: Iterable[memoryview], goal: memoryview) -> int:
+    """Copy ``pieces`` to ``goal``, one after the other, and return the digest of all.
+
+    Each chunk is hashed while it is in the cache.
+
+    Raises:
+        StateError: the pieces have another size than ``goal``.
+    """
     digest = xxhash.xxh3_64()
-    if len(data):
-        source, target = np.frombuffer(data, np.uint8), np.frombuffer(goal, np.uint8)
-        for at in range(0, len(source), CHUNK_SIZE_BYTES):
-            chunk = target[at : at + CHUNK_SIZE_BYTES]
-            np.copyto(chunk, source[at : at + CHUNK_SIZE_BYTES])
+    if not len(goal):
+        return digest.intdigest()
+    target, at = np.frombuffer(goal, np.uint8), 0
+    for piece in pieces:
+        source = np.frombuffer(piece, np.uint8)
+        if at + len(source) > len(target):
+            raise StateError(f"more bytes were offered for a part of {len(target)} bytes")
+        for start in range(0, len(source), CHUNK_SIZE_BYTES):
+            part = source[start : start + CHUNK_SIZE_BYTES]
+            chunk = target[at : at + len(part)]
+            np.copyto(chunk, part)
             digest.update(chunk.data)
+            at += len(part)
+    if at != len(target):
+        raise StateError(f"{at} bytes were offered for a part of {len(target)} bytes")
     return digest.intdigest()

@@ -109,7 +109,7 @@ class UpdateLog:
         entry = memory[at : at + self._size_bytes]
         entry[:MARKER_SIZE_BYTES] = bytes(MARKER_SIZE_BYTES)
         digests = [
-            copy_hashed(gradient.data, entry[place.start : place.start + place.size_bytes])
+            copy_hashed((gradient.data,), entry[place.start : place.start + place.size_bytes])
             for gradient, place in zip(update.gradients, draft.places, strict=True)
         ]
         places = tuple(

@@ -50,6 +50,7 @@ from holdfast.frameworks.torch.state.boxes import (
 from holdfast.frameworks.torch.state.declared_hyperparameters import Declared
 from holdfast.frameworks.torch.state.devices import await_devices, devices_of, named_errors
 from holdfast.frameworks.torch.state.hand_sharded import HandCut
+from holdfast.frameworks.torch.state.locked_pages import host_bytes, host_pieces
 from holdfast.frameworks.torch.state.optimizer_state import (
     Undo,
     allocate,
@@ -152,7 +153,16 @@ class TorchCollected:
         if own is not None:
             return own
         with named_errors(f"{fqn} cannot be read"):
-            return byte_view(self.region(fqn, box))
+            return host_bytes(self.region(fqn, box))
+
+    def pieces(self, fqn: str, box: Box) -> Iterator[memoryview]:
+        """Yield the bytes of :meth:`view` piece after piece (the store's ``PiecewiseSource``)."""
+        own = self.own(fqn, box)
+        if own is not None:
+            yield own
+            return
+        with named_errors(f"{fqn} cannot be read"):
+            yield from host_pieces(self.region(fqn, box))
 
     def piece(self, fqn: str, box: Box, start: int, stop: int) -> memoryview:
         """Return bytes ``start`` to ``stop`` of :meth:`view` (``frameworks.common.optional_abilities.GivesPieces``)."""

@@ -35,6 +35,7 @@ from holdfast.frameworks.torch.state.boxes import (
     lies_as,
     local_of,
 )
+from holdfast.frameworks.torch.state.locked_pages import host_bytes
 from holdfast.frameworks.torch.state.optimizer_state import (
     clone,
     hyperparameters,
@@ -88,7 +89,8 @@ class UpdateReplay:
 
     def made(self) -> None:
         """Record that the optimizer has stepped: the result is the start of the next update."""
-        self.settle()
+        if self._written is not None:
+            self.settle()
 
     def refuse(self, what: str) -> None:
         """Stop the recording because the script does something that a log cannot hold."""
@@ -125,6 +127,10 @@ class UpdateReplay:
         self._written = self._counts()
         self._turn += 1
         self._pieces = [(p, at, _piece(p, at).clone()) for p, at in self._choose()]
+
+    def rest(self) -> None:
+        """Stop to record until the next :meth:`settle`."""
+        self._written, self._pieces = None, []
 
     def undisturbed(self) -> bool:
         """Return True if nothing but the optimizer has changed weights and its state since :meth:`settle`.
@@ -282,7 +288,7 @@ def _gradient_of(fqn: str, parameter: torch.Tensor) -> Gradient:
     alike = local.dtype is lies.dtype and local.layout is torch.strided and local.shape == lies.shape
     if not alike or not (_cut_alike(gradient, parameter) or lies_as(gradient, parameter)):
         raise StateError(f"the gradient of {fqn} does not lie as its weight")
-    return Gradient(fqn, DTYPES[local.dtype], tuple(local.shape), byte_view(local))
+    return Gradient(fqn, DTYPES[local.dtype], tuple(local.shape), host_bytes(local))
 
 
 def _cut_alike(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:

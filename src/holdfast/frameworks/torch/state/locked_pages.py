@@ -1,0 +1,91 @@
+"""Copies of device tensors to the host, through a small area of locked pages.
+
+Theory. A GPU writes to the host by itself only where the pages of the host cannot move: in *locked* (pinned) memory. A
+copy to other memory is made by the driver piece by piece, with a wait for each, and took 1 s per GB on an H200. To lock
+the goal of every copy would cost more than the copy, and locked memory is scarce. So the bytes go through two areas of
+``AREA_SIZE_BYTES``: the device fills one while the host empties the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+
+from holdfast.frameworks.torch.state.boxes import byte_view, stretch
+
+AREA_SIZE_BYTES = 16 * 1024 * 1024
+
+Areas = tuple[torch.Tensor, torch.Tensor]
+"""Two tensors of bytes, of the same size."""
+
+
+def host_bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the bytes of a local tensor in C order: its own memory if possible, otherwise a copy on the host.
+
+    Raises:
+        RuntimeError: torch's error of a device that has failed, or of a host without memory.
+    """
+    if tensor.device.type != "cuda":
+        return byte_view(tensor)
+    found, at = torch.empty(tensor.numel() * tensor.element_size(), dtype=torch.uint8), 0
+    for piece in host_pieces(tensor):
+        found[at : at + len(piece)].copy_(torch.frombuffer(piece, dtype=torch.uint8))
+        at += len(piece)
+    return found.numpy().data
+
+
+def host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a local tensor in C order, piece after piece; each is valid until the next one is asked for.
+
+    Raises:
+        RuntimeError: as :func:`host_bytes`.
+    """
+    if tensor.device.type != "cuda":
+        yield byte_view(tensor)
+        return
+
+    def mark() -> Callable[[], None]:
+        return torch.cuda.current_stream(tensor.device).record_event().synchronize  # type: ignore[no-any-return]
+
+    areas, lock = _areas()
+    with lock:
+        yield from arriving(areas, tensor, mark)
+
+
+def arriving(
+    areas: Areas, tensor: torch.Tensor, mark: Callable[[], Callable[[], None]]
+) -> Iterator[memoryview]:
+    """Yield the bytes of ``tensor`` in C order as they arrive in ``areas``, which are used in turn.
+
+    Args:
+        areas: the memory of the pieces that are yielded.
+        tensor: a local tensor on any device.
+        mark: called after the copies into an area have begun; returns a function that waits for their end.
+    """
+    size_bytes = tensor.numel() * tensor.element_size()
+    piece_bytes = len(areas[0])
+
+    def begin(start: int) -> Callable[[], None]:
+        area, at = areas[start // piece_bytes % 2], 0
+        for part in stretch(tensor, start, min(start + piece_bytes, size_bytes)):
+            area[at : at + len(part)].copy_(part, non_blocking=True)
+            at += len(part)
+        return mark()
+
+    arrived = begin(0)
+    for start in range(0, size_bytes, piece_bytes):
+        stop = min(start + piece_bytes, size_bytes)
+        arrived()
+        if stop < size_bytes:
+            arrived = begin(stop)
+        yield areas[start // piece_bytes % 2][: stop - start].numpy().data
+
+
+@functools.cache
+def _areas() -> tuple[Areas, threading.Lock]:
+    """Return two areas of locked pages, which are made once, and the lock of the thread that uses them."""
+    first, second = (torch.empty(AREA_SIZE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    return (first, second), threading.Lock()
