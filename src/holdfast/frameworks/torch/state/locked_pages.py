@@ -1,6 +1,6 @@
 """Copies of device tensors to the host, through a small area of locked pages.
 
-Theory. A GPU writes to the host by itself only where the pages of the host cannot move: in *locked* (pinned) memory. A
+Theory. A GPU can write to the host only where the pages of the host cannot move: in *locked* (pinned) memory. A
 copy to other memory is made by the driver piece by piece, with a wait for each, and took 1 s per GB on an H200. To lock
 the goal of every copy would cost more than the copy, and locked memory is scarce. So the bytes go through two areas of
 ``AREA_SIZE_BYTES``: the device fills one while the host empties the other.
