@@ -27,10 +27,8 @@ class Pause:
     def __init__(self, rank: StepParticipant) -> None:
         self._rank = rank
         self._asked_in: Generation = NO_GENERATION
-        self._over: tuple[Generation, int] = (
-            NO_GENERATION,
-            0,
-        )  # the newest stop for which no rank waits any longer
+        # The newest stop for which no rank waits any longer.
+        self._over: tuple[Generation, int] = (NO_GENERATION, 0)
         if rank.client is not None:
             rank.client.on(HoldOrder, self.order)
             rank.client.on(HoldOver, self.over)
