@@ -99,6 +99,7 @@ WireMessage = (
     | n.SeatsPrepared
     | n.HoldOrder
     | n.HoldReached
+    | n.HoldOver
     | spares.SpareWaits
     | spares.Called
 )

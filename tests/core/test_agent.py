@@ -44,6 +44,7 @@ from holdfast.core.protocol.messages import (
     Tick,
     WorkerHello,
 )
+from holdfast.core.protocol.notices import HoldReached
 from holdfast.core.protocol.peer_messages import JobFormed
 from holdfast.exit_codes import Exit
 
@@ -188,6 +189,16 @@ def test_what_a_newcomer_said_on_a_line_that_broke_is_repeated_on_the_next_one()
     desk.post(ControllerHere())
     assert [m.member_id for m in desk.sent("controller", JoinAsked)] == [1]
     assert [m.step for m in desk.sent("controller", Joined)] == [3]
+
+
+def test_a_stop_of_all_ranks_is_reported_to_the_next_controller() -> None:
+    """The ranks wait for an answer, which the controller that died may not have sent."""
+    desk = Desk().running()
+    stop = HoldReached(member_id=MemberId(1), generation=G1, step=3)
+    assert desk.post(stop) == [Send(to="controller", message=stop)]
+    desk.post(ControllerGone())
+    desk.post(ControllerHere())
+    assert desk.sent("controller", HoldReached) == [stop]
 
 
 def test_a_successor_adopts_what_the_dead_agent_left() -> None:

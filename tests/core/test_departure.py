@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from holdfast.core.ids import NodeId, SaveId
+from holdfast.core.job.log_replay import ReplayedState
 from holdfast.core.protocol.messages import (
+    AgentGone,
     AgentHello,
     CancelTimer,
     EndRun,
+    ExitAsked,
     ExitCancelled,
     ExitRun,
+    FaultSeen,
     Fence,
     HeldStates,
     JoinAsked,
     Joined,
     KillMember,
     MemberExited,
+    MemberSeen,
     MemberStarted,
+    Message,
     Receive,
     ResumeInPlace,
     SaveReported,
@@ -33,6 +40,7 @@ from holdfast.core.protocol.messages import (
 )
 from holdfast.core.protocol.notices import (
     HoldOrder,
+    HoldOver,
     HoldReached,
     Notice,
     NoticeOver,
@@ -174,7 +182,7 @@ def reach_hold(job: Job, step: int = 25) -> None:
     job.post(HoldReached(member_id=job.members[0], generation=job.generation, step=step))
 
 
-def orders(job: Job, kind: type[PrepareSeats] | type[HoldOrder] | type[NoticeOver]) -> list[Any]:
+def orders(job: Job, kind: type[Message]) -> list[Any]:
     """Return all orders of a kind that were sent so far."""
     return [c.message for c in job.log if isinstance(c, Send) and isinstance(c.message, kind)]
 
@@ -242,6 +250,167 @@ def test_a_notice_that_is_withdrawn_leaves_no_trace() -> None:
     prepared(job)
     job.post(Tick(name="depart"), 60.0)
     assert not {"fenced", "holding", "node_left"} & kinds(job)
+
+
+def asked_to_stop() -> Job:
+    """Return a job whose ranks are asked to stop, because B leaves. C has a prepared process."""
+    job = training()
+    notice(job, B)
+    prepared(job)
+    assert job.sent(HoldOrder)
+    return job
+
+
+def continues(job: Job, step: int = 25) -> bool:
+    """Return whether exactly the last event has ordered every living rank to continue, and has fenced none."""
+    ordered = {(order.member_id, order.generation, order.step) for order in job.sent(HoldOver)}
+    living = [member.member_id for member in job.controller.job.roster.living]
+    return ordered == {(member, job.generation, step) for member in living} and not job.sent(Fence)
+
+
+def withdraw(job: Job) -> None:
+    """Withdraw the notice."""
+    notice(job, B, withdrawn=True)
+
+
+def ask_by_a_rank(job: Job) -> None:
+    """Let a rank ask for the exit of the job."""
+    job.post(ExitAsked(member_id=job.members[0], generation=job.generation, source="SIGUSR1"))
+
+
+def ask_by_a_person(job: Job) -> None:
+    """Let a person ask for the exit of the job."""
+    job.post(ExitRun(grace_s=30.0, source="Ctrl-C"))
+
+
+def lose_the_spare(job: Job) -> None:
+    """Lose the node that has the prepared process. No node has room for the rank then."""
+    job.controller.job.liveness.leave(C)
+    job.post(AgentGone(node_id=C))
+
+
+def ask_a_launcher(job: Job) -> None:
+    """Ask the launcher of the node too. Other launchers may be asked in the next seconds, so the move waits."""
+    ask(job, B)
+
+
+GIVEN_UP = (withdraw, ask_by_a_rank, ask_by_a_person, lose_the_spare, ask_a_launcher)
+
+
+@pytest.mark.parametrize("give_up", GIVEN_UP)
+def test_ranks_that_stop_for_a_move_that_is_given_up_continue_at_once(give_up: Callable[[Job], None]) -> None:
+    """Regression: all ranks stood still until the limit of 5 s."""
+    job = asked_to_stop()
+    give_up(job)
+    assert not job.sent(Fence) and not orders(job, HoldOver), "the ranks may not have stopped yet"
+    reach_hold(job)
+    assert continues(job)
+    job.post(Tick(name="depart"), 0.25)
+    assert "fenced" not in kinds(job)
+
+
+def test_a_second_notice_right_after_the_first_stops_the_ranks_once_more() -> None:
+    """The first stop is over when the second move is prepared, so it does not count for it."""
+    job = asked_to_stop()
+    withdraw(job)
+    notice(job, B)
+    reach_hold(job)
+    assert continues(job)
+    prepared(job)
+    assert job.sent(HoldOrder)
+    reach_hold(job)  # repeated by an agent that has connected again
+    assert not job.sent(Fence) and not job.sent(HoldOver)
+    reach_hold(job, 26)
+    assert job.sent(Fence) and not job.sent(HoldOver)
+
+
+def test_a_stop_that_the_first_notice_caused_serves_the_second_one() -> None:
+    """No rank continues before it is ordered to. So it does not matter which of two orders has caused the stop."""
+    job = asked_to_stop()
+    withdraw(job)
+    notice(job, B)
+    prepared(job)
+    reach_hold(job)
+    assert job.sent(Fence) and not job.sent(HoldOver)
+
+
+def test_a_move_that_is_put_off_stops_the_ranks_again_later() -> None:
+    job = asked_to_stop()
+    ask_a_launcher(job)
+    reach_hold(job)
+    assert continues(job)
+    job.post(Tick(name="depart"), 6.0)
+    assert job.sent(HoldOrder)
+    reach_hold(job, 80)
+    assert job.sent(Fence)
+
+
+def test_a_rank_that_connects_again_is_ordered_again_to_continue() -> None:
+    job = asked_to_stop()
+    withdraw(job)
+    hello = WorkerHello(member_id=job.members[1], generation=job.generation, rank=1, pid=7)
+    job.post(hello)
+    assert not job.sent(HoldOver)
+    reach_hold(job)
+    job.post(hello)
+    assert [(order.member_id, order.step) for order in job.sent(HoldOver)] == [(job.members[1], 25)]
+    old = HoldReached(member_id=job.members[0], generation=job.generation, step=25)
+    job.post(FaultSeen(member_id=job.members[0], generation=job.generation, step=25, what="broke"))
+    job.post(Tick(name="grace"), 1.0)
+    assert job.sent(Fence)
+    job.post(hello)
+    assert not job.sent(HoldOver), "the fence has ended every stop"
+    job.post(old)
+    assert not job.sent(HoldOver)
+
+
+def test_the_next_controller_ends_a_stop_that_it_has_not_ordered() -> None:
+    """The agents report the stop again. The controller orders all ranks to continue, also those that connect later."""
+    job = asked_to_stop()
+    second = Job(world_size=2, nnodes=2, voters=(A, B, C), term=2, past=ReplayedState.read(job.records))
+    second.now = job.now
+    for node, rank in ((A, 0), (B, 1), (C, -1)):
+        seen = [MemberSeen(job.members[rank], job.generation, rank, 7, "ready", 25)] if rank >= 0 else []
+        second.post(AgentHello(node_id=node, slots=1, pid=1, members=tuple(seen), host="h", port=7))
+        if rank >= 0:
+            second.post(WorkerHello(member_id=job.members[rank], generation=job.generation, rank=rank, pid=7))
+        if rank == 0:
+            reach_hold(second)
+            assert continues(second)
+    assert [order.member_id for order in orders(second, HoldOver)].count(job.members[1]) == 2
+    assert "fenced" not in kinds(second)
+
+
+def test_ranks_are_not_asked_to_stop_before_their_processes_are_ordered() -> None:
+    """Regression: a notice in the last moments of a recovery stopped all ranks until the processes were built."""
+    job = started()
+    job.hello()
+    job.open(20, live=True)
+    notice(job, B)
+    assert not orders(job, PrepareSeats), "the job has not resumed"
+    trains(job, 21)
+    job.post(Tick(name="depart"), 0.25)
+    assert job.sent(PrepareSeats) and not orders(job, HoldOrder)
+    prepared(job)
+    assert job.sent(HoldOrder)
+
+
+def test_ranks_are_not_asked_to_stop_before_the_processes_for_their_new_places_are_built() -> None:
+    """Regression: the processes of the former places counted."""
+    job = training()
+    notice(job, B)
+    job.post(FaultSeen(member_id=job.members[0], generation=job.generation, step=21, what="broke"))
+    prepared(job)
+    assert "move_prepared" in kinds(job) and not orders(job, HoldOrder)
+    job.post(Tick(name="grace"), 1.0)
+    for member in job.members:
+        job.post(Settled(member_id=member, generation=job.generation, state="ready", step=21))
+    trains(job, 22)
+    job.post(Tick(name="depart"), 0.25)
+    assert [order.generation for order in job.sent(PrepareSeats)] == [job.generation]
+    assert not orders(job, HoldOrder)
+    prepared(job)
+    assert job.sent(HoldOrder)
 
 
 def test_a_node_leaves_while_one_of_its_notices_stands() -> None:

@@ -102,6 +102,7 @@ REMEMBERED = (
     LayoutPublished,
     WorkerFailed,
     StepReached,
+    HoldReached,
     FaultSeen,
     CopiesDiffer,
     Settled,
@@ -132,7 +133,6 @@ UPWARD = (
         StateRefused,
         StateDigests,
         OnceAsked,
-        HoldReached,
     ),
 )
 """Messages from a worker. Every other message that names a member is sent to that worker."""

@@ -158,6 +158,7 @@ class Controller:
                 self._tick(now, event.name)
             case WorkerHello():
                 self.fleet.worker_hello(now, event)
+                self.departures.worker_hello(event)
             case _:
                 self._from_worker(now, event)
         if self.recovery.rules.trains:

@@ -190,6 +190,10 @@ class Checks:
     def _reports(self) -> list[RankReport]:
         return [w.told() for w in (*self.scene.replaced, *(w for _, w in sorted(self.scene.seated.items())))]
 
+    def stood(self, rank: int) -> None:
+        """Refuse a stop for a move that is ended neither by a fence nor by an order of the controller."""
+        raise Violation("no_rank_waits_for_nothing", f"rank {rank} has waited until its time limit")
+
     def _planned(self, record: LogRecord) -> None:
         generation = str(record.data["generation"])
         if generation in self.planned:

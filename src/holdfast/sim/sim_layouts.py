@@ -15,7 +15,7 @@ from holdfast.core.ids import NO_GENERATION, NO_VERSION, LayoutVersion, MemberId
 from holdfast.core.protocol.health_messages import CopiesDiffer, CopyDigest, ranks_text
 from holdfast.core.protocol.layout_messages import Layout, Layouts
 from holdfast.core.protocol.messages import Catalogued, LayoutPublished, Message, Receive
-from holdfast.core.protocol.notices import HoldReached
+from holdfast.core.protocol.notices import HoldOver, HoldReached
 from holdfast.core.worker.layout_agreement import LayoutAgreement, LayoutAnnouncement
 from holdfast.core.worker.step import StepMachine
 from holdfast.core.worker.vote import Ballot, Tally
@@ -53,6 +53,7 @@ class LayoutScene(Protocol):
     whims: random.Random
 
     def catalogued(self, version: LayoutVersion, layouts: Layouts) -> None: ...
+    def stood(self, rank: int) -> None: ...
     def plans(self, save_id: SaveId, version: LayoutVersion, told: bool) -> None: ...
 
 
@@ -69,6 +70,8 @@ class SimLayouts:
         self.told = LayoutAgreement()
         self.have = NO_VERSION
         self.asked = self._stops_in = NO_GENERATION
+        self._over = (NO_GENERATION, 0)  # the newest stop for which no rank waits any longer
+        self._go_on: Callable[[], None] | None = None  # ends the wait of this rank
         self._own = b"0"
         self._layouts = Layouts((), {})
         self._owner = owner
@@ -109,24 +112,40 @@ class SimLayouts:
     def stop(
         self, later: Callable[[float, str, Callable[[], None]], None], go_on: Callable[[], None]
     ) -> bool:
-        """Stop this rank if the last vote ordered all ranks to stop, until a fence or for ``HOLD_S``.
+        """Stop this rank if the last vote ordered all ranks to stop, until a fence or ``HoldOver``, at most ``HOLD_S``.
 
-        Return False if the vote ordered no stop.
+        Return False if the vote ordered no stop, or if the stop is over.
         """
-        here, self._stops_in = self._stops_in, NO_GENERATION
+        here, self._stops_in, self._go_on = self._stops_in, NO_GENERATION, None
         owner = self._owner
         if here == NO_GENERATION or here != owner.machine.generation:
             return False
         if self.asked == here:
             self.asked = NO_GENERATION
             owner.send(HoldReached(member_id=owner.member_id, generation=here, step=owner.machine.step))
+        if self._over == (here, owner.machine.step):
+            return False
 
-        def over() -> None:
-            if owner.machine.generation == here and owner.machine.fenced is None:  # it still stands there
-                go_on()
+        def late() -> None:
+            if self._go_on is go_on and owner.machine.generation == here and owner.machine.fenced is None:
+                self._world.stood(owner.rank)
+                self._end_stop()
 
-        later(HOLD_S, "held", over)
+        self._go_on = go_on
+        later(HOLD_S, "held", late)
         return True
+
+    def stop_over(self, message: HoldOver) -> None:
+        """End the stop that the controller names, also if this rank has not reached it."""
+        owner = self._owner
+        self._over = (message.generation, message.step)
+        if self._over == (owner.machine.generation, owner.machine.step) and owner.machine.fenced is None:
+            self._end_stop()
+
+    def _end_stop(self) -> None:
+        go_on, self._go_on = self._go_on, None
+        if go_on is not None:
+            go_on()
 
     def catalogued(self, message: Catalogued) -> None:
         """Take over the layouts of all ranks from the controller."""

@@ -33,7 +33,7 @@ from holdfast.core.protocol.messages import (
     WorkerFailed,
     WorkerHello,
 )
-from holdfast.core.protocol.notices import HoldOrder
+from holdfast.core.protocol.notices import HoldOrder, HoldOver
 from holdfast.core.worker.decision_orders import (
     CarryOut,
     DecisionOrder,
@@ -241,6 +241,8 @@ class SimWorker(SimTraining):
                 self.came(message.version)
             case HoldOrder():
                 self.holding.asked = message.generation
+            case HoldOver():
+                self.holding.stop_over(message)
             case ExitOrder():
                 self.exit_source = "" if message.cancel else message.source
 

@@ -516,6 +516,10 @@ class World:
                 worker.flipped = worker.wrong = False
             self.collectives.forget_wrong()  # an update of these ranks may be in progress
 
+    def stood(self, rank: int) -> None:
+        """Check a rank whose stop for a move has ended by its time limit."""
+        self.checks.stood(rank)
+
     def catalogued(self, version: LayoutVersion, layouts: Layouts) -> None:
         """Check the layouts of all ranks that a rank has received."""
         self.checks.catalogued(version, layouts)

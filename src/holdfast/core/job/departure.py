@@ -6,6 +6,10 @@ agree by a vote to stop at the end of a step. Third, the old processes are kille
 new ones into their seats. Every rank is at one committed step, so no step is repeated. When the job has resumed, the
 node is given up without waiting for its silence.
 
+The order to stop cannot be taken back, because the vote may have carried it already. So the report of the stop is
+answered, whatever has come in between: a move fences the ranks, or they are ordered to continue. The answer names the
+step before which they wait, so it cannot end a later stop.
+
 A scheduler that ends a job of several nodes signals all launchers at nearly the same time. A scheduler that takes away
 one node signals one launcher. Only the other launchers show which of the two it is. So the first request waits
 ``depart_s`` for further ones, while training continues.
@@ -16,6 +20,7 @@ Invariants:
 3. Nodes depart one after the other: each loses its vote before the next.
 4. A notice that only waits changes nothing: ranks are placed as without it.
 5. A node that is left out because it failed too often loses its ranks by a move, and stays in the job.
+6. The event that reports a stop of all ranks also ends it, also if another controller has ordered the stop.
 """
 
 from __future__ import annotations
@@ -30,15 +35,16 @@ from holdfast.core.ids import NO_GENERATION, Generation, MemberId, NodeId
 from holdfast.core.job.fault import Fault
 from holdfast.core.job.job_state import Job
 from holdfast.core.job.leaving import LeavingAnswer, LeavingFacts, answer_notice
-from holdfast.core.job.membership import node_order
+from holdfast.core.job.membership import Member, node_order
 from holdfast.core.job.node_faults import take_back
 from holdfast.core.job.node_tracker import NodeTracker
 from holdfast.core.job.recovery import Recovery
 from holdfast.core.job.shutdown import Shutdown
-from holdfast.core.protocol.messages import Assignment, EndRun, ExitRun
+from holdfast.core.protocol.messages import Assignment, EndRun, ExitRun, WorkerHello
 from holdfast.core.protocol.notices import (
     BY_HAND,
     HoldOrder,
+    HoldOver,
     HoldReached,
     Notice,
     NoticeOver,
@@ -72,8 +78,8 @@ class Move(msgspec.Struct, kw_only=True):
     """The departure of one node, while it is in progress."""
 
     node_id: NodeId
-    since_s: float
-    orders: tuple[PrepareSeats, ...] = ()
+    since_s: float  # time of the newest orders; before the first ones, of the move
+    orders: tuple[PrepareSeats, ...] | None = None  # None: not sent yet
     ready: dict[NodeId, tuple[int, ...]] = {}  # ranks with a prepared process, by the node of that process
     failed: str = ""
     # The generation in which all ranks were asked to stop at the end of a step.
@@ -84,7 +90,7 @@ class Move(msgspec.Struct, kw_only=True):
     @property
     def is_prepared(self) -> bool:
         """True if every rank has a process that was built for it."""
-        return all(
+        return self.orders is not None and all(
             {seat.rank for seat in order.members} <= set(self.ready.get(order.node_id, ()))
             for order in self.orders
         )
@@ -104,6 +110,7 @@ class Departures:
         self._standing: dict[tuple[NodeId, str], StandingNotice] = {}
         self._window_s = 0.0  # no launcher's node departs before this
         self._move: Move | None = None
+        self._over: tuple[Generation, int] = (NO_GENERATION, 0)  # the newest stop that was ended by HoldOver
         self._departed: NodeId | None = None  # the voters may still include it
         self._save_s = 0.0  # of the longest save so far
 
@@ -164,7 +171,7 @@ class Departures:
     def seats_prepared(self, now: float, event: SeatsPrepared) -> None:
         """Record that an agent has built processes for a move, or why it could not."""
         move = self._move
-        if move is None or event.node_id not in {order.node_id for order in move.orders}:
+        if move is None or event.node_id not in {order.node_id for order in move.orders or ()}:
             return
         was = move.is_prepared
         move.ready = {**move.ready, event.node_id: event.ranks}
@@ -180,11 +187,30 @@ class Departures:
         self.look(now)
 
     def holding(self, now: float, event: HoldReached) -> None:
-        """Record that all ranks have stopped at one step."""
-        if self._move is not None and self._move.asked_in == event.generation:
-            self._move.holds = True
-            self.job.record("holding", node=str(self._move.node_id), step=event.step)
+        """End the stop of all ranks before one step: by the move that needs it, or by the order to continue."""
+        job, move, here = self.job, self._move, (event.generation, event.step)
+        if here <= self._over:
+            return  # repeated by an agent
+        if move is not None and move.asked_in == event.generation:
+            move.holds = True
+            job.record("holding", node=str(move.node_id), step=event.step)
             self.look(now)
+            if job.generation != event.generation:
+                return  # all are fenced
+            move.asked_in, move.holds = NO_GENERATION, False
+        self._over = here
+        for member in job.roster.living:
+            self._tell_continue(member)
+
+    def worker_hello(self, event: WorkerHello) -> None:
+        """Repeat the order to continue, which may have been lost with the last connection of this worker."""
+        member = self.job.roster.get(event.member_id)
+        if member is not None and self.job.generation == self._over[0] != NO_GENERATION:
+            self._tell_continue(member)
+
+    def _tell_continue(self, member: Member) -> None:
+        generation, step = self._over
+        self.job.send(member, HoldOver(member_id=member.member_id, generation=generation, step=step))
 
     def saved(self, duration_s: float) -> None:
         """Note how long a share of a checkpoint took, in seconds."""
@@ -343,7 +369,8 @@ class Departures:
         job.leaving = set(gone)
         last = facts.left_s is not None and facts.left_s <= LAST_S
         if answer in ("prepare", "move") and self._is_smooth and phase == "idle":
-            self._prepare(self._move)
+            self._prepare(now, self._move)
+            answer = answer_notice(msgspec.structs.replace(facts, prepared=self._is_prepared(now, node_id)))
         if answer == "prepare" or (facts.at_once and now < self._window_s):
             return
         if answer == "leave":
@@ -355,7 +382,7 @@ class Departures:
         elif answer != "leave" and phase == "idle" and self._held(now, self._move, facts):
             self._swap(now, node_id, source)
 
-    def _prepare(self, move: Move) -> None:
+    def _prepare(self, now: float, move: Move) -> None:
         """Order the processes that will take the ranks of the node. Repeat this only when the places change."""
         job = self.job
         members = job.roster.on_node(move.node_id)
@@ -375,7 +402,7 @@ class Departures:
             for node_id in sorted(seats, key=node_order)
         )
         if orders != move.orders:
-            move.orders, move.ready = orders, {}
+            move.orders, move.ready, move.failed, move.since_s = orders, {}, "", now
             for order in orders:
                 job.send_node(order.node_id, order)
 
@@ -423,7 +450,7 @@ class Departures:
             job.cancel(TIMER)
         if move is None:
             return
-        for order in move.orders:
+        for order in move.orders or ():
             job.send_node(order.node_id, msgspec.structs.replace(order, members=()))
 
     def _tell_over(self, node_id: NodeId, source: str = "") -> None:

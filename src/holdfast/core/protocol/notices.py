@@ -83,8 +83,16 @@ class HoldOrder(Message, frozen=True):
 class HoldReached(Message, frozen=True):
     """Answer to :class:`HoldOrder`: all ranks have agreed in a vote.
 
-    This rank waits before ``step`` for a short time.
+    This rank waits before ``step`` for a short time. The controller answers with a fence or with :class:`HoldOver`.
     """
+
+    member_id: MemberId
+    generation: Generation
+    step: int
+
+
+class HoldOver(Message, frozen=True):
+    """Order to one worker: no seats are changed, do not wait before ``step`` any longer. It names one stop only."""
 
     member_id: MemberId
     generation: Generation

@@ -84,11 +84,12 @@ class OrderTasks:
         while (task := self._next()) is not None:
             match task:
                 case CarryOut():
-                    if self._worker.steps.fenced == task.order.settle.generation:
+                    if self._is_in_force(task):
                         self.calls.carry_out(task)
                     self.end_serving(self._report(OrderEnded(task.order.settle.generation)))
                 case RefuseOrder():
-                    self.calls.refuse(task)
+                    if self._is_in_force(task):
+                        self.calls.refuse(task)
                 case LookAtWeights():
                     self._report(WeightsSeen(self.calls.trained()))
 
@@ -98,6 +99,10 @@ class OrderTasks:
             if isinstance(command, EndServing):
                 self.calls.end_serving()
                 self._report(ServingEnded(command.generation))
+
+    def _is_in_force(self, task: CarryOut | RefuseOrder) -> bool:
+        """Return whether the fence of the order still holds."""
+        return self._worker.steps.fenced == task.order.settle.generation
 
     def _next(self) -> Task | None:
         """Wait for the next command. Return None if no order is left."""
