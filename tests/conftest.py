@@ -1,20 +1,38 @@
-"""Order of the whole suite, a logger that each test finds unchanged, and a tiny disk."""
+"""Order of the whole suite, zygotes that are forked, a logger that each test finds unchanged, and a tiny disk."""
 
 from __future__ import annotations
 
 import logging
 import subprocess
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+
+from tests.zygotes.server import forked_zygotes
+
+OTHER_ENVIRONMENTS = frozenset({"frameworks", "gpu"})
+"""Directories of tests that start each zygote as users do."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Sort files with many jobs of processes first, so that one pytest worker does not run them alone at the end."""
     jobs = Counter(item.path for item in items if item.get_closest_marker("processes") is not None)
     items.sort(key=lambda item: (not jobs[item.path], item.path.parent.name != "drill", -jobs[item.path]))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Fork the zygotes of the test's jobs, and of its fixtures', from one process that has imported torch."""
+    forks = (
+        item.get_closest_marker("processes") is not None
+        and item.get_closest_marker("executes_zygotes") is None
+        and OTHER_ENVIRONMENTS.isdisjoint(item.path.parts)
+    )
+    with forked_zygotes() if forks else nullcontext():
+        return (yield)
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,15 @@ def as_from_a_terminal() -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("signals", [("SIGTERM",), ("SIGHUP",), ("SIGINT", "SIGINT"), ("SIGINT", "SIGTERM")])
+@pytest.mark.parametrize(
+    "signals",
+    [
+        ("SIGTERM",),
+        pytest.param(("SIGHUP",), marks=pytest.mark.more),
+        ("SIGINT", "SIGINT"),
+        pytest.param(("SIGINT", "SIGTERM"), marks=pytest.mark.more),
+    ],
+)
 def test_a_drill_that_is_told_to_end_leaves_nothing(tmp_path: Path, signals: tuple[str, ...]) -> None:
     (tmp_path / "train.py").write_text(WAITS)
     process = subprocess.Popen(

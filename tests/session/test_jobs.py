@@ -14,7 +14,7 @@ from holdfast.exit_codes import Exit
 from holdfast.store.manage.checkpoint_root import Root
 from tests.session.launch import run_job, run_torchrun
 
-pytestmark = [pytest.mark.torch, pytest.mark.processes]
+pytestmark = [pytest.mark.torch, pytest.mark.processes, pytest.mark.executes_zygotes]
 
 JOB = str(Path(__file__).with_name("job.py"))
 BIN = Path(sys.executable).parent

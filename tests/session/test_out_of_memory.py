@@ -12,7 +12,7 @@ import pytest
 from holdfast.exit_codes import Exit
 from tests.session.launch import run_job
 
-pytestmark = [pytest.mark.torch, pytest.mark.processes]
+pytestmark = [pytest.mark.torch, pytest.mark.processes, pytest.mark.executes_zygotes]
 
 JOB = str(Path(__file__).with_name("mistake_job.py"))
 GROUPS = (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup"))

@@ -24,7 +24,7 @@ from holdfast.runtime.worker.worker_client import WorkerClient
 from holdfast.session.session import Session
 from tests.runtime.runs import exists, until
 
-pytestmark = [pytest.mark.torch, pytest.mark.processes]
+pytestmark = [pytest.mark.torch, pytest.mark.processes, pytest.mark.executes_zygotes]
 
 JOB = str(Path(__file__).with_name("spare_job.py"))
 ROOT = Path(__file__).parents[2]

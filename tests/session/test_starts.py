@@ -138,13 +138,31 @@ def test_torchrun_over_two_nodes_saves_when_a_rank_dies_and_the_next_start_resum
 @pytest.mark.parametrize(
     ("env", "words"),
     [
-        (mpi(5, 8), ("UsageError: 8 processes were started (OMPI_COMM_WORLD_RANK=5, OMPI_COMM_WORLD_SIZE=8)",)),
-        ({"RANK_ID": "5", "RANK_SIZE": "8"}, ("RANK_ID=5, RANK_SIZE=8", "holdfast run")),
-        ({"RANK_ID": "5"}, ("UsageError: RANK_ID=5", "RANK_SIZE is not set")),
-        ({"RANK": "0", "WORLD_SIZE": "1", **mpi(0, 8)}, ("WORLD_SIZE=1", "OMPI_COMM_WORLD_SIZE=8")),
+        pytest.param(
+            mpi(5, 8),
+            ("UsageError: 8 processes were started (OMPI_COMM_WORLD_RANK=5, OMPI_COMM_WORLD_SIZE=8)",),
+            id="mpirun",
+        ),
+        pytest.param(
+            {"RANK_ID": "5", "RANK_SIZE": "8"},
+            ("RANK_ID=5, RANK_SIZE=8", "holdfast run"),
+            id="run.sh",
+            marks=pytest.mark.more,
+        ),
+        pytest.param(
+            {"RANK_ID": "5"},
+            ("UsageError: RANK_ID=5", "RANK_SIZE is not set"),
+            id="half",
+            marks=pytest.mark.more,
+        ),
+        pytest.param(
+            {"RANK": "0", "WORLD_SIZE": "1", **mpi(0, 8)},
+            ("WORLD_SIZE=1", "OMPI_COMM_WORLD_SIZE=8"),
+            id="contradiction",
+            marks=pytest.mark.more,
+        ),
     ],
-    ids=["mpirun", "run.sh", "half", "contradiction"],
-)  # fmt: skip
+)
 def test_one_of_eight_never_trains_alone(tmp_path: Path, env: dict[str, str], words: tuple[str, ...]) -> None:
     done = subprocess.run(
         [sys.executable, "-c", ALONE], env={**variables(), **env}, cwd=tmp_path, capture_output=True, text=True,

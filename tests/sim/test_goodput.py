@@ -67,7 +67,9 @@ def test_command_runs_the_faults_of_a_file(capfd: pytest.CaptureFixture[str], tm
     assert "no such fault" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize(("ranks", "seed"), [(256, 1), (1024, 2), (4096, 7)])
+@pytest.mark.parametrize(
+    ("ranks", "seed"), [(256, 1), (1024, 2), pytest.param(4096, 7, marks=pytest.mark.more)]
+)
 def test_large_worlds_recover(ranks: int, seed: int) -> None:
     faults = (SimFault(kind="kill", at_s=0.5, rank=ranks // 2),)
     result = run_sim(ranks, seed, faults, until=3)
