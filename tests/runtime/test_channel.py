@@ -383,11 +383,12 @@ def test_a_message_sent_before_the_end_is_read_although_a_write_fails_first(run:
         # The loop does not run between the end of the worker and the fence.
         worker.send(JoinAsked(member_id=ME, generation=FIRST))
         worker.close()
-        assert channel.unread
+        unread = [channel.unread]
         channel.send(Fence(member_id=ME, generation=SECOND, reason="another rank failed"))
-        assert channel.unread, "the member is not reported as dead before its last message is read"
+        unread.append(channel.unread)
         await asyncio.wait_for(over.wait(), 10.0)
-        assert not channel.unread
+        unread.append(channel.unread)
+        assert unread == [True, True, False], "a member is reported as dead after its last message is read"
         server.close()
         await hub.close(1.0)
 
