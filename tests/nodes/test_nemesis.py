@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 
 import pytest
 
-from tests.nodes.cables import why_not
+from holdfast.errors import InternalError
+from holdfast.event_log import Event
+from tests.nodes.cables import Network, why_not
 from tests.soak import nemesis
 from tests.soak.injections import HOLDS_S, HOSTS, KILLS, KINDS, NEVER, Tally, draw
 
@@ -35,6 +38,28 @@ def test_the_table_has_a_row_for_each_kind_also_for_those_that_were_not_possible
     assert "| bridge | 2 | 2 | 2.00 | 3.00 | continued |" in rows
     assert "| killed rank | 1 | 0 | - | - | **failed 1 times** |" in rows
     assert sum("not available here" in row for row in rows) == len(NEVER)
+
+
+@pytest.mark.parametrize(
+    ("kind", "data", "problem"),
+    [
+        ("planned", {"step": 8, "line": "2.5"}, "step 8 was decided after step 10"),
+        ("resumed", {"step": 9}, "resumed on host 1 by a controller that is alone"),
+        ("controller_broken", {"error": "KeyError"}, "controller_broken on host 1: KeyError"),
+        ("planned", {"step": 9, "line": "2.5"}, ""),
+        ("planned", {"step": 8, "line": "1.5"}, ""),
+        ("planned", {"step": 8}, ""),
+    ],
+)
+def test_lines_of_a_log_that_break_an_invariant_are_found(
+    tmp_path: Path, kind: str, data: dict[str, object], problem: str
+) -> None:
+    """A decision of a controller that was deposed, or is alone, is not one of the job."""
+    training = nemesis.Training(Network(3), tmp_path / "base", "3", 20, Tally(), disks=False)
+    training.take(1, Event(1, 1, 0.0, 0.0, "controller", "controller_started", {"line": "2.1"}))
+    training.newest = 10
+    with pytest.raises(InternalError, match=problem) if problem else nullcontext():
+        training.take(1, Event(1, 2, 0.0, 0.0, "controller", kind, data))
 
 
 @pytest.mark.processes

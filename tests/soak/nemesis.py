@@ -219,18 +219,18 @@ class Training:
         Raises:
             InternalError: the job broke an invariant.
         """
-        codes = [command.poll() for command in self.hosts.commands.values()]
-        for index, code in enumerate(codes):
+        codes = {index: command.poll() for index, command in self.hosts.commands.items()}
+        for index, code in codes.items():
             if code not in (None, Exit.OK, *LEFT):
                 raise InternalError(f"host {index} has ended with {code}: {self.hosts.output(index)[-500:]}")
-        self._gone |= {index for index, code in enumerate(codes) if code in LEFT}
-        if len(self._gone) == HOSTS and Exit.OK not in codes:
+        self._gone |= {index for index, code in codes.items() if code in LEFT}
+        if len(self._gone) == HOSTS and Exit.OK not in codes.values():
             raise InternalError("all hosts have left, one after the other")
         for index, run in enumerate(self._runs):
             known = len(run.events)
             run.poll()
             for event in run.events[known:]:
-                self._take(index, event)
+                self.take(index, event)
         newest = max(self.hosts.committed(index) for index in range(HOSTS))
         if newest > self.newest:
             now_s = time.monotonic()
@@ -244,7 +244,12 @@ class Training:
         """Return the time since the newest step was committed."""
         return time.monotonic() - self._moved_s
 
-    def _take(self, index: int, event: Event) -> None:
+    def take(self, index: int, event: Event) -> None:
+        """Use one line of the log of a host.
+
+        Raises:
+            InternalError: the job broke an invariant.
+        """
         if event.kind in ("controller_broken", "agent_broken"):
             raise InternalError(f"{event.kind} on host {index}: {event.data['error']}")
         line = str(event.data.get("line", ""))
@@ -290,14 +295,13 @@ class Training:
 
     def _start_again(self, index: int) -> None:
         self.again += 1
+        self._gone.add(index)  # this end may be newer than the last look
         place = self.hosts.run(index).path
-        earlier = place.stat().st_ino
+        earlier = _inode(place)
         del self.hosts.commands[index]  # otherwise the start uses another directory than that of the disk
         self.hosts.start(index)
         until_s = time.monotonic() + SETTLED_S_MAX
-        while (
-            not place.exists() or place.stat().st_ino == earlier
-        ):  # the log there is that of the earlier start
+        while _inode(place) in (earlier, 0):  # the log there is that of the earlier start
             self.watch()
             if time.monotonic() > until_s:
                 raise InternalError(f"host {index} does not start again")
@@ -336,6 +340,14 @@ class Training:
         if len(digests) != 1:
             raise InternalError(f"the ranks have {len(digests)} different weights")
         return digests.pop()
+
+
+def _inode(place: Path) -> int:
+    """Return the inode of a directory; 0: it does not exist."""
+    try:
+        return place.stat().st_ino
+    except FileNotFoundError:
+        return 0
 
 
 def work(
