@@ -24,7 +24,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # Without those that are refused by name, and the one that ends its training early.
 CHAOS_SCRIPTS = $(addprefix --script ,$(filter-out %/prefetch.py %/tensor_parallel.py %/early_stop.py,$(wildcard $(CURDIR)/tests/others/adapted/*.py)))
 
-.PHONY: help venv drill test more check gpu frameworks torches matrix flips s3 soak memory soak-hang spares soak-store soak-s3 fuzz-store chaos samples partitions lost-nodes slurm ray bench bench-plots clean storm sim-night
+.PHONY: help venv drill test more check gpu frameworks torches matrix flips s3 soak memory soak-hang spares soak-store soak-s3 fuzz-store chaos samples partitions nemesis lost-nodes slurm ray bench bench-plots clean storm sim-night
 
 help:  ## show this list
 	@grep -E '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## /  make \1\t/' | expand -t 22
@@ -87,6 +87,10 @@ storm: venv  ## second and third kills inside every phase of a recovery, then a 
 
 partitions: venv  ## several hosts as network namespaces: cables cut, cut one way, 30 % loss, a witness (4 minutes, root)
 	HOLDFAST_PARTITIONS=1 $(VENV)/bin/python -m pytest tests/nodes -s
+
+nemesis: venv  ## three hosts with ranks: cut, slow and torn networks, stopped and killed processes, full and frozen disks (30 minutes, root; MINUTES=5, SEED=2)
+	mkdir -p runs
+	cd runs && PYTHONPATH=$(CURDIR) $(abspath $(VENV))/bin/python -m tests.soak.nemesis --run-dir . --minutes $(or $(MINUTES),30) --seed $(or $(SEED),1)
 
 lost-nodes: venv  ## seconds from the loss of a node to the next step at full size, a spare waits (3 minutes, root)
 	$(VENV)/bin/python -m tests.nodes.lost

@@ -274,3 +274,22 @@ def test_a_candidate_names_the_newest_line_of_its_log() -> None:
 def agent_like(machine: Election) -> Election:
     """A copy, which votes on its own."""
     return machine.copy()
+
+
+def test_a_voter_does_not_send_others_to_a_controller_that_it_cannot_reach() -> None:
+    """Regression: two voters named the lost leader to each other in turn, and elected none for up to 50 s."""
+    lead = Lead(leader=A, term=1, host="h", port=1)
+    ask = RequestVote(
+        candidate=C, term=2, electorate=VoterSet(0, 1, (A, B, C), False), trial=True, log=(0, 0)
+    )
+    voter = agent(B, msgspec.structs.replace(nodes(A, B, C), term=1))
+    post(voter, lead)
+    (refused,) = said(post(voter, ask), VoteReply)
+    assert isinstance(refused[1], VoteReply) and not refused[1].granted, "it follows a leader"
+    post(voter, LeaderLost())
+    assert Follow(lead=lead) in post(voter, lead), "another voter still names that leader"
+    answers = post(voter, ask)
+    assert not said(answers, Lead)
+    assert said(answers, VoteReply) == [("node:node2", VoteReply(voter=B, term=2, trial=True, granted=True))]
+    post(voter, Tick(name="doubt"))
+    assert said(post(voter, ask), Lead) == [("node:node2", lead)], "its new connection has held"

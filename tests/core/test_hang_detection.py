@@ -11,6 +11,7 @@ from holdfast.core.ids import NodeId
 from holdfast.core.protocol.health_messages import (
     LAST_LOOK,
     CollectEvidence,
+    CollectiveSeen,
     Evidence,
     Late,
     ProgressResumed,
@@ -35,6 +36,7 @@ from holdfast.core.protocol.messages import (
 )
 from holdfast.core.watch.hang_detection import GATHER_S
 from tests.core.test_controller import NODE, Job
+from tests.core.test_nodes import A, B, started
 
 
 def stalled(job: Job, idle_s: float = 2.0) -> Stalled:
@@ -124,6 +126,32 @@ def test_a_hang_of_all_at_the_same_step_twice_ends_the_run() -> None:
     assert (
         verdict["action"] == "stop_user_bug" and "the same hang at step 5 twice: Hang: " in verdict["reason"]
     )
+
+
+@pytest.mark.parametrize(("second", "action"), [("world", "retry_in_place"), ("other", "stop_user_bug")])
+def test_a_hang_of_all_in_one_collective_between_nodes_is_tried_again(second: str, action: str) -> None:
+    """Regression, found by ``make nemesis``: 3 s of a bad cable ended the run as a bug of its script."""
+    job = started()
+    for rank, (member, node) in enumerate(zip(job.members, (A, B), strict=True)):
+        job.post(MemberStarted(member_id=member, node_id=node, pid=100 + member))
+        job.post(WorkerHello(member_id=member, generation=job.generation, rank=rank, pid=100 + member))
+    job.open(0)
+    for step in (1, 5, 5):
+        for member in job.members:
+            job.post(StepReached(member_id=member, generation=job.generation, step=step))
+        if step == 1:
+            continue
+        for node in (A, B):
+            job.post(msgspec.structs.replace(stalled(job), node_id=node))
+        number = job.sent(CollectEvidence)[0].number
+        whole = evidence(job, number)
+        for node, one, group in zip((A, B), whole.ranks, ("world", second), strict=True):
+            waits = CollectiveSeen(group, 173, "all_reduce of 577 float32", under_way=True)
+            ranks = (msgspec.structs.replace(one, collectives=(waits,)),)
+            job.post(Evidence(node_id=node, number=number, ranks=ranks))
+        for rank in range(2):
+            job.settle(rank, "aborted", 5)
+    assert job.record("verdict")["action"] == action
 
 
 def test_when_all_compute_it_is_slow_and_looked_at_again_later() -> None:

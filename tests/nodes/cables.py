@@ -1,13 +1,15 @@
 """A network of several hosts on one machine. Its cables can be cut in one or both directions, or lose packets.
 
 Every host is a network namespace with a TAP device. A thread copies the frames from each device to the others,
-according to the state of the cables. ``tun`` is the only kernel module needed, and the loss rate is exact.
+according to the state of the cables. ``tun`` is the only kernel module needed, and the loss rate is exact. The thread
+can also delay, repeat and reorder frames, so a kernel without netem is enough.
 """
 
 from __future__ import annotations
 
 import ctypes
 import fcntl
+import heapq
 import os
 import random
 import select
@@ -16,14 +18,17 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 CLONE_NEWNET = 0x40000000
 TUNSETIFF = 0x400454CA
 IFF_TAP, IFF_NO_PI = 0x0002, 0x1000
 FRAME_SIZE_BYTES_MAX = 65536
+OVERTAKEN_S = 0.05  # a frame that others overtake arrives so much later
 NAMES = Path("/etc/netns")  # ip(8) mounts its files over those of /etc
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -42,15 +47,27 @@ def why_not() -> str:
     return ""
 
 
+class Weather(NamedTuple):
+    """The treatment of all frames that arrive."""
+
+    delay_s: float = 0.0
+    doubled: float = 0.0  # share of frames that arrive twice
+    overtaken: float = 0.0  # share of frames that arrive after later ones
+
+
 class Network:
     """A network of ``count`` hosts with the addresses 10.77.0.1 and following. Use it as a context manager."""
 
     def __init__(self, count: int, seed: int = 0) -> None:
         self.names = [f"hf{os.getpid()}n{i}" for i in range(count)]
         self.loss: dict[tuple[int, int], float] = {}  # (from, to) -> share of frames that are lost
+        self.weather = Weather()
         self.carried = self.dropped = 0
         self.recorded: list[bytes] | None = None  # all frames that were carried; None: they are not recorded
         self._taps: list[int] = []
+        self._late: list[
+            tuple[float, int, int, bytes]
+        ] = []  # a heap: time due, number of the frame, device, frame
         self._random = random.Random(seed)
         self._stop_read, self._stop_write = os.pipe()
         self._thread = threading.Thread(target=self._carry, daemon=True)
@@ -110,6 +127,14 @@ class Network:
             if to_it:
                 self.loss[other, index] = loss
 
+    def part(self, one: int, other: int) -> None:
+        """Cut the cable between two hosts, which both still reach all others."""
+        self.loss[one, other] = self.loss[other, one] = 1.0
+
+    def calm(self) -> None:
+        """Repair all cables, and treat frames well."""
+        self.loss, self.weather = {}, Weather()
+
     def lose(self, share: float) -> None:
         """Make every cable lose this share of its frames, in both directions."""
         count = range(len(self.names))
@@ -120,7 +145,7 @@ class Network:
         for fd in (*self._taps, self._stop_read):
             poller.register(fd, select.POLLIN)
         while True:
-            for fd, _ in poller.poll():
+            for fd, _ in poller.poll(self._until_due_ms()):
                 if fd == self._stop_read:
                     return
                 self._forward(self._taps.index(fd), os.read(fd, FRAME_SIZE_BYTES_MAX))
@@ -135,7 +160,26 @@ class Network:
             self.carried += 1
             if self.recorded is not None:
                 self.recorded.append(frame)
+            self._deliver(tap, frame)
+
+    def _deliver(self, tap: int, frame: bytes) -> None:
+        weather = self.weather
+        for _ in range(1 + self._happens(weather.doubled)):
+            wait_s = weather.delay_s + OVERTAKEN_S * self._happens(weather.overtaken)
+            if wait_s:
+                heapq.heappush(self._late, (time.monotonic() + wait_s, self.carried, tap, frame))
+            else:
+                os.write(tap, frame)
+
+    def _happens(self, share: float) -> bool:
+        return share > 0.0 and self._random.random() < share
+
+    def _until_due_ms(self) -> float | None:
+        """Deliver the late frames that are due. Return the time until the next one; None: there is none."""
+        while self._late and self._late[0][0] <= time.monotonic():
+            _, _, tap, frame = heapq.heappop(self._late)
             os.write(tap, frame)
+        return max(1.0, 1000 * (self._late[0][0] - time.monotonic())) if self._late else None
 
 
 def _ip(*words: str) -> None:

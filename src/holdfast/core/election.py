@@ -90,6 +90,7 @@ class ElectionConfig(msgspec.Struct, frozen=True, kw_only=True):
         3.0  # wait of a voter for the elected controller; its agent asks again each ``retry_s``
     )
     starting_s_max: float = 60.0
+    doubt_s: float = 4.0  # longer than a connection to a controller may take
     alone_s: float = 8.0  # time without a leader after which the witness is asked, or the agent gives up
 
 
@@ -102,6 +103,7 @@ class Election:
         self.kept = kept
         self.role: Role = "follower"
         self.lead: Lead | None = None
+        self._doubted: Lead | None = None  # this agent has lost its connection to that controller
         self._granted: frozenset[NodeId] = frozenset()
         self._acks: frozenset[NodeId] = frozenset()
         self._up: frozenset[NodeId] = frozenset()
@@ -191,6 +193,9 @@ class Election:
     def _search(self, *, was_leader: bool) -> None:
         """Campaign, or wait for the turn to campaign, because this agent knows no leader."""
         gone = "" if self.lead is None or was_leader else self.lead.leader
+        if self.lead is not None and not was_leader:
+            self._doubted = self.lead
+            self._cancel("doubt")
         self.lead = None
         self.role = "follower"
         self._timer("alone", self.config.alone_s)
@@ -257,7 +262,9 @@ class Election:
         )
         outdated = kept.electorate is not None and ask.electorate < kept.electorate
         outdated = outdated or ask.log < self._log
-        granted = unspent and not outdated and self.lead is None and self.role != "leader"
+        # Two voters would otherwise send each other to a controller that neither can reach, one after the other.
+        lead = None if self.lead == self._doubted else self.lead
+        granted = unspent and not outdated and lead is None and self.role != "leader"
         granted = granted and not (ask.trial and self._waits)
         if granted and not ask.trial:
             electorate = kept.electorate if kept.electorate is not None else ask.electorate
@@ -265,11 +272,12 @@ class Election:
             if (kept.term, kept.voted_for) != (ask.term, ask.candidate):
                 self._keep(term=ask.term, voted_for=ask.candidate, electorate=electorate, committed=committed)
             self.role = "follower"
+            self.lead = None
             self._wait()
         term = ask.term if granted else self.kept.term
         self._send(ask.candidate, VoteReply(voter=self.me, term=term, trial=ask.trial, granted=granted))
-        if not granted and self.lead is not None:
-            self._send(ask.candidate, self.lead)
+        if not granted and lead is not None:
+            self._send(ask.candidate, lead)
 
     def _wait(self) -> None:
         """Wait for the start of the elected agent's controller.
@@ -322,6 +330,8 @@ class Election:
             self._out.append(StepDown(reason=f"{lead.leader} leads in term {lead.term}"))
         self.role = "follower"
         self.lead = lead
+        if lead == self._doubted:
+            self._timer("doubt", self.config.doubt_s)
         self._waits = False
         self._cancel("campaign", "alone")
         self._out.append(Follow(lead=lead))
@@ -331,6 +341,8 @@ class Election:
             self._publish()
         elif name == "starting":
             self._say_it_starts()
+        elif name == "doubt":
+            self._doubted = None  # the connection was not lost again
         elif self.lead is not None or self.role == "leader":
             return
         elif name == "campaign":

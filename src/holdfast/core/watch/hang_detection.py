@@ -169,6 +169,12 @@ class Hangs:
         place = one.where or one.phase
         return place if self.job.session else f"{place}, collective {one.sequence}"
 
+    def _is_between_nodes(self, ranks: Sequence[RankEvidence]) -> bool:
+        """Return True if all ranks wait in the same collective, and their job has several nodes."""
+        waits = {(c.group, c.number, c.what) for e in ranks for c in e.collectives if c.under_way}
+        entered = all(any(c.under_way for c in e.collectives) for e in ranks)
+        return len(waits) == 1 and entered and len(self.job.roster.nodes) > 1
+
     def _idle_s(self) -> float:
         return min((s.idle_s for s in self._stalled.values()), default=0.0)
 
@@ -220,8 +226,9 @@ class Hangs:
             first = min(ranks, key=lambda e: (e.step, PLACE.get(e.phase, 0), e.rank))
             fault = Fault.of(members[first.rank], "hang", f"hangs with all others: {verdict.reason}", now)
             fault.at_s, fault.step, fault.phase = since_s, first.step, first.phase
-            # While ranks return to a step, no code of the script hangs: the next rung may succeed.
-            if all(e.phase != "resuming" for e in ranks):
+            # Neither while ranks return to a step nor where a network fails does code of the script hang: the next
+            # attempt may succeed.
+            if all(e.phase != "resuming" for e in ranks) and not self._is_between_nodes(ranks):
                 fault.failure = Failure(
                     rank=first.rank,
                     step=first.step,
