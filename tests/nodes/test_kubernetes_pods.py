@@ -95,8 +95,8 @@ def test_a_taint_moves_the_ranks_to_the_pod_that_waits(net: Network, api: ApiSer
         assert leaves.data["source"] == "Kubernetes: taint ToBeDeletedByClusterAutoscaler"
         assert pods.wait_event(0, "recovered").data["kind"] == "leave"
         assert [e.data["steps_lost"] for e in pods.events(0, "restored")] == [0, 0]
-        states = [shown["holdfast.io/state"] for shown in api.patches]
-        assert "leaving" in states and states[-1] == "ended"
+        # A move may be over before the pod shows that it leaves.
+        assert api.patches[-1]["holdfast.io/state"] == "ended"
         pods.let_end()
         assert [pods.wait(0), pods.wait(2)] == [0, 0], pods.output(0)
     assert (tmp_path / "out-0").read_text() == (tmp_path / "out-1").read_text()
@@ -113,6 +113,7 @@ def test_a_pod_that_is_deleted_without_a_spare_saves_the_job_before_its_grace_en
         pods.wait_step(0, 3)
         api.put("nodes", "gpu-1", TAINT)
         pods.wait_event(0, "node_leaves")
+        until("the pod shows that it leaves", lambda: state(api) == "leaving")
         api.put("nodes", "gpu-1", {"spec": {"taints": []}})
         pods.wait_event(0, "node_stays")
         assert not {"fenced", "exit_requested", "node_left"} & {event.kind for event in pods.events(0)}
