@@ -26,7 +26,7 @@ TENSORS = {
 @pytest.mark.parametrize("name", TENSORS)
 def test_bytes_are_those_of_the_tensor(name: str) -> None:
     """An area is filled only after the host has emptied it, so at most two copies have begun."""
-    areas = (torch.zeros(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8))
+    areas = memoryview(bytearray(64)), memoryview(bytearray(64))
     begun, ended = 0, 0
 
     def mark() -> Callable[[], None]:

@@ -65,9 +65,8 @@ class Network:
         self.carried = self.dropped = 0
         self.recorded: list[bytes] | None = None  # all frames that were carried; None: they are not recorded
         self._taps: list[int] = []
-        self._late: list[
-            tuple[float, int, int, bytes]
-        ] = []  # a heap: time due, number of the frame, device, frame
+        # A heap: time due, number of the frame, device, frame.
+        self._late: list[tuple[float, int, int, bytes]] = []
         self._random = random.Random(seed)
         self._stop_read, self._stop_write = os.pipe()
         self._thread = threading.Thread(target=self._carry, daemon=True)

@@ -79,6 +79,19 @@ def state(api: ApiServer) -> str:
     return api.patches[-1]["holdfast.io/state"] if api.patches else ""
 
 
+def tainted_for_a_while(pods: Pods, api: ApiServer) -> None:
+    """Start two pods, taint the node of the second one, and take the taint back: nothing may change."""
+    pods.start(0)
+    pods.create(1, api)
+    pods.wait_step(0, 3)
+    api.put("nodes", "gpu-1", TAINT)
+    pods.wait_event(0, "node_leaves")
+    until("the pod shows that it leaves", lambda: state(api) == "leaving")
+    api.put("nodes", "gpu-1", {"spec": {"taints": []}})
+    pods.wait_event(0, "node_stays")
+    assert not {"fenced", "exit_requested", "node_left"} & {event.kind for event in pods.events(0)}
+
+
 @pytest.mark.torch
 def test_a_taint_moves_the_ranks_to_the_pod_that_waits(net: Network, api: ApiServer, tmp_path: Path) -> None:
     with Pods(net, tmp_path, "2:3", TRAIN, ("400", "0.05", str(tmp_path / "out")), torch=True) as pods:
@@ -102,21 +115,21 @@ def test_a_taint_moves_the_ranks_to_the_pod_that_waits(net: Network, api: ApiSer
     assert (tmp_path / "out-0").read_text() == (tmp_path / "out-1").read_text()
 
 
+@pytest.mark.torch
+def test_a_taint_without_a_spare_is_shown_and_ends_when_it_is_taken_back(
+    net: Network, api: ApiServer, tmp_path: Path
+) -> None:
+    with Pods(net, tmp_path, "2", TRAIN, ("100000", "0.05", str(tmp_path / "out")), torch=True) as pods:
+        tainted_for_a_while(pods, api)
+
+
 @pytest.mark.more
 @pytest.mark.torch
 def test_a_pod_that_is_deleted_without_a_spare_saves_the_job_before_its_grace_ends(
     net: Network, api: ApiServer, tmp_path: Path
 ) -> None:
     with Pods(net, tmp_path, "2", TRAIN, ("100000", "0.05", str(tmp_path / "out")), torch=True) as pods:
-        pods.start(0)
-        pods.create(1, api)
-        pods.wait_step(0, 3)
-        api.put("nodes", "gpu-1", TAINT)
-        pods.wait_event(0, "node_leaves")
-        until("the pod shows that it leaves", lambda: state(api) == "leaving")
-        api.put("nodes", "gpu-1", {"spec": {"taints": []}})
-        pods.wait_event(0, "node_stays")
-        assert not {"fenced", "exit_requested", "node_left"} & {event.kind for event in pods.events(0)}
+        tainted_for_a_while(pods, api)
         end = (datetime.now(UTC) + timedelta(seconds=30)).isoformat(timespec="seconds").replace("+00:00", "Z")
         api.put("pods", "bert-1", {"metadata": {"deletionTimestamp": end}})
         leaves = pods.wait_event(0, "node_leaves", 2)

@@ -82,7 +82,7 @@ def ask_for_forks() -> None:
         return connection, int(pid), pidfds[0]
 
     class Popen(subprocess.Popen[Any]):
-        """A process. A zygote is a fork of the server, which reaps it and then tells the exit status."""
+        """A process. A zygote is a fork of the server. The server reaps the zygote, then sends its exit status."""
 
         _connection: Any = None
         _pidfd = -1

@@ -138,7 +138,7 @@ class Updates(Protocol):
         """Record the present state as the start of the next update, and again after each update."""
 
     def rest(self) -> None:
-        """Stop to record until the next :meth:`settle`: no log needs it, and it takes time at each update."""
+        """Stop recording until the next :meth:`settle`: no log needs it, and it takes time at each update."""
 
     def undisturbed(self) -> bool:
         """Return whether only updates were seen to write weights or state of the optimizer since :meth:`settle`.

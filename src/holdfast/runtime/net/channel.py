@@ -246,9 +246,8 @@ class Channel(asyncio.Protocol, Generic[M]):
         """
         assert self._transport is not None
         descriptor = self._transport.get_extra_info("socket").fileno()
-        with contextlib.suppress(OSError, ProtocolError):
-            for message in self._link.receive(os.read(descriptor, self._arrived_bytes(self._transport))):
-                self.hub.on_message(self, message)
+        with contextlib.suppress(OSError):
+            self.data_received(os.read(descriptor, self._arrived_bytes(self._transport)))
 
     def _opened(self) -> None:
         if self._deadline is not None:

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from holdfast.frameworks.torch.state.boxes import byte_view, stretch
+from holdfast.frameworks.torch.state.boxes import byte_view, copy_bytes
 
 AREA_SIZE_BYTES = 16 * 1024 * 1024
 
-Areas = tuple[torch.Tensor, torch.Tensor]
-"""Two tensors of bytes, of the same size."""
+Areas = tuple[memoryview, memoryview]
+"""Memory of the host, twice the same size."""
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
@@ -68,24 +68,25 @@ def arriving(
     size_bytes = tensor.numel() * tensor.element_size()
     piece_bytes = len(areas[0])
 
-    def begin(start: int) -> Callable[[], None]:
-        area, at = areas[start // piece_bytes % 2], 0
-        for part in stretch(tensor, start, min(start + piece_bytes, size_bytes)):
-            area[at : at + len(part)].copy_(part, non_blocking=True)
-            at += len(part)
-        return mark()
-
-    arrived = begin(0)
-    for start in range(0, size_bytes, piece_bytes):
+    def begin(start: int) -> tuple[memoryview, Callable[[], None]]:
         stop = min(start + piece_bytes, size_bytes)
+        area = areas[start // piece_bytes % 2][: stop - start]
+        copy_bytes(tensor, start, stop, area)
+        return area, mark()
+
+    begun = map(begin, range(0, size_bytes, piece_bytes))
+    coming = next(begun, None)
+    while coming is not None:
+        area, arrived = coming
         arrived()
-        if stop < size_bytes:
-            arrived = begin(stop)
-        yield areas[start // piece_bytes % 2][: stop - start].numpy().data
+        coming = next(begun, None)
+        yield area
 
 
 @functools.cache
 def _areas() -> tuple[Areas, threading.Lock]:
     """Return two areas of locked pages, which are made once, and the lock of the thread that uses them."""
-    first, second = (torch.empty(AREA_SIZE_BYTES, dtype=torch.uint8, pin_memory=True) for _ in range(2))
+    first, second = (
+        torch.empty(AREA_SIZE_BYTES, dtype=torch.uint8, pin_memory=True).numpy().data for _ in range(2)
+    )
     return (first, second), threading.Lock()

@@ -129,7 +129,7 @@ class UpdateReplay:
         self._pieces = [(p, at, _piece(p, at).clone()) for p, at in self._choose()]
 
     def rest(self) -> None:
-        """Stop to record until the next :meth:`settle`."""
+        """Stop recording until the next :meth:`settle`."""
         self._written, self._pieces = None, []
 
     def undisturbed(self) -> bool:
