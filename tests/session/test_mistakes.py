@@ -29,7 +29,7 @@ JOB = str(Path(__file__).with_name("mistake_job.py"))
         pytest.param(
             "break in the block",
             Exit.BAD_INPUT,
-            f"the script has left its loop behind step {AT}",
+            f"the script has left its loop after the block of step {AT}",
             marks=pytest.mark.more,
         ),
         ("exit in the block", Exit.FAILED, f"exit code 0 inside the block of step {AT}, {JOB}:"),

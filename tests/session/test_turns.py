@@ -201,10 +201,10 @@ def test_an_exception_does_not_end_the_loop_that_it_leaves(tmp_path: Path) -> No
 
 
 @pytest.mark.torch
-def test_a_break_behind_a_block_that_does_not_count_is_an_error(tmp_path: Path) -> None:
+def test_a_break_after_a_block_that_has_not_committed_is_an_error(tmp_path: Path) -> None:
     script = Script()
     with (
-        pytest.raises(StepError, match="left its loop behind step 0, whose block did not count"),
+        pytest.raises(StepError, match="left its loop after the block of step 0, which has not committed"),
         script.session(tmp_path, verify_block=2000) as s,
     ):
         for step in s.steps(script.loader):

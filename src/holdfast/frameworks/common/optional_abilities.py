@@ -75,6 +75,14 @@ class CommunicatesInUpdates(Protocol):
 
 
 @runtime_checkable
+class RunsWithoutPeers(Protocol):
+    """An adapter that can make the script's collectives complete on local data."""
+
+    def set_aside(self, on: bool) -> None:
+        """Complete collectives on local data from now on, or with the peers again."""
+
+
+@runtime_checkable
 class Accumulates(Protocol):
     """An adapter for a library that accumulates gradients and counts the batches itself."""
 

@@ -454,6 +454,10 @@ class TorchAdapter:
         self._passed += self._computed
         self._leftover.ended(self._step, updated=self._computed)
 
+    def set_aside(self, on: bool) -> None:
+        """Run the script's collectives without peers, or with them again (``RunsWithoutPeers``)."""
+        self._fabric.set_aside(on)
+
     def release(self) -> None:
         """Leave the step: collectives work normally again."""
         self._suspicion.end()

@@ -289,13 +289,13 @@ class Loops:
         """Check the last step when the script has come back to the session.
 
         Raises:
-            StepError: the script has left a loop after a block that did not count, so that the step is missing.
+            StepError: the script has left a loop after a block that has not committed, so that the step is missing.
         """
         step, self._left_behind = self._left_behind, None
         if step is not None and step.entered and not step.committed:
             raise StepError(
-                f"the script has left its loop behind step {step.number}, whose block did not count: the step would "
-                "be missing",
+                f"the script has left its loop after the block of step {step.number}, which has not committed: the "
+                "step would be missing",
                 hint="a block runs again after a fault and for its check: `if step.committed and ...: break`",
             )
 
@@ -421,7 +421,10 @@ class Loops:
             self._adapter.between(step.number, step.part, again=step.again)
             self._rank.moved(ScriptEvent.STEP_GIVEN, again=step.again)
             self._given = step
-            yield step
+            try:
+                yield step
+            finally:
+                blocks.set_aside(False)
             self._given = None
             self._part = self._part + 1 if step.shared else 0
             if not step.entered:

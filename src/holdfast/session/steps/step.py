@@ -25,6 +25,7 @@ from holdfast.frameworks.common.optional_abilities import (
     Accumulates,
     CommunicatesInUpdates,
     ProvesBlocks,
+    RunsWithoutPeers,
     SeesGradients,
     TakesParts,
 )
@@ -138,6 +139,7 @@ class Step:
     ) -> bool:
         swallowed = self._blocks.end(self, error)
         if swallowed:
+            self._blocks.set_aside(True)
             bind(trace)
         return swallowed
 
@@ -237,8 +239,18 @@ class StepRunner:
 
     # ------------------------------------------------------------------ begin
 
+    def set_aside(self, on: bool) -> None:
+        """Run the script's collectives without peers, or with them again.
+
+        The code after a block that has not committed runs again with its step. Each rank runs it a different number of
+        times, and a replacement not at all, so a collective there has no peers.
+        """
+        if isinstance(self._adapter, RunsWithoutPeers):
+            self._adapter.set_aside(on)
+
     def begin(self, step: Step) -> None:
         """Enter the block; wait first while the job recovers."""
+        self.set_aside(False)
         if self._current is not None:
             raise StepError(
                 f"step {step.number} begins inside step {self._current.number}",

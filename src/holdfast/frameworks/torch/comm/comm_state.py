@@ -142,6 +142,7 @@ class CommState:
         self.shielded = False
         self.sealed = False
         self.looped = False
+        self.aside = False
         self.calm = True  # nothing above is set, so collectives take the fast path
         self.collectives = 0
         self.flight: Flight | None = None  # set from the first group on, if the process has a status page
@@ -189,6 +190,12 @@ class CommState:
             self.looped = True
             self._refresh()
 
+    def set_aside(self, on: bool) -> None:
+        """Make collectives complete on local data, or no longer: the code of the script that runs now is run again."""
+        with self._lock:
+            self.aside = on
+            self._refresh()
+
     def on_poison(self, callback: Callable[[str], None]) -> None:
         """Call ``callback(reason)`` at the first broken collective of this process, in the thread that saw it.
 
@@ -216,7 +223,7 @@ class CommState:
             self._on_wait(since_ns, self._ended_ns)
 
     def _refresh(self) -> None:
-        self.calm = not (self.poisoned or self.sealed or self.looped)
+        self.calm = not (self.poisoned or self.sealed or self.looped or self.aside)
 
     # ------------------------------------------------------------------ poison
 
@@ -276,6 +283,8 @@ class CommState:
                 hint="an update that is not the only one, or that makes collectives, belongs "
                 "in `with step.update('name'): optimizer.step()`, other collectives after the block",
             )
+        if self.aside:
+            return True
         if self.poisoned:
             self.give_up(what)
             return True
