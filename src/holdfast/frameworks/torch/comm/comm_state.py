@@ -130,6 +130,32 @@ class Pending(Protocol):
         """Complete the future of this work, so that all waiters continue."""
 
 
+class WaitTime:
+    """The time that this process has waited for its last collectives, from the first that began to the last that ended.
+
+    Other work of the process in that time is not known.
+    """
+
+    def __init__(self) -> None:
+        self._begun_ns = 0
+        self._ended_ns = 0
+
+    def begin(self) -> None:
+        """Note that a collective begins now."""
+        self._begun_ns = time.monotonic_ns()
+
+    def end(self) -> None:
+        """Note that the last collective in progress has ended now."""
+        self._ended_ns = time.monotonic_ns()
+
+    def take(self) -> tuple[int, int] | None:
+        """Return the begin and the end in ns, once; None if no collective has ended since."""
+        if self._ended_ns <= self._begun_ns:
+            return None
+        since_ns, self._begun_ns = self._begun_ns, self._ended_ns
+        return since_ns, self._ended_ns
+
+
 class CommState:
     """The shared state of all process groups of this process.
 
@@ -162,8 +188,7 @@ class CommState:
         self._on_poison: list[Callable[[str], None]] = []
         self._on_collective: Callable[[int, str], None] | None = None
         self._on_wait: Callable[[int, int], None] | None = None
-        self._begun_ns = 0  # when the last collective began
-        self._ended_ns = 0  # when the last collective in progress ended
+        self._waited = WaitTime()
         self._local = threading.local()
 
     # ------------------------------------------------------------------ modes
@@ -213,14 +238,9 @@ class CommState:
         self._on_collective, self._on_wait = callback, on_wait
 
     def note_wait(self) -> None:
-        """Report the time in which the process waited for its last collectives, if none is in progress.
-
-        It is the time from the start of the last collective to the end of all. Other work of the process in that time
-        is not known.
-        """
-        if self._on_wait is not None and not self._pending and self._ended_ns > self._begun_ns:
-            since_ns, self._begun_ns = self._begun_ns, self._ended_ns
-            self._on_wait(since_ns, self._ended_ns)
+        """Report the time in which the process waited for its last collectives, if none is in progress."""
+        if self._on_wait is not None and not self._pending and (span := self._waited.take()) is not None:
+            self._on_wait(*span)
 
     def _refresh(self) -> None:
         self.calm = not (self.poisoned or self.sealed or self.looped or self.aside)
@@ -314,7 +334,7 @@ class CommState:
         self.collectives += 1
         if self._on_collective is not None:
             self.note_wait()
-            self._begun_ns = time.monotonic_ns()
+            self._waited.begin()
             self._on_collective(self.collectives, what)
         elif self.flight is not None:
             self.flight.counted(self.collectives)
@@ -338,7 +358,7 @@ class CommState:
         """Forget a collective that has ended."""
         self._pending.pop(id(work), None)
         if not self._pending:
-            self._ended_ns = time.monotonic_ns()
+            self._waited.end()
 
     def quiesce(self) -> bool:
         """Wait until no collective of the poisoned generation can still write into memory of this process.
