@@ -1,9 +1,10 @@
 """Holdfast on one GPU beside plain torchrun: cost per step, device memory, and kill -9 to the next committed step.
 
-    python bench/gpu.py [--pairs 4] [--steps 60] [--kills 3] [--cpu]
+    python bench/gpu.py [--pairs 4] [--steps 60] [--shape 124m] [--kills 3] [--cpu]
 
-Cost: one rank, NCCL, a GPT of 124 million parameters in bfloat16. Plain, plain again (the noise) and Holdfast run in
-turn, and the order is reversed every time. The first ``WARM_UP`` steps do not count.
+Cost: one rank, NCCL, a GPT in bfloat16. Plain, plain again (the noise), Holdfast, and Holdfast with a memory tier that
+copies the state every ``TIER_EVERY`` steps run in turn, and the order is reversed every time. The first ``WARM_UP``
+steps do not count.
 Recovery: four ranks share the device, over gloo, with a GPT of 25 million parameters. A rank is killed in its update.
 torchrun starts all ranks again and loads the checkpoint of every tenth step; Holdfast replaces the rank, without a
 spare and with one. ``--cpu`` tries the bench with a tiny model. Prints markdown: n, median, p90 and the
@@ -19,7 +20,9 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 
 from lost_shards import COST_GOAL, row
 
@@ -35,6 +38,7 @@ SAVE_EVERY = 10
 LIMIT_S = 240.0
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 HOLDFAST = ("-m", "holdfast", "run", "--nproc-per-node")
+TIER_EVERY = 20
 
 
 def run(
@@ -66,17 +70,30 @@ def step_ms(place: Path) -> float:
     return (int(figures(place)["ended_ns"]) - begun_ns) / 1e6 / (pairs[-1][0] - WARM_UP)
 
 
+def stall_ms(place: Path) -> float:
+    """Return by how many milliseconds the longest step of rank 0 was longer than the median step."""
+    moments = [moment for step, moment in read_trace(place / "rank-00000.trace") if step >= WARM_UP]
+    steps = [(after - before) / 1e6 for before, after in pairwise(moments)]
+    return max(steps) - median(steps)
+
+
 def cost(base: Path, pairs: int, steps: int, job: tuple[str, ...]) -> list[str]:
     """Return the rows about the cost per step and the device memory."""
-    kinds = {"plain": TORCHRUN, "again": TORCHRUN, "holdfast": HOLDFAST}
+    tier = ("--memory-every", str(TIER_EVERY))
+    kinds: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+        "plain": (TORCHRUN, ()), "again": (TORCHRUN, ()), "holdfast": (HOLDFAST, ()), "tier": (HOLDFAST, tier)
+    }  # fmt: skip
     times: dict[str, list[float]] = {name: [] for name in kinds}
     ends: dict[str, list[dict[str, int | str]]] = {name: [] for name in kinds}
+    stalls: list[float] = []
     for number in range(pairs):
         for name in list(kinds)[:: 1 if number % 2 == 0 else -1]:
             place = base / f"{name}-{number}"
-            run(place, 1, kinds[name], "--steps", str(steps), *job)
+            launcher, flags = kinds[name]
+            run(place, 1, launcher, "--steps", str(steps), *job, flags=flags)
             times[name].append(step_ms(place))
             ends[name].append(figures(place))
+            stalls += [stall_ms(place)] if flags else []
             print(f"pair {number}: {name} {times[name][-1]:.2f} ms", file=sys.stderr, flush=True)
     digests = {str(end["digest"]) for all_ends in ends.values() for end in all_ends}
     peaks = {name: max(int(end["peak_bytes"]) for end in ends[name]) / 2**20 for name in kinds}
@@ -86,7 +103,9 @@ def cost(base: Path, pairs: int, steps: int, job: tuple[str, ...]) -> list[str]:
         row("Holdfast, ms per step", times["holdfast"]),
         row("Holdfast / plain, goal 1.01", against["holdfast"], COST_GOAL),
         row("plain / plain (noise)", against["again"]),
-        f"{len(digests)} digest(s) of the weights in {3 * pairs} runs, due 1; peak of device memory, MiB: "
+        row(f"with the memory tier, every {TIER_EVERY} steps / plain", against["tier"]),
+        row("longest step with the memory tier, ms more than the median step", stalls),
+        f"{len(digests)} digest(s) of the weights in {len(kinds) * pairs} runs, due 1; peak of device memory, MiB: "
         + ", ".join(f"{name} {peak:.0f}" for name, peak in peaks.items()),
     ]
 
@@ -137,6 +156,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pairs", type=int, default=4)
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--shape", default="124m")
     parser.add_argument("--kills", type=int, default=3)
     parser.add_argument("--cpu", action="store_true")
     given = parser.parse_args()
@@ -145,7 +165,7 @@ def main() -> None:
         base = Path(directory)
         print("| one GPU | n | median | p90 | met the goal |\n|---|---|---|---|---|", flush=True)
         if given.pairs:
-            one = (*tiny, "--backend", "gloo") if given.cpu else ()
+            one = (*tiny, "--backend", "gloo") if given.cpu else ("--shape", given.shape)
             print("\n".join(cost(base, given.pairs, given.steps, one)), flush=True)
         if given.kills:
             print(

@@ -46,6 +46,7 @@ SHAPES = {
     "tiny": Shape(12, 2, 32, 16, 1),
     "25m": Shape(8, 8, 512, 256, 8),
     "124m": Shape(12, 12, 768, 1024, 16),
+    "355m": Shape(24, 16, 1024, 1024, 16),
 }
 
 
@@ -184,12 +185,12 @@ def bare(given: argparse.Namespace, parts: Parts) -> None:
 def kept_alive(given: argparse.Namespace, parts: Parts) -> None:
     """Train in a session of Holdfast."""
     with (
-        ended(given, parts) as trace,
         holdfast.session(
             model=parts.model, optimizer=parts.optimizer, seed=SEED,
             checkpoint=given.result / "checkpoints" if given.save_every else None,
             save_every_steps=given.save_every or None,
         ) as s,
+        ended(given, parts) as trace,  # ends before the session, whose last save is no part of a step
     ):  # fmt: skip
         for step in s.steps(parts.loader, until=given.steps):
             with step as batch:

@@ -141,6 +141,23 @@ def compared(line: Line, numel: int) -> dict[str, Any]:
     return {"same": same, "differs": digest != adapter.digest(collected, parts), "peak_bytes": peak}
 
 
+def checked(line: Line) -> list[str]:
+    """Return the first weight with inf or nan: for finite gradients, and for one bad number in each dtype."""
+    found = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(100))).to(DEVICE, dtype)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        adapter = TorchAdapter(model, optimizer, None, None, {}, 7)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        found.append(adapter.gradients.nonfinite("default"))
+        weight = model.get_parameter("50.weight").grad
+        assert weight is not None
+        weight[3, 5] = float("nan")
+        found.append(adapter.gradients.nonfinite("default"))
+    return found
+
+
 @contextmanager
 def _late_stream() -> Iterator[None]:
     """Make a stream current that is far behind its host."""

@@ -68,6 +68,8 @@ def main() -> None:
                 ):  # a spare that asks for its rank is held here
                     die_once(result / "died")
                 scaler.scale(loss).backward()
+                # torch orders what gloo copies to the device before later work of the default stream alone.
+                stream.wait_stream(torch.cuda.default_stream(DEVICE))
                 scaler.step(optimizer)
                 scaler.update()
                 fall_behind(arguments.side)

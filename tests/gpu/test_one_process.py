@@ -35,6 +35,10 @@ def test_copies_of_the_state_are_compared_in_bounded_memory(worlds: Worlds) -> N
     assert found["peak_bytes"] <= CHUNKS_BYTES
 
 
+def test_inf_and_nan_are_found_on_the_device(worlds: Worlds) -> None:
+    assert worlds.values(scenarios.checked, 1) == [["", "50.weight"] * 4]
+
+
 def test_state_is_read_when_all_streams_have_written_it(worlds: Worlds) -> None:
     assert worlds.values(scenarios.collected_late, 1) == [{"same": True}]
 

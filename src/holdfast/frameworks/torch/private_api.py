@@ -332,6 +332,24 @@ def largest(values: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([norm.float() for norm in torch._foreach_norm(values, float("inf"))])
 
 
+def are_finite(values: Iterable[torch.Tensor]) -> bool:
+    """Return True if all numbers of these dense tensors are finite; their bits stay as they are.
+
+    Few kernels and one wait for each device and dtype: the check of ``GradScaler``, with a factor of one. A norm of
+    many tensors is one kernel for each of them.
+    """
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for value in values:
+        real = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
+        alike.setdefault((real.device, real.dtype), []).append(real)
+    for (device, _), group in alike.items():
+        found, factor = torch.zeros((), device=device), torch.ones((), device=device)
+        torch._amp_foreach_non_finite_check_and_unscale_(group, found, factor)
+        if bool(found):
+            return False
+    return True
+
+
 # ---------------------------------------------------------------- autograd and compilation
 
 
