@@ -15,14 +15,14 @@ from holdfast.core.ids import NO_GENERATION, NO_VERSION, LayoutVersion, MemberId
 from holdfast.core.protocol.health_messages import CopiesDiffer, CopyDigest, ranks_text
 from holdfast.core.protocol.layout_messages import Layout, Layouts
 from holdfast.core.protocol.messages import Catalogued, LayoutPublished, Message, Receive
-from holdfast.core.protocol.notices import HoldOver, HoldReached
+from holdfast.core.protocol.notices import HoldOver
 from holdfast.core.worker.layout_agreement import LayoutAgreement, LayoutAnnouncement
+from holdfast.core.worker.pause import HOLD_S, PauseMachine
 from holdfast.core.worker.step import StepMachine
 from holdfast.core.worker.vote import Ballot, Tally
 from holdfast.sim.sim_store import SimStore
 
 CATALOGUE_TIMEOUT_S = 15.0
-HOLD_S = 5.0
 CONTENTS = 3
 CHANGES = 0.5  # per step, of all ranks together
 NEWCOMERS_THAT_DIFFER = 0.3
@@ -63,14 +63,14 @@ class SimLayouts:
     Attributes:
         told: the machine of ``core.worker.layout_agreement``.
         have: the newest version whose catalogue has arrived.
-        asked: the generation in which this rank shall request a stop of all ranks.
+        pause: the machine of ``core.worker.pause``.
     """
 
     def __init__(self, owner: LayoutOwner, world: LayoutScene) -> None:
         self.told = LayoutAgreement()
         self.have = NO_VERSION
-        self.asked = self._stops_in = NO_GENERATION
-        self._over = (NO_GENERATION, 0)  # the newest stop for which no rank waits any longer
+        self.pause = PauseMachine()
+        self._stops_in = NO_GENERATION
         self._go_on: Callable[[], None] | None = None  # ends the wait of this rank
         self._own = b"0"
         self._layouts = Layouts((), {})
@@ -120,10 +120,9 @@ class SimLayouts:
         owner = self._owner
         if here == NO_GENERATION or here != owner.machine.generation:
             return False
-        if self.asked == here:
-            self.asked = NO_GENERATION
-            owner.send(HoldReached(member_id=owner.member_id, generation=here, step=owner.machine.step))
-        if self._over == (here, owner.machine.step):
+        if report := self.pause.reach(owner.member_id, here, owner.machine.step):
+            owner.send(report)
+        if self.pause.is_over(here, owner.machine.step):
             return False
 
         def late() -> None:
@@ -138,8 +137,9 @@ class SimLayouts:
     def stop_over(self, message: HoldOver) -> None:
         """End the stop that the controller names, also if this rank has not reached it."""
         owner = self._owner
-        self._over = (message.generation, message.step)
-        if self._over == (owner.machine.generation, owner.machine.step) and owner.machine.fenced is None:
+        self.pause.handle(message)
+        machine = owner.machine
+        if self.pause.is_over(machine.generation, machine.step) and machine.fenced is None:
             self._end_stop()
 
     def _end_stop(self) -> None:

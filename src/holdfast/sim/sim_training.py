@@ -209,7 +209,7 @@ class SimTraining(ABC):
                     digest=self.holding.digest(self.flipped and self.flipped_at == turn),
                     exit=bool(self.exit_source),
                     save=(self.machine.step + 1) % SAVE_EVERY == 0,
-                    hold=self.holding.asked == self.machine.generation,
+                    hold=self.holding.pause.asks(self.machine.generation),
                     unsound=self.world.collectives.group(self.machine.generation).broken,
                 )
             )

@@ -240,7 +240,7 @@ class SimWorker(SimTraining):
                 self.holding.catalogued(message)
                 self.came(message.version)
             case HoldOrder():
-                self.holding.asked = message.generation
+                self.holding.pause.handle(message)
             case HoldOver():
                 self.holding.stop_over(message)
             case ExitOrder():

@@ -1,20 +1,12 @@
-"""A stop of all ranks at the end of one step, for a change of seats that repeats no step.
-
-Theory. The controller orders one rank to ask for the stop. The vote makes all ranks stop at the same step. There they
-wait for the fence with which the change begins. The fence comes within milliseconds, because the controller prepares
-everything before it orders the stop. If the change is given up meanwhile, ``HoldOver`` comes in its place. It may come
-before this rank has ended its step. If the controller is lost by then, each rank continues after ``HOLD_S``.
-"""
+"""A stop of all ranks at the end of one step: the waiting for ``core.worker.pause``."""
 
 from __future__ import annotations
 
 import time
 
-from holdfast.core.ids import NO_GENERATION, Generation
-from holdfast.core.protocol.notices import HoldOrder, HoldOver, HoldReached
+from holdfast.core.protocol.notices import HoldOrder, HoldOver
+from holdfast.core.worker.pause import HOLD_S, PauseMachine
 from holdfast.session.steps.participant import StepParticipant
-
-HOLD_S = 5.0
 
 
 class Pause:
@@ -26,37 +18,31 @@ class Pause:
 
     def __init__(self, rank: StepParticipant) -> None:
         self._rank = rank
-        self._asked_in: Generation = NO_GENERATION
-        # The newest stop for which no rank waits any longer.
-        self._over: tuple[Generation, int] = (NO_GENERATION, 0)
+        self._machine = PauseMachine()
         if rank.client is not None:
-            rank.client.on(HoldOrder, self.order)
-            rank.client.on(HoldOver, self.over)
+            rank.client.on(HoldOrder, self._take)
+            rank.client.on(HoldOver, self._take)
 
-    def order(self, order: HoldOrder) -> None:
-        """Make the next vote ask for the stop. Runs in the client thread."""
-        self._asked_in = order.generation
-
-    def over(self, order: HoldOver) -> None:
-        """End the wait before this step, also if it has not begun. Runs in the client thread."""
+    def _take(self, message: HoldOrder | HoldOver) -> None:
+        """Make the next vote ask for the stop, or end the wait. Runs in the client thread."""
         with self._rank.changed:
-            self._over = (order.generation, order.step)
+            self._machine.handle(message)
             self._rank.changed.notify_all()
 
     @property
     def asked(self) -> bool:
         """True if the next vote asks for the stop. An order of an earlier generation does not count."""
-        return self._asked_in == self._rank.machine.generation != NO_GENERATION
+        return self._machine.asks(self._rank.machine.generation)
 
     def wait(self) -> None:
         """Wait for the fence or for the end of the stop, at most ``HOLD_S``, after a vote that made all ranks stop."""
         rank = self._rank
-        asked, self._asked_in = self.asked, NO_GENERATION
         if rank.client is None:
             return
-        if asked:
-            said = HoldReached(member_id=rank.member_id, generation=rank.machine.generation, step=rank.step)
-            rank.client.send(said)
+        with rank.changed:
+            report = self._machine.reach(rank.member_id, rank.machine.generation, rank.step)
+        if report is not None:
+            rank.client.send(report)
         until_s = time.monotonic() + HOLD_S
         with rank.changed:
             while not self._ended and (left_s := until_s - time.monotonic()) > 0:
@@ -65,4 +51,4 @@ class Pause:
     @property
     def _ended(self) -> bool:
         rank = self._rank
-        return rank.fenced or rank.orphaned or self._over == (rank.machine.generation, rank.step)
+        return rank.fenced or rank.orphaned or self._machine.is_over(rank.machine.generation, rank.step)
