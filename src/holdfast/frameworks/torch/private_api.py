@@ -332,22 +332,20 @@ def largest(values: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack([norm.float() for norm in torch._foreach_norm(values, float("inf"))])
 
 
-def are_finite(values: Iterable[torch.Tensor]) -> bool:
-    """Return True if all numbers of these dense tensors are finite; their bits stay as they are.
+def are_finite(values: Sequence[torch.Tensor]) -> bool:
+    """Return True if all numbers of dense tensors of one device and dtype are finite. Their bits stay as they are.
 
-    Few kernels and one wait for each device and dtype: the check of ``GradScaler``, with a factor of one. A norm of
-    many tensors is one kernel for each of them.
+    A few kernels and one wait, whatever the number of tensors: the check of ``GradScaler``, with a factor of one. It
+    writes what it has read, so torch's counts of writes are put back. A norm of many tensors is a kernel for each.
     """
-    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
-    for value in values:
-        real = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value
-        alike.setdefault((real.device, real.dtype), []).append(real)
-    for (device, _), group in alike.items():
-        found, factor = torch.zeros((), device=device), torch.ones((), device=device)
-        torch._amp_foreach_non_finite_check_and_unscale_(group, found, factor)
-        if bool(found):
-            return False
-    return True
+    real = [torch.view_as_real(v.resolve_conj()) if v.is_complex() else v for v in values]
+    found, factor = (make((), device=real[0].device) for make in (torch.zeros, torch.ones))
+    try:
+        with torch.autograd._unsafe_preserve_version_counter(tuple(real)):  # type: ignore[attr-defined]
+            torch._amp_foreach_non_finite_check_and_unscale_(real, found, factor)
+    except RuntimeError:  # numbers that share their memory, or a dtype that this check does not know
+        return all(bool(torch.isfinite(each).all()) for each in real)
+    return not bool(found)
 
 
 # ---------------------------------------------------------------- autograd and compilation

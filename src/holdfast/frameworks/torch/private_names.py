@@ -98,6 +98,7 @@ def _of_state() -> Iterator[Use]:
     yield Use("torch:_foreach_norm", "find gradients that a step has left", state_of)
     check = "_amp_foreach_non_finite_check_and_unscale_"
     yield Use(f"torch:{check}", "find inf and nan in few kernels", state_of)
+    yield Use("torch.autograd:_unsafe_preserve_version_counter", f"as {check}", state_of)
     hooks = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     yield from _each(
         "torch.optim:Optimizer.", hooks, "hooks that change what a log of updates holds", state_of

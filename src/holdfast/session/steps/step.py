@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from holdfast.core.protocol.status_page import PageFlag, Phase
 from holdfast.core.worker.position import ScriptEvent
@@ -71,6 +71,31 @@ class StepOwner(Protocol):
 
     def batch_of(self, copy: int) -> Any:
         """Return the batch of the open step that another copy of the model draws. Raises: LookupError: unknown."""
+
+
+class BlockAbilities(NamedTuple):
+    """The optional abilities of an adapter that blocks use; None: the adapter has it not.
+
+    They are looked up once, because ``isinstance`` with a protocol takes 10 to 50 microseconds. ``tentative``: see
+    ``CommunicatesInUpdates``.
+    """
+
+    alone: RunsWithoutPeers | None
+    accumulates: Accumulates | None
+    parts: TakesParts | None
+    sees: SeesGradients | None
+    tentative: frozenset[str]
+
+    @classmethod
+    def of(cls, adapter: Adapter) -> BlockAbilities:
+        """Return the abilities of ``adapter``."""
+        return cls(
+            adapter if isinstance(adapter, RunsWithoutPeers) else None,
+            adapter if isinstance(adapter, Accumulates) else None,
+            adapter if isinstance(adapter, TakesParts) else None,
+            adapter if isinstance(adapter, SeesGradients) else None,
+            adapter.tentative if isinstance(adapter, CommunicatesInUpdates) else frozenset(),
+        )
 
 
 EMPTY_MAX = 10
@@ -214,7 +239,7 @@ class StepRunner:
         self._votes = votes
         self._adapter = adapter
         self._owner = owner
-        self._tentative = adapter.tentative if isinstance(adapter, CommunicatesInUpdates) else frozenset()
+        self._able = BlockAbilities.of(adapter)
         self._current: Step | None = None
         self._tally = Tally(passed=False)
         self._left = ""  # the exception by which the script left a block, in words
@@ -245,8 +270,8 @@ class StepRunner:
         The code after a block that has not committed runs again with its step. Each rank runs it a different number of
         times, and a replacement not at all, so a collective there has no peers.
         """
-        if isinstance(self._adapter, RunsWithoutPeers):
-            self._adapter.set_aside(on)
+        if self._able.alone is not None:
+            self._able.alone.set_aside(on)
 
     def begin(self, step: Step) -> None:
         """Enter the block; wait first while the job recovers."""
@@ -267,10 +292,10 @@ class StepRunner:
             self._rank.join()
         while True:
             # Copy first: once the state machine is in COMPUTE, a fault is answered from these copies.
-            if isinstance(self._adapter, Accumulates):
-                self._adapter.expect(step.batches)
-            if isinstance(self._adapter, TakesParts):
-                self._adapter.share(step.part, step.parts)
+            if self._able.accumulates is not None:
+                self._able.accumulates.expect(step.batches)
+            if self._able.parts is not None:
+                self._able.parts.share(step.part, step.parts)
             self._adapter.begin(step.number)
             if self._rank.begin():
                 break
@@ -328,7 +353,7 @@ class StepRunner:
                 f"optimizer {optimizer!r} steps outside of a step",
                 hint="for step in s.steps(...): with step: ... optimizer.step()",
             )
-        if step.tentative is not None or optimizer in self._tentative:
+        if step.tentative is not None or optimizer in self._able.tentative:
             self._refuse_late(step, optimizer)
             step.note_tentative(optimizer)
             step.nonfinite = self._finite.look_within(optimizer) or step.nonfinite
@@ -347,9 +372,9 @@ class StepRunner:
 
     def _writes(self) -> int | None:
         """Return a count of writes to weights, to find a change without a gradient; None: it is not needed."""
-        if self._empty == NOT_EMPTY or not isinstance(self._adapter, SeesGradients):
+        if self._empty == NOT_EMPTY or self._able.sees is None:
             return None
-        return self._adapter.gradients.weights_alone()
+        return self._able.sees.gradients.weights_alone()
 
     def _refuse_late(self, step: Step, optimizer: str) -> None:
         if self._rank.state == "updating":
@@ -364,7 +389,7 @@ class StepRunner:
             return
         step.updated.add(optimizer)
         step.changed = step.changed or step.writes is None or step.writes != self._writes()
-        if step.scrap and step.tentative is None and optimizer not in self._tentative:
+        if step.scrap and step.tentative is None and optimizer not in self._able.tentative:
             raise StepAborted("rehearsal")  # the code after the update runs only in a step that counts
         if step.tentative is None and self._rank.state == "updating":
             self._rank.enter(Phase.COMMIT)

@@ -64,9 +64,15 @@ class TorchGradients:
 def _are_finite(found: Sequence[torch.Tensor]) -> bool:
     """Return True if all numbers are finite; False may be wrong.
 
-    Elsewhere than on CUDA one sum per tensor shows it, because inf and nan pass through a sum. A sum of finite numbers
-    may also be inf. On CUDA each sum would be a kernel and a wait of its own.
+    Elsewhere than on CUDA the sums of the tensors show it, because inf and nan pass through a sum. A sum of finite
+    numbers may also be inf. On CUDA each sum would be a kernel of its own.
     """
-    far = [g for g in found if g.device.type == "cuda"]
-    near = [g for g in found if g.device.type != "cuda"]
-    return all(bool(torch.isfinite(g.sum())) for g in near) and private_api.are_finite(far)
+    alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for each in found:
+        alike.setdefault((each.device, each.dtype), []).append(each)
+    return all(
+        private_api.are_finite(group)
+        if device.type == "cuda"
+        else bool(torch.isfinite(torch.stack([each.sum() for each in group])).all())
+        for (device, _), group in alike.items()
+    )
