@@ -168,7 +168,7 @@ class CommState:
         self.shielded = False
         self.sealed = False
         self.looped = False
-        self.aside = False
+        self.aside_thread = 0  # its collectives complete on local data; 0: none
         self.calm = True  # nothing above is set, so collectives take the fast path
         self.collectives = 0
         self.flight: Flight | None = None  # set from the first group on, if the process has a status page
@@ -216,9 +216,12 @@ class CommState:
             self._refresh()
 
     def set_aside(self, on: bool) -> None:
-        """Make collectives complete on local data, or no longer: the code of the script that runs now is run again."""
+        """Make the collectives of this thread complete on local data, or no longer.
+
+        The code that the thread runs now is run again. Other threads of the script may be in the middle of a save.
+        """
         with self._lock:
-            self.aside = on
+            self.aside_thread = threading.get_ident() if on else 0
             self._refresh()
 
     def on_poison(self, callback: Callable[[str], None]) -> None:
@@ -243,7 +246,7 @@ class CommState:
             self._on_wait(*span)
 
     def _refresh(self) -> None:
-        self.calm = not (self.poisoned or self.sealed or self.looped or self.aside)
+        self.calm = not (self.poisoned or self.sealed or self.looped or self.aside_thread)
 
     # ------------------------------------------------------------------ poison
 
@@ -303,7 +306,7 @@ class CommState:
                 hint="an update that is not the only one, or that makes collectives, belongs "
                 "in `with step.update('name'): optimizer.step()`, other collectives after the block",
             )
-        if self.aside:
+        if self.aside_thread == threading.get_ident():
             return True
         if self.poisoned:
             self.give_up(what)
