@@ -117,8 +117,8 @@ FLAGS: tuple[RunFlag, ...] = (
     RunFlag("--print-completion", "text", "used", "print what this shell (bash, zsh, fish, tcsh) reads to complete the "
          "command, and leave; torchrun's from 2.14 on", env=False),
     _own("--framework", "text", "framework of the script: torch, mindspore or tensorflow", "torch"),
-    _own("--preload", "text", "modules of the script that are slow to import (transformers.trainer,lightning.pytorch): "
-         "imported once per node, before workers are forked", ""),
+    _own("--preload", "text", "further modules that are slow to import (lightning.pytorch): imported once per node, "
+         "before workers are forked, like the imports at the head of the script", ""),
     _own("--rank-table", "text", "JSON file that names the hosts and their devices (docs/rank-tables.md): gives "
          "--nnodes, --nproc-per-node, --node-rank, --master-addr and --bind", variable="RANK_TABLE_FILE"),
     _own("--token-file", "text", "secret of the job, the same on every host (mode 0600); needed for several nodes"),

@@ -55,7 +55,7 @@ from holdfast.runtime.node.spawn import (
 from holdfast.runtime.node.status_page import Page, each_page
 
 STATUS_WAIT_S = 0.5
-ZYGOTE_START_S = 60.0
+ZYGOTE_START_S = 300.0  # with the imports of the script
 QUIT_WAIT_S = 1.0
 # Limit on the time to the next message of a zygote that owes an answer. A fork takes milliseconds, with hundreds of GB
 # preloaded a few seconds. Imports do not count: a zygote that can be reached has finished them.
@@ -254,7 +254,13 @@ class Processes:
         total_s = round(sum(message.imports_s.values()), 3)
         self._journal.append(
             "zygote_ready",
-            {"imports": imports, "missing": missing, "threads": message.threads, "total_s": total_s},
+            {
+                "imports": imports,
+                "missing": missing,
+                "threads": message.threads,
+                "total_s": total_s,
+                "head": message.head,
+            },
         )
         if message.unfit:  # its end also frees what it holds of a device
             channel.send(Quit())

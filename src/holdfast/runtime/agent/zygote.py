@@ -22,10 +22,13 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import NoReturn
 
-from holdfast.errors import ProtocolError
+import msgspec
+
+from holdfast.errors import HoldfastError, ProtocolError
 from holdfast.exit_codes import Exit
 from holdfast.frame_encryption import PRELOADS
 from holdfast.runtime.net.channel import RECEIVE_SIZE_BYTES, SEND_TIMEOUT_S
@@ -40,10 +43,17 @@ from holdfast.runtime.net.service_names import zygote_of
 from holdfast.runtime.net.stream_sockets import listen, tune
 from holdfast.runtime.node.early_variables import early_variable, sources
 from holdfast.runtime.node.env_record import versions
-from holdfast.runtime.node.framework_registry import COMMON_PRELOADS, FRAMEWORKS, FrameworkName, note_broken
+from holdfast.runtime.node.framework_registry import (
+    COMMON_PRELOADS,
+    FRAMEWORKS,
+    FrameworkName,
+    install_framework,
+    note_broken,
+)
 from holdfast.runtime.node.process_info import heed_warnings, ignore_warnings
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir
+from holdfast.runtime.node.script_imports import head_of, watching
 from holdfast.runtime.node.spawn import (
     FORKS,
     ZYGOTE_MESSAGES,
@@ -53,12 +63,15 @@ from holdfast.runtime.node.spawn import (
     Spawn,
     Spawned,
     ZygoteMessage,
+    differing,
     thread_count,
 )
 from holdfast.sealing import Secret
 from holdfast.text import plural
 from holdfast.wire import NONCE_SIZE_BYTES, Link
 
+HEAD = "HOLDFAST_HEAD"
+"""Variable of a zygote that starts again: the number of imports to make of the script's head, and the reason."""
 LONELY_S = 60.0
 ENDED_KEPT_MAX = 10_000
 DRIVERS = ("/dev/nvidia-uvm", "/dev/kfd", "/dev/davinci")
@@ -338,6 +351,8 @@ def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
     bring((*FRAMEWORKS[framework].preloads, *COMMON_PRELOADS))
     gc.freeze()
     gc.enable()
+    if further and framework not in missing:
+        _install(framework)
     bring(further)
     if framework == "torch" and "torch" not in missing:
         began = time.monotonic()
@@ -354,6 +369,64 @@ def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
             "could hang"
         )
     return Preloaded(imports_s, missing, thread_total(), unfit)
+
+
+def make_head(settings: RunSettings, preloaded: Preloaded) -> Preloaded:
+    """Make the imports at the head of the script, and return the report with them.
+
+    If one of them must not be made here, the process starts again, with the imports before it.
+    """
+    length, _, why = os.environ.pop(HEAD, "").partition(" ")
+    imports_s, wrong = dict(preloaded.imports_s), ""
+    with _as_script(settings):
+        head = head_of(settings.kind, settings.target, Path(settings.cwd or "."))
+        head = head[: int(length)] if length else head
+        if head:
+            _install(settings.framework)
+        with watching(differing(settings)) as looked_at:
+            for number, statement in enumerate(head):
+                began = time.monotonic()
+                wrong = statement.make()
+                if variable := looked_at():
+                    wrong = f"reads {variable}"
+                wrong = wrong or device_in_use() or ("starts a thread" if thread_total() != 1 else "")
+                if wrong:
+                    length, why = str(number), f"`{statement.text}`: {wrong}"
+                    break
+                imports_s[statement.text] = round(time.monotonic() - began, 3)
+    if wrong:
+        _start_again(settings, f"{length} {why}")
+    gc.freeze()
+    return msgspec.structs.replace(preloaded, imports_s=imports_s, head=why)
+
+
+@contextlib.contextmanager
+def _as_script(settings: RunSettings) -> Iterator[None]:
+    """Set ``sys.argv`` and ``sys.path[0]`` to those of the script, as in a worker."""
+    argv, first = sys.argv, sys.path[0]
+    sys.argv = [settings.typed or settings.target, *settings.args]
+    if settings.kind == "script" and not sys.flags.safe_path:
+        target = Path(settings.target).resolve()
+        sys.path[0] = str(target if target.is_dir() else target.parent)
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[0] = argv, first
+
+
+def _install(framework: FrameworkName) -> None:
+    """Prepare the framework before further imports: a library that takes a function of torch gets that of workers."""
+    with contextlib.suppress(HoldfastError):  # each worker reports it
+        install_framework(framework)
+
+
+def _start_again(settings: RunSettings, head: str) -> NoReturn:
+    """Replace this process by a zygote with another ``HEAD``."""
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # also the files of a device's driver
+    python = settings.python or sys.executable
+    os.execve(
+        python, [python, "-m", "holdfast.runtime.agent.zygote", *sys.argv[1:]], {**os.environ, HEAD: head}
+    )
 
 
 def become_worker(spawn: Spawn) -> int:
@@ -395,6 +468,8 @@ def main(run_dir: str) -> int:
     early = _early(settings)
     further = (*settings.preload, *(PRELOADS if settings.encrypts else ()))
     preloaded = Preloaded({}, {}, 1, early) if early else preload(settings.framework, further)
+    if settings.framework == "torch" and not (preloaded.unfit or "torch" in preloaded.missing):
+        preloaded = make_head(settings, preloaded)
     spawn = Zygote(run, run.secret(), preloaded, settings.node).serve()
     if spawn is None:
         atexit._run_exitfuncs()  # exit handlers of modules that the user has preloaded

@@ -55,13 +55,15 @@ loading the driver's state into the process; with that state no fork could use a
 class Preloaded(msgspec.Struct, frozen=True, tag=True):
     """Zygote -> agent, first: the imports are done. ``imports_s``: seconds by import; ``missing``: failed imports.
 
-    ``unfit``: why its forks would not work; empty: they work.
+    ``unfit``: why its forks would not work; empty: they work. ``head``: why not all imports at the head of the script
+    were made; empty: they were, or there are none.
     """
 
     imports_s: dict[str, float]
     missing: dict[str, str]
     threads: int
     unfit: str = ""
+    head: str = ""
 
 
 class Quit(msgspec.Struct, frozen=True, tag=True):
@@ -147,6 +149,24 @@ def worker_env(run: RunDir, settings: RunSettings, order: SpawnOrder) -> dict[st
         **_table_env(settings, order),
         **settings.env,
     }
+
+
+PER_WORKER = frozenset(
+    {
+        "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+        "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
+        "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE",
+        "HOLDFAST_MEMBER_ID", "HOLDFAST_GENERATION", "HOLDFAST_RESUME", "HOLDFAST_JOIN", "HOLDFAST_PARTS",
+        "HOLDFAST_SPARE", "HOLDFAST_PAGE", "RANK_TABLE_FILE", "RANK_ID", "RANK_SIZE", "DEVICE_ID",
+    }
+)  # fmt: skip
+"""Variables that :func:`worker_env` sets and that a zygote has not."""
+
+
+def differing(settings: RunSettings) -> frozenset[str]:
+    """Return the variables whose values may differ between two workers, or between a worker and the zygote."""
+    threads = set() if thread_count(settings) == 1 else {"OMP_NUM_THREADS"}
+    return (PER_WORKER | threads) - set(settings.env)
 
 
 def _table_env(settings: RunSettings, order: SpawnOrder) -> dict[str, str]:

@@ -1,0 +1,203 @@
+"""The imports at the head of a training script, which the zygote makes once for all workers of its node.
+
+Theory. Libraries of a script often take longer to import than torch. Workers that are forked from a process which has
+imported them begin at once, also the replacement of a lost rank. This is exact only while an import has the same result
+in every worker and at an earlier time. So only the *head* of the script counts: the import statements before its first
+statement of another kind, as far as they name installed packages. A module beside the script may set variables, so its
+import ends the head. An import that reads a variable of one worker (such as ``RANK``) has other results in the zygote:
+:class:`WatchedEnvironment` sees it, and the zygote starts again without this statement and those after it.
+
+Invariants:
+1. The statements of a head are a prefix of what the script does, in its order.
+2. After a head was made, no module holds a value of a variable in which workers differ.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+from pathlib import Path
+from typing import NamedTuple
+
+from holdfast.runtime.node.early_variables import sources
+
+INSTALLED = frozenset({"site-packages", "dist-packages"})
+RANK_READERS = frozenset({"lightning", "lightning_fabric", "pytorch_lightning"})
+"""Packages that read ``RANK`` when they are imported. The others are found by trial, which costs their import once."""
+OWN = "holdfast"
+TEXT_LENGTH_MAX = 100
+UNKNOWN = "known in workers only"
+
+
+class Origin(Enum):
+    """The kinds of packages that a script imports.
+
+    ``QUICK``: of Python or Holdfast. ``INSTALLED``: the same in every worker. ``MISSING``: of a ``try``, or an error of
+    the worker. ``OTHER``: a module beside the script, or a package that reads the rank.
+    """
+
+    QUICK = "quick"
+    INSTALLED = "installed"
+    MISSING = "missing"
+    OTHER = "other"
+
+
+class HeadImport(NamedTuple):
+    """One import statement of a script. ``optional``: a ``try`` around it answers an ``ImportError``."""
+
+    text: str
+    node: ast.Import | ast.ImportFrom
+    optional: bool
+
+    def make(self) -> str:
+        """Execute the statement, and return its error, or an empty text. Its modules stay in ``sys.modules``."""
+        code = compile(ast.Module([self.node], []), "<head>", "exec")
+        try:
+            exec(code, {"__name__": "holdfast_head"})
+        except Exception as error:  # the worker meets it at the same statement
+            if not (self.optional and isinstance(error, ImportError)):
+                return f"{type(error).__name__}: {error}"[:TEXT_LENGTH_MAX]
+        return ""
+
+
+def head_of(kind: str, target: str, cwd: Path) -> list[HeadImport]:
+    """Return the imports at the head of a script or module that take time: the standard library is left out.
+
+    Args:
+        kind: ``script`` or ``module``, see ``RunSettings``.
+        target: path of the script, or name of the module.
+        cwd: the directory in which workers start.
+    """
+    files, _ = sources(kind, target, cwd)
+    found: list[HeadImport] = []
+    for file in files:
+        try:
+            body = ast.parse(file.read_bytes()).body
+        except (OSError, SyntaxError, ValueError):
+            break  # its worker reports the error
+        made, ended = _head(body)
+        found += made
+        if ended:
+            break  # a package of the module does something else before the module begins
+    return found
+
+
+def _head(body: list[ast.stmt]) -> tuple[list[HeadImport], bool]:
+    """Return the imports at the head of a module, and whether another statement ends it."""
+    found: list[HeadImport] = []
+    for node in body:
+        if _does_nothing(node):
+            continue
+        statements = _imports(node)
+        if not statements:
+            return found, True
+        for statement in statements:
+            origins = {_origin(package) for package in _packages(statement)}
+            if Origin.OTHER in origins:
+                return found, True
+            if Origin.INSTALLED in origins and Origin.MISSING not in origins:
+                text = ast.unparse(statement)[:TEXT_LENGTH_MAX]
+                found.append(HeadImport(text, statement, optional=isinstance(node, ast.Try)))
+    return found, False
+
+
+def _does_nothing(node: ast.stmt) -> bool:
+    """Return whether a statement cannot change the result of an import: a text, a constant, a definition, typing."""
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant)
+    if isinstance(node, ast.Assign):
+        return isinstance(node.value, ast.Constant) and all(isinstance(t, ast.Name) for t in node.targets)
+    if isinstance(node, ast.If):
+        return "TYPE_CHECKING" in ast.dump(node.test) and not node.orelse
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return not node.decorator_list
+    return False
+
+
+def _imports(node: ast.stmt) -> list[ast.Import | ast.ImportFrom]:
+    """Return an import, or the imports of a ``try`` that does nothing else; empty: the statement is of another kind."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return [node]
+    if not isinstance(node, ast.Try):
+        return []
+    imports = [inner for inner in node.body if isinstance(inner, ast.Import | ast.ImportFrom)]
+    others = [
+        *node.body,
+        *node.orelse,
+        *node.finalbody,
+        *(n for handler in node.handlers for n in handler.body),
+    ]
+    return imports if all(n in imports or isinstance(n, ast.Pass) or _does_nothing(n) for n in others) else []
+
+
+def _packages(node: ast.Import | ast.ImportFrom) -> Iterator[str]:
+    """Yield the top-level packages that a statement imports; an empty name for a relative import."""
+    if isinstance(node, ast.Import):
+        yield from (alias.name.partition(".")[0] for alias in node.names)
+    else:
+        yield (node.module or "").partition(".")[0] if node.level == 0 else ""
+
+
+def _origin(package: str) -> Origin:
+    if package == OWN or package in sys.stdlib_module_names:
+        return Origin.QUICK
+    if not package or package in RANK_READERS:
+        return Origin.OTHER
+    try:
+        found = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return Origin.OTHER
+    if found is None:
+        return Origin.MISSING
+    places = [found.origin] if found.origin else list(found.submodule_search_locations or ())
+    installed = bool(places) and all(INSTALLED & set(Path(place).parts) for place in places)
+    return Origin.INSTALLED if installed else Origin.OTHER
+
+
+class WatchedEnvironment(os._Environ[str]):
+    """``os.environ`` while imports are made: it notes each look at a variable in which workers differ.
+
+    A copy of the whole environment is no look: libraries copy it for their child processes. Such a copy has
+    ``UNKNOWN`` for these variables, so that a later use as a number is an error and no wrong rank. Only Python code is
+    seen.
+    """
+
+    names: Collection[str] = frozenset()
+    seen: str = ""
+    listed: Sequence[str] = ()  # by the last iteration: a copy asks for these values in this order
+    at: int = 0
+
+    def __getitem__(self, key: str) -> str:
+        """Return the value of a variable. Raises: KeyError: it is not set."""
+        copied = key in WatchedEnvironment.listed[WatchedEnvironment.at : WatchedEnvironment.at + 1]
+        WatchedEnvironment.at = WatchedEnvironment.at + 1 if copied else len(WatchedEnvironment.listed)
+        if key not in WatchedEnvironment.names:
+            return super().__getitem__(key)
+        if not copied:
+            WatchedEnvironment.seen = WatchedEnvironment.seen or key
+        return UNKNOWN
+
+    def __iter__(self) -> Iterator[str]:
+        """Return an iterator of all names, those of workers as well."""
+        WatchedEnvironment.listed, WatchedEnvironment.at = (
+            [*(set(super().__iter__()) - set(WatchedEnvironment.names)), *WatchedEnvironment.names],
+            0,
+        )
+        return iter(WatchedEnvironment.listed)
+
+
+@contextmanager
+def watching(names: Collection[str]) -> Iterator[Callable[[], str]]:
+    """Watch ``os.environ``. Yield a function that returns the first of ``names`` that was looked at; empty: none."""
+    plain = os.environ.__class__
+    WatchedEnvironment.names, WatchedEnvironment.seen, WatchedEnvironment.listed = frozenset(names), "", ()
+    os.environ.__class__ = WatchedEnvironment
+    try:
+        yield lambda: WatchedEnvironment.seen
+    finally:
+        os.environ.__class__ = plain
