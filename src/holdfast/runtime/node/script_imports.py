@@ -174,28 +174,28 @@ class WatchedEnvironment(os._Environ[str]):
 
     def __getitem__(self, key: str) -> str:
         """Return the value of a variable. Raises: KeyError: it is not set."""
-        copied = key in WatchedEnvironment.listed[WatchedEnvironment.at : WatchedEnvironment.at + 1]
-        WatchedEnvironment.at = WatchedEnvironment.at + 1 if copied else len(WatchedEnvironment.listed)
-        if key not in WatchedEnvironment.names:
+        kind = WatchedEnvironment
+        copied = key in kind.listed[kind.at : kind.at + 1]
+        kind.at = kind.at + 1 if copied else len(kind.listed)
+        if key not in kind.names:
             return super().__getitem__(key)
         if not copied:
-            WatchedEnvironment.seen = WatchedEnvironment.seen or key
+            kind.seen = kind.seen or key
         return UNKNOWN
 
     def __iter__(self) -> Iterator[str]:
         """Return an iterator of all names, those of workers as well."""
-        WatchedEnvironment.listed, WatchedEnvironment.at = (
-            [*(set(super().__iter__()) - set(WatchedEnvironment.names)), *WatchedEnvironment.names],
-            0,
-        )
-        return iter(WatchedEnvironment.listed)
+        kind = WatchedEnvironment
+        kind.listed, kind.at = [*(set(super().__iter__()) - set(kind.names)), *kind.names], 0
+        return iter(kind.listed)
 
 
 @contextmanager
 def watching(names: Collection[str]) -> Iterator[Callable[[], str]]:
     """Watch ``os.environ``. Yield a function that returns the first of ``names`` that was looked at; empty: none."""
     plain = os.environ.__class__
-    WatchedEnvironment.names, WatchedEnvironment.seen, WatchedEnvironment.listed = frozenset(names), "", ()
+    kind = WatchedEnvironment
+    kind.names, kind.seen, kind.listed = frozenset(names), "", ()
     os.environ.__class__ = WatchedEnvironment
     try:
         yield lambda: WatchedEnvironment.seen
