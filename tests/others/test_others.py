@@ -81,6 +81,15 @@ def test_a_death_in_the_middle_of_an_update_that_communicates_undoes_it(
     assert "communicates in step(): each step first copies its weights (0.0 MB)" in output
 
 
+def test_a_death_between_two_updates_of_a_step_undoes_the_first_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ranks have made two of the four updates of an iteration, with the games of this iteration."""
+    _, calm = run(tmp_path / "calm", "adapted", "rollouts", monkeypatch)
+    output, killed = run(tmp_path / "killed", "adapted", "rollouts", monkeypatch, KILL_INSIDE="1:3,0:5")
+    assert "2 faults, 0 steps lost" in output and killed == calm, output
+
+
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_what_cannot_be_exact_is_refused_by_name(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch

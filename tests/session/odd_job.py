@@ -288,6 +288,22 @@ def averaging(job: Job) -> dict[str, Any]:
     return {"drawn": [tensor.sum().item() for tensor in average.state_dict().values()]}
 
 
+def alternating(job: Job) -> dict[str, Any]:
+    """Change an average at every second step of a count that is in no state, and so starts again in a replacement."""
+    net = next(job.model.children())
+    average, count = AveragedModel(net), 0
+    with job.session({"average": average}) as s:
+        for step in s.steps(job.loader, until=STEPS):
+            with step as (x, y):
+                job.compute(step.number, x, y)
+                job.update()
+                if count % 2:
+                    average.update_parameters(net)
+            if step.committed:
+                count += 1
+    return {"drawn": []}
+
+
 def owning(job: Job) -> dict[str, Any]:
     """Keep one random walk per rank, which blocks continue, and another one wrongly in the place of the job's state."""
     next(job.model.children()).register_buffer("mine", torch.full((2,), float(job.rank)))
@@ -507,7 +523,7 @@ WAYS = {
     way.__name__: way
     for way in (
         plain, skipping, late, between, accumulating, inside, caught, searching, measuring, viewing, evaluating,
-        evaluating_shards, resting, updating, streaming, averaging, owning, leaving,
+        evaluating_shards, resting, updating, streaming, averaging, alternating, owning, leaving,
         stopping, casting, swapping, changing, keeping,
     )
 }  # fmt: skip

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import holdfast
-from holdfast.errors import ImpureBlockError
+from holdfast.errors import ImpureBlockError, UsageError
 from tests.session.test_solo import Job, bare, same
 
 pytestmark = pytest.mark.torch
@@ -57,6 +57,8 @@ class Script:
         self.count = 0
         self.generator = torch.Generator()
         self.numbers = np.random.default_rng(1)
+        self.seen = torch.ones(4, 2)
+        self.shown = np.ones((4, 2), np.float32)
         self.stream = (torch.full((4, 2), float(n)) for n in itertools.count())
 
     def learn(self, x: Tensor) -> None:
@@ -91,6 +93,12 @@ class Script:
         stream = self.stream
         self.learn(next(stream))
 
+    def playing(self) -> None:
+        """Move a game that is no tensor, and store what is seen in a tensor that every block fills."""
+        self.shown += 1.0
+        self.seen[:] = torch.Tensor(self.shown)
+        self.learn(self.seen)
+
     def pure(self) -> None:
         """Use nothing that other blocks have left."""
         self.learn(torch.ones(4, 2))
@@ -123,6 +131,10 @@ class Script:
         ("counting", r"the run before has changed: .*self.count \(was 2, then 3\)"),
         ("averaging", r"uses the float32 \[\] that test_block_proof.py:\d+ wrote in the run before"),
         ("drawing", r"test_block_proof.py:\d+ draws from a generator that is not in session\(state=...\)"),
+        (
+            "playing",
+            r"test_block_proof.py:\d+ uses a float32 \[4, 2\] that has other values than in the run before",
+        ),
         ("iterating", r"the run before has changed: .*stream \(drawn from\)"),
     ],
 )
@@ -133,6 +145,35 @@ def test_an_impure_block_is_refused_before_its_update(way: str, cause: str) -> N
         script.train(getattr(script, way))
     assert torch.equal(script.net.weight, weights)
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_variable_that_counts_runs_of_blocks_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    script, calls, steps, clock = Script(), 0, 0, 10**12
+    with (
+        caplog.at_level(logging.WARNING, "holdfast"),
+        holdfast.session(model=script.net, optimizer=script.optimizer, verify_block=1) as s,
+    ):
+        for step in s.steps(until=3):
+            with step:
+                calls += 1
+                clock += 1
+                script.pure()
+            if step.committed:
+                steps += 1
+    assert (calls, steps) == (6, 3)
+    (told,) = [line for line in caplog.messages if "not a count of steps" in line]
+    assert "step 0: not a count of steps: calls. A block runs again" in told
+
+
+def test_enumerate_around_the_steps_is_refused_before_the_first_one() -> None:
+    script = Script()
+    with (
+        pytest.raises(UsageError, match="counts the runs of blocks, not the steps"),
+        holdfast.session(model=script.net, optimizer=script.optimizer) as s,
+    ):
+        for _, step in enumerate(s.steps(until=3)):
+            with step:
+                script.pure()
 
 
 @pytest.mark.parametrize(

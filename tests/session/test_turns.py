@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import holdfast
 from holdfast.errors import StepError, UsageError
 from holdfast.exit_codes import Exit
-from holdfast.session.loops.script_source import enclosed, leaves
+from holdfast.session.loops.script_source import counted, enclosed, leaves
 from holdfast.session.loops.turn_position import TurnPosition
 from tests.session.launch import run_job
 from tests.session.turns_job import RANKS
@@ -321,6 +321,31 @@ def test_a_loop_around_a_call_is_seen_and_one_around_the_session_is_not() -> Non
             found += [here(), call()]
         assert not enclosed(frame, None)
     assert found == [False, False, True, True]
+
+
+def test_a_call_in_enumerate_is_seen_and_one_beside_it_is_not() -> None:
+    found = []
+
+    def here() -> list[int]:
+        frame = inspect.currentframe()
+        assert frame is not None and frame.f_back is not None
+        found.append(counted(frame.f_back))
+        return [1]
+
+    def through(items: list[int], _: object = None) -> list[int]:
+        return items
+
+    for _ in enumerate(here()):
+        pass
+    for _ in enumerate(
+        through(here()),
+        start=1,
+    ):
+        pass
+    for _ in zip(here(), enumerate([1]), strict=True):
+        here()
+    through(here(), list(enumerate([1])))
+    assert found == [True, True, False, False, False]
 
 
 def test_a_break_is_told_from_an_exception() -> None:

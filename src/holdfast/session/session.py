@@ -581,8 +581,10 @@ class Session(ScriptLoops):
             if rank.fenced:
                 rank.await_resume()
             if not self._behind.exit_agreed and rank.step:
+                self._common.publish_end()
                 if not saver.verify():
                     continue
+                self._common.compare_end()
                 try:
                     if not saver.is_written():
                         sealed = saver.save("final", wait=True)

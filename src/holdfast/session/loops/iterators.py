@@ -13,7 +13,7 @@ from holdfast.frameworks.common.optional_abilities import StandsIn
 from holdfast.runtime.node.deferred_rank import DeferredRank
 from holdfast.session.checkpoints.after_block import AfterBlock
 from holdfast.session.loops.loop import Loops
-from holdfast.session.loops.script_source import enclosed
+from holdfast.session.loops.script_source import counted, enclosed
 from holdfast.session.loops.turn_position import IDIOM
 from holdfast.session.loops.turns import Turns
 from holdfast.session.steps.accumulation import checked_count, grouped
@@ -110,7 +110,8 @@ class ScriptLoops:
             UsageError: neither a loader nor ``until``, a loader that cannot be iterated, or ranks that share a sampler
                 have different datasets: another length or, if the dataset is only memory, another content. A dataset
                 that is code may identify itself by an attribute ``fingerprint``, for instance the checksum of its file.
-            UsageError: a second loop outside of epochs and phases, or a loop around this one that is neither.
+            UsageError: a second loop outside of epochs and phases, or a loop around this one that is neither; or
+                ``enumerate`` around the steps, which counts runs of blocks.
             EmptyLoaderError: the loader yields no batch.
             StepError: a step was not entered by ``with``.
         """
@@ -128,6 +129,12 @@ class ScriptLoops:
             raise UsageError(
                 "a loop over steps in a loop that the session does not know: its turns would run again at each start",
                 hint=IDIOM,
+            )
+        if counted(sys._getframe(1)):
+            raise UsageError(
+                "enumerate() around s.steps(...) counts the runs of blocks, not the steps: a block runs again after a "
+                "fault and for its check, and a process that joins or resumes begins at 0",
+                hint="step.number, and in its epoch step.number % len(loader)",
             )
         many = checked_count(batches, loader)
         passes = epochs if until is not None or epochs is not None else 1

@@ -5,8 +5,12 @@ another rank. If a rank keeps different values there (its environment, its own l
 broadcast), a fault would silently replace them by those of another rank. So each rank publishes digests after its first
 step, and the first rank compares them after the next step. By then every rank has voted again, and so has published.
 Only ranks that hold the same tensors of the model are compared, as only these can replace each other. Only items that a
-rank holds whole are compared. The first rank reads all digests in one message. A rank whose names would take too much
-of it publishes one digest of all buffers and one of all items instead.
+rank holds whole are compared. A variable that is not saved (a counter of the script) can decide on a change of the
+user's state: a replacement then changes it at other steps than the others. So the user's state is compared again at the
+end, before the last save: the vote of that save comes after all ranks have published.
+
+The first rank reads all digests in one message. A rank whose names would take too much of it publishes one digest of
+all buffers and one of all items instead.
 
 Ranks that train different copies of the model should train on different data. If all of them have drawn the same batch
 for the same step, no sampler shares the data, and each sample counts several times.
@@ -23,6 +27,7 @@ from typing import Any
 import xxhash
 
 from holdfast.core.protocol.messages import FRAME_SIZE_BYTES_MAX
+from holdfast.errors import HoldfastError
 from holdfast.frameworks.common.adapter import Collected, StateAdapter
 from holdfast.frameworks.common.optional_abilities import ComparesCopies, DigestsBatches
 from holdfast.runtime.worker.worker_client import WorkerClient
@@ -34,6 +39,7 @@ from holdfast.text import plural
 log = logging.getLogger("holdfast")
 
 PREFIX = "state."
+END = "holdfast/state/end"
 SAID_SIZE_BYTES_MAX = FRAME_SIZE_BYTES_MAX // 2
 """Limit of the digests of all ranks together, which come in one message."""
 Said = tuple[str, dict[str, str], dict[str, str], list[int]]
@@ -45,13 +51,15 @@ of the model with the digests of the batches of its first step (empty if no load
 
 
 class ReplicaStateCheck:
-    """Compares the user's state of all ranks, once in the life of a process that began with the other ranks."""
+    """Compares the user's state of all ranks, at the first steps of the job and at its end."""
 
     def __init__(self, adapter: StateAdapter, client: WorkerClient | None, state: Mapping[str, Any]) -> None:
         self._adapter = adapter
         self._left_out = {name for name, item in state.items() if getattr(item, "may_differ", False)}
-        self._client = None if client is None or client.joining or adapter.world_size == 1 else client
-        self._key = ""
+        self._peers = None if client is None or adapter.world_size == 1 else client
+        self._client = None if self._peers is None or self._peers.joining else client
+        self._key = self._key_at_end = ""
+        self._named: set[str] = set()  # items that differ from the beginning
 
     def committed(self, drawn: Sequence[int]) -> None:
         """Publish the digests after the first committed step, and compare them after the second.
@@ -89,11 +97,42 @@ class ReplicaStateCheck:
                     plural(len(buffers), "buffer"),
                     buffers[0],
                 )
-            for name in differing([(part, found) for part, found, *_ in said_by]):
+            self._named = set(differing([(part, found) for part, found, *_ in said_by]))
+            for name in sorted(self._named):
                 log.warning(
                     'holdfast: state "%s" is not the same on all ranks: it is that of the job, and who takes a lost '
                     "rank's place, or starts from a checkpoint, has that of another rank; what is one rank's belongs "
                     "into s.own (plain values), or is made from the number of the step",
+                    name,
+                )
+
+    def publish_end(self) -> None:
+        """Publish the digests of the user's state at the end of the job."""
+        self._key_at_end = ""
+        if self._peers is None:
+            return
+        try:
+            collected = self._adapter.collect()
+        except HoldfastError as error:
+            log.debug("holdfast: the state at the end is not compared: %s", error)  # the save reports it
+            return
+        part, items, _ = digests(self._adapter, collected, self._left_out)
+        line = spoken((part, items, {}, []), SAID_SIZE_BYTES_MAX // self._adapter.world_size)
+        self._key_at_end = f"{END}/{self._peers.generation}"
+        self._peers.kv("append", (self._key_at_end,), line)
+
+    def compare_end(self) -> None:
+        """Compare what all ranks have published at the end of the job, on the first rank."""
+        if self._peers is None or not self._key_at_end or self._adapter.rank:
+            return
+        lines = self._peers.kv("get", (self._key_at_end,)).value.decode().splitlines()
+        said_by: list[Said] = [json.loads(words) for words in lines]
+        for name in differing([(part, found) for part, found, *_ in said_by]):
+            if name not in self._named:
+                log.warning(
+                    'holdfast: state "%s" is not the same on all ranks at the end, and the checkpoint holds that of '
+                    "one rank: what decides on a change of it has to be saved as well, or follow from step.number (a "
+                    "variable that counts steps starts again in a process that joins)",
                     name,
                 )
 

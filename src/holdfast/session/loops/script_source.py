@@ -1,10 +1,11 @@
-"""Facts read from the code of the script: whether a call is in a ``for`` loop, and whether ``break`` leaves a loop.
+"""Facts read from the code of the script: whether a call is in a ``for`` loop or counted, and how a loop is left.
 
 Theory. The code of a Python function shows its loops: ``FOR_ITER`` is at the head of a loop, and its target is after
 the loop. A frame shows its current instruction. Only frames up to the one that entered the session are inspected, and
 no loop around the session itself: such a loop makes a session in each turn. A generator is closed where the iterator of
 its loop is dropped. After ``break`` and ``return`` a separate instruction does this, after an exception the raising
-instruction.
+instruction. An instruction also has its position in the source: a call whose position includes that of another call
+takes the result of the other one.
 """
 
 from __future__ import annotations
@@ -36,6 +37,15 @@ def enclosed(caller: FrameType, entered_by: tuple[FrameType, int] | None) -> boo
     return False
 
 
+def counted(caller: FrameType) -> bool:
+    """Return whether ``caller`` gives the result of the call that it makes to ``enumerate``, or to a call in it."""
+    code = list(dis.get_instructions(caller.f_code))
+    begun = [each for each in code if each.offset <= caller.f_lasti]
+    first, last = _extent(begun[-1])  # the call itself: a frame can also show one of the caches behind it
+    counters = {_extent(each)[0] for each in code if each.argval == "enumerate"}
+    return any(begin in counters and begin < first and last < end for begin, end in map(_extent, code))
+
+
 def leaves(caller: FrameType) -> bool:
     """Return True if ``break`` or ``return`` ends the loop over a generator; False after an exception, or if unknown.
 
@@ -49,3 +59,14 @@ def leaves(caller: FrameType) -> bool:
 def _loops(frame: FrameType) -> list[tuple[int, int]]:
     code = dis.get_instructions(frame.f_code)
     return [(each.offset, each.argval) for each in code if each.opname == "FOR_ITER"]
+
+
+_Place = tuple[int, int]  # line and column
+
+
+def _extent(instruction: dis.Instruction) -> tuple[_Place, _Place]:
+    """Return the first and last place of an instruction in the source; Python can be set to keep no columns."""
+    at = instruction.positions
+    if at is None or None in at:
+        return (0, 0), (0, 0)
+    return (at.lineno or 0, at.col_offset or 0), (at.end_lineno or 0, at.end_col_offset or 0)

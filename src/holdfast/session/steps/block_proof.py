@@ -38,6 +38,7 @@ log = logging.getLogger("holdfast")
 RUNS = 2
 _OURS = str(DIRECTORY)
 _TOLD_MAX = 3  # variables in an error
+_CLOCK_MIN = 1_000_000_000  # a whole number from here on is a time
 _HINT = (
     "draw the batch in the block that uses it, or by s.steps(loader); what else a block changes and uses later goes "
     "into session(state={...}) or s.own; session(verify_block=0) leaves out this check"
@@ -78,7 +79,8 @@ class Prover:
         self._checked = -1
         self._found: Mapping[str, int] = {}  # digests at the begin of the current run
         self._proofs: list[Proof | None] = []  # None: the run broke off
-        self._variables: list[_Variables] = []  # before each run with deterministic algorithms
+        self._variables: dict[int, _Variables] = {}  # by the number of runs before
+        self._told: set[str] = set()  # variables that count runs
 
     def begin(self, step: Step) -> None:
         """Take digests of the state at the begin of each run of the block of ``step``, if a check is due."""
@@ -87,6 +89,7 @@ class Prover:
         adapter = self._due(step)
         if adapter is not None:
             self._found = adapter.found()
+            self._variables[len(self._proofs)] = _variables()
 
     def alone(self, step: Step) -> bool:
         """Return whether the run of the block of ``step`` that begins is for the check. If so, shut out the peers."""
@@ -94,8 +97,6 @@ class Prover:
         if adapter is None or (self._alone and len(self._proofs) == RUNS - 1):
             return False
         suspected = len(self._proofs) >= RUNS
-        if suspected:
-            self._variables.append(_variables())
         return adapter.go_alone(first=self._first, suspected=suspected)
 
     def note(self, step: Step) -> None:
@@ -138,7 +139,7 @@ class Prover:
         if self._adapter is None or step.scrap or step.parts > 1 or self._checked == step.number:
             return None
         if self._step != step.number:
-            self._step, self._proofs, self._variables = step.number, [], []
+            self._step, self._proofs, self._variables = step.number, [], {}
         if not step.repeats:
             return None
         due = self._first or step.number % self._every == self._every - 1
@@ -148,12 +149,28 @@ class Prover:
         self._proofs.append(proof)
         done = [proof for proof in self._proofs if proof is not None]
         if len(self._proofs) == RUNS and (len(done) < RUNS or done[0] == done[1]):
+            self._tell_counters(step)
             self._passed(step)
         elif len(self._proofs) == 2 * RUNS:
             self._judge(step, adapter, done)
 
     def _passed(self, step: Step) -> None:
         self._checked, self._first = step.number, False
+
+    def _tell_counters(self, step: Step) -> None:
+        """Warn of variables that the first run has counted up. What they decide after the update is not compared."""
+        counters = [
+            name for name in _counted_up(self._variables[0], self._variables[1]) if name not in self._told
+        ]
+        if counters:
+            self._told.update(counters)
+            log.warning(
+                "holdfast: step %d: not a count of steps: %s. A block runs again after a fault and for its check, and "
+                "a process that joins or resumes counts from the start: use step.number, or count "
+                "`if step.committed:` in session(state={...})",
+                step.number,
+                ", ".join(counters[:_TOLD_MAX]),
+            )
 
     def _judge(self, step: Step, adapter: ProvesBlocks, proofs: list[Proof]) -> None:
         """Raise or warn after four runs: the first two differ, the last two used deterministic algorithms."""
@@ -181,7 +198,11 @@ class Prover:
                 hint=_BEHIND,
             )
         what = _difference(third.computed, fourth.computed) or _difference(first.computed, second.computed)
-        cause = cause or _changed(*self._variables) or "it uses what the run before has changed"
+        cause = (
+            cause
+            or _changed(self._variables[RUNS], self._variables[RUNS + 1])
+            or "it uses what the run before has changed"
+        )
         raise ImpureBlockError(
             f"step {step.number}: run again on the same batch, the block computes something else: {cause} "
             f"({what} differ)",
@@ -235,6 +256,15 @@ def _variables() -> _Variables:
         elif isinstance(value, Iterator | random.Random) or hasattr(value, "bit_generator"):
             drawing.append(name)
     return _Variables(plain, drawing)
+
+
+def _counted_up(before: _Variables, after: _Variables) -> list[str]:
+    """Return the names of the whole numbers that have grown between two runs of a block."""
+    return [
+        name
+        for name, value in after.plain.items()
+        if type(value) is int and type(then := before.plain.get(name)) is int and then < value < _CLOCK_MIN
+    ]
 
 
 def _changed(before: _Variables, after: _Variables) -> str:

@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 import xxhash
 
-from holdfast.frameworks.torch.state.boxes import lies_in_order, stretch
+from holdfast.frameworks.torch import private_api
+from holdfast.frameworks.torch.state.boxes import flat_bytes, lies_in_order, local_of, stretch
 from holdfast.store.layouts.layout import Box
 from holdfast.store.layouts.replica_digests import Extent
 
@@ -31,6 +32,19 @@ class Regions(Protocol):
 
     def region(self, fqn: str, box: Box) -> torch.Tensor:
         """Return the tensor of one box."""
+
+
+def digest_of_tensor(tensor: torch.Tensor) -> int:
+    """Return a digest of this rank's part of a tensor. Waits for the device."""
+    if tensor.is_sparse:
+        tensor = torch.cat([part.reshape(-1).double() for part in private_api.sparse_parts(tensor)])
+    local = local_of(tensor)
+    if not local.numel():
+        return 0
+    flat = flat_bytes(local)  # in C order, so that strides do not matter
+    if flat.device.type == "cpu":
+        return xxhash.xxh3_64_intdigest(flat.numpy().data)
+    return int.from_bytes(sums([flat]), "little")
 
 
 def digest_of(state: Regions, parts: Sequence[Extent]) -> int:

@@ -9,10 +9,8 @@ import numpy as np
 import torch
 import xxhash
 
-from holdfast.frameworks.torch import private_api
-from holdfast.frameworks.torch.state.boxes import flat_bytes, local_of
 from holdfast.frameworks.torch.state.state import TorchState, arrays_in
-from holdfast.frameworks.torch.state.tensor_digest import sums
+from holdfast.frameworks.torch.state.tensor_digest import digest_of_tensor
 from holdfast.frameworks.torch.steps.impurity_witness import Witness
 
 
@@ -40,7 +38,7 @@ def gradients_in(state: TorchState) -> Iterator[tuple[str, int]]:
     """Yield the digest of each gradient with the name of its parameter. Waits for the device."""
     for name, parameter in state.names.parameters.items():
         if parameter.grad is not None:
-            yield name, _digest(parameter.grad)
+            yield name, digest_of_tensor(parameter.grad)
 
 
 def computed_in(state: TorchState) -> dict[str, int]:
@@ -51,25 +49,13 @@ def computed_in(state: TorchState) -> dict[str, int]:
     for slot in state.names.buffers:
         live = slot.get()
         if live is not None:
-            found[f"buffer {slot.fqn}"] = _digest(live)
+            found[f"buffer {slot.fqn}"] = digest_of_tensor(live)
     return found
-
-
-def _digest(tensor: torch.Tensor) -> int:
-    if tensor.is_sparse:
-        tensor = torch.cat([part.reshape(-1).double() for part in private_api.sparse_parts(tensor)])
-    local = local_of(tensor)
-    if not local.numel():
-        return 0
-    flat = flat_bytes(local)  # in C order, so that strides do not matter
-    if flat.device.type == "cpu":
-        return xxhash.xxh3_64_intdigest(flat.numpy().data)
-    return int.from_bytes(sums([flat]), "little")
 
 
 def _digest_of(value: Any) -> int:
     if isinstance(value, torch.Tensor):
-        return _digest(value)
+        return digest_of_tensor(value)
     if isinstance(value, np.ndarray):
         return xxhash.xxh3_64_intdigest(np.ascontiguousarray(value).tobytes())
     if isinstance(value, Mapping):

@@ -2,8 +2,13 @@
 
 Theory. If a block computes a different result when it runs again, it uses a value that its previous run has left in a
 variable. Two such runs are watched. In the first one, each tensor that the block makes, and each outside tensor that it
-writes, is noted with the line of the script. In the second one, each use of a noted tensor is reported. Parameters,
-buffers, optimizer state and the declared state are not noted, because they were put back.
+writes, is noted with the line of the script. Parameters, buffers, optimizer state and the declared state are not noted,
+because they were put back.
+
+Both runs make the same calls, until a value differs that decides on one. The first call of the second run that reads
+another value than before shows the impure input: a noted tensor, or a tensor that no call of torch has made. If the
+block itself has made that tensor, the cause is a value that is no tensor. If the runs make different calls before, the
+first noted tensor that is read is taken for the cause.
 """
 
 from __future__ import annotations
@@ -18,9 +23,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from holdfast.frameworks.torch.state.boxes import writes_of
+from holdfast.frameworks.torch.state.tensor_digest import digest_of_tensor
 from holdfast.package import DIRECTORY
 
 _OURS = (os.path.dirname(torch.__file__) + os.sep, str(DIRECTORY) + os.sep)
+_OVERWRITES = ("__setitem__", "copy_", "fill_", "zero_")  # these do not read the tensor that they write
+_Call = tuple[str, tuple[int, ...]]  # the function, and digests of the values that it reads
 _Made = tuple["weakref.ref[torch.Tensor]", str]
 
 
@@ -37,14 +45,23 @@ class Witness(TorchFunctionMode):
 
     def __init__(self, generators: Iterable[object], known: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        self.cause = ""
+        self._left = ""  # the first use of a tensor of the run before
+        self._found: str | None = None  # the first value that differs; empty: the block has made it
+        self._calls: list[_Call] = []
+        self._calls_before: list[_Call] | None = None  # None: no run to compare with
         self._generators = {id(generator) for generator in generators}
         self._known = {id(tensor) for tensor in known}
         self._before: dict[int, _Made] = {}  # tensors of the previous run, by id
         self._made: dict[int, _Made] = {}
 
+    @property
+    def cause(self) -> str:
+        """The finding, in words, or empty."""
+        return self._left if self._found is None else self._found
+
     def turn(self) -> None:
         """Begin to record another run of the block."""
+        self._calls_before, self._calls = (self._calls or None), []
         self._before, self._made = self._made, {}
 
     def __torch_function__(
@@ -57,8 +74,8 @@ class Witness(TorchFunctionMode):
         """Record a call of torch in the block, and return its result."""
         given = kwargs or {}
         used = list(_tensors((*args, *given.values())))
-        if not self.cause:
-            self._look(used, given.get("generator"))
+        if self._found is None:
+            self._look(func, used, given.get("generator"))
         writes = [writes_of(tensor) for tensor in used]
         result = func(*args, **given)
         for tensor, before in zip(used, writes, strict=True):
@@ -76,14 +93,51 @@ class Witness(TorchFunctionMode):
         noted = self._made.get(id(tensor))
         return id(tensor) in self._known or (noted is not None and noted[0]() is tensor)
 
-    def _look(self, used: Iterable[torch.Tensor], generator: object) -> None:
+    def _look(self, func: Callable[..., Any], used: Sequence[torch.Tensor], generator: object) -> None:
+        """Compare the values that a call reads with those of the run before, and look for tensors of that run."""
         if generator is not None and id(generator) not in self._generators:
-            self.cause = f"{_line()} draws from a generator that is not in session(state=...)"
-        for tensor in used:
-            ref, left = self._before.get(id(tensor), (None, ""))
-            if ref is not None and ref() is tensor:
-                kind = str(tensor.dtype).removeprefix("torch.")
-                self.cause = f"{_line()} uses the {kind} {list(tensor.shape)} that {left} in the run before"
+            self._found = f"{_line()} draws from a generator that is not in session(state=...)"
+            return
+        name = getattr(func, "__name__", "")
+        read = used[1:] if name in _OVERWRITES else used
+        call = (name, tuple(map(_digest, read)))
+        self._calls.append(call)
+        if self._calls_before is None:
+            return
+        number = len(self._calls) - 1
+        then = self._calls_before[number] if number < len(self._calls_before) else ("", ())
+        if then[0] != name or len(then[1]) != len(call[1]):
+            self._calls_before = None
+        else:
+            for tensor, one, other in zip(read, then[1], call[1], strict=True):
+                if one != other:
+                    self._found = self._origin(tensor)
+                    return
+        if not self._left:
+            self._left = next(filter(None, map(self._leftover, read)), "")
+
+    def _origin(self, tensor: torch.Tensor) -> str:
+        """Return words for a tensor with other values than in the run before; empty: this run has made it."""
+        if self._knows(tensor):
+            return ""
+        kind = str(tensor.dtype).removeprefix("torch.")
+        other = f"{_line()} uses a {kind} {list(tensor.shape)} that has other values than in the run before"
+        return self._leftover(tensor) or other
+
+    def _leftover(self, tensor: torch.Tensor) -> str:
+        """Return words for a tensor of the run before; empty: it is none."""
+        ref, left = self._before.get(id(tensor), (None, ""))
+        if ref is None or ref() is not tensor:
+            return ""
+        kind = str(tensor.dtype).removeprefix("torch.")
+        return f"{_line()} uses the {kind} {list(tensor.shape)} that {left} in the run before"
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    try:
+        return digest_of_tensor(tensor.detach())
+    except (RuntimeError, NotImplementedError, TypeError):  # it holds no values, as on the device "meta"
+        return 0
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
