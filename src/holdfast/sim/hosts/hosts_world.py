@@ -204,16 +204,19 @@ class HostsWorld(World):
         # If all hosts were reinstalled, the job cannot be founded a second time: it would be another job.
         founders = len(self.hosts) if first and not self.journal else 0
         host.council = SimCouncil(self, name, host.disk, founders)
-        host.council.in_job = host.in_job
         if host.disk.ballot.electorate is None:
             self.later_on(name, UNMET_S, f"unmet {name}", partial(self._unmet, agent, host))
         host.council.begin()
 
     def _unmet(self, agent: SimAgent, host: SimHost) -> None:
         """End an agent that has no electorate and knows no leader after ``UNMET_S``."""
-        knows = host.disk.ballot.electorate is not None
-        if agent.alive and not knows and host.council is not None and host.council.election.lead is None:
+        council = host.council
+        if not agent.alive or council is None or council.meeting.job or council.apart:
+            return
+        if council.election.lead is None:
             self._leave(host)
+        else:
+            self.later_on(host.node_id, UNMET_S, f"unmet {host.node_id}", partial(self._unmet, agent, host))
 
     def _leave(self, host: SimHost) -> None:
         """End the agent of a host permanently. The controller of the host ends ``END_S`` later."""
