@@ -464,7 +464,7 @@ def test_a_spare_that_comes_in_time_takes_the_ranks() -> None:
     job.open(20, live=True)
     trains(job, 21)
     notice(job, B, left_s=1000.0)
-    job.controller.fleet.voters = (A, B, C)
+    job.controller.job.liveness.voters = (A, B, C)
     job.post(AgentHello(node_id=C, slots=1, pid=1, host="h", port=7), 5.0)
     assert orders(job, PrepareSeats)
 

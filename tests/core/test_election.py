@@ -154,6 +154,16 @@ def test_a_minority_gives_up_and_answers_nobody_any_more() -> None:
     assert post(machine, ask) == []
 
 
+def test_an_agent_that_has_nothing_of_the_job_waits_for_another_one_and_saves_nothing() -> None:
+    """Regression: it had heard of a leader that was about to end, and then decided alone about a job without ranks."""
+    machine = agent(A, HardState())
+    post(machine, Lead(leader=B, term=3, host="h", port=1))
+    post(machine, LeaderLost())
+    assert post(machine, Tick(name="alone")) == [] and machine.role == "follower"
+    post(machine, LogHeld(term=3, number=8))
+    assert [type(c) for c in post(machine, Tick(name="alone")) if isinstance(c, GiveUp)] == [GiveUp]
+
+
 def test_who_gave_up_runs_its_controller_again_when_that_dies() -> None:
     machine = agent(A, nodes(A, B))
     post(machine, LeaderLost())

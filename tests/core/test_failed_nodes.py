@@ -364,7 +364,7 @@ def test_the_next_controller_leaves_it_out_too(written: Literal["records", "snap
 
 def test_a_node_that_is_lost_again_and_again_gets_no_ranks_when_it_comes_back() -> None:
     job = training()
-    job.controller.fleet.voters = ()
+    job.controller.job.liveness.voters = ()
     for _ in range(3):
         job.post(Tick(name="beat"), 0.1)
         job.controller.job.liveness.gone(C, job.now)

@@ -77,6 +77,8 @@ def decide(on_fault: str = "auto", **changes: Any) -> LadderVerdict:
         ("node:job", NODE, "requeue", "requeue"),
         ("auto", {"exits": "asked to exit (SIGTERM)"}, "requeue", "requeue"),
         ("auto", {**WHOLE, "exits": "asked to exit (SIGTERM)"}, "retry", "retry_in_place"),
+        ("auto", {**WHOLE, "exits": "no majority", "minority": True}, "requeue", "requeue"),
+        ("auto", {**WHOLE, "exits": "no majority", "minority": True, "step": None}, "begin", "restart_fresh"),
         ("auto", {**UNCOVERED, "exits": "asked to exit (SIGTERM)", "memory_here": 20}, "memory", "replace_from_memory"),
     ],
 )  # fmt: skip

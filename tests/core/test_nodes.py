@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from holdfast.core.ids import NO_VERSION, Generation, LayoutVersion, MemberId, NodeId
 from holdfast.core.job.log_replay import ReplayedState
 from holdfast.core.job.membership import assign
@@ -12,14 +14,18 @@ from holdfast.core.protocol.messages import (
     AgentHello,
     Catalogued,
     EndRun,
+    ExitAgreed,
+    ExitOrder,
     ExitRun,
     Finish,
+    KillMember,
     LayoutPublished,
     MemberExited,
     MemberSeen,
     Rolled,
     SaveReported,
     Send,
+    SessionOpened,
     SetTimer,
     Settle,
     Settled,
@@ -97,6 +103,104 @@ def test_without_a_majority_nothing_is_decided() -> None:
     assert job.post(Tick(name="beat")) == []
 
 
+def training() -> Job:
+    """Return a job whose two ranks train on A and B, with C as a spare."""
+    job = started()
+    job.hello()
+    job.open(4, live=True)
+    for member in job.members:
+        job.post(StepReached(member_id=member, generation=job.generation, step=5))
+    return job
+
+
+def part(job: Job, *nodes: NodeId) -> None:
+    """Close the connections of these nodes. They may come back."""
+    for node in nodes:
+        job.post(AgentGone(node_id=node))
+
+
+def kinds(job: Job) -> set[str]:
+    """Return the kinds of all records."""
+    return {record.kind for record in job.records}
+
+
+def test_a_leader_without_a_majority_takes_no_request_to_exit_until_it_hears_one_again() -> None:
+    job = training()
+    part(job, B, C)
+    job.post(ExitRun(grace_s=30.0, source="command line"))
+    assert "exit_requested" not in kinds(job) and not job.sent(ExitOrder)
+    job.post(Tick(name="beat"), 0.5)
+    assert "exit_requested" not in kinds(job)
+    job.post(AgentBeat(node_id=C))
+    job.post(Tick(name="beat"), 0.5)
+    assert job.record("exit_requested")["grace_s"] == pytest.approx(29.0, abs=0.1)
+    assert len(job.sent(ExitOrder)) == 2
+
+
+def test_a_request_that_waits_for_a_majority_can_be_taken_back() -> None:
+    job = training()
+    part(job, B, C)
+    job.post(ExitRun(grace_s=30.0, source="command line"))
+    job.post(ExitRun(grace_s=0.0, source="command line", cancel=True))
+    job.post(AgentBeat(node_id=C))
+    job.post(Tick(name="beat"), 0.5)
+    assert "exit_requested" not in kinds(job)
+
+
+def test_a_leader_without_a_majority_ends_nothing_at_a_deadline() -> None:
+    job = training()
+    job.post(ExitRun(grace_s=30.0, source="command line"))
+    part(job, B, C)
+    job.post(Tick(name="exit"), 30.0)
+    assert not job.sent(KillMember) and SetTimer(name="exit", delay_s=1.0) in job.last
+    job.post(AgentBeat(node_id=C))
+    job.post(Tick(name="exit"), 1.0)
+    assert job.sent(KillMember)
+
+
+def test_a_leader_without_a_majority_makes_no_decision_about_a_fault() -> None:
+    job = training()
+    job.exit(0)
+    part(job, B, C)
+    job.post(Settled(member_id=job.members[1], generation=job.generation, state="aborted", step=5))
+    assert not {"planned", "verdict"} & kinds(job)
+    job.post(AgentBeat(node_id=B))
+    job.post(Tick(name="beat"), 0.5)
+    assert {"planned", "verdict"} <= kinds(job)
+
+
+def test_a_leader_without_a_majority_lets_no_node_depart_and_saves_for_none() -> None:
+    job = training()
+    part(job, B, C)
+    job.post(ExitRun(grace_s=300.0, source="SIGTERM", node_id=A))
+    for _ in range(8):
+        job.post(Tick(name="depart"), 1.0)
+    assert not {"node_left", "exit_requested", "fenced"} & kinds(job)
+
+
+def test_a_leader_that_hears_no_majority_from_its_start_stands_down() -> None:
+    """Voters without ranks that never come are not reported as lost."""
+    job = Job(world_size=2, nnodes=1, voters=(A, B, C), term=2, past=past_of(Job(world_size=2).up()))
+    seen = tuple(MemberSeen(MemberId(m), Generation(1, 1), m - 1, 100 + m, "ready", 5) for m in (1, 2))
+    job.post(AgentHello(node_id=A, slots=2, pid=1, members=seen, host="hA", port=7))
+    for _ in range(40):
+        job.post(AgentBeat(node_id=A))
+        job.post(Tick(name="beat"), 0.5)
+    assert "only 1 of 3 agents are heard" in job.record("stood_down")["reason"]
+
+
+@pytest.mark.parametrize("fenced", [False, True])
+def test_a_minority_asks_no_rank_for_the_exit_and_logs_none(fenced: bool) -> None:
+    """Regression: its rank took the flag into the vote of all ranks once they met again, and the whole job ended."""
+    job = take_over(alone=2, fenced=fenced)
+    member, generation = MemberId(2), job.generation if fenced else Generation(1, 1)
+    job.post(SessionOpened(member_id=member, generation=Generation(1, 1), step=4, root="/ck", live=True))
+    job.post(ExitRun(grace_s=30.0, source="command line"))
+    job.post(ExitAgreed(member_id=member, generation=generation, step=5))
+    orders = [c for c in job.log if isinstance(c, Send) and isinstance(c.message, ExitOrder)]
+    assert not orders and not {"exit_agreed", "exit_requested"} & kinds(job)
+
+
 def rolled(job: Job) -> list[tuple[NodeId, ...]]:
     """Return the lists of nodes that the agents were sent, in order, without repetitions."""
     lists = [c.message.up for c in job.log if isinstance(c, Send) and isinstance(c.message, Rolled)]
@@ -143,8 +247,12 @@ def past_of(job: Job) -> ReplayedState:
     return ReplayedState.read(job.records)
 
 
-def take_over(alone: int) -> Job:
-    """Return a controller on B's node, where rank 1 lives. A and its rank are gone."""
+def take_over(alone: int, *, fenced: bool = True) -> Job:
+    """Return a controller on B's node, where rank 1 lives. A and its rank are gone.
+
+    Args:
+        fenced: the time for other nodes to come is over.
+    """
     before = started()
     job = Job(
         world_size=2, nnodes=2, voters=(A, B, C), term=1 if alone else 2, alone=alone, past=past_of(before)
@@ -164,7 +272,8 @@ def take_over(alone: int) -> Job:
         job.post(AgentHello(node_id=C, slots=1, pid=2, host="hC", port=7))
         job.post(AgentBeat(node_id=C))
     job.post(AgentBeat(node_id=B))
-    job.post(Tick(name="rejoin"), 2.0)
+    if fenced:
+        job.post(Tick(name="rejoin"), 2.0)
     return job
 
 

@@ -61,13 +61,48 @@ def test_a_successor_reads_from_the_newest_snapshot_on(
     assert last_line(run) == (1, 27)
 
     successor = ControllerDaemon.__new__(ControllerDaemon)
-    successor._run, successor._term, successor._lines = run, 2, []
+    successor._run, successor._term, successor._lines, successor._alone = run, 2, [], False
     successor._settings = RunSettings.load(run.path)
     log, past = successor._open_log()
     log.close()
     assert past.step == 23 and [a.step for a in past.answered] == [5]
     assert past.answered[0].at_s == pytest.approx(answered_s, abs=5.0), "on this machine's clock"
     assert len(successor._lines) == 7, "the snapshot, and what follows"
+
+
+def test_a_leader_does_not_read_what_a_deposed_controller_and_one_that_was_alone_have_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 0 has led in term 1 and lost its cable. Another node has led in term 2 and had the first line of term 1."""
+    monkeypatch.setattr(controllerd, "SNAPSHOT_LINES", 3)
+    run = Run(tmp_path, nnodes=2, nnodes_max=2).dir
+
+    def opened(term: int, alone: bool = False) -> tuple[ControllerLog, ReplayedState, list[Mirror]]:
+        daemon = ControllerDaemon.__new__(ControllerDaemon)
+        daemon._run, daemon._term, daemon._lines, daemon._alone = run, term, [], alone
+        daemon._settings, daemon._mirrors, daemon._driver = RunSettings.load(run.path), set(), None
+        return *daemon._open_log(), daemon._lines
+
+    log, _, _ = opened(1)
+    log.append("planned", {"step": 4})
+    log.append("exit_agreed", {"step": 7})
+    log.append("planned", {"step": 7})  # a snapshot follows
+    log.close()
+    assert [e.data["after"] for e in event_log.read(run.journal).events if "after" in e.data] == ["0.0"]
+    log, past, _ = opened(1, alone=True)
+    assert past.agreed_step == 7 and past.step == 7
+    log.append("planned", {"step": 8})
+    log.close()
+    mirror = EventLog.open(run.journal, "controller")
+    mirror.append("controller_started", {"term": 2, "line": "2.1", "after": "1.1"})
+    mirror.append("planned", {"step": 5, "line": "2.2"})
+    mirror.close()
+    log, past, lines = opened(3)
+    assert past.agreed_step is None and past.step == 5
+    assert [(m.term, m.number) for m in lines] == [(1, 1), (2, 1), (2, 2)], "other nodes get no void line"
+    log.append("controller_started", {"term": 3})
+    log.close()
+    assert [e.data["after"] for e in event_log.read(run.journal).events if "after" in e.data][-1] == "2.2"
 
 
 def test_a_step_of_the_wall_clock_moves_no_fault() -> None:

@@ -229,3 +229,22 @@ def test_who_meets_without_an_owner_of_the_first_contact_is_told(tmp_path: Path)
         reason = first.events("run_ended")[0].data["reason"]
         assert "2 agents met, but none of them listens at the first contact" in reason and "--bind" in reason
         second.stop()
+
+
+def test_a_job_whose_hosts_all_leave_and_start_again_at_once_meets_again(tmp_path: Path) -> None:
+    """Regression: agents heard the job's name from one that was about to leave; none founded it, all waited in vain."""
+    nodes = Nodes(tmp_path, 3)
+    with nodes.node(2, args=("100000",)) as leaving:
+        with nodes.node(0, args=("100000",)) as first, nodes.node(1, args=("100000",)) as second:
+            for run in (first, second, leaving):
+                run.start()
+            leaving.wait_event("member_started", 3)
+        again = [nodes.node(number, home=f"again{number}", join_s=25.0) for number in range(3)]
+        leaving.wait_event("no_majority")
+        for run in again[:2]:
+            run.start()
+        leaving.wait()
+    with again[0], again[1], again[2]:
+        again[2].start()
+        assert [run.wait() for run in again] == [0, 0, 0], again[0].events("run_ended")
+        assert again[0].events("founded")

@@ -89,7 +89,7 @@ def test_an_agent_learns_the_job_though_the_connection_with_its_name_was_lost(tm
         try:
             named.send(hello)
             await asyncio.wait_for(here.wait(), BOUND_S)
-            peers.name_job("job1")
+            peers.join("job1")
             named.close()
             await asyncio.to_thread(until, "it is closed", lambda: len(peers.here) == 1)
             other.send(hello)

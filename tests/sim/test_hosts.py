@@ -14,7 +14,9 @@ from holdfast.core.config import Config
 from holdfast.core.election import Election
 from holdfast.core.ids import NodeId
 from holdfast.core.job.log_replay import ReplayedState
-from holdfast.core.protocol.messages import Command, JoinAsked, Joined, Message
+from holdfast.core.job.membership import Member
+from holdfast.core.job.shutdown import Shutdown
+from holdfast.core.protocol.messages import Command, ExitOrder, JoinAsked, Joined, Message
 from holdfast.core.protocol.peer_messages import LogHeld
 from holdfast.exit_codes import Exit
 from holdfast.sim.faults import SimFault
@@ -133,7 +135,60 @@ def test_deciding_about_lost_nodes_in_a_minority() -> None:
 
     cut = HostFault(kind="split", at_s=0.9, node=0, duration_s=15.0)
     case = HostsCase(nodes=3, spares=0, nodes_min=1, until=60, host_faults=(cut,))
-    assert caught([(seed, case) for seed in range(3, 8)], Mutant) == "one_side_trains"
+    assert caught([(seed, case) for seed in range(3, 8)], Mutant) == "a_majority_decides"
+
+
+def all_apart(duration_s: float, at_s: float = 1.2) -> tuple[HostFault, ...]:
+    """Return the faults that separate three hosts from each other."""
+    return tuple(HostFault(kind="split", at_s=at_s, node=node, duration_s=duration_s) for node in (0, 1))
+
+
+def meets_again() -> list[tuple[int, HostsCase]]:
+    """Return schedules in which the network works again while each side is alone, but has not fenced its ranks yet."""
+    return [
+        (seed, HostsCase(host_faults=all_apart(9.75 + 0.35 * number)))
+        for number in range(6)
+        for seed in (0, 1)
+    ]
+
+
+def test_a_side_without_a_majority_asks_no_rank_for_the_exit() -> None:
+    """Regression: the flag of one rank went through the vote of all ranks once they met again, and ended the job."""
+    assert caught(meets_again()) == ""
+    for seed, case in meets_again():
+        result = run_hosts(seed, case)
+        assert result.code in EXPECTED and "exit_agreed" not in kinds(result)
+
+
+def test_asking_ranks_for_the_exit_in_a_minority(monkeypatch: pytest.MonkeyPatch) -> None:
+    sound = Shutdown.remind
+
+    def remind(ending: Shutdown, member: Member) -> None:
+        job = ending.job
+        sound(ending, member)
+        if job.config.alone and job.session:
+            order = ExitOrder(member_id=member.member_id, generation=job.generation, source=job.exit_source)
+            job.send(member, order)
+
+    monkeypatch.setattr(Shutdown, "remind", remind)
+    assert caught(meets_again()) == "a_minority_only_saves"
+
+
+def asked_while_cut_off(until: int = 60) -> list[tuple[int, HostsCase]]:
+    """Return schedules in which a user asks for the exit on the leader's host after it was cut off."""
+    found = []
+    for seed in range(8):
+        cut = HostFault(kind="split", at_s=1.2, node=seed % 3, duration_s=3.0 + 0.5 * (seed % 6))
+        asked = HostFault(kind="ask_exit_here", at_s=3.0 + 0.4 * (seed % 4), node=seed % 3)
+        found.append((seed, HostsCase(spares=1, until=until, host_faults=(cut, asked))))
+    return found
+
+
+def test_an_exit_asked_for_on_a_host_that_is_cut_off_is_that_of_the_job_or_none() -> None:
+    for seed, case in asked_while_cut_off():
+        result = run_hosts(seed, case)
+        asked = "exit_requested" in kinds(result)
+        assert (result.code == Exit.OK) is not asked, f"seed {seed}: {result.code}, {result.reason}"
 
 
 def test_numbers_of_a_side_that_is_alone_as_those_of_the_majority(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +201,7 @@ def test_numbers_of_a_side_that_is_alone_as_those_of_the_majority(monkeypatch: p
 
 
 def test_a_controller_that_does_not_read_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SimDisk, "read", lambda disk, now_s: ReplayedState())
+    monkeypatch.setattr(SimDisk, "read", lambda disk, now_s, *, alone: ReplayedState())
     killed = SimFault(kind="controller", at_s=1.2)
     cases = [(seed, HostsCase(faults=(killed,))) for seed in range(4)]
     assert caught(cases) == "no_step_is_lost_unjudged"

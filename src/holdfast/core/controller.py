@@ -152,7 +152,7 @@ class Controller:
             case Catalogued():
                 self.job.roster.recall(event, self.job.world_size)
             case VotersAre():
-                self.fleet.voters = event.voters
+                self.job.liveness.voters = event.voters
                 self.departures.look(now)
             case Tick():
                 self._tick(now, event.name)

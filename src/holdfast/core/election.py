@@ -352,6 +352,8 @@ class Election:
 
     def _alone(self) -> None:
         kept = self.kept.electorate
+        if kept is None and self._log == (0, 0):
+            return  # nothing of the job is on this node: there is nothing to save, and another job may be founded
         if kept is None or not (kept.witness and len(kept.voters) == 2 and self.kept.committed):
             self._give_up("no majority of the agents can be reached")
         elif self._claimed > kept.number:

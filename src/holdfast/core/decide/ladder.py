@@ -103,6 +103,8 @@ class Retry(Rung, frozen=True):
         situation = case.situation
         if not situation.session:
             return "the script has no session"
+        if situation.minority:
+            return "a minority of the nodes only saves"
         if not situation.all_alive:
             return "a rank is lost"
         if not situation.all_sound:
@@ -445,7 +447,7 @@ def judge(now: float, situation: Situation, history: Sequence[Answered], config:
     if stop is not None and answers:
         progress = case.savable and case.step > situation.base_step
         return msgspec.structs.replace(stop, save=progress)
-    if situation.exits and case.savable and not situation.all_alive:
+    if situation.exits and case.savable and (situation.minority or not situation.all_alive):
         # A replacement may need longer than the time until the deadline, and only to leave.
         reason = f"{situation.exits}: the living save step {case.step}, and no lost rank is replaced"
         return LadderVerdict(

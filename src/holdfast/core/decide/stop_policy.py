@@ -110,6 +110,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     unreplaceable: str
     uncovered: str  # why a last-gasp checkpoint cannot be complete; empty: it can
     checkpoint_known: bool  # this run knows of a sealed checkpoint, or one is being written
+    minority: bool = False  # no majority of the agents is reached: this side saves and leaves
     left: bool = False  # all ranks have agreed to leave at ``step``, and it is saved
     unequal: str = ""  # why no state of the living is trusted; empty: it is trusted
     # Step of the states in memory from which lost ranks can be replaced in place; -1: none.

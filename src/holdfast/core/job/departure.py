@@ -18,9 +18,10 @@ Invariants:
 1. A notice ends in the departure of its node, or in the graceful exit of the whole job, unless it is withdrawn.
 2. A node departs only while the others are a majority and hold the job and its state.
 3. Nodes depart one after the other: each loses its vote before the next.
-4. A notice that only waits changes nothing: ranks are placed as without it.
-5. A node that is left out because it failed too often loses its ranks by a move, and stays in the job.
-6. The event that reports a stop of all ranks also ends it, also if another controller has ordered the stop.
+4. Without a majority of the voters no node departs, and no notice becomes the exit of the whole job.
+5. A notice that only waits changes nothing: ranks are placed as without it.
+6. A node that is left out because it failed too often loses its ranks by a move, and stays in the job.
+7. The event that reports a stop of all ranks also ends it, also if another controller has ordered the stop.
 """
 
 from __future__ import annotations
@@ -232,7 +233,8 @@ class Departures:
         if not notices or job.exit_source or self.ending.stopping is not None or job.released:
             self._abandon()
             return
-        if self.fleet.adopting or self._departed in self.fleet.voters or not job.roster.members:
+        waits = self.fleet.adopting or self._departed in job.liveness.voters or not job.roster.members
+        if waits or not job.decides:
             job.timer(TIMER, LOOK_S)
             return
         here = {WHOLE_JOB, *job.slots}
@@ -332,7 +334,7 @@ class Departures:
 
     def _others_stand(self) -> bool:
         """Return True if the nodes that stay are a majority, and have the whole state."""
-        job, voters = self.job, self.fleet.voters
+        job, voters = self.job, self.job.liveness.voters
         if job.config.library:
             return False
         staying = sum(job.liveness.is_up(voter) and voter not in job.leaving for voter in voters)

@@ -9,6 +9,7 @@ Terms. A node is *heard* while its agent is connected and answers in time. A pro
 Invariants:
 1. Generations and member ids are issued here only, each once.
 2. No command is issued after ``finish``.
+3. ``decides`` is True only while a majority of the voters is heard, or for a controller that is alone.
 """
 
 from __future__ import annotations
@@ -299,6 +300,15 @@ class Job:
         self.start_again(members)
         self.timer("startup", self.config.startup_s)
         return True
+
+    @property
+    def decides(self) -> bool:
+        """True if this controller may end, restart, shrink or move the job.
+
+        The leader of a term needs a majority of the voters. A side without a majority may have elected another leader.
+        A controller that is alone decides about its node only.
+        """
+        return bool(self.config.alone) or self.liveness.has_majority
 
     @property
     def is_assembled(self) -> bool:

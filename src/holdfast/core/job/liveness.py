@@ -33,9 +33,14 @@ class _NodeWatch:
 
 
 class Liveness:
-    """The heartbeats of the agents, and the nodes that are suspected."""
+    """The heartbeats of the agents, and the nodes that are suspected.
+
+    Attributes:
+        voters: the newest electorate that is known; empty: there is no other node.
+    """
 
     def __init__(self, config: Config) -> None:
+        self.voters = tuple(NodeId(voter) for voter in config.voters)
         self._config = config
         self._watches: dict[NodeId, _NodeWatch] = {}
 
@@ -88,6 +93,16 @@ class Liveness:
         A suspected node is included: it may be back in a moment.
         """
         return tuple(sorted(self._watches))
+
+    @property
+    def heard_voters(self) -> int:
+        """Number of voters that are heard."""
+        return sum(self.is_up(voter) for voter in self.voters)
+
+    @property
+    def has_majority(self) -> bool:
+        """True if a majority of the voters is heard, or no other node votes."""
+        return not self.voters or 2 * self.heard_voters > len(self.voters)
 
     def is_up(self, node_id: NodeId) -> bool:
         """Return True for a node that is known and not suspected."""

@@ -4,6 +4,11 @@ Theory. A new controller learns the present from the agents' reports. What no ag
 written before each command is sent: the newest generation and member id ever issued, the seated members, the number of
 faults, the decided step.
 
+With several nodes each line of a controller has a place (term, number). A deposed controller may have written lines
+that no other node has. The first line of a controller names the last line that its node had then (``AFTER``). A line of
+an earlier term beyond that one is void: another controller has decided without it, and its own may never have been
+carried out. The lines of a controller that was alone have no place, and are void for every leader.
+
 Invariants:
 1. ``ReplayedState.read`` of no records is the past of a new run.
 2. Generation, member id and attempt never go backwards, so nothing that was issued once is issued again.
@@ -11,8 +16,8 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import cast
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar, cast
 
 import msgspec
 
@@ -23,6 +28,51 @@ from holdfast.core.job.failed_nodes import NodeAnswer, NodeFault
 from holdfast.core.protocol.messages import Field, LogRecord
 
 SNAPSHOT = "snapshot"
+AFTER = "after"
+"""Field of the first line of a controller: the place of the last line before it, as ``term.number``."""
+
+LinePlace = tuple[int, int]
+"""Term and number of the line of a controller."""
+
+NO_PLACE: LinePlace = (0, 0)
+Line = TypeVar("Line")
+
+
+def place_of_text(text: str) -> LinePlace:
+    """Return the place that is written as ``term.number``.
+
+    Example:
+        >>> place_of_text("2.17")
+        (2, 17)
+    """
+    term, _, number = text.partition(".")
+    return int(term), int(number)
+
+
+def in_force(
+    lines: Iterable[tuple[LinePlace, Mapping[str, object], Line]], *, without_place: bool
+) -> list[Line]:
+    """Return the lines of a log that are not void, in their order.
+
+    Args:
+        lines: place, data and line, in the order of the log.
+        without_place: lines without a place count: on one node no line has one, and a controller that is alone
+            continues what an earlier one has decided there.
+    """
+    kept: list[tuple[LinePlace, Line]] = []
+    newest = 0
+    for place, data, line in lines:
+        if place == NO_PLACE:
+            if without_place:
+                kept.append((place, line))
+            continue
+        if AFTER in data and place[0] > newest:
+            last = place_of_text(str(data[AFTER]))
+            kept = [each for each in kept if each[0] <= last]
+        if place[0] >= newest:  # otherwise it is the late line of a deposed controller
+            newest = place[0]
+            kept.append((place, line))
+    return [line for _, line in kept]
 
 
 class Placement(msgspec.Struct, frozen=True):

@@ -47,9 +47,9 @@ class NodeTracker:
         # Nodes that have sent a hello and whose list is not closed yet.
         self._returning: dict[NodeId, frozenset[MemberId]] = {}
         self.adopting = bool(past.seats) and (job.config.term > 1 or job.config.alone)
-        self.voters = tuple(NodeId(v) for v in job.config.voters)
         self._rolled: tuple[NodeId, ...] = ()  # the list of nodes last sent to the agents
         self._may_roll = False
+        self._undecided_s: float | None = None  # since when no majority is heard; None: one is
 
     def start(self) -> None:
         """Arm the timers. Seat the members that had a seat when an earlier controller wrote its last record."""
@@ -59,7 +59,7 @@ class NodeTracker:
         job.timer("roll", job.config.rejoin_s)
         if self.adopting:
             # With one voter (the survivor of two hosts that a witness chose) members may still be on several nodes.
-            if self.voters or job.config.alone or len({s.node_id for s in self._past.seats}) > 1:
+            if job.liveness.voters or job.config.alone or len({s.node_id for s in self._past.seats}) > 1:
                 job.timer("rejoin", job.config.rejoin_s)
             # The dead of the log whose seats were given away are no members. What they left is evidence.
             newest = {s.rank: s for s in (*self._past.seats, *self._past.newcomers)}
@@ -110,7 +110,7 @@ class NodeTracker:
         elif self.ending.stopping is not None:
             if job.is_assembled:
                 self.ending.exited()
-        elif not job.config.library and set(self.voters) <= set(job.slots):
+        elif not job.config.library and set(job.liveness.voters) <= set(job.slots):
             self._launch(now)
         else:
             # Wait for the other nodes, so that ranks are placed in the order of the nodes' numbers.
@@ -124,7 +124,7 @@ class NodeTracker:
         voters that are alive but have not joined yet, and would cost them their vote.
         """
         job, present = self.job, self.job.liveness.present
-        self._may_roll = self._may_roll or set(self.voters) <= set(present)
+        self._may_roll = self._may_roll or set(job.liveness.voters) <= set(present)
         if job.hosts and self._may_roll and present != self._rolled:
             self._rolled = present
             for node_id in present:
@@ -177,11 +177,9 @@ class NodeTracker:
         job = self.job
         job.slots.pop(node_id, None)
         self._returning.pop(node_id, None)
-        heard = sum(job.liveness.is_up(voter) for voter in self.voters)
-        if self.voters and heard * 2 <= len(self.voters) and not job.config.alone:
-            job.stand_down(
-                f"{node_id} is lost ({reason}), only {heard} of {len(self.voters)} agents are heard"
-            )
+        if not job.decides:
+            heard = f"only {job.liveness.heard_voters} of {len(job.liveness.voters)} agents are heard"
+            job.stand_down(f"{node_id} is lost ({reason}), {heard}")
             return
         self._roll()
         job.roster.lose_memory(node_id)
@@ -427,9 +425,24 @@ class NodeTracker:
                 count_loss(now, job, event.node_id)
                 self.node_lost(now, event.node_id, event.reason)
         self._adopt_if_closed(now)
+        self._look_at_majority(now)
         if self._may_roll and not self.adopting:  # otherwise a node with free slots may be about to come
             announce(now, job)
         self.recovery.grow(now)
+
+    def _look_at_majority(self, now: float) -> None:
+        """Continue what waits for a majority of the voters. Stand down if none is heard for too long."""
+        job = self.job
+        if job.decides:
+            self._undecided_s = None
+            self.ending.look(now)
+            if self.recovery.rules.until == "answered":
+                self.recovery.progress(now)
+        elif self._undecided_s is None:
+            self._undecided_s = now
+        elif job.roster.members and now - self._undecided_s >= job.config.lost_s + job.config.adoption_s:
+            # Voters that have never joined are not reported as lost.
+            job.stand_down(f"only {job.liveness.heard_voters} of {len(job.liveness.voters)} agents are heard")
 
     def _startup(self, now: float) -> None:
         """Remove the members that have not reported in the start-up time, or end the run if no agent has."""

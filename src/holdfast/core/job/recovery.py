@@ -13,7 +13,7 @@ Terms. A *source* is a rank that holds the state of the decided step and saves i
 
 Invariants:
 1. A decision is made only when each rank of the old generation has reported to the newest fence or is
-   confirmed dead.
+   confirmed dead, and only while a majority of the voters is heard.
 2. There is one decision per generation, and it is recorded before any order is sent.
 3. The step of the job is never below a step that a living rank has committed, nor above a step that a rank entered
    UPDATING for.
@@ -346,7 +346,7 @@ class Recovery:
         have_all = self._rollcall.all
         match self.rules.until:
             case "answered":
-                if have_all(living, self._has_answered) and not self._let_go():
+                if self.job.decides and have_all(living, self._has_answered) and not self._let_go():
                     torn = [m for m in living if self.reports[m.rank].state == "torn"]
                     if not self.replacement.remove(torn):
                         self._plan(now)

@@ -13,6 +13,10 @@ Invariants:
 3. A rank that is lost after the request is not replaced where the others hold its state: they save it and leave.
 4. A process that dies after the Release is a fault if a checkpoint of the end is sealed: all restart from it.
 5. Once ``stopping`` is set, every death is expected, and no process is started.
+6. A leader that hears no majority of the voters takes no request and ends nothing: the request waits for a majority, or
+   for the next leader, to which the agents repeat it.
+7. A controller that is alone asks no rank for the exit. Its ranks may still be in a group with those of the majority,
+   where one flag in one vote ends the whole job.
 """
 
 from __future__ import annotations
@@ -36,6 +40,9 @@ class Shutdown:
         self.job = job
         self.recovery = recovery
         self.stopping: tuple[Exit, str] | None = None
+        self._waiting: tuple[str, float] | None = (
+            None  # source and deadline of a request that waits for a majority
+        )
         self._rollcall = AllOf()
 
     def start(self) -> None:
@@ -52,6 +59,10 @@ class Shutdown:
         job = self.job
         if self.stopping is not None or job.released:
             return
+        if job.roster.members and not job.decides:
+            self._waiting = (source, now + grace_s)
+            return
+        self._waiting = None
         first = not job.exit_source
         if first:
             job.exit_source = source
@@ -65,9 +76,15 @@ class Shutdown:
         for member in job.roster.living:
             self.remind(member)
 
+    def look(self, now: float) -> None:
+        """Take the request that has waited until a majority of the voters is heard."""
+        if self._waiting is not None:
+            source, due_s = self._waiting
+            self.request(now, source, max(0.0, due_s - now))
+
     def cancel(self, source: str) -> None:
         """Withdraw the request, unless the ranks have agreed already."""
-        job = self.job
+        job, self._waiting = self.job, None
         begun = job.agreed_step is not None or self.stopping is not None or self.recovery.ends
         done = bool(job.exit_source) and not begun
         job.record("exit_cancelled", source=source, done=done)
@@ -86,6 +103,8 @@ class Shutdown:
 
     def agreed(self, step: int) -> None:
         """Record that a vote carried the request: all ranks save ``step`` and leave."""
+        if self.job.config.alone:
+            return  # the vote was one of the whole job, and its leader hears of it
         if self.job.agreed_step != step:  # a fault may have come in between, and the ranks agree again
             self.job.agreed_step = step
             self.job.record("exit_agreed", step=step)
@@ -99,7 +118,9 @@ class Shutdown:
 
     def deadline(self) -> None:
         """End the run because the graceful exit took too long."""
-        if self._is_saved():
+        if not self.job.decides:
+            self.job.timer("exit", self.job.config.beat_s)
+        elif self._is_saved():
             self._stop(Exit.REQUEUE, "the checkpoint is saved, but not every process left in time", 0.0)
         else:
             self._stop(Exit.UNSAVED, f"{self._asked()}: the deadline has passed", 0.0)
@@ -126,7 +147,7 @@ class Shutdown:
         job, who = self.job, member.member_id
         if job.released or member.may_end:
             job.send(member, Release(member_id=who, generation=job.generation))
-        elif job.exit_source and job.session:
+        elif job.exit_source and job.session and not job.config.alone:
             job.send(member, ExitOrder(member_id=who, generation=job.generation, source=job.exit_source))
 
     def is_expected(self, member: Member, exited: MemberExited) -> bool:

@@ -83,6 +83,7 @@ class Survey:
             or job.base_step > 0
             or any(m.exited is not None and m.exited.staged_step > 0 for m in members)
             or self.replacement.staged,
+            minority=bool(job.config.alone),
             left=job.agreed_step is not None and job.agreed_step == job.step <= job.sealed_step,
             unreplaceable=not_beside or no_holder,
             unequal=job.unequal,

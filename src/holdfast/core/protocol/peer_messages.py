@@ -37,12 +37,13 @@ class PeerHello(Message, frozen=True):
 
     Attributes:
         peer: the sender.
-        job: name of the job.
+        job: name of the job that the sender belongs to; empty: none.
         nodes: number of nodes.
         slots: workers of each node, or one number if all have as many.
         known: the agents that the sender knows.
         holdfast: version of the sender. An agent with another one does not belong to the job.
         versions: versions of other software that should be the same everywhere.
+        near: name of the job that an agent connected to the sender belongs to; empty: none.
     """
 
     peer: Peer
@@ -52,13 +53,18 @@ class PeerHello(Message, frozen=True):
     known: tuple[Peer, ...] = ()
     holdfast: VersionText = ""
     versions: Versions = msgspec.field(default_factory=dict)
+    near: str = ""
 
 
 class PeerList(Message, frozen=True):
-    """The list of all agents that the sender knows, and the name of the job. It is sent again when the list grows."""
+    """The list of all agents that the sender knows, and the names of jobs. It is sent again when one of them changes.
+
+    ``job`` and ``near`` are those of :class:`PeerHello`.
+    """
 
     job: str
     known: tuple[Peer, ...]
+    near: str = ""
 
 
 class PeerRefused(Message, frozen=True):

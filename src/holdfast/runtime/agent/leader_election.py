@@ -18,7 +18,7 @@ import msgspec
 from holdfast import event_log as event_log
 from holdfast.core.election import Election, ElectionConfig, HardState
 from holdfast.core.ids import NodeId
-from holdfast.core.job.log_replay import SNAPSHOT
+from holdfast.core.job.log_replay import SNAPSHOT, LinePlace, place_of_text
 from holdfast.core.job.membership import node_order
 from holdfast.core.protocol.messages import (
     Command,
@@ -73,7 +73,6 @@ from holdfast.store.backends.registry import open_store
 
 SILENT_ALONE_S = 15.0  # on one host a silent controller is most often only busy
 SILENT_S = 2.0
-GATHER_S = 2.0  # with enough nodes for the ranks, how long to wait for spare nodes
 POLL_S = 0.05
 CLAIM_SIZE_BYTES_MAX = 1 << 20
 
@@ -92,16 +91,15 @@ def load_kept(run: RunDir) -> HardState:
         raise UsageError(f"{run.ballot} is damaged: {error}", hint="start the run again") from error
 
 
-def last_line(run: RunDir) -> tuple[int, int]:
+def last_line(run: RunDir) -> LinePlace:
     """Return (term, number) of the newest line of a controller in this node's event log."""
     lines = (line_of(event) for event in event_log.read_since(run.journal, SNAPSHOT))
     return max(lines, default=(0, 0))
 
 
-def line_of(event: event_log.Event) -> tuple[int, int]:
+def line_of(event: event_log.Event) -> LinePlace:
     """Return (term, number) of a line that a controller wrote; (0, 0) for any other line."""
-    term, _, number = str(event.data.get("line", "0.0")).partition(".")
-    return int(term), int(number)
+    return place_of_text(str(event.data.get("line", "0.0")))
 
 
 class LeaderElection:
@@ -129,6 +127,7 @@ class LeaderElection:
         self._me = NodeId(settings.node)
         self._kept = kept
         self._mirrored = (0, 0)
+        self._heard_job = ""  # with the last message about an election
         self._mirror = mirror
         config = ElectionConfig(node_id=self._me)
         self._election = Election(config, self._kept)
@@ -138,7 +137,10 @@ class LeaderElection:
         self._tasks: set[asyncio.Task[None]] = set()
         self.peers: Peers | None = None
         if settings.several:
-            self.peers = Peers(run, settings, journal, self._take)
+            # An agent without an electorate belongs to no job, even if an earlier agent of this node had followed a
+            # leader.
+            job = settings.job if kept.electorate is not None else ""
+            self.peers = Peers(run, settings, journal, self._take, job)
 
     @property
     def failure(self) -> asyncio.Future[None]:
@@ -207,49 +209,41 @@ class LeaderElection:
             await self._form(peers)
 
     async def _form(self, peers: Peers) -> None:
-        """Wait until the job has a name.
+        """Wait until this agent belongs to a job. The agent at the first contact founds one when the time has come.
 
-        The agent that names the first voters waits until enough nodes are connected.
+        An agent belongs to a job from its first electorate on. If the other agents leave before that, the job has no
+        leader that it could wait for.
         """
-        settings = self._settings
-        deadline = time.monotonic() + settings.join_s
-        enough_s, founds = 0.0, False
-        while not peers.job:
-            here = len(peers.here)
-            if peers.founds() and here >= settings.nnodes:
-                enough_s = enough_s or time.monotonic()
-                if here >= settings.nnodes_max or time.monotonic() - enough_s > GATHER_S:
-                    founds = True
-                    self._journal.append("founded", {"voters": [str(n) for n in sorted(peers.here)]})
-                    peers.name_job(settings.saves_as)
-                    break
-            if time.monotonic() > deadline:
-                self._post(self._not_met(peers))
+        settings, meeting = self._settings, peers.meeting
+        elsewhere, until_s = "", time.monotonic() + settings.join_s
+        while not peers.job and self._election.role != "alone":
+            now_s = time.monotonic()
+            if self._election.lead is not None or meeting.elsewhere not in ("", elsewhere):
+                until_s = now_s + settings.join_s
+            elsewhere = meeting.elsewhere
+            if peers.founds() and meeting.may_found(now_s, len(peers.here)):
+                self._found(peers)
+            elif now_s > until_s:
+                self._post(self._without_leader(peers) if elsewhere else self._not_met(peers))
                 return
-            await asyncio.sleep(POLL_S)
+            else:
+                await asyncio.sleep(POLL_S)
+
+    def _found(self, peers: Peers) -> None:
+        voters = tuple(sorted(peers.here))
+        self._journal.append("founded", {"voters": [str(n) for n in voters]})
+        peers.join(self._settings.saves_as)
         self._post(JobNamed(peers.job))
-        if founds:
-            self._driver.post(Founded(voters=tuple(sorted(peers.here)), witness=bool(settings.witness)))
-        else:
-            await self._meet_leader(peers)
+        self._driver.post(Founded(voters=voters, witness=bool(self._settings.witness)))
 
-    async def _meet_leader(self, peers: Peers) -> None:
-        """Wait for the leader of the job that was joined.
-
-        An agent that knows no electorate has no vote. If the other agents leave before they elect a leader, the job has
-        no leader.
-        """
-        deadline = time.monotonic() + self._settings.join_s
-        while self._election.lead is None and self._kept.electorate is None:
-            if time.monotonic() > deadline:
-                reason = (
-                    f"the job {peers.job} has no leader: {self._me} joined it {self._settings.join_s:g} s ago and "
-                    f"has heard of none; other agents here: {len(peers.here) - 1}\n"
-                    "  next: start the run again on every host"
-                )
-                self._post(NotJoined(Exit.UNMET, reason))
-                return
-            await asyncio.sleep(POLL_S)
+    def _without_leader(self, peers: Peers) -> NotJoined:
+        """Return the event for a job to which other agents belong, and whose leader was not heard of in time."""
+        reason = (
+            f"the job {peers.meeting.elsewhere} has no leader: {self._me} met its agents {self._settings.join_s:g} s "
+            f"ago and has heard of none; other agents here: {len(peers.here) - 1}\n"
+            "  next: start the run again on every host"
+        )
+        return NotJoined(Exit.UNMET, reason)
 
     def _not_met(self, peers: Peers) -> NotJoined:
         """Return the event for a job that was not formed in time."""
@@ -277,7 +271,8 @@ class LeaderElection:
             case FromPeer(node_id, message):
                 if isinstance(message, KvForward | KvBack):
                     self._post(KvReceived(node_id, message))
-                else:
+                elif job := self._job_of_others():  # otherwise it is sent again
+                    self._heard_job = job
                     self._driver.post(message)
             case PeerHere():
                 self._driver.post(event)
@@ -297,6 +292,10 @@ class LeaderElection:
                     self._link.send(MirrorFrom(node_id=self._me, term=term, number=number))
                 self._post(event)
 
+    def _job_of_others(self) -> str:
+        """Return the name of the job that the elections of the other agents are about; empty: it is not known yet."""
+        return "" if self.peers is None else self.peers.job or self.peers.meeting.elsewhere
+
     # ---------------------------------------------------------------- out
 
     def _execute(self, command: Command) -> None:
@@ -309,6 +308,8 @@ class LeaderElection:
             self._mirror.flush()  # the new controller reads this node's part of the log
             self._link.start(command.term)
         elif isinstance(command, Follow):
+            if self.peers is not None and not self.peers.job:
+                self._post(JobNamed(self._heard_job))  # the leader may have ranks started here
             self._link.follow(Address(command.lead.host, command.lead.port), command.lead.term)
         elif isinstance(command, StepDown):
             self._journal.append("stood_down", {"node": self._me, "reason": command.reason})
@@ -316,6 +317,8 @@ class LeaderElection:
         elif isinstance(command, GiveUp):
             self._journal.append("no_majority", {"node": self._me, "reason": command.reason}, durable=True)
             self._mirror.flush()
+            if self.peers is not None:  # agents that start meanwhile found a job without this one
+                self._spawn(self.peers.end())
             self._link.start(self._kept.term, alone=True)
         elif isinstance(command, Claim):
             self._spawn(self._claim(command))
@@ -328,6 +331,9 @@ class LeaderElection:
             term=keep.term, voted_for=keep.voted_for, electorate=keep.electorate, committed=keep.committed
         )
         write_private(self._run.ballot, msgspec.json.encode(self._kept), durable=True)
+        if keep.electorate is not None and self.peers is not None and not self.peers.job:
+            self.peers.join(self._heard_job)
+            self._post(JobNamed(self.peers.job))
         if keep.electorate is not None and keep.electorate.voters != voters:
             self._journal.append("electorate", {"voters": [str(v) for v in keep.electorate.voters]})
             if self._election.role == "leader":

@@ -16,6 +16,7 @@ import msgspec
 
 from holdfast.core.ids import RUN_ID_LENGTH_MAX, NodeId, is_run_id
 from holdfast.core.job.membership import node_order
+from holdfast.core.meeting import Meeting
 from holdfast.core.protocol.peer_messages import (
     VERSION_LENGTH_MAX,
     Peer,
@@ -39,6 +40,7 @@ from holdfast.version import VERSION
 from holdfast.wire import SAME_VERSION, Codec
 
 DIAL_S = 0.3
+GATHER_S = 2.0  # with enough nodes for the ranks, how long to wait for spare nodes
 DIAL_TIMEOUT_S = 2.0
 NEIGHBOUR_S = 5.0  # an agent on this host answers within this time, even if the host is busy
 REFUSED_S = 10.0  # between two dials to an address that refuses this agent
@@ -50,16 +52,23 @@ class Peers:
 
     Args:
         post: takes the messages of the agents, ``PeerHere`` for each connection that is up, and refusals.
+        job: the job that this agent belongs to; empty: none.
 
     Attributes:
+        meeting: the jobs of this agent and of the connected ones.
         connected: the other agents with a connection, by node.
     """
 
     def __init__(
-        self, run: RunDir, settings: RunSettings, journal: EventSink, post: Callable[[PeersEvent], None]
+        self,
+        run: RunDir,
+        settings: RunSettings,
+        journal: EventSink,
+        post: Callable[[PeersEvent], None],
+        job: str = "",
     ) -> None:
         self.me = NodeId(settings.node)
-        self.job = settings.job
+        self.meeting = Meeting(job, settings.nnodes, settings.nnodes_max, GATHER_S)
         self.known: dict[NodeId, Peer] = {}
         self.connected: dict[NodeId, Peer] = {}
         self._run = run
@@ -147,12 +156,14 @@ class Peers:
         """Start to dial all agents without a connection."""
         self._task = start_task(self._dial(), self._post)
 
-    def name_job(self, job: str) -> None:
-        """Set the name of the job, and send the name to all connected agents.
+    @property
+    def job(self) -> str:
+        """The job that this agent belongs to; empty: none."""
+        return self.meeting.job
 
-        Only the agent at the first contact calls this.
-        """
-        self.job = job
+    def join(self, job: str) -> None:
+        """Record that this agent belongs to a job, and send the name of the job to all connected agents."""
+        self.meeting.join(job)
         self._publish()
 
     def send(self, to: NodeId, message: PeerMessage) -> bool:
@@ -202,7 +213,7 @@ class Peers:
             self._unreached.pop(at, None)
 
     def _turned_away(self, address: Address, reason: str) -> None:
-        if not self.job:
+        if not (self.job or self.meeting.elsewhere):
             self._post(TurnedAway(reason))
             return
         if address not in self._refused:
@@ -226,7 +237,7 @@ class Peers:
         settings, known = self._settings, tuple(self.known.values())
         hello = PeerHello(
             peer=self.known[self.me], job=self.job, nodes=settings.nnodes, slots=settings.counts, known=known,
-            holdfast=VERSION, versions=self._versions,
+            holdfast=VERSION, versions=self._versions, near=self.meeting.near,
         )  # fmt: skip
         channel.send(hello)
 
@@ -239,10 +250,10 @@ class Peers:
         elif node_id is None:
             channel.close()
         elif isinstance(message, PeerList):
-            if message.job and not is_run_id(message.job):
+            if not all(is_run_id(name) for name in (message.job, message.near) if name):
                 channel.close()  # the name would become a part of paths
                 return
-            self._learn(message.job, message.known)
+            self._learn(node_id, message)
         else:
             self._post(FromPeer(node_id, message))
 
@@ -268,7 +279,7 @@ class Peers:
         self._repeat_job(channel)
         if before is None:
             self._journal.append("peer_here", {"node": peer.node_id, "host": peer.host, "port": peer.port})
-        self._learn(hello.job, (*hello.known, peer), said_by=peer)
+        self._learn(peer.node_id, hello, said_by=peer)
         self.connected[peer.node_id] = self.known[peer.node_id]
         self._post(PeerHere(node_id=peer.node_id))
 
@@ -313,8 +324,9 @@ class Peers:
                 "\n  next: the same --nnodes and --nproc-per-node on every host; where they differ in size the list "
                 "of all, --nproc-per-node 8,4"
             )
-        if hello.job and not is_run_id(hello.job):
-            return f"{peer.node_id} says that the job is {hello.job[:RUN_ID_LENGTH_MAX]!r}, which is no name of a run"
+        for name in filter(None, (hello.job, hello.near)):
+            if not is_run_id(name):
+                return f"{peer.node_id} says that the job is {name[:RUN_ID_LENGTH_MAX]!r}, which is no name of a run"
         if self.job and hello.job and self.job != hello.job:
             return (
                 f"{peer.node_id} belongs to the job {hello.job}, {self.me} to {self.job}"
@@ -326,11 +338,10 @@ class Peers:
             return ""
         return f"there is a {peer.node_id} already\n  next: give each host a --node-rank of its own"
 
-    def _learn(self, job: str, known: tuple[Peer, ...], said_by: Peer | None = None) -> None:
-        """Add unknown agents and the name of the job. Update the address of an agent if it sent the address itself."""
-        changed = bool(job) and not self.job
-        self.job = self.job or job
-        for peer in known:
+    def _learn(self, node_id: NodeId, said: PeerHello | PeerList, said_by: Peer | None = None) -> None:
+        """Add unknown agents and the names of jobs. Update the address of an agent if it sent the address itself."""
+        changed = self.meeting.told(node_id, said.job, said.near)
+        for peer in (*said.known, *([said_by] if said_by is not None else [])):
             if peer.node_id == self.me:
                 continue
             if peer.node_id not in self.known or (peer == said_by and self.known[peer.node_id] != peer):
@@ -342,15 +353,16 @@ class Peers:
     def _publish(self) -> None:
         known = tuple(self.known.values())
         write_private(self._run.peers, msgspec.json.encode(known))
-        self.broadcast(PeerList(job=self.job, known=known))
+        self.broadcast(PeerList(job=self.job, known=known, near=self.meeting.near))
 
     def _repeat_job(self, channel: Channel[PeerMessage]) -> None:
-        """Send the name of the job on a connection that is used from now on.
+        """Send the names of jobs on a connection that is used from now on.
 
-        The name may have been sent on another connection, now lost, after the greeting on this one.
+        They may have been sent on another connection, now lost, after the greeting on this one.
         """
-        if self.job:
-            channel.send(PeerList(job=self.job, known=tuple(self.known.values())))
+        if self.job or self.meeting.near:
+            known = tuple(self.known.values())
+            channel.send(PeerList(job=self.job, known=known, near=self.meeting.near))
 
     def _closed(self, channel: Channel[PeerMessage]) -> None:
         node_id = self._node_of.pop(channel, None)
@@ -360,6 +372,8 @@ class Peers:
         if rest is None:
             del self._lines[node_id], self.connected[node_id]
             self._journal.append("peer_gone", {"node": node_id})
+            if self.meeting.gone(node_id):
+                self._publish()
         else:
             self._lines[node_id] = rest
             self._repeat_job(rest)

@@ -13,6 +13,8 @@ def share_checkpoints(run: RunDir, job: str) -> None:
     """Make the default directory for checkpoints: common to all nodes, named by the job, beside the run directories."""
     common = run.path.parent / f"{without_launch(job)}.checkpoints"
     common.mkdir(mode=0o700, exist_ok=True)
+    if run.checkpoints.is_symlink() and run.checkpoints.readlink() != common:
+        run.checkpoints.unlink()  # of a job that ended before this node had a vote in it
     if not run.checkpoints.exists():
         run.checkpoints.symlink_to(common)
 

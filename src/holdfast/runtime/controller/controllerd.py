@@ -22,7 +22,7 @@ from holdfast.core.config import Config
 from holdfast.core.controller import Controller
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.job.agent_lines import AgentLines
-from holdfast.core.job.log_replay import SNAPSHOT, ReplayedState
+from holdfast.core.job.log_replay import AFTER, NO_PLACE, SNAPSHOT, LinePlace, ReplayedState, in_force
 from holdfast.core.job.membership import place_alone
 from holdfast.core.protocol.layout_messages import Layouts
 from holdfast.core.protocol.messages import (
@@ -119,11 +119,17 @@ class ControllerLog(EventLog):
     """
 
     def begin(
-        self, past: ReplayedState, lines: int, term: int, on_line: Callable[[Mirror], None] | None
+        self,
+        past: ReplayedState,
+        lines: int,
+        term: int,
+        on_line: Callable[[Mirror], None] | None,
+        after: LinePlace = NO_PLACE,
     ) -> None:
-        """Continue the log after ``past``, which was read from ``lines`` lines."""
+        """Continue the log after ``past``, read from ``lines`` lines of which the last has the place ``after``."""
         self._past, self._since = past, lines
         self._term, self._count, self._on_line = term, 0, on_line
+        self._after = after
 
     def append(
         self, kind: str, data: Mapping[str, Field], *, durable: bool = False, said: Said | None = None
@@ -144,6 +150,8 @@ class ControllerLog(EventLog):
             return super().append(kind, data, durable=durable, said=said)
         self._count += 1
         numbered = {**data, "line": f"{self._term}.{self._count}"}
+        if self._count == 1:
+            numbered[AFTER] = "{}.{}".format(*self._after)
         event = super().append(kind, numbered, durable=durable, said=said)
         body = msgspec.json.encode(numbered)
         self._on_line(Mirror(term=self._term, number=self._count, kind=kind, data=body))
@@ -230,12 +238,10 @@ class ControllerDaemon:
         Convert their times to this machine's monotonic clock.
         """
         wall_s, mono_s = time.time(), time.monotonic()
-        past, lines = ReplayedState(), 0
-        for event in event_log.read_since(self._run.journal, SNAPSHOT):
-            if event.who != "controller":
-                continue
+        past, events = ReplayedState(), self._read_log()
+        for event in events:
             record = LogRecord(kind=event.kind, data=event.data)
-            past, lines = past.after(record, in_time_of(event, wall_s, mono_s)), lines + 1
+            past = past.after(record, in_time_of(event, wall_s, mono_s))
             term, number = line_of(event)
             if term:
                 data = msgspec.json.encode(event.data)
@@ -243,8 +249,19 @@ class ControllerDaemon:
         log = ControllerLog.open(self._run.journal, "controller", room_wait_s=event_log.ROOM_WAIT_S)
         # The lines of a controller that is alone are for this node only: the leader of its term has their numbers.
         mirrored = self._settings.several and not self._alone
-        log.begin(past, lines, self._term, self._show if mirrored else None)
+        after = max(map(line_of, events), default=NO_PLACE)
+        log.begin(past, len(events), self._term, self._show if mirrored else None, after)
         return log, past
+
+    def _read_log(self) -> list[Event]:
+        """Return the lines of controllers that count, from the newest snapshot on."""
+        without_place = self._alone or not self._settings.several
+        found = [e for e in event_log.read_since(self._run.journal, SNAPSHOT) if e.who == "controller"]
+        kept = in_force(((line_of(e), e.data, e) for e in found), without_place=without_place)
+        if found and found[0].kind == SNAPSHOT and found[0] not in kept:  # void: what it sums up counts
+            found = [e for e in event_log.read(self._run.journal).events if e.who == "controller"]
+            kept = in_force(((line_of(e), e.data, e) for e in found), without_place=without_place)
+        return kept
 
     def _show(self, line: Mirror) -> None:
         self._lines.append(line)

@@ -11,7 +11,7 @@ from holdfast.core.config import Config
 from holdfast.core.controller import Controller
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.job.agent_lines import AgentLines
-from holdfast.core.job.log_replay import ReplayedState
+from holdfast.core.job.log_replay import AFTER, NO_PLACE, ReplayedState
 from holdfast.core.protocol.messages import (
     AgentBeat,
     AgentGone,
@@ -73,7 +73,7 @@ class ControllerProcess:
         self._homes: dict[MemberId, NodeId] = {}
         self._offsets_s: dict[NodeId, float] = {}
         self._heard_s = 0.0
-        self.past = disk.read(scene.clock(host))
+        self.past = disk.read(scene.clock(host), alone=alone)
         self.machine = scene.make_controller(scene.controller_config(disk, host, term, alone), self.past)
         driver = SimDriver(scene, host, f"c{term}", self.machine, self._carry_out, self.die)
         driver.journal = self._record
@@ -131,7 +131,7 @@ class ControllerProcess:
     def _catch_up(self, end: End, wanted: MirrorFrom) -> None:
         if wanted.node_id == self.host:
             return
-        for line in list(self._disk.lines):
+        for line in self._disk.in_force():
             if line.place > (wanted.term, wanted.number):
                 end.send(_mirror(line))
         self._ends[end] = True
@@ -170,6 +170,9 @@ class ControllerProcess:
 
     def _record(self, record: LogRecord) -> None:
         term, number = (0, 0) if self.alone else (self.term, self._disk.next_number(self.term))
+        if number == 1:
+            last = max((line.place for line in self._disk.in_force()), default=NO_PLACE)
+            record = LogRecord(kind=record.kind, data={**record.data, AFTER: "{}.{}".format(*last)})
         line = LogLine(term, number, record, self._scene.clock(self.host))
         self._disk.append(line)
         for end in [end for end, mirrors in self._ends.items() if mirrors and term]:

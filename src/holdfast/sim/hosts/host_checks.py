@@ -15,6 +15,7 @@ from holdfast.core.decide.decision import committed_floor
 from holdfast.core.ids import Generation, MemberId, NodeId
 from holdfast.core.job.log_replay import ReplayedState
 from holdfast.core.protocol.messages import (
+    ExitOrder,
     KillMember,
     LogRecord,
     Message,
@@ -29,6 +30,11 @@ from holdfast.sim.sim_memory_tier import Memory
 from holdfast.sim.sim_store import SimStore
 from holdfast.sim.worker import SimWorker
 
+TRAINS = ("generation_started", "members_replaced", "resumed", "exit_requested", "exit_agreed")
+"""Kinds of records that a controller without a majority never writes."""
+OF_THE_JOB = ("verdict", "exit_requested", "node_left")
+"""Kinds of records that end, restart, shrink or move the whole job."""
+EXITS = ("exit_requested", "exit_agreed")
 LEFT_OVER = "a process from before a recovery"
 BOUND = re.compile(r"^did not (.*) (?:within|in another) ([0-9.e+]+) s$")
 """The reason in the order that kills a process for a time-out (``core/job/wait_bounds.py``)."""
@@ -37,6 +43,7 @@ BOUND = re.compile(r"^did not (.*) (?:within|in another) ([0-9.e+]+) s$")
 class DecidingProcess(Protocol):
     """The attributes of a controller process that the checks read."""
 
+    host: NodeId
     term: int
     alone: bool
     lost: set[MemberId]
@@ -48,6 +55,7 @@ class HostsScene(CheckedScene, Protocol):
 
     @property
     def workers(self) -> Mapping[MemberId, SimWorker]: ...
+    def is_cut_off(self, node_id: NodeId) -> bool: ...
 
 
 class JudgedView:
@@ -135,6 +143,8 @@ class HostChecks(Checks):
     def __init__(self, scene: HostsScene) -> None:
         self.view = JudgedView(scene)
         super().__init__(cast(CheckedScene, self.view))  # the checks only read the attributes of the view
+        self.exit_asked = False  # a user has asked for the exit of the job
+        self._hosts = scene
         self._given_up: set[MemberId] = set()
         self._fates: dict[tuple[Generation, int], dict[bool, list[SimWorker]]] = {}
         # The most steps that a rank of the generation has committed
@@ -149,6 +159,7 @@ class HostChecks(Checks):
     def decided(self, process: DecidingProcess, record: LogRecord) -> None:
         """Check the invariants after a controller has written a record to its event log."""
         self._given_up |= process.lost
+        self._entitled(process, record.kind)
         self.view.of(process)
         self.recorded(record)
         self._is_judged |= record.kind == "verdict"
@@ -159,8 +170,19 @@ class HostChecks(Checks):
                 raise Violation("no_step_is_lost_unjudged", f"{before} steps, starts at {step}")
             self._committed, self._is_judged, self._thrown_away = {opened: step}, False, -1
 
+    def _entitled(self, process: DecidingProcess, kind: str) -> None:
+        """Check that the controller that writes a record of this kind may decide so."""
+        if process.alone and kind in TRAINS:
+            raise Violation("a_minority_only_saves", f"{process.host} is alone and writes {kind}")
+        if kind in EXITS and not self.exit_asked:
+            raise Violation("an_exit_is_asked_for", f"{process.host} writes {kind}, no user has asked")
+        if not process.alone and kind in OF_THE_JOB and self._hosts.is_cut_off(process.host):
+            raise Violation("a_majority_decides", f"{process.host} writes {kind}, it hears no majority")
+
     def sends(self, process: DecidingProcess, message: Message) -> None:
         """Check the invariants when a controller sends an order."""
+        if process.alone and isinstance(message, ExitOrder):
+            raise Violation("a_minority_only_saves", f"{process.host} is alone and asks ranks for the exit")
         self.view.of(process)
         if isinstance(message, Settle):
             self.sending(message)

@@ -28,6 +28,7 @@ HostFaultKind = Literal[
     "late_timers",  # timers of a host fire late
     "slow_disk",  # a sync takes seconds
     "full_disk",  # no file can be written, except event logs, which have reserved room
+    "ask_exit_here",  # a user asks for the exit of the job on this host, which may be cut off
 ]
 KINDS: tuple[HostFaultKind, ...] = (
     *("lose_host", "lose_host", "reinstall_host", "split", "split", "one_way_out", "one_way_in", "bridge"),
@@ -71,6 +72,7 @@ class HostFaultTarget(Protocol):
     def lose_host(self, node_id: NodeId, back_s: float, *, empty: bool) -> None: ...
     def pause(self, node_id: NodeId, duration_s: float) -> None: ...
     def jump(self, node_id: NodeId, ahead_s: float) -> None: ...
+    def ask_exit_on(self, node_id: NodeId) -> None: ...
     def set_lateness(self, node_id: NodeId, late_s: float) -> None: ...
     def set_disk(self, node_id: NodeId, *, slow_s: float, full: bool) -> None: ...
 
@@ -128,6 +130,8 @@ class HostInjector:
                 world.pause(node, fault.duration_s)
             case "jump_clock":
                 world.jump(node, fault.duration_s)
+            case "ask_exit_here":
+                world.ask_exit_on(node)
             case "late_timers":
                 world.set_lateness(node, 0.5)
                 world.later(fault.duration_s, "in time again", partial(world.set_lateness, node, 0.0))

@@ -9,7 +9,7 @@ import msgspec
 
 from holdfast.sim.faults import FaultKind, SimFault
 from holdfast.sim.hosts.host_faults import KINDS as HOST_KINDS
-from holdfast.sim.hosts.host_faults import HostFaultKind, random_host_faults
+from holdfast.sim.hosts.host_faults import HostFault, HostFaultKind, random_host_faults
 from holdfast.sim.hosts.hosts_world import HostsCase, run_hosts
 from holdfast.sim.invariants import Violation
 
@@ -20,10 +20,14 @@ PROCESS_KINDS: tuple[FaultKind, ...] = (
 SIZES = ((3, 0, 1), (3, 0, 2), (3, 1, 1), (2, 1, 1), (2, 1, 2), (4, 0, 1), (3, 2, 1), (2, 0, 2))
 """Job sizes: (hosts with ranks, spare hosts, ranks per host)."""
 TIMES_S = (0.05, 0.5, 2.0)
+ASKED_CHANCE = 0.15
 
 
 def hosts_case(seed: int, kinds: tuple[HostFaultKind, ...] = HOST_KINDS) -> HostsCase:
-    """Return the schedule of a seed: one to three faults of hosts and up to two of processes, at close times."""
+    """Return the schedule of a seed: one to three faults of hosts and up to two of processes, at close times.
+
+    In some schedules a user asks for the exit of the job on a host, shortly after a fault that may have cut it off.
+    """
     rng = random.Random(seed)
     nodes, spares, per_node = rng.choice(SIZES)
     host_faults = random_host_faults(rng, nodes + spares, rng.randint(1, 3), kinds)
@@ -33,7 +37,7 @@ def hosts_case(seed: int, kinds: tuple[HostFaultKind, ...] = HOST_KINDS) -> Host
         faults.append(SimFault(kind=kind, at_s=round(at_s, 4), rank=rank))
         at_s += rng.expovariate(1 / rng.choice(TIMES_S))
     shrinks = rng.random() < 0.25
-    return HostsCase(
+    case = HostsCase(
         nodes=nodes,
         spares=spares,
         per_node=per_node,
@@ -43,6 +47,15 @@ def hosts_case(seed: int, kinds: tuple[HostFaultKind, ...] = HOST_KINDS) -> Host
         faults=tuple(faults),
         host_faults=host_faults,
     )
+    if rng.random() >= ASKED_CHANCE:
+        return case
+    after = rng.choice(host_faults)
+    asked = HostFault(
+        kind="ask_exit_here",
+        at_s=round(after.at_s + rng.expovariate(1 / rng.choice(TIMES_S)), 4),
+        node=rng.choice((after.node, rng.randrange(nodes + spares))),
+    )
+    return msgspec.structs.replace(case, host_faults=(*host_faults, asked))
 
 
 def hosts_breach(seed: int, case: HostsCase) -> str:

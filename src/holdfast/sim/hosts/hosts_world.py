@@ -51,6 +51,7 @@ BOOT_S = (0.0, 0.1)
 SUCCESSOR_S = (0.2, 0.5)
 UNMET_S = 30.0
 END_S = 5.0
+LEASE_S = 3.0  # a voter that sends nothing is suspected before this
 CLOCK_OFFSET_S_MAX = 1e6
 CLOCK_RATE_ERROR_MAX = 2e-4
 
@@ -203,16 +204,19 @@ class HostsWorld(World):
         # If all hosts were reinstalled, the job cannot be founded a second time: it would be another job.
         founders = len(self.hosts) if first and not self.journal else 0
         host.council = SimCouncil(self, name, host.disk, founders)
-        host.council.in_job = host.in_job
         if host.disk.ballot.electorate is None:
             self.later_on(name, UNMET_S, f"unmet {name}", partial(self._unmet, agent, host))
         host.council.begin()
 
     def _unmet(self, agent: SimAgent, host: SimHost) -> None:
         """End an agent that has no electorate and knows no leader after ``UNMET_S``."""
-        knows = host.disk.ballot.electorate is not None
-        if agent.alive and not knows and host.council is not None and host.council.election.lead is None:
+        council = host.council
+        if not agent.alive or council is None or council.meeting.job or council.apart:
+            return
+        if council.election.lead is None:
             self._leave(host)
+        else:
+            self.later_on(host.node_id, UNMET_S, f"unmet {host.node_id}", partial(self._unmet, agent, host))
 
     def _leave(self, host: SimHost) -> None:
         """End the agent of a host permanently. The controller of the host ends ``END_S`` later."""
@@ -273,6 +277,7 @@ class HostsWorld(World):
     def pause(self, node_id: NodeId, duration_s: float) -> None:
         """Stop everything on a host for ``duration_s``."""
         host = self.hosts[node_id]
+        host.is_steady = False
         host.paused_until_s = max(host.paused_until_s, self.now + duration_s)
 
     def jump(self, node_id: NodeId, ahead_s: float) -> None:
@@ -282,11 +287,13 @@ class HostsWorld(World):
     def set_lateness(self, node_id: NodeId, late_s: float) -> None:
         """Make the timers of a host fire up to ``late_s`` late."""
         self.hosts[node_id].late_s = late_s
+        self.hosts[node_id].is_steady = False
 
     def set_disk(self, node_id: NodeId, *, slow_s: float, full: bool) -> None:
         """Make the disk of a host slow (``slow_s`` more per sync, at most), full, or normal again."""
         disk = self.hosts[node_id].disk
         disk.slow_s, disk.is_full = slow_s, full
+        self.hosts[node_id].is_steady = False
 
     def kill_controller(self) -> None:
         """Kill the newest controller."""
@@ -317,7 +324,27 @@ class HostsWorld(World):
         """Simulate ``holdfast exit`` on the first host with a living agent."""
         agents = [agent for agent in self._agents.values() if agent.alive]
         if agents:
-            self._feed_agent(agents[0], ExitRun(grace_s=60.0, source="test"))
+            self._ask_exit_of(agents[0])
+
+    def ask_exit_on(self, node_id: NodeId) -> None:
+        """Simulate ``holdfast exit`` on one host."""
+        if self._agents[node_id].alive:
+            self._ask_exit_of(self._agents[node_id])
+
+    def _ask_exit_of(self, agent: SimAgent) -> None:
+        self.checks.exit_asked = True
+        self._feed_agent(agent, ExitRun(grace_s=60.0, source="test"))
+
+    def is_cut_off(self, node_id: NodeId) -> bool:
+        """Return True if a host has certainly not heard a majority of its electorate for longer than ``LEASE_S``."""
+        host = self.hosts[node_id]
+        electorate = host.disk.ballot.electorate
+        if electorate is None or not host.is_steady:
+            return False
+        return sum(self._may_hear(node_id, voter) for voter in electorate.voters) < electorate.quorum
+
+    def _may_hear(self, node_id: NodeId, other: NodeId) -> bool:
+        return self.network.silence_s(other, node_id) <= LEASE_S
 
     # ---------------------------------------------------------------- controllers
 

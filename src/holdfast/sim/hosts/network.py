@@ -160,6 +160,8 @@ class Network:
         self.scene = scene
         self.slow_s = 0.0  # the largest delay that is added to a message
         self._blocked: dict[tuple[NodeId, NodeId], int] = {}
+        self._since_s: dict[tuple[NodeId, NodeId], float] = {}  # by blocked direction
+        self._vanished_s: dict[NodeId, float] = {}
         self._connections: list[Connection] = []
 
     def delay_s(self) -> float:
@@ -169,6 +171,15 @@ class Network:
     def carries(self, source: NodeId, target: NodeId) -> bool:
         """Return True if messages from ``source`` reach ``target``."""
         return source == target or (source, target) not in self._blocked
+
+    def silence_s(self, source: NodeId, target: NodeId) -> float:
+        """Return for how long messages from ``source`` have not reached ``target``; 0: they reach it."""
+        if source == target:
+            return 0.0
+        since_s = self._since_s.get((source, target), self.scene.now)
+        if not self.scene.is_up(source):
+            since_s = min(since_s, self._vanished_s[source])
+        return self.scene.now - since_s
 
     def connects(self, one: NodeId, other: NodeId) -> bool:
         """Return True if two hosts can connect: both are up and both directions work."""
@@ -186,18 +197,20 @@ class Network:
         """Block the given directions. Blocks may overlap; a direction works again when all of its blocks have ended."""
         for direction in directions:
             self._blocked[direction] = self._blocked.get(direction, 0) + 1
+            self._since_s.setdefault(direction, self.scene.now)
 
     def unblock(self, directions: tuple[tuple[NodeId, NodeId], ...]) -> None:
         """End one earlier :meth:`block` of the given directions."""
         for direction in directions:
             self._blocked[direction] -= 1
             if not self._blocked[direction]:
-                del self._blocked[direction]
+                del self._blocked[direction], self._since_s[direction]
         for connection in list(self._connections):
             connection.retry()
 
     def vanished(self, host: NodeId) -> None:
         """Close all ends of a host that lost power, without notifying the other sides."""
+        self._vanished_s[host] = self.scene.now
         for connection in self._connections:
             for end in connection.ends:
                 if end.host == host:

@@ -14,6 +14,7 @@ import msgspec
 
 from holdfast.core.election import Election, ElectionConfig, HardState
 from holdfast.core.ids import NodeId
+from holdfast.core.meeting import Meeting
 from holdfast.core.protocol.messages import (
     Command,
     ControllerHere,
@@ -73,13 +74,15 @@ class SimCouncil:
 
     Attributes:
         lines: connections to other agents, by node.
-        in_job: True if this agent knows that the job exists.
+        meeting: what this agent knows of jobs.
+        apart: this agent has given up, and has closed its connections to other agents.
     """
 
     def __init__(self, scene: CouncilScene, host: NodeId, disk: SimDisk, founders: int) -> None:
         self.lines: dict[NodeId, End] = {}
-        self.in_job = disk.ballot.electorate is not None
-        self.over = False
+        job = JOB if disk.ballot.electorate is not None else ""
+        self.meeting = Meeting(job, founders, founders, GATHER_S)
+        self.over = self.apart = False
         self._scene = scene
         self._host = host
         self._disk = disk
@@ -132,28 +135,33 @@ class SimCouncil:
     # ---------------------------------------------------------------- other agents
 
     def _found(self) -> None:
-        if self.over or self.in_job:
+        if self.over or self.meeting.job:
             return
         here = tuple(sorted((self._host, *self.lines)))
-        if len(here) < self._founders:
+        if not self.meeting.may_found(self._scene.clock(self._host), len(here)):
             self._scene.later_on(self._host, GATHER_S, f"{self._host} gathers", self._found)
             return
         self._join_job()
-        for end in self.lines.values():
-            end.send(PeerList(job=JOB, known=()))
         self._driver.post(Founded(voters=here, witness=len(here) == 2))
 
     def _join_job(self) -> None:
-        if not self.in_job:
-            self.in_job = True
+        if not self.meeting.job:
+            self.meeting.join(JOB)
             self._scene.joined(self._host)
+            self._publish()
+
+    def _publish(self) -> None:
+        for end in self.lines.values():
+            end.send(PeerList(job=self.meeting.job, known=(), near=self.meeting.near))
 
     def _dial(self) -> None:
-        if self.over:
+        if self.over or self.apart:
             return
         for other in self._scene.others(self._host):
             council = self._scene.council_of(other)
-            if other in self.lines or council is None or not self._scene.network.connects(self._host, other):
+            if other in self.lines or council is None or council.apart:
+                continue
+            if not self._scene.network.connects(self._host, other):
                 continue
             mine, its = self._scene.network.connect(self._host, other)
             self._meet(other, mine)
@@ -167,21 +175,28 @@ class SimCouncil:
         self.lines[other] = end
         end.on_message = partial(self._heard, other)
         end.on_closed = partial(self._line_closed, other, end)
-        if self.in_job:
-            end.send(PeerList(job=JOB, known=()))
+        end.send(PeerList(job=self.meeting.job, known=(), near=self.meeting.near))
         self._driver.post(PeerHere(node_id=other))
 
     def _line_closed(self, other: NodeId, end: End) -> None:
         if self.lines.get(other) is end:
             del self.lines[other]
+            if self.meeting.gone(other):
+                self._publish()
+
+    def _stand_apart(self) -> None:
+        self.apart = True
+        for end in self.lines.values():
+            end.close()
+        self.lines.clear()
 
     def _heard(self, other: NodeId, message: Message) -> None:
         if self.over:
             return
-        if isinstance(message, PeerList):
-            self._join_job()
-        else:
+        if not isinstance(message, PeerList):
             self._driver.post(message)
+        elif self.meeting.told(other, message.job, message.near):
+            self._publish()
 
     # ---------------------------------------------------------------- in
 
@@ -217,10 +232,13 @@ class SimCouncil:
                 self._scene.elected(self._host, command.term)
                 self._link.start(command.term, self._up)
             case Follow():
+                if not self.meeting.job:
+                    self._scene.joined(self._host)  # the leader may have ranks started here
                 self._link.follow(command.lead)
             case StepDown():
                 self._link.kill_local()
             case GiveUp():
+                self._stand_apart()
                 self._link.start(self._disk.ballot.term, lambda term: None, alone=True)
             case Claim():
                 self._scene.claim(self._host, command, self._witnessed)
@@ -237,6 +255,8 @@ class SimCouncil:
                 term=keep.term, voted_for=keep.voted_for, electorate=keep.electorate, committed=keep.committed
             )
         )
+        if keep.electorate is not None:
+            self._join_job()
         voters = before.voters if before is not None else ()
         if keep.electorate is not None and keep.electorate.voters != voters:
             if self.election.role == "leader":

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from holdfast.core.election import HardState
-from holdfast.core.job.log_replay import ReplayedState
+from holdfast.core.job.log_replay import LinePlace, ReplayedState, in_force
 from holdfast.core.protocol.messages import LogRecord
 from holdfast.sim.invariants import Violation
 
@@ -40,7 +40,7 @@ class LogLine(NamedTuple):
     at_s: float
 
     @property
-    def place(self) -> tuple[int, int]:
+    def place(self) -> LinePlace:
         """Position of the line in the order of all lines of all controllers: (term, number)."""
         return self.term, self.number
 
@@ -53,11 +53,11 @@ class SimDisk:
         self.lines: list[LogLine] = []
         self.is_full = False
         self.slow_s = 0.0  # the largest extra time of a sync
-        self._places: set[tuple[int, int]] = set()
+        self._places: set[LinePlace] = set()
         self._synced = 0
 
     @property
-    def last_place(self) -> tuple[int, int]:
+    def last_place(self) -> LinePlace:
         """The place of the newest line; (0, 0) if there is none."""
         return max(self._places, default=(0, 0))
 
@@ -101,12 +101,17 @@ class SimDisk:
         self._places = {line.place for line in self.lines}
         self._synced = len(self.lines)
 
-    def read(self, now_s: float) -> ReplayedState:
+    def in_force(self, *, alone: bool = False) -> list[LogLine]:
+        """Return the lines that count for a leader, or for a controller that is alone."""
+        lines = ((line.place, line.record.data, line) for line in self.lines)
+        return in_force(lines, without_place=alone)
+
+    def read(self, now_s: float, *, alone: bool) -> ReplayedState:
         """Replay the log and return the state from which a controller on this host starts.
 
         Times in the state are on the clock of this host.
         """
         past = ReplayedState()
-        for line in self.lines:
+        for line in self.in_force(alone=alone):
             past = past.after(line.record, min(line.at_s, now_s))
         return past

@@ -19,6 +19,7 @@ class SimHost:
         left: the agent of the host has ended permanently.
         offset_s: reading of the host's clock at virtual time 0.
         rate: seconds on the host's clock per second of virtual time.
+        is_steady: no fault has delayed its timers or syncs, so what it knows of other hosts is recent.
     """
 
     def __init__(self, node_id: NodeId, slots: int, offset_s: float, rate: float) -> None:
@@ -34,6 +35,7 @@ class SimHost:
         self.rate = rate
         self.paused_until_s = 0.0
         self.late_s = 0.0
+        self.is_steady = True
         self.council: SimCouncil | None = None
         self.process: ControllerProcess | None = None
 
