@@ -73,9 +73,14 @@ class Replay:
 
     # ------------------------------------------------------------------ what the framework calls
 
-    def begin(self) -> None:
-        """Open the block of the next step; do nothing if it is open."""
+    def begin(self, own: Any = None) -> None:
+        """Open the block of the next step; do nothing if it is open.
+
+        Args:
+            own: plain values of this rank alone, from which the step begins; None: those of the last commit.
+        """
         if not self._calls.is_open:
+            self.own = self.own if own is None else own
             self._keep()
         self._calls.begin()
 

@@ -16,7 +16,9 @@ import json
 import os
 import signal
 import sys
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,8 +55,10 @@ class Job(Trainer):  # type: ignore[misc]
 
     def arm(self, given: argparse.Namespace) -> None:
         """Read which fault comes at which call of ``training_step``."""
-        self.calls = self.elsewhere = 0
-        self.first = sys.maxsize
+        # Of this process: an object, as plain attributes that a step changes belong to the job.
+        self.process = SimpleNamespace(calls=0, first=sys.maxsize)
+        self.elsewhere = self.rows = 0
+        self.collected = {"train": defaultdict[str, list[float]](list)}
         self.killed = given.output / "killed"
         self.kill_in = given.kill_in
         self.faults = {}
@@ -65,10 +69,10 @@ class Job(Trainer):  # type: ignore[misc]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a training step with its fault."""
-        self.calls += 1
+        self.process.calls += 1
         number = self.state.global_step * ACCUMULATED + 1 + self.accelerator.sync_gradients
-        self.first = min(self.first, number)
-        kind = self.faults.pop(number - self.first + 1, "") if self.kill_in == "step" else ""
+        self.process.first = min(self.process.first, number)
+        kind = self.faults.pop(number - self.process.first + 1, "") if self.kill_in == "step" else ""
         if kind == "leave":
             os.kill(os.getpid(), signal.SIGUSR2)
         if kind == "kill":
@@ -77,6 +81,23 @@ class Job(Trainer):  # type: ignore[misc]
             for inner in fabric()._inners():
                 inner.sever()
         return super().training_step(*args, **kwargs)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the loss, and count its samples in attributes of this class, as TRL's trainers do."""
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        if model.training:
+            self.rows += len(inputs["input_ids"])
+            losses = self.accelerator.gather(loss.detach().reshape(1))
+            self.collected["train"]["mean_loss"].append(losses.mean().item())
+        return loss
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log what was counted since the last line."""
+        if "loss" in logs:
+            logs["rows"] = self.rows
+            logs |= {name: sum(values) / len(values) for name, values in self.collected["train"].items()}
+            self.collected["train"].clear()
+        super().log(logs, *args, **kwargs)
 
     def kill(self) -> None:
         """Kill this process, once in the run."""
@@ -140,7 +161,7 @@ def main() -> None:
     result = trainer.train(resume_from_checkpoint=given.resume)
     if trainer.is_world_process_zero():
         state = trainer.state
-        seen = {"step": state.global_step, "epoch": state.epoch, "calls": trainer.calls}
+        seen = {"step": state.global_step, "epoch": state.epoch, "calls": trainer.process.calls}
         seen["rate"] = trainer.lr_scheduler.get_last_lr()[0]
         seen["logged"] = [
             {key: value for key, value in line.items() if key not in TIMES}

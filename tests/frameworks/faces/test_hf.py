@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict, deque
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from holdfast.errors import UnsupportedError, UsageError
 from holdfast.exit_codes import Exit
 from holdfast.integrations.huggingface import protect
+from holdfast.integrations.huggingface.counted import KEPT_BYTES_MAX, CountedValues
 from holdfast.store.manage.checkpoint_root import Root
 from tests.frameworks.faces.running import BOUND_S, EXAMPLES, drill, run
 
@@ -216,6 +220,80 @@ def test_what_is_not_supported_is_refused_by_name(tmp_path: Path) -> None:
     trainer = protect(Trainer(model=model, args=args, train_dataset=[]))
     with pytest.raises(UsageError, match="already"):
         protect(trainer)
+
+
+class SyncRefModelCallback(TrainerCallback):  # type: ignore[misc]
+    """A callback with the name of TRL's, which moves a second model towards the trained one."""
+
+
+class Followed(SyncRefModelCallback):
+    """A subclass of it."""
+
+
+class Generating(Trainer):  # type: ignore[misc]
+    """A Trainer that keeps completions for several micro-batches, as TRL's do."""
+
+    _buffered_inputs = None
+
+
+@pytest.mark.parametrize("callback", [SyncRefModelCallback, Followed])
+def test_weights_that_a_callback_changes_are_refused(tmp_path: Path, callback: type[TrainerCallback]) -> None:
+    trainer = Trainer(model=small(), args=arguments(tmp_path), train_dataset=[], callbacks=[callback()])
+    with pytest.raises(UnsupportedError, match=f"{callback.__name__}: it changes other weights"):
+        protect(trainer)
+
+
+@pytest.mark.parametrize(
+    ("accumulated", "uses", "iterations", "allowed"),
+    [(2, 2, 1, True), (4, 2, 2, True), (2, 2, 2, False), (2, 4, 1, False), (3, 2, 1, False)],
+)
+def test_completions_that_several_steps_use_are_refused(
+    tmp_path: Path, accumulated: int, uses: int, iterations: int, allowed: bool
+) -> None:
+    args = arguments(tmp_path, gradient_accumulation_steps=accumulated)
+    args.steps_per_generation, args.num_iterations = uses, iterations
+    trainer = Generating(model=small(), args=args, train_dataset=[])
+    with nullcontext() if allowed else pytest.raises(UnsupportedError, match="completions in several steps"):
+        protect(trainer)
+
+
+def test_counted_values_go_on_in_another_process(caplog: pytest.LogCaptureFixture) -> None:
+    """What a step has changed is kept, in the containers of the newcomer; other and large values are not."""
+    first = SimpleNamespace(rows=1, last=deque([1], 2), sums={"a": defaultdict(list)}, other=7, tensors=[])
+    counted = CountedValues(first)
+    counted.begin()
+    for _ in range(2):  # the second run of the block begins where the first one began
+        counted.put_back()
+        assert (first.rows, list(first.last), first.sums["a"]) == (1, [1], {})
+        with counted.watched():
+            first.rows += 2
+            first.last.append(5)
+            first.sums["a"]["x"].append(0.5)
+            first.tensors.append(torch.zeros(1))
+    kept = counted.own()
+    assert kept == {"rows": 3, "last": [1, 5], "sums": {"a": {"x": [0.5]}}}
+    second = SimpleNamespace(rows=0, last=deque[int]([], 2), sums={"a": defaultdict(list)}, other=8)
+    CountedValues(second).go_on(kept)
+    assert (second.rows, second.other, second.last.maxlen) == (3, 8, 2)
+    second.sums["a"]["y"].append(1.0)
+    assert second.sums == {"a": {"x": [0.5], "y": [1.0]}}
+    with counted.watched():
+        first.sums["a"]["x"] = [0.125] * KEPT_BYTES_MAX
+    assert "sums" in kept and "sums" not in counted.own()
+    with counted.watched():
+        first.sums["a"]["x"] = ["x" * KEPT_BYTES_MAX]
+    assert counted.own() == {"rows": 3, "last": [1, 5]}
+    assert "SimpleNamespace.sums takes" in caplog.text
+
+
+def small() -> Any:
+    """Return a model that is not trained."""
+    return GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=8))
+
+
+def arguments(where: Path, **given: Any) -> TrainingArguments:
+    """Return arguments of a Trainer for one step."""
+    return TrainingArguments(output_dir=str(where), max_steps=1, report_to=[], use_cpu=True, **given)
 
 
 def test_a_second_train_is_refused(tmp_path: Path) -> None:

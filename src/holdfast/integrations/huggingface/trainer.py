@@ -18,6 +18,7 @@ from transformers.trainer_callback import TrainerCallback
 from holdfast.errors import UsageError
 from holdfast.frameworks.torch.data.position import MapSource, TorchFeed
 from holdfast.integrations.huggingface import position
+from holdfast.integrations.huggingface.counted import CountedValues
 from holdfast.integrations.huggingface.losses import ReportedLosses
 from holdfast.integrations.huggingface.supported import require_supported
 from holdfast.integrations.session_in_loop import Replay, closing
@@ -58,6 +59,7 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
         self._arguments = session
         self._replay: Any = None  # a Replay from on_train_begin on
         self._losses = ReportedLosses(trainer)
+        self._counted = CountedValues(trainer)
         self._epochs = position.Epochs(trainer)
         self._tokens = position.Tokens(trainer)
 
@@ -85,7 +87,9 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
             position.go_on(trainer, replay.position)
             self._epochs.go_on(replay.position["after"])
             replay.drawn.seek(self._feed, replay.position["data"], trainer.callback_handler.train_dataloader)
-            self._losses.go_on(replay.position["reported"], replay.own or {})
+            own = replay.own or {}
+            self._losses.go_on(replay.position["reported"], own)
+            self._counted.go_on(own.get("counted", {}))
 
     def _run_epoch(self, original: Any, **kwargs: Any) -> None:
         """Run one epoch without the batches that were trained before the resume."""
@@ -98,8 +102,16 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
         """Begin a step: return its micro-batches from Holdfast's feed, and how many tokens they hold."""
         loader = self._trainer.callback_handler.train_dataloader
         samples = [self._replay.drawn.draw(self._feed, loader) for _ in range(count)]
-        self._replay.begin()
-        self._replay.do(self._tokens.counting(samples, device))
+        self._counted.begin()
+        # Since the last step ended, the Trainer may have logged and reset what it had counted.
+        self._replay.begin({**(self._replay.own or {}), "counted": self._counted.own()})
+        count_tokens = self._tokens.counting(samples, device)
+
+        def start() -> None:
+            self._counted.put_back()
+            count_tokens()
+
+        self._replay.do(start)
         self._losses.begin()
         return samples, self._tokens.held
 
@@ -110,7 +122,7 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
 
         def call() -> None:
             accelerator.gradient_state._set_sync_gradients(sync)
-            with nullcontext() if sync else accelerator.no_sync(model):
+            with nullcontext() if sync else accelerator.no_sync(model), self._counted.watched():
                 self._losses.put(place, original(model, copy.copy(inputs), self._tokens.held))
 
         self._replay.do(call)
@@ -123,7 +135,7 @@ class _Hooks(TrainerCallback):  # type: ignore[misc]
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the step. Leaves the process when a graceful exit is agreed."""
         self._losses.correct()
-        self._replay.commit(self._position(), self._losses.own())
+        self._replay.commit(self._position(), {**self._losses.own(), "counted": self._counted.own()})
 
     def _position(self) -> dict[str, Any]:
         return {

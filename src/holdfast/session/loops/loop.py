@@ -59,6 +59,20 @@ from holdfast.text import plural
 
 log = logging.getLogger("holdfast")
 
+
+def without_room(local: Mapping[str, Plain], size_bytes: int) -> str:
+    """Return the warning that the rank-local values take ``size_bytes``, more than the status page holds."""
+    largest = max(local, key=lambda name: len(encode_values(local[name])))
+    what, consequence = {
+        "loader": ("the data loader's state", "reads the batches of that epoch again"),
+        "own": ("s.own", "begins with s.own = None"),
+    }.get(largest, (largest, "begins without them"))
+    return (
+        f"{what} is too large: the values that only this rank has take {size_bytes} bytes, the status page holds "
+        f"{LOCAL_SIZE_BYTES_MAX}; should this rank be lost, its replacement {consequence}"
+    )
+
+
 NOT_OF_LOOPS = ("begun", "drawn", RECORD)
 """Local values of a rank that a process does not take over when it begins."""
 
@@ -567,11 +581,6 @@ class Loops:
         self._told = payload
         if len(payload) > LOCAL_SIZE_BYTES_MAX:
             self._local_too_large = True
-            log.warning(
-                "holdfast: the data loader's state takes %d bytes, the status page holds %d: should this rank be lost, "
-                "its replacement reads the batches of that epoch again",
-                len(payload),
-                LOCAL_SIZE_BYTES_MAX,
-            )
+            log.warning("holdfast: %s", without_room(local, len(payload)))
             return None
         return payload
