@@ -32,6 +32,8 @@ ENV = {"OMP_NUM_THREADS": "1"}
         ("import model, settings\nimport torch", ""),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n  import torch\nimport settings",
          "settings.py:2: TORCH_LOGS"),
+        ("from typing import TYPE_CHECKING\nif not TYPE_CHECKING:\n  import settings\nimport torch",
+         "settings.py:2: TORCH_LOGS"),
         ("this is no Python", ""),
     ],
 )  # fmt: skip

@@ -14,7 +14,7 @@ from holdfast.core.protocol.messages import Assignment
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir
 from holdfast.runtime.node.script_imports import UNKNOWN, head_of, watching
-from holdfast.runtime.node.spawn import PER_WORKER, SpawnOrder, differing, worker_env
+from holdfast.runtime.node.spawn import SpawnOrder, differing, worker_env
 from tests.session.launch import run_job
 
 
@@ -48,6 +48,9 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("try:\n  import slow\nexcept ImportError:\n  print('no')\nimport quick", []),
         ("try:\n  import slow\nfinally:\n  go()\nimport quick", []),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n  import beside\nimport slow", ["import slow"]),
+        ("from typing import TYPE_CHECKING\nif not TYPE_CHECKING:\n  import beside\nimport slow", []),
+        ("import typing\nif typing.TYPE_CHECKING:\n  import beside\nelse:\n  go()\nimport slow", []),
+        ("def f(x=go()): ...\nimport slow", []),
         ("if True:\n  import slow", []),
         ("SIZE = 3\nWIDTH = SIZE * 2\nimport slow", []),
         ("SIZE = 3\ndef f():\n  import quick\nimport slow", ["import slow"]),
@@ -131,9 +134,10 @@ def test_the_variables_of_workers_are_all_known(tmp_path: Path) -> None:
         master_host="",
         master_port=1,
     )
-    names = set(worker_env(RunDir(tmp_path), settings, order))
-    assert names - PER_WORKER == {"OMP_NUM_THREADS", "HOLDFAST_RUN_DIR", "A"}
-    assert "A" not in differing(settings) and "RANK" in differing(settings)
+    run = RunDir(tmp_path)
+    found = differing(run, settings)
+    assert set(worker_env(run, settings, order)) - found == {"OMP_NUM_THREADS", "HOLDFAST_RUN_DIR", "A"}
+    assert "A" not in found and {"RANK", "RANK_ID", "MASTER_ADDR", "HOLDFAST_PAGE"} <= found
 
 
 # ---------------------------------------------------------------- with processes

@@ -49,6 +49,12 @@ def place_of_text(text: str) -> LinePlace:
     return int(term), int(number)
 
 
+def text_of_place(place: LinePlace) -> str:
+    """Return a place as ``term.number``: the opposite of :func:`place_of_text`."""
+    term, number = place
+    return f"{term}.{number}"
+
+
 def in_force(
     lines: Iterable[tuple[LinePlace, Mapping[str, object], Line]], *, without_place: bool
 ) -> list[Line]:

@@ -1,4 +1,4 @@
-"""Values that a subclass of the ``Trainer`` counts in attributes of its own while it computes a step.
+"""Values that a subclass of the ``Trainer`` counts in its own attributes while it computes a step.
 
 Theory. TRL's trainers, for example, sum tokens and collect metrics in ``compute_loss``, and log them later. The block
 of a step may run several times, so each run begins with the values before the first one. A replacement begins with the

@@ -18,7 +18,7 @@ import msgspec
 from holdfast import event_log as event_log
 from holdfast.core.election import Election, ElectionConfig, HardState
 from holdfast.core.ids import NodeId
-from holdfast.core.job.log_replay import SNAPSHOT, LinePlace, place_of_text
+from holdfast.core.job.log_replay import NO_PLACE, SNAPSHOT, LinePlace, place_of_text, text_of_place
 from holdfast.core.job.membership import node_order
 from holdfast.core.protocol.messages import (
     Command,
@@ -94,12 +94,12 @@ def load_kept(run: RunDir) -> HardState:
 def last_line(run: RunDir) -> LinePlace:
     """Return (term, number) of the newest line of a controller in this node's event log."""
     lines = (line_of(event) for event in event_log.read_since(run.journal, SNAPSHOT))
-    return max(lines, default=(0, 0))
+    return max(lines, default=NO_PLACE)
 
 
 def line_of(event: event_log.Event) -> LinePlace:
-    """Return (term, number) of a line that a controller wrote; (0, 0) for any other line."""
-    return place_of_text(str(event.data.get("line", "0.0")))
+    """Return (term, number) of a line that a controller wrote; ``NO_PLACE`` for any other line."""
+    return place_of_text(str(event.data.get("line", text_of_place(NO_PLACE))))
 
 
 class LeaderElection:
@@ -126,7 +126,7 @@ class LeaderElection:
         self._post = post
         self._me = NodeId(settings.node)
         self._kept = kept
-        self._mirrored = (0, 0)
+        self._mirrored = NO_PLACE
         self._heard_job = ""  # with the last message about an election
         self._mirror = mirror
         config = ElectionConfig(node_id=self._me)

@@ -51,6 +51,7 @@ from holdfast.runtime.node.spawn import (
     open_worker_log,
     worker_env,
     worker_log,
+    zygote_command,
 )
 from holdfast.runtime.node.status_page import Page, each_page
 
@@ -203,7 +204,7 @@ class Processes:
         }
         with os.fdopen(open_log(self._run.path / "zygote.log"), "ab") as log:
             self._zygote_process = subprocess.Popen(
-                [self._python(), "-m", "holdfast.runtime.agent.zygote", str(self._run.path), ROOM],
+                zygote_command(self._run, self._settings),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -22,7 +22,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -53,7 +53,7 @@ from holdfast.runtime.node.framework_registry import (
 from holdfast.runtime.node.process_info import heed_warnings, ignore_warnings
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir
-from holdfast.runtime.node.script_imports import head_of, watching
+from holdfast.runtime.node.script_imports import HeadImport, head_of, watching
 from holdfast.runtime.node.spawn import (
     FORKS,
     ZYGOTE_MESSAGES,
@@ -65,6 +65,7 @@ from holdfast.runtime.node.spawn import (
     ZygoteMessage,
     differing,
     thread_count,
+    zygote_command,
 )
 from holdfast.sealing import Secret
 from holdfast.text import plural
@@ -371,40 +372,43 @@ def preload(framework: FrameworkName, further: Sequence[str]) -> Preloaded:
     return Preloaded(imports_s, missing, thread_total(), unfit)
 
 
-def make_head(settings: RunSettings, preloaded: Preloaded) -> Preloaded:
+def make_head(run: RunDir, settings: RunSettings, preloaded: Preloaded) -> Preloaded:
     """Make the imports at the head of the script, and return the report with them.
 
     If one of them must not be made here, the process starts again, with the imports before it.
     """
     length, _, why = os.environ.pop(HEAD, "").partition(" ")
-    imports_s, wrong = dict(preloaded.imports_s), ""
+    imports_s = dict(preloaded.imports_s)
     with _as_script(settings):
         head = head_of(settings.kind, settings.target, Path(settings.cwd or "."))
         head = head[: int(length)] if length else head
         if head:
             _install(settings.framework)
-        with watching(differing(settings)) as looked_at:
-            for number, statement in enumerate(head):
-                began = time.monotonic()
-                wrong = statement.make()
-                if variable := looked_at():
-                    wrong = f"reads {variable}"
-                wrong = wrong or device_in_use() or ("starts a thread" if thread_total() != 1 else "")
-                if wrong:
-                    length, why = str(number), f"`{statement.text}`: {wrong}"
-                    break
-                imports_s[statement.text] = round(time.monotonic() - began, 3)
-    if wrong:
-        _start_again(settings, f"{length} {why}")
+        watched = differing(run, settings)
+        for number, statement in enumerate(head):
+            began = time.monotonic()
+            wrong = _make(statement, watched)
+            if wrong:
+                _start_again(run, settings, f"{number} `{statement.text}`: {wrong}")
+            imports_s[statement.text] = round(time.monotonic() - began, 3)
     gc.freeze()
     return msgspec.structs.replace(preloaded, imports_s=imports_s, head=why)
+
+
+def _make(statement: HeadImport, watched: Collection[str]) -> str:
+    """Make an import, and return why it must not be made in the zygote; empty: it may be."""
+    with watching(watched) as looked_at:
+        failed = statement.make()
+    if variable := looked_at():
+        return f"reads {variable}"
+    return failed or device_in_use() or ("starts a thread" if thread_total() != 1 else "")
 
 
 @contextlib.contextmanager
 def _as_script(settings: RunSettings) -> Iterator[None]:
     """Set ``sys.argv`` and ``sys.path[0]`` to those of the script, as in a worker."""
     argv, first = sys.argv, sys.path[0]
-    sys.argv = [settings.typed or settings.target, *settings.args]
+    sys.argv = settings.argv
     if settings.kind == "script" and not sys.flags.safe_path:
         target = Path(settings.target).resolve()
         sys.path[0] = str(target if target.is_dir() else target.parent)
@@ -420,13 +424,11 @@ def _install(framework: FrameworkName) -> None:
         install_framework(framework)
 
 
-def _start_again(settings: RunSettings, head: str) -> NoReturn:
+def _start_again(run: RunDir, settings: RunSettings, head: str) -> NoReturn:
     """Replace this process by a zygote with another ``HEAD``."""
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # also the files of a device's driver
-    python = settings.python or sys.executable
-    os.execve(
-        python, [python, "-m", "holdfast.runtime.agent.zygote", *sys.argv[1:]], {**os.environ, HEAD: head}
-    )
+    command = zygote_command(run, settings)
+    os.execve(command[0], command, {**os.environ, HEAD: head})
 
 
 def become_worker(spawn: Spawn) -> int:
@@ -469,7 +471,7 @@ def main(run_dir: str) -> int:
     further = (*settings.preload, *(PRELOADS if settings.encrypts else ()))
     preloaded = Preloaded({}, {}, 1, early) if early else preload(settings.framework, further)
     if settings.framework == "torch" and not (preloaded.unfit or "torch" in preloaded.missing):
-        preloaded = make_head(settings, preloaded)
+        preloaded = make_head(run, settings, preloaded)
     spawn = Zygote(run, run.secret(), preloaded, settings.node).serve()
     if spawn is None:
         atexit._run_exitfuncs()  # exit handlers of modules that the user has preloaded

@@ -22,7 +22,15 @@ from holdfast.core.config import Config
 from holdfast.core.controller import Controller
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.job.agent_lines import AgentLines
-from holdfast.core.job.log_replay import AFTER, NO_PLACE, SNAPSHOT, LinePlace, ReplayedState, in_force
+from holdfast.core.job.log_replay import (
+    AFTER,
+    NO_PLACE,
+    SNAPSHOT,
+    LinePlace,
+    ReplayedState,
+    in_force,
+    text_of_place,
+)
 from holdfast.core.job.membership import place_alone
 from holdfast.core.protocol.layout_messages import Layouts
 from holdfast.core.protocol.messages import (
@@ -149,9 +157,9 @@ class ControllerLog(EventLog):
         if self._on_line is None:
             return super().append(kind, data, durable=durable, said=said)
         self._count += 1
-        numbered = {**data, "line": f"{self._term}.{self._count}"}
+        numbered = {**data, "line": text_of_place((self._term, self._count))}
         if self._count == 1:
-            numbered[AFTER] = "{}.{}".format(*self._after)
+            numbered[AFTER] = text_of_place(self._after)
         event = super().append(kind, numbered, durable=durable, said=said)
         body = msgspec.json.encode(numbered)
         self._on_line(Mirror(term=self._term, number=self._count, kind=kind, data=body))

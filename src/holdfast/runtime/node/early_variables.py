@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TypeGuard
 
 PREFIXES = (
     "AOT_", "ATEN_", "C10_", "DNNL_", "GOMP_", "KMP_", "MKL_", "NUMEXPR_", "OMP_", "ONEDNN_", "OPENBLAS_", "PYTORCH_",
@@ -50,6 +51,12 @@ def sources(kind: str, target: str, cwd: Path) -> tuple[list[Path], Path]:
     return [*files, *rest], cwd
 
 
+def is_for_typing(node: ast.AST) -> TypeGuard[ast.If]:
+    """Return whether a statement is ``if TYPE_CHECKING:``, of which only the ``else`` is executed."""
+    names = ("id", "attr")
+    return isinstance(node, ast.If) and any(getattr(node.test, name, "") == "TYPE_CHECKING" for name in names)
+
+
 class _Scan:
     """A reader of sources in the order in which they run. ``over``: True after the import of torch."""
 
@@ -81,7 +88,9 @@ class _Scan:
         if isinstance(node, ast.Import | ast.ImportFrom):
             yield from self._import(node, path)
             return
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        if is_for_typing(node):
+            for other in node.orelse:
+                yield from self._walk(other, path)
             return
         for child in ast.iter_child_nodes(node):
             yield from self._walk(child, path)

@@ -143,6 +143,11 @@ class RunSettings(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.run_id[: RUN_ID_LENGTH_MAX - len(self.launch) - 1]}-{self.launch}"
 
     @property
+    def argv(self) -> list[str]:
+        """The ``sys.argv`` of the script."""
+        return [self.typed or self.target, *self.args]
+
+    @property
     def counts(self) -> tuple[int, ...]:
         """The number of workers of each node; a single number if all nodes have the same."""
         return self.nprocs or (self.nproc,)

@@ -24,7 +24,7 @@ from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
-from holdfast.runtime.node.early_variables import sources
+from holdfast.runtime.node.early_variables import is_for_typing, sources
 
 INSTALLED = frozenset({"site-packages", "dist-packages"})
 RANK_READERS = frozenset({"lightning", "lightning_fabric", "pytorch_lightning"})
@@ -112,11 +112,10 @@ def _does_nothing(node: ast.stmt) -> bool:
         return isinstance(node.value, ast.Constant)
     if isinstance(node, ast.Assign):
         return isinstance(node.value, ast.Constant) and all(isinstance(t, ast.Name) for t in node.targets)
-    if isinstance(node, ast.If):
-        return "TYPE_CHECKING" in ast.dump(node.test) and not node.orelse
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-        return not node.decorator_list
-    return False
+        defaults = (*node.args.defaults, *filter(None, node.args.kw_defaults))
+        return not node.decorator_list and all(isinstance(default, ast.Constant) for default in defaults)
+    return is_for_typing(node) and not node.orelse
 
 
 def _imports(node: ast.stmt) -> list[ast.Import | ast.ImportFrom]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from holdfast.core.ids import Generation, MemberId
+from holdfast.core.ids import NO_GENERATION, Generation, MemberId
 from holdfast.core.job.spares import ANY_RANK, BuildSpare
 from holdfast.core.protocol.messages import Assignment
 from holdfast.runtime.net.addresses import family_of
+from holdfast.runtime.node.process_title import ROOM
 from holdfast.runtime.node.run_settings import RunSettings
 from holdfast.runtime.node.rundir import RunDir, error_path, log_path, open_log
 from holdfast.wire import Codec
@@ -151,22 +153,22 @@ def worker_env(run: RunDir, settings: RunSettings, order: SpawnOrder) -> dict[st
     }
 
 
-PER_WORKER = frozenset(
-    {
-        "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
-        "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
-        "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_ERROR_FILE",
-        "HOLDFAST_MEMBER_ID", "HOLDFAST_GENERATION", "HOLDFAST_RESUME", "HOLDFAST_JOIN", "HOLDFAST_PARTS",
-        "HOLDFAST_SPARE", "HOLDFAST_PAGE", "RANK_TABLE_FILE", "RANK_ID", "RANK_SIZE", "DEVICE_ID",
-    }
-)  # fmt: skip
-"""Variables that :func:`worker_env` sets and that a zygote has not."""
+def zygote_command(run: RunDir, settings: RunSettings) -> list[str]:
+    """Return the command that starts a zygote. Its last word leaves room for a title."""
+    return [settings.python or sys.executable, "-m", "holdfast.runtime.agent.zygote", str(run.path), ROOM]
 
 
-def differing(settings: RunSettings) -> frozenset[str]:
+def differing(run: RunDir, settings: RunSettings) -> frozenset[str]:
     """Return the variables whose values may differ between two workers, or between a worker and the zygote."""
-    threads = set() if thread_count(settings) == 1 else {"OMP_NUM_THREADS"}
-    return (PER_WORKER | threads) - set(settings.env)
+    member = Assignment(MemberId(0), 0, 0)
+    order = SpawnOrder(
+        member, NO_GENERATION, settings.workers, attempt=0, restart_count=0, resume="", join=False,
+        master_host="", master_port=0,
+    )  # fmt: skip
+    same = {"HOLDFAST_RUN_DIR", *settings.env}
+    if thread_count(settings) == 1:  # as in the zygote
+        same.add("OMP_NUM_THREADS")
+    return frozenset(worker_env(run, settings, order)) - same
 
 
 def _table_env(settings: RunSettings, order: SpawnOrder) -> dict[str, str]:

@@ -98,7 +98,7 @@ def run_script(settings: RunSettings) -> None:
     """
     if settings.kind == "module":
         _set_path("")
-        sys.argv = [settings.target, *settings.args]
+        sys.argv = settings.argv
         try:
             found = importlib.util.find_spec(settings.target)
         except ImportError as error:
@@ -110,7 +110,7 @@ def run_script(settings: RunSettings) -> None:
         runpy.run_module(settings.target, run_name="__main__", alter_sys=True)
         return
     path = Path(settings.target)
-    sys.argv = [settings.typed or settings.target, *settings.args]
+    sys.argv = settings.argv
     if path.is_dir():
         runpy.run_path(settings.target, run_name="__main__")
         return

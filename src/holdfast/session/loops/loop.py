@@ -435,10 +435,7 @@ class Loops:
             self._adapter.between(step.number, step.part, again=step.again)
             self._rank.moved(ScriptEvent.STEP_GIVEN, again=step.again)
             self._given = step
-            try:
-                yield step
-            finally:
-                blocks.set_aside(False)
+            yield from blocks.give(step)
             self._given = None
             self._part = self._part + 1 if step.shared else 0
             if not step.entered:

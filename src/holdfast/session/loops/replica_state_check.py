@@ -74,14 +74,12 @@ class ReplicaStateCheck:
             collected = adapter.collect()
             self._key = f"holdfast/state/{client.generation}"
             here = [adapter.copy.number, *drawn] if drawn and isinstance(adapter, DigestsBatches) else []
-            said = (*digests(adapter, collected, self._left_out), here)
-            client.kv("append", (self._key,), spoken(said, SAID_SIZE_BYTES_MAX // adapter.world_size))
+            self._publish(client, self._key, (*digests(adapter, collected, self._left_out), here))
             return
         self._client = None
         if adapter.rank == 0:
             repeat_on_first(client)
-            lines = client.kv("get", (self._key,)).value.decode().splitlines()
-            said_by: list[Said] = [json.loads(words) for words in lines]
+            said_by = published(client, self._key)
             if copies := all_alike([drawn for *_, drawn in said_by]):
                 log.warning(
                     "holdfast: all %d copies of the model have drawn the same batch for the first step, so each sample "
@@ -117,17 +115,16 @@ class ReplicaStateCheck:
             log.debug("holdfast: the state at the end is not compared: %s", error)  # the save reports it
             return
         part, items, _ = digests(self._adapter, collected, self._left_out)
-        line = spoken((part, items, {}, []), SAID_SIZE_BYTES_MAX // self._adapter.world_size)
         self._key_at_end = f"{END}/{self._peers.generation}"
-        self._peers.kv("append", (self._key_at_end,), line)
+        self._publish(self._peers, self._key_at_end, (part, items, {}, []))
 
     def compare_end(self) -> None:
         """Compare what all ranks have published at the end of the job, on the first rank."""
         if self._peers is None or not self._key_at_end or self._adapter.rank:
             return
-        lines = self._peers.kv("get", (self._key_at_end,)).value.decode().splitlines()
-        said_by: list[Said] = [json.loads(words) for words in lines]
-        for name in differing([(part, found) for part, found, *_ in said_by]):
+        for name in differing(
+            [(part, found) for part, found, *_ in published(self._peers, self._key_at_end)]
+        ):
             if name not in self._named:
                 log.warning(
                     'holdfast: state "%s" is not the same on all ranks at the end, and the checkpoint holds that of '
@@ -135,6 +132,14 @@ class ReplicaStateCheck:
                     "variable that counts steps starts again in a process that joins)",
                     name,
                 )
+
+    def _publish(self, client: WorkerClient, key: str, said: Said) -> None:
+        client.kv("append", (key,), spoken(said, SAID_SIZE_BYTES_MAX // self._adapter.world_size))
+
+
+def published(client: WorkerClient, key: str) -> list[Said]:
+    """Return what the ranks have published under ``key``."""
+    return [json.loads(words) for words in client.kv("get", (key,)).value.decode().splitlines()]
 
 
 def spoken(said: Said, size_bytes_max: int) -> bytes:

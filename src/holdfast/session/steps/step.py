@@ -273,9 +273,15 @@ class StepRunner:
         if self._able.alone is not None:
             self._able.alone.set_aside(on)
 
+    def give(self, step: Step) -> Iterator[Step]:
+        """Give ``step`` to the script. Its collectives have peers again when it is back."""
+        try:
+            yield step
+        finally:
+            self.set_aside(False)
+
     def begin(self, step: Step) -> None:
         """Enter the block; wait first while the job recovers."""
-        self.set_aside(False)
         if self._current is not None:
             raise StepError(
                 f"step {step.number} begins inside step {self._current.number}",

@@ -33,7 +33,7 @@ def rehearsals(adapter: GroupAdapter, blocks: StepRunner, feed: Feed | None) -> 
             batches.put([feed.draw()])
         step.batch, step.again = batches.give(0), True  # the job has already run the code before the block
         step.batches = len(step.batch) if isinstance(feed, AccumulatingFeed) else None
-        yield step
+        yield from blocks.give(step)
         if not step.entered or step.idle:
             return  # the block skipped this batch and built nothing: rehearse after the call
         again = True

@@ -11,7 +11,7 @@ from holdfast.core.config import Config
 from holdfast.core.controller import Controller
 from holdfast.core.ids import MemberId, NodeId
 from holdfast.core.job.agent_lines import AgentLines
-from holdfast.core.job.log_replay import AFTER, NO_PLACE, ReplayedState
+from holdfast.core.job.log_replay import AFTER, NO_PLACE, ReplayedState, text_of_place
 from holdfast.core.protocol.messages import (
     AgentBeat,
     AgentGone,
@@ -169,10 +169,10 @@ class ControllerProcess:
     # ---------------------------------------------------------------- out
 
     def _record(self, record: LogRecord) -> None:
-        term, number = (0, 0) if self.alone else (self.term, self._disk.next_number(self.term))
+        term, number = NO_PLACE if self.alone else (self.term, self._disk.next_number(self.term))
         if number == 1:
             last = max((line.place for line in self._disk.in_force()), default=NO_PLACE)
-            record = LogRecord(kind=record.kind, data={**record.data, AFTER: "{}.{}".format(*last)})
+            record = LogRecord(kind=record.kind, data={**record.data, AFTER: text_of_place(last)})
         line = LogLine(term, number, record, self._scene.clock(self.host))
         self._disk.append(line)
         for end in [end for end, mirrors in self._ends.items() if mirrors and term]:

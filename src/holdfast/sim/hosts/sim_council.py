@@ -14,6 +14,7 @@ import msgspec
 
 from holdfast.core.election import Election, ElectionConfig, HardState
 from holdfast.core.ids import NodeId
+from holdfast.core.job.log_replay import NO_PLACE
 from holdfast.core.meeting import Meeting
 from holdfast.core.protocol.messages import (
     Command,
@@ -87,7 +88,7 @@ class SimCouncil:
         self._host = host
         self._disk = disk
         self._founders = founders
-        self._mirrored = (0, 0)
+        self._mirrored = NO_PLACE
         self.election = scene.make_election(ElectionConfig(node_id=host), disk.ballot)
         self._driver = SimDriver(
             scene, host, f"{host} election", self.election, self._execute, partial(scene.agent_broke, host)

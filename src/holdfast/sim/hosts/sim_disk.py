@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from holdfast.core.election import HardState
-from holdfast.core.job.log_replay import LinePlace, ReplayedState, in_force
+from holdfast.core.job.log_replay import NO_PLACE, LinePlace, ReplayedState, in_force
 from holdfast.core.protocol.messages import LogRecord
 from holdfast.sim.invariants import Violation
 
@@ -58,8 +58,8 @@ class SimDisk:
 
     @property
     def last_place(self) -> LinePlace:
-        """The place of the newest line; (0, 0) if there is none."""
-        return max(self._places, default=(0, 0))
+        """The place of the newest line; ``NO_PLACE`` if there is none."""
+        return max(self._places, default=NO_PLACE)
 
     def next_number(self, term: int) -> int:
         """Return the number of the next line that the controller of ``term`` writes on this host."""

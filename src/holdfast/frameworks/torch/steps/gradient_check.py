@@ -65,7 +65,7 @@ def _are_finite(found: Sequence[torch.Tensor]) -> bool:
     """Return True if all numbers are finite; False may be wrong.
 
     Elsewhere than on CUDA the sums of the tensors show it, because inf and nan pass through a sum. A sum of finite
-    numbers may also be inf. On CUDA each sum would be a kernel of its own.
+    numbers may also be inf. On CUDA each sum would be a separate kernel.
     """
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for each in found:
