@@ -1,10 +1,16 @@
-"""The values that only one rank has: the warning when they are too large for the status page."""
+"""The values that only one rank has: the way to its replacement, and the warning when they are too large."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from holdfast import event_log
 from holdfast.session.loops.loop import without_room
+from tests.session.launch import run_job
+
+JOB = str(Path(__file__).with_name("games_job.py"))
 
 
 @pytest.mark.parametrize(
@@ -18,3 +24,23 @@ def test_the_warning_names_the_values_that_take_the_room(large: str, named: str,
     warning = without_room({"own": 1, "loader": 2, "begun": 3, large: "x" * 200_000}, 200_100)
     assert warning.startswith(named) and warning.endswith(consequence)
     assert "take 200100 bytes" in warning
+
+
+def trained(where: Path, kills: str) -> tuple[str, list[str]]:
+    """Train two ranks, and return the digest of the weights and the verdicts."""
+    where.mkdir()
+    done = run_job(where, 2, "--run-id", "it", JOB, str(where / "result"), kills)
+    assert done.returncode == 0, done.stdout
+    found = event_log.read(where / "runs/it/events.jsonl").events
+    return (where / "result").read_text(), [e.data["action"] for e in found if e.kind == "verdict"]
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+def test_a_process_that_is_lost_before_its_first_block_passes_the_values_on(tmp_path: Path) -> None:
+    """Regression: they were on the page of the process before it only, and the next one began with ``s.own = None``."""
+    undisturbed, _ = trained(tmp_path / "undisturbed", "")
+    for kills, action in (("0@4.2", "restart_last_gasp"), ("1@5.2", "replace")):
+        weights, verdicts = trained(tmp_path / kills, kills)
+        assert action in verdicts and len(list((tmp_path / kills).glob("result.*.*"))) == 2, verdicts
+        assert weights == undisturbed

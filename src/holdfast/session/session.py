@@ -274,6 +274,7 @@ class Session(ScriptLoops):
         self._watch.start(known_of(local, self.root, self._adapter.rank), self._say)
         with self._reading(self._step):
             self._tier.start(self._step)
+        rank.note_local(self._loops.taken_over(), self._step)
         rank.open(self._step)
         if self._resumed is not None and self.root is not None and self._resumed.path.parent == self.root:
             saver.saved(self._step)
@@ -299,6 +300,7 @@ class Session(ScriptLoops):
         self._verifier.forget()
         self._behind.forget()
         self._loops.go_back(found.session, found.local)
+        self._rank.note_local(self._loops.taken_over(), step)
         self._tier.start(step)
         self._pace.start(step)
 

@@ -550,6 +550,17 @@ class Loops:
         }
         return self._payload(local) if local else None
 
+    def taken_over(self) -> bytes | None:
+        """Return the rank-local values with which this process begins or goes back, for its page; None: there are none.
+
+        It may be lost before its next block, and the pages of earlier processes no longer count then.
+        """
+        self._told = b""
+        local = dict(self.local)
+        if self._proof.record is not None:
+            local["drawn"] = self._proof.record
+        return self._payload(local) if local else None
+
     def note(self) -> bytes | None:
         """Set the place of the job after this step. Return the rank-local values for the status page, or None."""
         self.local = {} if self.own is None else {"own": copy.deepcopy(self.own)}
