@@ -231,6 +231,25 @@ class ProvesBlocks(Protocol):
         """Return a text that names a value that a suspected run used and the run before it had made; empty: none."""
 
 
+class Finder(Protocol):
+    """A finder of values of the script that change and are not part of the session."""
+
+    def changed(self, variables: Mapping[str, object]) -> Sequence[str]:
+        """Return the names of such values that have changed since the call before.
+
+        Args:
+            variables: the script's variables by name.
+        """
+
+
+@runtime_checkable
+class FindsUndeclaredState(Protocol):
+    """An adapter that can find values of the script that change and are not part of the session."""
+
+    def finder(self) -> Finder:
+        """Return a new finder."""
+
+
 class ForeignBlocks(Protocol):
     """The blocks of other copies of the model, run in this process without peers.
 

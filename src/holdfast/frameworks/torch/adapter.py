@@ -56,6 +56,7 @@ from holdfast.frameworks.torch.steps.elastic_accumulation import ElasticAccumula
 from holdfast.frameworks.torch.steps.gradient_check import TorchGradients
 from holdfast.frameworks.torch.steps.other_ranks_blocks import OtherRanksBlocks
 from holdfast.frameworks.torch.steps.stale_grads import Leftover
+from holdfast.frameworks.torch.steps.undeclared_tensors import UndeclaredTensors
 from holdfast.runtime.node import deferred_rank
 from holdfast.runtime.node.deferred_rank import exempt
 from holdfast.runtime.worker.process_place import place_here, seat_here
@@ -566,6 +567,10 @@ class TorchAdapter:
     def cause(self) -> str:
         """Return the likely cause of the difference between the last two runs of the block; empty if none was seen."""
         return self._suspicion.cause
+
+    def finder(self) -> UndeclaredTensors:
+        """Return a new finder of tensors of the script that change and are not part of the session."""
+        return UndeclaredTensors(self.state, self._model)
 
     def _end_proof(self) -> None:
         """Reset DDP's count of passes after a first run without effect, which must not decide the buckets."""

@@ -19,16 +19,14 @@ Invariants:
 from __future__ import annotations
 
 import logging
-import os
 import random
-import sys
 from collections.abc import Iterator, Mapping, Sequence
-from types import FrameType
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.errors import ImpureBlockError
 from holdfast.frameworks.common.optional_abilities import ProvesBlocks
-from holdfast.package import DIRECTORY
+from holdfast.session.steps.script_frames import frame_of_script
+from holdfast.session.steps.undeclared_state import UndeclaredState
 
 if TYPE_CHECKING:
     from holdfast.session.steps.step import Step
@@ -36,7 +34,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("holdfast")
 
 RUNS = 2
-_OURS = str(DIRECTORY)
 _TOLD_MAX = 3  # variables in an error
 _CLOCK_MIN = 1_000_000_000  # a whole number from here on is a time
 _HINT = (
@@ -72,6 +69,7 @@ class Prover:
 
     def __init__(self, adapter: object, every: int, world_size: int) -> None:
         self._adapter = adapter if every and isinstance(adapter, ProvesBlocks) else None
+        self._undeclared = UndeclaredState(adapter, on=every > 0)
         self._every = every
         self._alone = world_size == 1
         self._first = True  # no block of this process has been checked yet
@@ -83,7 +81,12 @@ class Prover:
         self._told: set[str] = set()  # variables that count runs
 
     def begin(self, step: Step) -> None:
-        """Take digests of the state at the begin of each run of the block of ``step``, if a check is due."""
+        """Take digests of the state at the begin of each run of the block of ``step``, if a check is due.
+
+        Raises:
+            UsageError: see :class:`UndeclaredState`.
+        """
+        self._undeclared.look(step.number)
         if step.scrap:
             self._first = False  # a spare that rehearses the block
         adapter = self._due(step)
@@ -230,22 +233,8 @@ class _Variables(NamedTuple):
     drawing: Sequence[str]
 
 
-def place_in_script() -> str:
-    """Return file and line of the script that is executed now: ``train.py:31``."""
-    frame = _frame_of_script()
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-def _frame_of_script() -> FrameType:
-    """Return the innermost stack frame outside of Holdfast."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
-    return frame
-
-
 def _variables() -> _Variables:
-    frame = _frame_of_script()
+    frame = frame_of_script()
     own = getattr(frame.f_locals.get("self"), "__dict__", {})
     attributes = {f"self.{name}": value for name, value in own.items()}
     plain: dict[str, object] = {}

@@ -1,0 +1,156 @@
+"""Tensors of the script that carry state from step to step and are not part of the session.
+
+Theory. An average of weights that a script updates behind its update is neither a weight, nor a buffer, nor state of an
+optimizer. A process that joins or resumes begins with another value of it, and no result of a block shows that. Such
+tensors are found by what they do: they exist where a step begins, they differ where a later one begins, and
+
+1. a module that is not part of the session has registered them (``AveragedModel``, a loss with a center), or
+2. they have the shapes of the weights of a model: at least half of its trained elements.
+
+Two forms of a change count. The tensor itself was written, or another tensor is in its place in a container that
+existed before the first step (``shadow[name] = decay * shadow[name] + ...``). A list that each step makes again is
+neither. A sample of the elements is compared. Weak references find the tensor again, so nothing is kept alive.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from holdfast.frameworks.torch.state.boxes import local_of
+from holdfast.frameworks.torch.state.optimizer_state import parameters_of
+from holdfast.frameworks.torch.state.parameter_names import Models, modules_of
+from holdfast.frameworks.torch.state.state import TorchState, arrays_in
+from holdfast.frameworks.torch.steps.script_tensors import Place, places_in
+from holdfast.text import plural
+
+SAMPLE = 256
+_Slot = tuple[int, object]  # id of the container, and the key
+
+
+class _Seen(NamedTuple):
+    ref: weakref.ref[Any]
+    sample: int
+
+
+class UndeclaredTensors:
+    """The tensors of a script that change from step to step and are not part of the session.
+
+    Args:
+        state: state of the session.
+        model: the model, or the models by name.
+    """
+
+    def __init__(self, state: TorchState, model: Models) -> None:
+        self._state = state
+        self._model = model
+        self._seen: dict[int, _Seen] = {}
+        self._slots: dict[_Slot, int] | None = (
+            None  # samples by slot, of slots that existed at the first look
+        )
+
+    def changed(self, variables: Mapping[str, object]) -> list[str]:
+        """Return what has changed since the call before, in words. Waits for the device.
+
+        Args:
+            variables: the script's variables by name.
+        """
+        weights = [Counter(_shapes(m.parameters())) for _, m in modules_of(self._model)]
+        known = set(self._known_memory())
+        seen: dict[int, _Seen] = {}
+        slots: dict[_Slot, int] = {}
+        changed: dict[int, Place] = {}
+        for place in places_in(variables, self._known_objects()):
+            value = place.value
+            fits = bool(place.module) or any(_shape(value) in shapes for shapes in weights)
+            if id(value) in seen or not fits or not _is_plain(value) or _memory(value) in known:
+                continue
+            sample = _sample(value)
+            before = self._seen.get(id(value))
+            slot = (id(place.container), place.key)
+            if before is not None and before.ref() is value:
+                moved = before.sample != sample
+            else:
+                moved = self._slots is not None and self._slots.get(slot, sample) != sample
+            if moved:
+                changed[id(value)] = place
+            seen[id(value)] = _Seen(weakref.ref(value), sample)
+            if place.container is not None and (self._slots is None or slot in self._slots):
+                slots[slot] = sample
+        self._seen, self._slots = seen, slots
+        return _in_words(list(changed.values()), weights)
+
+    def _known_objects(self) -> set[int]:
+        extras = self._state.extras
+        declared = [*extras.values(), *self._state.schedulers.values(), extras, self._state.scaler]
+        return {id(each) for each in declared}
+
+    def _known_memory(self) -> Iterator[int]:
+        state = self._state
+        yield from map(_memory, state.names.parameters.values())
+        yield from (_memory(live) for slot in state.names.buffers if (live := slot.get()) is not None)
+        for optimizer in state.optimizers.values():
+            inner = optimizer.optimizer
+            yield from map(_memory, parameters_of(inner))
+            yield from (_memory(item) for _, item in arrays_in(list(inner.state.values()), ""))
+        yield from (_memory(place.value) for place in places_in({"": state.extras}, ()))
+
+
+def _in_words(changed: list[Place], weights: Iterable[Counter[torch.Size]]) -> list[str]:
+    """Return the names of modules and of copies of weights among the places that have changed."""
+    found = dict.fromkeys(place.module for place in changed if place.module)
+    copies = [place for place in changed if not place.module]
+    for shapes in weights:
+        left, covered = shapes.copy(), 0
+        for place in copies:
+            shape = _shape(place.value)
+            if left[shape] > 0:
+                left[shape] -= 1
+                covered += shape.numel()
+        if covered and 2 * covered >= sum(shape.numel() * number for shape, number in shapes.items()):
+            more = f" and {plural(len(copies) - 1, 'tensor')} more" if len(copies) > 1 else ""
+            found[f"{copies[0].path}{more}"] = None
+            break
+    return list(found)
+
+
+def _shapes(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Size]:
+    for parameter in parameters:
+        if parameter.requires_grad:
+            yield _shape(parameter)
+
+
+def _shape(value: Any) -> torch.Size:
+    return torch.Size(value.shape) if isinstance(value, np.ndarray) else local_of(value).shape
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether the elements of a tensor or array can be read."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "fiub"
+    strided = value.layout is torch.strided and not value.is_meta and not value.is_quantized
+    return strided and local_of(value).numel() > 0
+
+
+def _memory(value: Any) -> int:
+    """Return the address of the memory that a tensor or array shares with its views."""
+    if isinstance(value, np.ndarray):
+        return value.ctypes.data
+    return local_of(value).untyped_storage().data_ptr()
+
+
+def _sample(value: Any) -> int:
+    """Return a digest of some elements of a tensor or array."""
+    if isinstance(value, np.ndarray):
+        flat = value.reshape(-1)
+        return xxhash.xxh3_64_intdigest(flat[:: -(-len(flat) // SAMPLE) or 1].tobytes())
+    with torch.no_grad():
+        row = local_of(value).detach().reshape(-1)
+        some = row[:: -(-len(row) // SAMPLE)].cpu().contiguous()
+    return xxhash.xxh3_64_intdigest(some.view(torch.uint8).numpy().tobytes())

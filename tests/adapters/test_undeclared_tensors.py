@@ -1,0 +1,246 @@
+"""Tensors of a script that carry state from step to step outside of the session, and tensors that do not."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel
+
+from holdfast.frameworks.torch.state.state import TorchState
+from holdfast.frameworks.torch.steps.undeclared_tensors import UndeclaredTensors
+
+pytestmark = pytest.mark.torch
+
+Variables = dict[str, object]
+Update = Callable[[nn.Module], None]
+
+
+class Average:
+    """An average in a dict whose tensors are replaced."""
+
+    __slots__ = ("__dict__", "decay", "shadow")
+
+    def __init__(self, model: nn.Module) -> None:
+        self.decay = 0.9
+        self.shadow = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def replace(self, model: nn.Module) -> None:
+        """Put new tensors into the dict."""
+        for name, p in model.named_parameters():
+            self.shadow[name] = self.decay * self.shadow[name] + (1 - self.decay) * p.detach()
+
+    def write(self, model: nn.Module) -> None:
+        """Write into the tensors, past torch's count of writes."""
+        for name, p in model.named_parameters():
+            self.shadow[name].data.lerp_(p.detach(), 0.1)
+
+
+class Center(nn.Module):
+    """A loss with a registered center that each step moves."""
+
+    center: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1, 3))
+
+    def move(self, model: nn.Module) -> None:
+        """Move the center."""
+        self.center.add_(next(model.parameters()).mean())
+
+
+class Wrapped(torch.optim.SGD):
+    """An optimizer with an average in an attribute."""
+
+    average: list[torch.Tensor]
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+class Script:
+    """A training of three steps, looked at before each of them.
+
+    Args:
+        make: makes the script's variables and the update at the end of each step.
+        declared: names of variables that are given to the session.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[nn.Module], tuple[Variables, Update]],
+        declared: tuple[str, ...] = (),
+        model: nn.Module | None = None,
+    ) -> None:
+        self.model = model or net()
+        self.optimizer = Wrapped(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.variables, self.update = make(self.model)
+        extras: dict[str, Any] = {name: self.variables[name] for name in declared}
+        self.state = TorchState(self.model, {"optimizer": self.optimizer}, extras=extras)
+        self.undeclared = UndeclaredTensors(self.state, self.model)
+
+    def look(self) -> list[str]:
+        """Look at all variables of the script."""
+        own = {"model": self.model, "optimizer": self.optimizer, "state": self.state}
+        return self.undeclared.changed({**own, **self.variables})
+
+    def step(self) -> list[str]:
+        """Train one step, and look."""
+        self.optimizer.zero_grad()
+        self.model(torch.ones(4, 3)).square().sum().backward()
+        self.optimizer.step()
+        self.update(self.model)
+        return self.look()
+
+
+def averaged_module(model: nn.Module) -> tuple[Variables, Update]:
+    average = AveragedModel(model)
+    return {"ema": average}, average.update_parameters
+
+
+def replaced(model: nn.Module) -> tuple[Variables, Update]:
+    average = Average(model)
+    return {"trainer": {"helpers": (average,)}}, average.replace
+
+
+def written(model: nn.Module) -> tuple[Variables, Update]:
+    average = Average(model)
+    return {"step": functools.partial(average.write, model)}, average.write
+
+
+def closed_over(model: nn.Module) -> tuple[Variables, Update]:
+    kept = [p.detach().clone() for p in model.parameters()]
+
+    def update(model: nn.Module) -> None:
+        torch._foreach_lerp_(kept, [p.detach() for p in model.parameters()], 0.1)
+
+    return {"update": update}, update
+
+
+def arrays(model: nn.Module) -> tuple[Variables, Update]:
+    kept = {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+
+    def update(model: nn.Module) -> None:
+        for name, p in model.named_parameters():
+            kept[name] = 0.9 * kept[name] + 0.1 * p.detach().numpy()
+
+    return {"kept": kept}, update
+
+
+def center(model: nn.Module) -> tuple[Variables, Update]:
+    loss = Center()
+    return {"loss": loss}, loss.move
+
+
+FOUND = {
+    "ema (AveragedModel)": averaged_module,
+    "trainer['helpers'][0].shadow['0.weight'] and 3 tensors more": replaced,
+    "step.shadow['0.weight'] and 3 tensors more": written,
+    "kept[0] and 3 tensors more": closed_over,
+    "kept['0.weight'] and 3 tensors more": arrays,
+    "loss (Center)": center,
+}
+
+
+@pytest.mark.parametrize(("name", "make"), FOUND.items())
+def test_state_outside_of_the_session_is_found_at_each_step(
+    name: str, make: Callable[[nn.Module], tuple[Variables, Update]]
+) -> None:
+    script = Script(make)
+    assert script.look() == []
+    assert [script.step(), script.step()] == [[name], [name]]
+
+
+def test_an_average_in_an_attribute_of_the_optimizer_is_found() -> None:
+    script = Script(lambda model: ({}, lambda model: None))
+    average = script.optimizer.average = [p.detach().clone() for p in script.model.parameters()]
+    script.update = lambda model: torch._foreach_lerp_(average, [p.detach() for p in model.parameters()], 0.1)
+    assert script.look() == []
+    assert script.step() == ["optimizer.average[0] and 3 tensors more"]
+
+
+@pytest.mark.parametrize("make", [averaged_module, center])
+def test_what_the_session_has_is_not_named(
+    make: Callable[[nn.Module], tuple[Variables, Update]],
+) -> None:
+    script = Script(make, declared=tuple(make(net())[0]))
+    assert [script.look(), script.step(), script.step()] == [[], [], []]
+
+
+def test_plain_state_is_known_by_its_memory() -> None:
+    def make(model: nn.Module) -> tuple[Variables, Update]:
+        average = Average(model)
+        return {"average": average, "shadow": average.shadow}, average.write
+
+    script = Script(make, declared=("shadow",))
+    assert [script.look(), script.step(), script.step()] == [[], [], []]
+
+
+def frozen(model: nn.Module) -> tuple[Variables, Update]:
+    return {"teacher": copy.deepcopy(model)}, lambda model: None
+
+
+def scratch(model: nn.Module) -> tuple[Variables, Update]:
+    variables: Variables = {}
+
+    def update(model: nn.Module) -> None:
+        variables["old"] = [p.detach().clone() for p in model.parameters()]
+
+    return variables, update
+
+
+def sums(model: nn.Module) -> tuple[Variables, Update]:
+    total = torch.zeros(2)  # of the shape of a bias
+    history = np.zeros(100)
+
+    def update(model: nn.Module) -> None:
+        total.add_(1)
+        history[:] += 1
+
+    return {"total": total, "history": history, "metrics": {"loss": total}}, update
+
+
+@pytest.mark.parametrize("make", [frozen, scratch, sums])
+def test_what_is_no_copy_of_weights_or_does_not_change_is_left_alone(
+    make: Callable[[nn.Module], tuple[Variables, Update]],
+) -> None:
+    script = Script(make)
+    assert [script.look(), script.step(), script.step(), script.step()] == [[], [], [], []]
+
+
+def test_weights_that_forward_computes_are_no_state() -> None:
+    model = nn.Sequential(
+        *(torch.nn.utils.spectral_norm(each) if isinstance(each, nn.Linear) else each for each in net())
+    )
+    script = Script(lambda model: ({}, lambda model: None), model=model)
+    assert [script.look(), script.step(), script.step()] == [[], [], []]
+
+
+def test_nothing_is_kept_alive() -> None:
+    import weakref
+
+    script = Script(averaged_module)
+    script.look()
+    gone = weakref.ref(script.variables.pop("ema"))
+    script.update = lambda model: None
+    assert gone() is None
+    assert script.step() == []
+
+
+def test_a_variable_that_answers_for_another_object_is_not_called() -> None:
+    class Standin:
+        def __getattr__(self, name: str) -> object:
+            raise AssertionError(name)
+
+    script = Script(lambda model: ({"proxy": Standin(), "cyclic": [Standin]}, lambda model: None))
+    script.variables["cyclic"].append(script.variables)  # type: ignore[attr-defined]
+    assert [script.look(), script.step()] == [[], []]

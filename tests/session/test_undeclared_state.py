@@ -1,0 +1,87 @@
+"""A script's own state outside of the session: refused where it changes at each step, named where it changes later."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from holdfast.errors import UsageError
+from holdfast.exit_codes import Exit
+from holdfast.session.steps.undeclared_state import UndeclaredState
+from tests.session.launch import run_job
+
+JOB = str(Path(__file__).with_name("undeclared_job.py"))
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+def test_an_average_that_the_session_does_not_have_is_refused_by_name(tmp_path: Path) -> None:
+    """Regression: after a kill the replacement had another average, with exit code 0 and without a word."""
+    done = run_job(tmp_path, 2, JOB, "1", "5")
+    assert done.returncode == Exit.BAD_INPUT, done.stdout
+    assert "UsageError: step 2: target (Linear) changes from step to step and is not part" in done.stdout
+    assert "next: session(state={'name': object}), on all ranks" in done.stdout
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+def test_a_model_that_changes_now_and_then_is_named(tmp_path: Path) -> None:
+    done = run_job(tmp_path, 2, JOB, "3", "-")
+    assert done.returncode == 0, done.stdout
+    assert "step 4: target (Linear) has changed and is not part of the session" in done.stdout
+
+
+class Changes:
+    """An adapter whose script changes values at the given looks.
+
+    Attributes:
+        looks: number of looks so far.
+    """
+
+    def __init__(self, *changed: tuple[str, ...]) -> None:
+        self.looks = 0
+        self._changed = changed
+
+    def finder(self) -> Changes:
+        """Return this object."""
+        return self
+
+    def changed(self, variables: object) -> tuple[str, ...]:
+        """Return the names for this look."""
+        self.looks += 1
+        return self._changed[self.looks - 1] if self.looks <= len(self._changed) else ()
+
+
+def test_looks_are_at_the_first_three_steps_and_then_ever_rarer() -> None:
+    changes = Changes()
+    check = UndeclaredState(changes, on=True)
+    due: list[int] = []
+    for step in (*range(7, 80), 60, 70, 71):  # the job goes back once
+        before = changes.looks
+        check.look(step)
+        check.look(step)  # the block runs again
+        due += [step] * (changes.looks - before)
+    assert [step - 7 for step in due] == [0, 1, 2, 4, 8, 16, 32, 64]
+
+
+def test_a_change_at_two_steps_in_a_row_is_refused() -> None:
+    check = UndeclaredState(Changes((), ("ema",), ("other", "ema")), on=True)
+    check.look(0)
+    check.look(1)
+    with pytest.raises(UsageError, match="step 2: ema changes from step to step"):
+        check.look(2)
+
+
+def test_one_change_at_the_start_is_no_state() -> None:
+    """A copy that is filled once, at the first step."""
+    check = UndeclaredState(Changes((), ("copy",), ()), on=True)
+    for step in range(3):
+        check.look(step)
+
+
+def test_nothing_is_looked_at_without_the_check() -> None:
+    changes = Changes()
+    UndeclaredState(changes, on=False).look(0)
+    UndeclaredState(object(), on=True).look(0)
+    assert changes.looks == 0
