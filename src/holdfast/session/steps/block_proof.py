@@ -80,13 +80,14 @@ class Prover:
         self._variables: dict[int, _Variables] = {}  # by the number of runs before
         self._told: set[str] = set()  # variables that count runs
 
-    def begin(self, step: Step) -> None:
+    def begin(self, step: Step, *, joining: bool) -> None:
         """Take digests of the state at the begin of each run of the block of ``step``, if a check is due.
 
         Raises:
             UsageError: see :class:`UndeclaredState`.
         """
-        self._undeclared.look(step.number)
+        if not joining:  # the peers wait for this process
+            self._undeclared.look(step.number)
         if step.scrap:
             self._first = False  # a spare that rehearses the block
         adapter = self._due(step)

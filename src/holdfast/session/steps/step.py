@@ -293,7 +293,7 @@ class StepRunner:
                 f"{self._left} that the script caught", hint="catch it inside the block, or leave the loop"
             )
         joining = self._rank.joining
-        self._prover.begin(step)
+        self._prover.begin(step, joining=joining)
         alone = step.rehearsal or (joining and self._is_alone(step))
         if joining and not alone:
             self._rank.join()

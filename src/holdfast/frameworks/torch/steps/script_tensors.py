@@ -1,7 +1,8 @@
 """The walk from the script's variables to the tensors that they hold: attributes, containers, closures, modules.
 
 Only values are walked. Classes, Python modules and the objects of torch's runtime are left out, and so is what belongs
-to Holdfast. The nearest values come first, and the walk ends after ``VALUES_MAX`` of them.
+to Holdfast. Long containers are data. The nearest values come first, and the walk ends after ``VALUES_MAX`` of them, so
+that it takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import functools
 import types
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,13 +18,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-VALUES_MAX = 200_000
+VALUES_MAX = 20_000
+LONG = 1024  # entries of a container that is data, if the first of them is no tensor
 _ATOMS = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray, type, range, torch.dtype, torch.device),
     *(types.ModuleType, types.BuiltinFunctionType, types.CodeType, types.FrameType, torch.Size),
 )
 _RUNTIMES = ("holdfast", "torch.distributed", "torch._", "torch.autograd", "torch.fx", "torch.jit")
 """Python modules, with all modules inside them, whose objects are left out."""
+_CONTAINERS = (dict, list, tuple, deque)
 _OF_A_MODULE = ("_parameters", "_buffers", "_modules")
 _OF_AN_OPTIMIZER = ("state", "param_groups")
 
@@ -87,9 +90,11 @@ def _children(visit: _Visit) -> Iterator[Place]:
     path, module, value = visit
     if isinstance(value, nn.Module):
         yield from _children_of_module(path, module, value)
+    elif isinstance(value, _CONTAINERS) and len(value) > LONG and not _holds_tensors(value):
+        return
     elif isinstance(value, dict):
         yield from (Place(f"{path}[{key!r}]", module, value, key, item) for key, item in tuple(value.items()))
-    elif isinstance(value, list | tuple | deque):
+    elif isinstance(value, _CONTAINERS):
         for number, item in enumerate(tuple(value)):
             yield Place(f"{path}[{number}]", module, value, number, item)
     elif isinstance(value, types.FunctionType):
@@ -109,6 +114,11 @@ def _children(visit: _Visit) -> Iterator[Place]:
         for key, item in tuple(own.items()):
             if not (isinstance(value, Optimizer) and key in _OF_AN_OPTIMIZER):
                 yield Place(f"{path}.{key}", module, value, key, item)
+
+
+def _holds_tensors(container: Iterable[object]) -> bool:
+    values = container.values() if isinstance(container, dict) else container
+    return isinstance(next(iter(values), None), torch.Tensor | np.ndarray)
 
 
 def _children_of_module(path: str, module: str, value: nn.Module) -> Iterator[Place]:
