@@ -1,7 +1,7 @@
 """A training whose batches come from a game of each rank, in ``s.own``; a rank dies before the blocks of some steps.
 
 Arguments: the file of the result, and ``RANK@STEP.TIMES,...``: the rank kills itself before the block of the step, in
-the first TIMES processes that come there.
+the first TIMES processes that come there. ``large``: at step 3 the values of a rank become too large.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ def main(result: Path, kills: str) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
                 s.own = [s.own[0] * 31 % 1009]
+                if kills == "large" and step.number == 3:
+                    s.own.append("x" * 200_000)
     if rank == 0:
         digest = xxhash.xxh3_128()
         for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""The values that only one rank has: the way to its replacement, and the warning when they are too large."""
+"""The values that only one rank has: the way to its replacement, and what happens when they are too large."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import event_log
+from holdfast.exit_codes import Exit
 from holdfast.session.loops.loop import without_room
 from tests.session.launch import run_job
 
@@ -16,7 +17,7 @@ JOB = str(Path(__file__).with_name("games_job.py"))
 @pytest.mark.parametrize(
     ("large", "named", "consequence"),
     [
-        ("own", "s.own is too large", "its replacement begins with s.own = None"),
+        ("own", "s.own is too large", "would begin with s.own = None: the next step is refused"),
         ("loader", "the data loader's state is too large", "reads the batches of that epoch again"),
     ],
 )
@@ -24,6 +25,16 @@ def test_the_warning_names_the_values_that_take_the_room(large: str, named: str,
     warning = without_room({"own": 1, "loader": 2, "begun": 3, large: "x" * 200_000}, 200_100)
     assert warning.startswith(named) and warning.endswith(consequence)
     assert "take 200100 bytes" in warning
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+def test_values_that_a_replacement_would_not_get_are_refused(tmp_path: Path) -> None:
+    """Regression: a warning, and after a kill the rank went on with ``s.own = None``."""
+    done = run_job(tmp_path, 2, JOB, str(tmp_path / "result"), "large")
+    assert done.returncode == Exit.BAD_INPUT, done.stdout
+    assert "StateError: s.own takes more than the" in done.stdout and "positions, seeds" in done.stdout
+    assert "saved step 4 (last-gasp)" in done.stdout, done.stdout
 
 
 def trained(where: Path, kills: str) -> tuple[str, list[str]]:

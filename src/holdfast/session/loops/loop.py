@@ -30,7 +30,7 @@ from typing import Any, cast
 
 from holdfast.core.protocol.status_page import Phase
 from holdfast.core.worker.position import ScriptEvent
-from holdfast.errors import StepError, UsageError
+from holdfast.errors import StateError, StepError, UsageError
 from holdfast.frameworks.common.adapter import Adapter, Feed
 from holdfast.frameworks.common.optional_abilities import StandsForOthers
 from holdfast.frameworks.common.state_tree import Plain
@@ -62,15 +62,19 @@ log = logging.getLogger("holdfast")
 
 def without_room(local: Mapping[str, Plain], size_bytes: int) -> str:
     """Return the warning that the rank-local values take ``size_bytes``, more than the status page holds."""
-    largest = max(local, key=lambda name: len(encode_values(local[name])))
+    largest = _largest(local)
     what, consequence = {
         "loader": ("the data loader's state", "reads the batches of that epoch again"),
-        "own": ("s.own", "begins with s.own = None"),
+        "own": ("s.own", "would begin with s.own = None: the next step is refused"),
     }.get(largest, (largest, "begins without them"))
     return (
         f"{what} is too large: the values that only this rank has take {size_bytes} bytes, the status page holds "
         f"{LOCAL_SIZE_BYTES_MAX}; should this rank be lost, its replacement {consequence}"
     )
+
+
+def _largest(local: Mapping[str, Plain]) -> str:
+    return max(local, key=lambda name: len(encode_values(local[name])))
 
 
 NOT_OF_LOOPS = ("begun", "drawn", RECORD)
@@ -445,6 +449,12 @@ class Loops:
                 )
             if step.committed:
                 after_block.come_back()
+            if self._local_too_large and _largest(self.local) == "own":
+                raise StateError(
+                    f"s.own takes more than the {LOCAL_SIZE_BYTES_MAX} bytes that are kept for the replacement of a "
+                    "lost rank, which would begin with s.own = None",
+                    hint="keep in s.own what the rank cannot make again (positions, seeds), large values in a file",
+                )
 
     def _draw(self) -> bool:
         """Draw the batches of this step, one for each rank whose work this rank does. Return False at the end."""
