@@ -236,11 +236,31 @@ def test_nothing_is_kept_alive() -> None:
     assert script.step() == []
 
 
-def test_a_variable_that_answers_for_another_object_is_not_called() -> None:
-    class Standin:
-        def __getattr__(self, name: str) -> object:
-            raise AssertionError(name)
+class Standin:
+    """A proxy that may not be asked."""
 
-    script = Script(lambda model: ({"proxy": Standin(), "cyclic": [Standin]}, lambda model: None))
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise AssertionError
+
+    def __getattr__(self, name: str) -> object:
+        raise AssertionError(name)
+
+
+class Lazy(dict[str, object]):
+    """A mapping that imports what it maps to."""
+
+    def items(self) -> Any:
+        """Raise, as an import of a missing library does."""
+        raise AssertionError
+
+    __iter__ = __len__ = items
+
+
+def test_no_code_of_the_script_runs() -> None:
+    """Regression: a registry of transformers imported all its models, some of which could not be imported."""
+    script = Script(
+        lambda model: ({"proxy": Standin(), "registry": Lazy(a=[1]), "cyclic": []}, lambda model: None)
+    )
     script.variables["cyclic"].append(script.variables)  # type: ignore[attr-defined]
     assert [script.look(), script.step()] == [[], []]

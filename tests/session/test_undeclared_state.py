@@ -8,7 +8,7 @@ import pytest
 
 from holdfast.errors import UsageError
 from holdfast.exit_codes import Exit
-from holdfast.session.steps.undeclared_state import UndeclaredState
+from holdfast.session.steps.undeclared_state import UndeclaredState, number_of_look
 from tests.session.launch import run_job
 
 JOB = str(Path(__file__).with_name("undeclared_job.py"))
@@ -27,9 +27,9 @@ def test_an_average_that_the_session_does_not_have_is_refused_by_name(tmp_path: 
 @pytest.mark.torch
 @pytest.mark.processes
 def test_a_model_that_changes_now_and_then_is_named(tmp_path: Path) -> None:
-    done = run_job(tmp_path, 2, JOB, "3", "-")
+    done = run_job(tmp_path, 2, JOB, "6", "-")
     assert done.returncode == 0, done.stdout
-    assert "step 4: target (Linear) has changed and is not part of the session" in done.stdout
+    assert "step 6: target (Linear) has changed and is not part of the session" in done.stdout
 
 
 class Changes:
@@ -53,16 +53,16 @@ class Changes:
         return self._changed[self.looks - 1] if self.looks <= len(self._changed) else ()
 
 
-def test_looks_are_at_the_first_three_steps_and_then_ever_rarer() -> None:
+def test_looks_come_in_threes_and_ever_more_rarely() -> None:
     changes = Changes()
     check = UndeclaredState(changes, on=True)
     due: list[int] = []
-    for step in (*range(7, 80), 60, 70, 71):  # the job goes back once
+    for step in (*range(7, 80), 60, 70, 71, 72):  # the job goes back once
         before = changes.looks
         check.look(step)
         check.look(step)  # the block runs again
         due += [step] * (changes.looks - before)
-    assert [step - 7 for step in due] == [0, 1, 2, 4, 8, 16, 32, 64]
+    assert [step - 7 for step in due] == [0, 1, 2, 4, 5, 6, 16, 17, 18, 64, 65, 66]
 
 
 def test_a_change_at_two_steps_in_a_row_is_refused() -> None:
@@ -73,11 +73,31 @@ def test_a_change_at_two_steps_in_a_row_is_refused() -> None:
         check.look(2)
 
 
-def test_one_change_at_the_start_is_no_state() -> None:
+def test_a_rate_of_learning_that_begins_with_zero_only_delays_the_refusal() -> None:
+    """Regression: the first update changed no weight, so the average of diffusers was the same after it."""
+    check = UndeclaredState(Changes((), (), ("ema",), ("ema",), ("ema",), ("ema",)), on=True)
+    for step in range(6):
+        check.look(step)
+    with pytest.raises(UsageError, match="step 6: ema changes from step to step"):
+        check.look(6)
+
+
+@pytest.mark.parametrize("every", [2, 3, 4, 5])
+def test_a_copy_that_is_filled_now_and_then_is_no_error(every: int, caplog: pytest.LogCaptureFixture) -> None:
+    looks = [step for step in range(70) if number_of_look(step) is not None]
+    filled = [then // every != now // every for then, now in zip([0, *looks], looks, strict=False)]
+    check = UndeclaredState(Changes(*(("copy",) if each else () for each in filled)), on=True)
+    for step in range(70):
+        check.look(step)
+    assert caplog.text.count("copy has changed and is not part of the session") == 1
+
+
+def test_one_change_at_the_start_is_no_state(caplog: pytest.LogCaptureFixture) -> None:
     """A copy that is filled once, at the first step."""
     check = UndeclaredState(Changes((), ("copy",), ()), on=True)
-    for step in range(3):
+    for step in range(9):
         check.look(step)
+    assert not caplog.text
 
 
 def test_nothing_is_looked_at_without_the_check() -> None:

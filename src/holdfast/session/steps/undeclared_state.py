@@ -2,16 +2,17 @@
 
 Theory. A process that joins or resumes begins with what the script makes at its start, and receives the state of the
 session. What else a script changes from step to step (an average of weights) is then wrong, and no error shows it. The
-framework finds the tensors of the script that have changed between two looks. The first looks are at three steps in a
-row, before a fault is likely. A value that differs at both of the later ones is state, and is refused. A change that is
-seen only afterwards may be a copy that the script fills from the state (for an evaluation), so it is a warning. Further
-looks are 4, 8, 16, ... steps after the first one, so that their cost vanishes.
+framework finds the tensors of the script that have changed between two looks. Looks come in threes, at steps in a row.
+A value that has changed at the second and at the third look is state, and is refused. A value that has changed less
+often may be a copy that the script fills from the state (for an evaluation), so it is a warning.
+
+The first three looks are at the first steps, before a fault is likely. The rate of learning may begin with 0, so that
+nothing changes then. Further looks begin 4, 16, 64, ... steps after the first one, so that their cost vanishes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 
 from holdfast.errors import UsageError
 from holdfast.frameworks.common.optional_abilities import FindsUndeclaredState
@@ -19,7 +20,8 @@ from holdfast.session.steps.script_frames import variables_of_script
 
 log = logging.getLogger("holdfast")
 
-SECOND = 2  # steps between the first look and the last one that refuses
+LOOKS = 3
+GROWTH_BITS = 2  # each three looks begin at 4 times the steps of the three before
 _EFFECT = "not part of the session, so a process that joins or resumes begins with other values of it"
 
 
@@ -35,36 +37,37 @@ class UndeclaredState:
         self._finder = adapter.finder() if on and isinstance(adapter, FindsUndeclaredState) else None
         self._first: int | None = None  # the step of the first look
         self._last = -1
-        self._changed: set[str] = set()  # names with a change at the second look
+        self._changed: list[set[str]] = []  # names with a change, for each of the present looks
         self._told: set[str] = set()
 
     def look(self, step: int) -> None:
         """Look at the script's variables if that is due at the begin of ``step``.
 
         Raises:
-            UsageError: a value has changed in each of the first steps.
+            UsageError: a value has changed at steps in a row.
         """
         if self._finder is None or step <= self._last:
             return
         if self._first is None:
             self._first = step
         since = step - self._first
-        if since & (since - 1):  # neither 0 nor a power of two
+        number = number_of_look(since)
+        if number is None:
             return
         self._last = step
-        changed = self._finder.changed(variables_of_script())
-        if since > SECOND:
-            self._tell(step, [name for name in changed if name not in self._told])
-        for name in changed:
-            if since == SECOND and name in self._changed:
-                raise UsageError(
-                    f"step {step}: {name} changes from step to step and is {_EFFECT}",
-                    hint="session(state={'name': object}), on all ranks, and begin without the checkpoints of this "
-                    "run, which lack it; session(verify_block=0) leaves out this check",
-                )
-        self._changed = set(changed)
+        changed = set(self._finder.changed(variables_of_script()))
+        self._changed = [*([] if number == 0 else self._changed), changed]
+        if number == LOOKS - 1:
+            self._judge(step, started=since >= LOOKS)
 
-    def _tell(self, step: int, names: Sequence[str]) -> None:
+    def _judge(self, step: int, *, started: bool) -> None:
+        for name in sorted(set.intersection(*self._changed[1:])):
+            raise UsageError(
+                f"step {step}: {name} changes from step to step and is {_EFFECT}",
+                hint="session(state={'name': object}), on all ranks, and begin without the checkpoints of this run, "
+                "which lack it; session(verify_block=0) leaves out this check",
+            )
+        names = sorted(set.union(*self._changed) - self._told) if started else []
         if names:
             self._told.update(names)
             log.warning(
@@ -74,3 +77,11 @@ class UndeclaredState:
                 ", ".join(names),
                 _EFFECT,
             )
+
+
+def number_of_look(since: int) -> int | None:
+    """Return the number (0, 1, 2) of the look that is due ``since`` steps after the first one; None: none is due."""
+    if since < LOOKS:
+        return since
+    begin = 1 << (since.bit_length() - 1) // GROWTH_BITS * GROWTH_BITS
+    return since - begin if 1 < begin and since - begin < LOOKS else None

@@ -2,15 +2,18 @@
 
 Only values are walked. Classes, Python modules and the objects of torch's runtime are left out, and so is what belongs
 to Holdfast. Long containers are data. The nearest values come first, and the walk ends after ``VALUES_MAX`` of them, so
-that it takes a fraction of a second.
+that it takes a fraction of a second. No code of the script's classes runs: a lazy mapping would import what it maps to,
+and a proxy would answer for another object. So types decide, not ``isinstance``, and methods are those of the built-in
+types.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +29,7 @@ _ATOMS = (
 )
 _RUNTIMES = ("holdfast", "torch.distributed", "torch._", "torch.autograd", "torch.fx", "torch.jit")
 """Python modules, with all modules inside them, whose objects are left out."""
-_CONTAINERS = (dict, list, tuple, deque)
+_ARRAYS = (torch.Tensor, np.ndarray)
 _OF_A_MODULE = ("_parameters", "_buffers", "_modules")
 _OF_AN_OPTIMIZER = ("state", "param_groups")
 
@@ -65,7 +68,7 @@ def places_in(variables: Mapping[str, object], known: Collection[int]) -> Iterat
     seen: set[int] = set()
     ahead: deque[_Visit] = deque()
     for name, value in variables.items():
-        if isinstance(value, torch.Tensor | np.ndarray):
+        if _is(value, *_ARRAYS):
             yield Place(name, "", None, name, value)
         else:
             ahead.append(_Visit(name, "", value))
@@ -75,93 +78,88 @@ def places_in(variables: Mapping[str, object], known: Collection[int]) -> Iterat
             continue
         seen.add(id(visit.value))
         for place in _children(visit):
-            if isinstance(place.value, torch.Tensor | np.ndarray):
+            if _is(place.value, *_ARRAYS):
                 yield place
-            elif not isinstance(place.value, _ATOMS):
+            elif not _is(place.value, *_ATOMS):
                 ahead.append(_Visit(place.path, place.module, place.value))
 
 
+def _is(value: object, *kinds: type) -> bool:
+    return issubclass(type(value), kinds)
+
+
 def _left_out(value: object) -> bool:
-    home = value if isinstance(value, types.FunctionType) else type(value)
-    return isinstance(value, _ATOMS) or (home.__module__ or "").startswith(_RUNTIMES)
+    home = value if _is(value, types.FunctionType) else type(value)
+    return _is(value, *_ATOMS) or str(home.__module__).startswith(_RUNTIMES)
 
 
 def _children(visit: _Visit) -> Iterator[Place]:
     path, module, value = visit
-    if isinstance(value, nn.Module):
+    if _is(value, nn.Module):
         yield from _children_of_module(path, module, value)
-    elif isinstance(value, _CONTAINERS) and len(value) > LONG and not _holds_tensors(value):
-        return
-    elif isinstance(value, dict):
-        yield from (Place(f"{path}[{key!r}]", module, value, key, item) for key, item in tuple(value.items()))
-    elif isinstance(value, _CONTAINERS):
-        for number, item in enumerate(tuple(value)):
-            yield Place(f"{path}[{number}]", module, value, number, item)
-    elif isinstance(value, types.FunctionType):
+    elif (entries := _entries(value)) is not None:
+        for key, item in entries:
+            yield Place(f"{path}[{key!r}]", module, value, key, item)
+    elif _is(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
             if (held := _held(cell)) is not None:
                 yield Place(name, "", cell, "", held)
         for number, item in enumerate(value.__defaults__ or ()):
             yield Place(f"{path}.__defaults__[{number}]", "", value.__defaults__, number, item)
-    elif isinstance(value, types.MethodType):
+    elif _is(value, types.MethodType):
         yield Place(path, "", value, "self", value.__self__)
-    elif isinstance(value, functools.partial):
+    elif _is(value, functools.partial):
         yield Place(path, "", value, "func", value.func)
         yield Place(f"{path}.args", "", value, "args", value.args)
         yield Place(f"{path}.keywords", "", value, "keywords", value.keywords)
     else:
         own = _attributes(value)
         for key, item in tuple(own.items()):
-            if not (isinstance(value, Optimizer) and key in _OF_AN_OPTIMIZER):
+            if not (_is(value, Optimizer) and key in _OF_AN_OPTIMIZER):
                 yield Place(f"{path}.{key}", module, value, key, item)
 
 
-def _holds_tensors(container: Iterable[object]) -> bool:
-    values = container.values() if isinstance(container, dict) else container
-    return isinstance(next(iter(values), None), torch.Tensor | np.ndarray)
+def _entries(value: Any) -> list[tuple[object, Any]] | None:
+    """Return keys and values of a container; nothing if it is data; None: it is no container."""
+    kind: Any = next((kind for kind in (dict, list, tuple, deque) if _is(value, kind)), None)
+    if kind is None:
+        return None
+    values = dict.values(value) if kind is dict else kind.__iter__(value)
+    if kind.__len__(value) > LONG and not _is(next(iter(values)), *_ARRAYS):
+        return []
+    if kind is dict:
+        return [(key if _is(key, str, int) else "...", item) for key, item in dict.items(value)]
+    return list(enumerate(kind.__iter__(value)))
 
 
-def _children_of_module(path: str, module: str, value: nn.Module) -> Iterator[Place]:
+def _children_of_module(path: str, module: str, value: object) -> Iterator[Place]:
     outermost = module or f"{path} ({type(value).__name__})"
-    for registered in (value._parameters, value._buffers):
-        for key, tensor in tuple(registered.items()):
-            if tensor is not None:
-                yield Place(f"{path}.{key}", outermost, registered, key, tensor)
-    for key, child in tuple(value._modules.items()):
-        yield Place(f"{path}.{key}", outermost, value._modules, key, child)
-    own = _attributes(value)
-    for key, item in tuple(own.items()):
-        # A tensor in an attribute is a result of the module's forward pass (weight norm, a cache).
-        if key not in _OF_A_MODULE and not isinstance(item, torch.Tensor):
+    for key, item in tuple(_attributes(value).items()):
+        if key in _OF_A_MODULE:
+            for name, registered in _entries(item) or ():
+                yield Place(f"{path}.{name}", outermost, item, name, registered)
+        elif not _is(item, torch.Tensor):
+            # A tensor in an attribute is a result of the module's forward pass (weight norm, a cache).
             yield Place(f"{path}.{key}", "", value, key, item)
 
 
 def _attributes(value: object) -> Mapping[str, object]:
-    """Return the attributes of an object. No code of its class runs: a stand-in would answer for another object."""
+    """Return the attributes of an object, read by the descriptors of Python itself."""
     own: dict[str, object] = {}
-    try:
-        own = object.__getattribute__(value, "__dict__")
-    except (AttributeError, TypeError):
-        pass  # it has slots alone
-    slots = {
-        name: item
-        for each in type(value).__mro__
-        for name in _slots(each)
-        if (item := _in_slot(value, name)) is not None
-    }
+    slots: dict[str, object] = {}
+    for each in type(value).__mro__:
+        found = vars(each)
+        if isinstance(descriptor := found.get("__dict__"), types.GetSetDescriptorType):
+            own = descriptor.__get__(value)
+        for name in _names(found.get("__slots__")):
+            if isinstance(slot := found.get(name), types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # not assigned
+                    slots[name] = slot.__get__(value)
     return {**own, **slots} if slots else own
 
 
-def _slots(kind: type) -> tuple[str, ...]:
-    slots = kind.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(name for name in slots if name != "__dict__")
-
-
-def _in_slot(value: object, name: str) -> object:
-    try:
-        return object.__getattribute__(value, name)
-    except AttributeError:
-        return None
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots) if isinstance(slots, tuple | list) else ()
 
 
 def _held(cell: types.CellType) -> object:
