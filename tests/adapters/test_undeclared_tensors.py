@@ -143,10 +143,10 @@ def center(model: nn.Module) -> tuple[Variables, Update]:
 
 FOUND = {
     "ema (AveragedModel)": averaged_module,
-    "trainer['helpers'][0].shadow['0.weight'] and 3 tensors more": replaced,
-    "step.shadow['0.weight'] and 3 tensors more": written,
-    "kept[0] and 3 tensors more": closed_over,
-    "kept['0.weight'] and 3 tensors more": arrays,
+    "trainer['helpers'][0].shadow['0.weight'] (and 3 tensors more)": replaced,
+    "step.shadow['0.weight'] (and 3 tensors more)": written,
+    "kept[0] (and 3 tensors more)": closed_over,
+    "kept['0.weight'] (and 3 tensors more)": arrays,
     "loss (Center)": center,
 }
 
@@ -165,7 +165,7 @@ def test_an_average_in_an_attribute_of_the_optimizer_is_found() -> None:
     average = script.optimizer.average = [p.detach().clone() for p in script.model.parameters()]
     script.update = lambda model: torch._foreach_lerp_(average, [p.detach() for p in model.parameters()], 0.1)
     assert script.look() == []
-    assert script.step() == ["optimizer.average[0] and 3 tensors more"]
+    assert script.step() == ["optimizer.average[0] (and 3 tensors more)"]
 
 
 @pytest.mark.parametrize("make", [averaged_module, center])
@@ -174,6 +174,16 @@ def test_what_the_session_has_is_not_named(
 ) -> None:
     script = Script(make, declared=tuple(make(net())[0]))
     assert [script.look(), script.step(), script.step()] == [[], [], []]
+
+
+def test_the_innermost_module_with_all_changes_is_named() -> None:
+    def make(model: nn.Module) -> tuple[Variables, Update]:
+        task = nn.Module()
+        task.model, task.average = model, AveragedModel(model)
+        return {"task": task}, task.average.update_parameters
+
+    script = Script(make)
+    assert [script.look(), script.step()] == [[], ["task.average (AveragedModel)"]]
 
 
 def test_plain_state_is_known_by_its_memory() -> None:

@@ -39,14 +39,14 @@ class Place(NamedTuple):
 
     Attributes:
         path: the place in words of the script: ``ema.shadow['fc.weight']``.
-        module: the path and class of the outermost module that has registered the tensor; empty: none.
+        modules: the modules that have registered the tensor, the outermost first, each with its path and class.
         container: the dict, list, object or cell that holds it; None: a variable.
         key: its key there.
         value: the tensor or array.
     """
 
     path: str
-    module: str
+    modules: tuple[str, ...]
     container: object
     key: object
     value: Any
@@ -54,7 +54,7 @@ class Place(NamedTuple):
 
 class _Visit(NamedTuple):
     path: str
-    module: str
+    modules: tuple[str, ...]
     value: Any
 
 
@@ -69,9 +69,9 @@ def places_in(variables: Mapping[str, object], known: Collection[int]) -> Iterat
     ahead: deque[_Visit] = deque()
     for name, value in variables.items():
         if _is(value, *_ARRAYS):
-            yield Place(name, "", None, name, value)
+            yield Place(name, (), None, name, value)
         else:
-            ahead.append(_Visit(name, "", value))
+            ahead.append(_Visit(name, (), value))
     while ahead and len(seen) < VALUES_MAX:
         visit = ahead.popleft()
         if id(visit.value) in seen or id(visit.value) in known or _left_out(visit.value):
@@ -81,7 +81,7 @@ def places_in(variables: Mapping[str, object], known: Collection[int]) -> Iterat
             if _is(place.value, *_ARRAYS):
                 yield place
             elif not _is(place.value, *_ATOMS):
-                ahead.append(_Visit(place.path, place.module, place.value))
+                ahead.append(_Visit(place.path, place.modules, place.value))
 
 
 def _is(value: object, *kinds: type) -> bool:
@@ -94,29 +94,29 @@ def _left_out(value: object) -> bool:
 
 
 def _children(visit: _Visit) -> Iterator[Place]:
-    path, module, value = visit
+    path, modules, value = visit
     if _is(value, nn.Module):
-        yield from _children_of_module(path, module, value)
+        yield from _children_of_module(path, modules, value)
     elif (entries := _entries(value)) is not None:
         for key, item in entries:
-            yield Place(f"{path}[{key!r}]", module, value, key, item)
+            yield Place(f"{path}[{key!r}]", modules, value, key, item)
     elif _is(value, types.FunctionType):
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=False):
             if (held := _held(cell)) is not None:
-                yield Place(name, "", cell, "", held)
+                yield Place(name, (), cell, "", held)
         for number, item in enumerate(value.__defaults__ or ()):
-            yield Place(f"{path}.__defaults__[{number}]", "", value.__defaults__, number, item)
+            yield Place(f"{path}.__defaults__[{number}]", (), value.__defaults__, number, item)
     elif _is(value, types.MethodType):
-        yield Place(path, "", value, "self", value.__self__)
+        yield Place(path, (), value, "self", value.__self__)
     elif _is(value, functools.partial):
-        yield Place(path, "", value, "func", value.func)
-        yield Place(f"{path}.args", "", value, "args", value.args)
-        yield Place(f"{path}.keywords", "", value, "keywords", value.keywords)
+        yield Place(path, (), value, "func", value.func)
+        yield Place(f"{path}.args", (), value, "args", value.args)
+        yield Place(f"{path}.keywords", (), value, "keywords", value.keywords)
     else:
         own = _attributes(value)
         for key, item in tuple(own.items()):
             if not (_is(value, Optimizer) and key in _OF_AN_OPTIMIZER):
-                yield Place(f"{path}.{key}", module, value, key, item)
+                yield Place(f"{path}.{key}", modules, value, key, item)
 
 
 def _entries(value: Any) -> list[tuple[object, Any]] | None:
@@ -132,15 +132,15 @@ def _entries(value: Any) -> list[tuple[object, Any]] | None:
     return list(enumerate(kind.__iter__(value)))
 
 
-def _children_of_module(path: str, module: str, value: object) -> Iterator[Place]:
-    outermost = module or f"{path} ({type(value).__name__})"
+def _children_of_module(path: str, modules: tuple[str, ...], value: object) -> Iterator[Place]:
+    here = (*modules, f"{path} ({type(value).__name__})")
     for key, item in tuple(_attributes(value).items()):
         if key in _OF_A_MODULE:
             for name, registered in _entries(item) or ():
-                yield Place(f"{path}.{name}", outermost, item, name, registered)
+                yield Place(f"{path}.{name}", here, item, name, registered)
         elif not _is(item, torch.Tensor):
             # A tensor in an attribute is a result of the module's forward pass (weight norm, a cache).
-            yield Place(f"{path}.{key}", "", value, key, item)
+            yield Place(f"{path}.{key}", (), value, key, item)
 
 
 def _attributes(value: object) -> Mapping[str, object]:

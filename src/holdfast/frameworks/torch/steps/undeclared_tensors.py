@@ -68,7 +68,7 @@ class UndeclaredTensors:
         changed: dict[int, Place] = {}
         for place in places_in(variables, self._known_objects()):
             value = place.value
-            fits = bool(place.module) or any(_shape(value) in shapes for shapes in weights)
+            fits = bool(place.modules) or any(_shape(value) in shapes for shapes in weights)
             if id(value) in seen or not fits or not _is_plain(value) or _memory(value) in known:
                 continue
             sample = _sample(value)
@@ -104,8 +104,15 @@ class UndeclaredTensors:
 
 def _in_words(changed: list[Place], weights: Iterable[Counter[torch.Size]]) -> list[str]:
     """Return the names of modules and of copies of weights among the places that have changed."""
-    found = dict.fromkeys(place.module for place in changed if place.module)
-    copies = [place for place in changed if not place.module]
+    modules: dict[
+        str, list[str]
+    ] = {}  # by the outermost one: the modules that all its changed tensors are in
+    for place in changed:
+        if place.modules:
+            common = modules.setdefault(place.modules[0], list(place.modules))
+            common[:] = [name for name, other in zip(common, place.modules, strict=False) if name == other]
+    found = [common[-1] for common in modules.values()]
+    copies = [place for place in changed if not place.modules]
     for shapes in weights:
         left, covered = shapes.copy(), 0
         for place in copies:
@@ -114,10 +121,10 @@ def _in_words(changed: list[Place], weights: Iterable[Counter[torch.Size]]) -> l
                 left[shape] -= 1
                 covered += shape.numel()
         if covered and 2 * covered >= sum(shape.numel() * number for shape, number in shapes.items()):
-            more = f" and {plural(len(copies) - 1, 'tensor')} more" if len(copies) > 1 else ""
-            found[f"{copies[0].path}{more}"] = None
+            more = f" (and {plural(len(copies) - 1, 'tensor')} more)" if len(copies) > 1 else ""
+            found.append(f"{copies[0].path}{more}")
             break
-    return list(found)
+    return found
 
 
 def _shapes(parameters: Iterable[torch.Tensor]) -> Iterator[torch.Size]:
