@@ -147,6 +147,32 @@ def test_an_impure_block_is_refused_before_its_update(way: str, cause: str) -> N
     assert not torch.are_deterministic_algorithms_enabled()
 
 
+class Shards:
+    """A loader of the script with a position of its own."""
+
+    def __init__(self) -> None:
+        self.current_position = 0
+
+    def next_batch(self) -> Tensor:
+        """Return the next batch."""
+        self.current_position += 1
+        return torch.full((4, 2), float(self.current_position))
+
+
+def test_the_position_of_a_loader_of_the_script_is_named_before_times() -> None:
+    """Regression: the error named the variables that held times, which each run of the block sets."""
+    script, shards, began_s = Script(), Shards(), 0.0
+    with (
+        pytest.raises(ImpureBlockError, match=r"changed: shards.current_position \(was 2, then 3\), began_s"),
+        holdfast.session(model=script.net, optimizer=script.optimizer) as s,
+    ):
+        for step in s.steps(until=2):
+            with step:
+                began_s += 0.5
+                batch: list[float] = shards.next_batch().tolist()  # plain numbers, as read from a file
+                script.learn(torch.tensor(batch))
+
+
 def test_a_variable_that_counts_runs_of_blocks_is_named(caplog: pytest.LogCaptureFixture) -> None:
     script, calls, steps, clock = Script(), 0, 0, 10**12
     with (

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.errors import ImpureBlockError
@@ -35,6 +36,7 @@ log = logging.getLogger("holdfast")
 
 RUNS = 2
 _TOLD_MAX = 3  # variables in an error
+_PLAIN = (bool, int, float, str)
 _CLOCK_MIN = 1_000_000_000  # a whole number from here on is a time
 _HINT = (
     "draw the batch in the block that uses it, or by s.steps(loader); what else a block changes and uses later goes "
@@ -227,25 +229,42 @@ class _Variables(NamedTuple):
 
     Attributes:
         plain: values by name, with attributes of ``self``.
+        inner: attributes of the other objects, by name: the position of a loader of the script.
         drawing: names of iterators and random generators.
     """
 
     plain: Mapping[str, object]
+    inner: Mapping[str, object]
     drawing: Sequence[str]
 
 
 def _variables() -> _Variables:
     frame = frame_of_script()
-    own = getattr(frame.f_locals.get("self"), "__dict__", {})
-    attributes = {f"self.{name}": value for name, value in own.items()}
+    variables = {**frame.f_globals, **frame.f_locals}
+    own = _attributes(variables.get("self"))
     plain: dict[str, object] = {}
+    inner: dict[str, object] = {}
     drawing: list[str] = []
-    for name, value in {**frame.f_globals, **frame.f_locals, **attributes}.items():
-        if isinstance(value, bool | int | float | str) and not name.startswith("__"):
+    for name, value in {**variables, **{f"self.{name}": value for name, value in own.items()}}.items():
+        if isinstance(value, _PLAIN) and not name.startswith("__"):
             plain[name] = value
         elif isinstance(value, Iterator | random.Random) or hasattr(value, "bit_generator"):
             drawing.append(name)
-    return _Variables(plain, drawing)
+        elif name != "self" and not _is_ours(value):
+            attributes = _attributes(value)
+            inner.update(
+                (f"{name}.{key}", item) for key, item in attributes.items() if isinstance(item, _PLAIN)
+            )
+    return _Variables(plain, inner, drawing)
+
+
+def _attributes(value: object) -> Mapping[str, object]:
+    """Return the attributes of an object that is no class and no module."""
+    return {} if isinstance(value, type | ModuleType) else getattr(value, "__dict__", {})
+
+
+def _is_ours(value: object) -> bool:
+    return type(value).__module__.startswith("holdfast.")
 
 
 def _counted_up(before: _Variables, after: _Variables) -> list[str]:
@@ -259,8 +278,9 @@ def _counted_up(before: _Variables, after: _Variables) -> list[str]:
 
 def _changed(before: _Variables, after: _Variables) -> str:
     """Return a text with the variables that have changed and the iterators that were drawn from; empty: none."""
-    names = [name for name, value in after.plain.items() if before.plain.get(name, value) != value]
-    names.sort(key=lambda name: isinstance(after.plain[name], float))  # last, as they are mostly times
-    told = [f"{name} (was {before.plain[name]}, then {after.plain[name]})" for name in names[:_TOLD_MAX]]
+    then, now = {**before.plain, **before.inner}, {**after.plain, **after.inner}
+    names = [name for name, value in now.items() if then.get(name, value) != value]
+    names.sort(key=lambda name: isinstance(now[name], float))  # last, as they are mostly times
+    told = [f"{name} (was {then[name]}, then {now[name]})" for name in names[:_TOLD_MAX]]
     told += [f"{name} (drawn from)" for name in after.drawing[:_TOLD_MAX]]
     return f"it may use what the run before has changed: {', '.join(told)}" if told else ""
