@@ -1,6 +1,7 @@
 """Cost of a planned move, compared with a usual step and with kill -9; and many notices in a row on one job (root).
 
     PYTHONPATH=. python bench/planned_move.py [--notices 15] [--kills 5] [--pause 0.3] [--width 512] [--steps N]
+        [--minutes M]
 
 Three network namespaces stand for three hosts, with ``--nnodes 2:3``; two of them have ranks. One job runs throughout.
 The disturbances come in turns. First, a host is drained: its ranks move to the waiting host, and its launcher is
@@ -9,7 +10,8 @@ spare process waits on its host. The stall is the gap between the two steps of t
 minus the median of its twenty steps before. At the end the weights are compared with those of an undisturbed run. No
 step may have been done again.
 
-Prints markdown: n, median, p90 and the share within the goal, which is one usual step.
+Prints markdown: n, median, p90 and the share within the goal, which is one usual step. After ``--minutes`` no further
+disturbance begins; n says how many there were.
 """
 
 from __future__ import annotations
@@ -178,8 +180,12 @@ def train(hosts: Hosts, result: Path, args: argparse.Namespace) -> list[tuple[st
     plan = ["false" if number % 3 == 2 else "move" for number in range(args.notices)]
     for number in range(args.kills):
         plan.insert((number + 1) * len(plan) // (args.kills + 1), "kill")
-    found = []
+    found: list[tuple[str, tuple[float, float]]] = []
+    end_s = time.monotonic() + args.minutes * 60
     for number, kind in enumerate(plan):
+        if args.minutes and time.monotonic() >= end_s:
+            print(f"{number} of {len(plan)} in {args.minutes:g} minutes", file=sys.stderr)
+            break
         rank = rng.randrange(2)
         act = {"move": bench.move, "false": bench.withdraw, "kill": bench.kill}[kind]
         stall_s, usual_s = act(rank)
@@ -206,6 +212,7 @@ def main() -> None:
     parser.add_argument("--pause", type=float, default=0.3)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--steps", type=int, default=0, help="0: enough for all of them")
+    parser.add_argument("--minutes", type=float, default=0.0, help="0: until all of them are done")
     args = parser.parse_args()
     args.steps = args.steps or round(EACH_S / args.pause * (args.notices + args.kills + 2))
     digests = []
