@@ -2,8 +2,8 @@
 
     PYTHONPATH=. python bench/time_limits.py [--jobs 20] [--minutes M] [--seed 1]
 
-A controller and four slurmd run on this machine, and each job has one node with two ranks. Its batch script is that of a
-user: ``--time=1``, no signal, and ``scontrol requeue`` after code 75. So the agent learns the end of the time from
+A controller and four slurmd run on this machine, and each job has one node with two ranks. Its batch script is that of
+a user: ``--time=1``, no signal, and ``scontrol requeue`` after code 75. So the agent learns the end of the time from
 Slurm. The length of a step is drawn for each job. All jobs are in the queue at once, and four of them run.
 
 A job has met the limit when all of this is true:
@@ -12,11 +12,11 @@ A job has met the limit when all of this is true:
 - that checkpoint holds the last step that any rank committed;
 - the time of its seal is before the end that Slurm had set.
 
-The queue starts the job again. It has continued when the first step of each rank is the one after the checkpoint, and no
-rank has made a step twice. Then it is cancelled.
+The queue starts the job again. It has continued when the first step of each rank is the one after the checkpoint, and
+no rank has made a step twice. Then it is cancelled.
 
-Prints markdown: n, the share that met the limit, and the margin from the seal to the limit. After ``--minutes`` the jobs
-without a result are cancelled and do not count; n says how many are left.
+Prints markdown: n, the share that met the limit, and the margin from the seal to the limit. After ``--minutes`` the
+jobs without a result are cancelled and do not count; n says how many are left.
 """
 
 from __future__ import annotations
@@ -81,7 +81,6 @@ LIMIT_S = 60
 PAUSES_S = (0.05, 3.0)  # length of a step without its work: a step may be longer than the time of the save
 LOOK_S = 1.0
 EACH_S = 300.0  # so long after the limit a job without a result has missed
-BOUND_S = 3600.0
 
 
 class Step(NamedTuple):
