@@ -1,10 +1,10 @@
 """Jobs of a real Slurm whose time limit of 60 s comes long before the end of their training (root, slurm-wlm).
 
-    PYTHONPATH=. python bench/time_limits.py [--jobs 20] [--minutes M] [--seed 1]
+    PYTHONPATH=. python bench/time_limits.py [--jobs 20] [--at-once 5] [--minutes M] [--seed 1]
 
 A controller and four slurmd run on this machine, and each job has one node with two ranks. Its batch script is that of
-a user: ``--time=1``, no signal, and ``scontrol requeue`` after code 75. So the agent learns the end of the time from
-Slurm. The length of a step is drawn for each job. All jobs are in the queue at once, and four of them run.
+a user: ``--time=1``, no signal, and ``scontrol requeue`` after 75, 76 and 69. So the agent learns the end of the time
+from Slurm. The length of a step is drawn for each job. ``--at-once`` jobs are in the queue, and four of them run.
 
 A job has met the limit when all of this is true:
 
@@ -29,6 +29,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -73,10 +74,11 @@ scontrol show job --oneliner "$SLURM_JOB_ID" > {place}/job-"$start"
 srun --kill-on-bad-exit=0 --wait=0 {holdfast} run --nproc-per-node {ranks} --run-id {name} train.py {pause_s} {place}
 code=$?
 echo "$code" > {place}/code-"$start"
-if [ "$code" -eq {again} ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+case "$code" in {again}) scontrol requeue "$SLURM_JOB_ID" ;; esac
 exit "$code"
 """
 RANKS = 2
+AGAIN = "|".join(str(int(code)) for code in (Exit.REQUEUE, Exit.UNSAVED, Exit.UNMET))
 LIMIT_S = 60
 PAUSES_S = (0.05, 3.0)  # length of a step without its work: a step may be longer than the time of the save
 LOOK_S = 1.0
@@ -114,7 +116,7 @@ class Job:
                 ranks=RANKS,
                 name=name,
                 pause_s=pause_s,
-                again=int(Exit.REQUEUE),
+                again=AGAIN,
             )
         )
         words = ("--nodes=1", "--ntasks-per-node=1", "--time=1", "--requeue", "--open-mode=append")
@@ -160,11 +162,13 @@ class Job:
 
     def _first_start(self) -> str:
         """Judge the first start and keep its figures. Return why it missed the limit; empty: it met it."""
-        if (code := int(self.read("code-0"))) != Exit.REQUEUE:
+        code = int(self.read("code-0"))
+        first = [step.number for rank in range(RANKS) for step in self.steps(rank) if step.start == 0]
+        last = max(first, default=0)
+        if code == Exit.UNSAVED and not last:
+            return f"{code}: the start took so long that no step was made"
+        if code != Exit.REQUEUE:
             return f"code {code}"
-        last = max(
-            (step.number for rank in range(RANKS) for step in self.steps(rank) if step.start == 0), default=0
-        )
         found = Root(self.place / "checkpoints").list(deep=True)
         if not found or not found[0].valid or not found[0].sealed:
             return f"no sealed checkpoint: {found[0].reason if found else 'none'}"
@@ -179,7 +183,7 @@ class Job:
         """Return why the second start did not continue at the next step; empty: it did."""
         for rank, steps in enumerate(after):
             if steps[0].number != self.saved_step + 1:
-                return f"rank {rank} went on at {steps[0].number}, the save was of {self.saved_step}"
+                return f"rank {rank} continued at {steps[0].number}, the save was of {self.saved_step}"
             numbers = [step.number for step in self.steps(rank)]
             if len(set(numbers)) != len(numbers):
                 return f"rank {rank} made a step twice"
@@ -190,14 +194,17 @@ def measure(slurm: Cluster, args: argparse.Namespace) -> list[Result]:
     """Run the jobs. Return the result of each one that has a result in time."""
     (slurm.work / "train.py").write_text(TRAIN)
     rng, end_s = random.Random(args.seed), time.monotonic() + args.minutes * 60
-    waiting = [Job(slurm, f"limit{number}", round(rng.uniform(*PAUSES_S), 2)) for number in range(args.jobs)]
+    running: list[Job] = []
     found: list[Result] = []
-    while waiting and not (args.minutes and time.monotonic() > end_s):
+    while len(found) < args.jobs and not (args.minutes and time.monotonic() > end_s):
+        submitted = len(found) + len(running)
+        if len(running) < args.at_once and submitted < args.jobs:
+            running.append(Job(slurm, f"limit{submitted}", round(rng.uniform(*PAUSES_S), 2)))
         time.sleep(LOOK_S)
-        for job in tuple(waiting):
+        for job in tuple(running):
             if (result := job.look()) is None:
                 continue
-            waiting.remove(job)
+            running.remove(job)
             slurm.ask("scancel", job.number)
             found.append(result)
             print(
@@ -225,6 +232,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--jobs", type=int, default=20)
+    parser.add_argument(
+        "--at-once", type=int, default=5, help="more than the four nodes: one waits to start again"
+    )
     parser.add_argument("--minutes", type=float, default=0.0, help="0: until all of them have a result")
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
@@ -234,7 +244,7 @@ def main() -> None:
     with cluster(directory) as slurm:
         found = measure(slurm, args)
     met = [result for result in found if not result.missed]
-    went_on = [result for result in met if not result.redone]
+    continued = [result for result in met if not result.redone]
     print(f"{args.jobs} jobs with a limit of {LIMIT_S} s, {len(found)} with a result\n")
     print("| | n | met | min | p10 | median | p90 |\n|---|---|---|---|---|---|---|")
     print(
@@ -247,11 +257,14 @@ def main() -> None:
     print(
         row(
             "requeued: step N sealed, step N+1 is next, from the seal to it, s",
-            f"{len(went_on)} of {len(met)}",
-            [result.again_s for result in went_on],
+            f"{len(continued)} of {len(met)}",
+            [result.again_s for result in continued],
         )
     )
-    if len(went_on) < len(found):
+    for reason, count in Counter(result.missed or result.redone for result in found).items():
+        if reason:
+            print(f"\n{count} missed: {reason}")
+    if len(continued) < len(found):
         sys.exit(f"files of the jobs that missed: {directory}")
     shutil.rmtree(directory)
 
