@@ -1,15 +1,16 @@
 """Cost of a planned move, compared with a usual step and with kill -9; and many notices in a row on one job (root).
 
-    PYTHONPATH=. python bench/planned_move.py [--notices 15] [--kills 5] [--pause 0.3] [--width 512] [--steps N]
+    PYTHONPATH=. python bench/planned_move.py [--notices 15] [--kills 5] [--pause 0.3] [--width 512] [--minutes M]
 
 Three network namespaces stand for three hosts, with ``--nnodes 2:3``; two of them have ranks. One job runs throughout.
 The disturbances come in turns. First, a host is drained: its ranks move to the waiting host, and its launcher is
 started again and waits from then on. Second, every third notice is withdrawn at once. Third, a worker is killed while a
 spare process waits on its host. The stall is the gap between the two steps of the undisturbed rank around the change,
-minus the median of its twenty steps before. At the end the weights are compared with those of an undisturbed run. No
-step may have been done again.
+minus the median of its twenty steps before. At the end the weights are compared with those of an undisturbed run of as
+many steps. No step may have been done again.
 
-Prints markdown: n, median, p90 and the share within the goal, which is one usual step.
+Prints markdown: n, median, p90 and the share within the goal, which is one usual step. After ``--minutes`` no further
+disturbance begins; n says how many there were.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ import torch.distributed as dist
 import holdfast
 from torch.nn.parallel import DistributedDataParallel
 
-steps, pause_s, width, result = int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+pause_s, width, result = float(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 torch.manual_seed(7)
@@ -53,7 +54,7 @@ data = torch.utils.data.TensorDataset(torch.arange(4096.0).reshape(-1, 16).sin()
 with holdfast.session(model=model, optimizer=optimizer, seed=7) as s:
     rank = dist.get_rank()
     loader = torch.utils.data.DataLoader(data, 8, sampler=torch.utils.data.DistributedSampler(data, seed=7))
-    for step in s.steps(loader, until=steps):
+    for step in s.steps(loader, until=1_000_000):
         with step as batch:
             if not os.path.exists(result + ".hurry"):
                 time.sleep(pause_s)
@@ -63,12 +64,14 @@ with holdfast.session(model=model, optimizer=optimizer, seed=7) as s:
         if step.committed:
             with open(f"{result}-times-{rank}", "a") as times:
                 times.write(f"{s.step} {time.monotonic()}\\n")
+            if os.path.exists(result + ".end") and s.step >= int(open(result + ".end").read()):
+                break
 digest = hashlib.sha256(b"".join(p.detach().numpy().tobytes() for p in net.parameters())).hexdigest()
 open(f"{result}-{rank}", "w").write(digest)
 dist.destroy_process_group()
 """
-EACH_S = 60.0  # longest time of a disturbance: a process is built, and the drained host starts again
 AFTER_STEPS = 3  # steps that must follow before a disturbance counts as over
+END_STEPS = 50  # more than the ranks can make while the file with the last step is written
 BOUND_S = 300.0
 
 
@@ -105,6 +108,12 @@ class Bench:
         place = bisect_right(moments, at_s)
         usual_s = statistics.median(end - begin for begin, end in pairwise(moments[place - 21 : place]))
         return moments[place] - moments[place - 1] - usual_s, usual_s
+
+    def end(self) -> int:
+        """Let the job end at a step that no rank has reached, and return that step."""
+        last = self.times(0)[-1][0] + END_STEPS
+        end_after(self.result, last)
+        return last
 
     def voters(self, watcher: int) -> list[str]:
         """Return the nodes with a vote, from the newest record in the log of a host."""
@@ -155,6 +164,13 @@ class Bench:
         return found
 
 
+def end_after(result: Path, step: int) -> None:
+    """Tell the job that writes to ``result`` to end after a step."""
+    told = Path(f"{result}.told")
+    told.write_text(str(step))
+    told.rename(f"{result}.end")  # a rank reads it whole
+
+
 def row(name: str, found: Sequence[tuple[float, float]]) -> str:
     """Return n, median and p90 of the stall, and the share below one usual step, as one line of the table."""
     stalls = sorted(stall_s for stall_s, _ in found)
@@ -167,8 +183,10 @@ def row(name: str, found: Sequence[tuple[float, float]]) -> str:
     )
 
 
-def train(hosts: Hosts, result: Path, args: argparse.Namespace) -> list[tuple[str, tuple[float, float]]]:
-    """Run the disturbed job to its end. Return the stalls by kind of disturbance."""
+def train(
+    hosts: Hosts, result: Path, args: argparse.Namespace
+) -> tuple[list[tuple[str, tuple[float, float]]], int]:
+    """Run the disturbed job to its end. Return the stalls by kind of disturbance, and the number of steps."""
     bench, rng = Bench(hosts, result), random.Random(1)
     hosts.start(0, 1)
     hosts.wait_event(0, "generation_started", bound_s=BOUND_S)
@@ -178,8 +196,12 @@ def train(hosts: Hosts, result: Path, args: argparse.Namespace) -> list[tuple[st
     plan = ["false" if number % 3 == 2 else "move" for number in range(args.notices)]
     for number in range(args.kills):
         plan.insert((number + 1) * len(plan) // (args.kills + 1), "kill")
-    found = []
+    found: list[tuple[str, tuple[float, float]]] = []
+    end_s = time.monotonic() + args.minutes * 60
     for number, kind in enumerate(plan):
+        if args.minutes and time.monotonic() >= end_s:
+            print(f"{number} of {len(plan)} in {args.minutes:g} minutes", file=sys.stderr)
+            break
         rank = rng.randrange(2)
         act = {"move": bench.move, "false": bench.withdraw, "kill": bench.kill}[kind]
         stall_s, usual_s = act(rank)
@@ -188,14 +210,14 @@ def train(hosts: Hosts, result: Path, args: argparse.Namespace) -> list[tuple[st
             f"{number + 1} of {len(plan)}: {kind} of rank {rank}: {stall_s:.3f} s, a step {usual_s:.3f} s",
             file=sys.stderr,
         )
-    Path(f"{result}.hurry").touch()
+    last = bench.end()
     codes = [hosts.wait(index, 3600.0) for index in bench.homes.values()]
     if codes != [0, 0]:
         raise InternalError(f"the job ended with {codes}: {hosts.output(bench.homes[0])[-2000:]}")
     lost = [e.data["steps_lost"] for e in hosts.events(bench.homes[0], "restored")]
     if any(lost):
         raise InternalError(f"steps were done again: {lost}")
-    return found
+    return found, last
 
 
 def main() -> None:
@@ -205,20 +227,20 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=5)
     parser.add_argument("--pause", type=float, default=0.3)
     parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--steps", type=int, default=0, help="0: enough for all of them")
+    parser.add_argument("--minutes", type=float, default=0.0, help="0: until all of them are done")
     args = parser.parse_args()
-    args.steps = args.steps or round(EACH_S / args.pause * (args.notices + args.kills + 2))
     digests = []
     with tempfile.TemporaryDirectory() as base, Network(3) as net:
         for name in ("disturbed", "undisturbed"):
             place = Path(base) / name
-            words = (str(args.steps), str(args.pause), str(args.width), str(place / "out"))
+            words = (str(args.pause), str(args.width), str(place / "out"))
             # A host whose workers are killed on purpose has not failed.
             flags = ("--spares", "1", "--max-restarts", "1000", "--node-faults", "0")
             with Hosts(net, place, "2:3", TRAIN, words, flags=flags, torch=True) as hosts:
                 if name == "disturbed":
-                    found = train(hosts, place / "out", args)
+                    found, last = train(hosts, place / "out", args)
                 else:
+                    end_after(place / "out", last)
                     Path(f"{place / 'out'}.hurry").touch()
                     hosts.start(0, 1)
                     if [hosts.wait(0, 3600.0), hosts.wait(1, 3600.0)] != [0, 0]:

@@ -94,6 +94,12 @@ def test_the_totals_are_right() -> None:
     assert [int(number) for number in said.groups()] == counted()
 
 
+def test_the_levels_name_tests_that_exist() -> None:
+    proofs = PROOF.findall((PAGE.parent / "resumable-training.md").read_text())
+    assert len(proofs) > 12  # at least one for each level and scheduler
+    assert [f"{path}::{test}" for path, test in proofs if test not in functions_in(path)] == []
+
+
 def write() -> None:
     """Write the column and the totals."""
     lines = PAGE.read_text().splitlines()

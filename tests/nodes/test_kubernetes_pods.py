@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
@@ -137,6 +138,42 @@ def test_a_pod_that_is_deleted_without_a_spare_saves_the_job_before_its_grace_en
         assert 0 < leaves.data["left_s"] <= 31
         assert [pods.wait(0), pods.wait(1)] == [Exit.REQUEUE] * 2, pods.output(0)
         assert pods.events(0, "sealed")[-1].data["save_kind"] == "exit"
+
+
+@pytest.mark.torch
+def test_a_lost_process_is_replaced_alone_and_new_pods_continue_at_the_step_after_the_save(
+    net: Network, api: ApiServer, tmp_path: Path
+) -> None:
+    """Both pods leave with 75, for which the manifest has the Job make new ones, with empty run directories."""
+    script = TRAIN.replace(
+        "            optimizer.zero_grad()\n",
+        "            optimizer.zero_grad()\n"
+        "        if step.committed:\n"
+        "            open(f'{result}-steps-{rank}', 'a').write(f'{s.step}\\n')\n",
+    )
+    with Pods(net, tmp_path, "2", script, ("200", "0.05", str(tmp_path / "out")), torch=True) as pods:
+        pods.start(0)
+        pods.create(1, api)
+        pods.wait_step(0, 3)
+        (lost,) = [e for e in pods.events(0, "member_started") if e.data["rank"] == 1]
+        os.kill(int(lost.data["pid"]), signal.SIGKILL)
+        assert pods.wait_event(0, "recovered").data["steps_lost"] == 0
+        assert [e.data["rank"] for e in pods.events(0, "member_started")][2:] == [1], (
+            "rank 0 kept its process"
+        )
+        end = (datetime.now(UTC) + timedelta(seconds=5)).isoformat(timespec="seconds").replace("+00:00", "Z")
+        api.put("pods", "bert-1", {"metadata": {"deletionTimestamp": end}})
+        assert [pods.wait(0), pods.wait(1)] == [Exit.REQUEUE] * 2, pods.output(0)
+        saved = pods.events(0, "sealed")[-1].data["step"]
+        api.delete("pods", "bert-1")
+        pods.start(0)
+        pods.create(1, api, "bert-1-again")
+        pods.let_end()
+        assert [pods.wait(0), pods.wait(1)] == [0, 0], pods.output(0)
+        assert f"resumed at step {saved} " in pods.output(0)
+    for rank in (0, 1):
+        lines = (tmp_path / f"out-steps-{rank}").read_text().split()
+        assert [int(line) for line in lines] == list(range(1, 201)), "each step once"
 
 
 def test_a_pod_without_rights_is_noted_once_and_its_job_runs_to_its_end(

@@ -165,6 +165,20 @@ def test_the_host_of_the_controller_is_lost_and_a_spare_takes_its_ranks(net: Net
 
 @pytest.mark.more
 @pytest.mark.torch
+def test_a_lost_host_at_pod_level_starts_all_workers_again_on_the_hosts_that_are_left(
+    net: Network, tmp_path: Path
+) -> None:
+    arguments, flags = ("70", "0.3", str(tmp_path / "out")), ("--on-fault", "pod")
+    with Hosts(net, tmp_path, "2:3", TRAIN, arguments, flags=flags, torch=True) as hosts:
+        seats = seats_when_lost(hosts, 0)
+        assert [sorted(each) for each in seats] == [["node0", "node1"], ["node1", "node2"]]
+        assert hosts.events(1, "verdict")[0].data["action"] == "restart_last_gasp"
+        assert len(hosts.events(1, "member_started")) == 4, "the worker of the other host is a new process"
+    assert {path.read_text() for path in tmp_path.glob("out-*")} == {alone(tmp_path, 70)}
+
+
+@pytest.mark.more
+@pytest.mark.torch
 def test_a_device_that_fails_again_is_left_for_one_of_the_spare_host(net: Network, tmp_path: Path) -> None:
     """Regression: the rank was replaced on the same device until the run ended as a bug of the script."""
     breaks = (

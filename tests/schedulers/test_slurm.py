@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import textwrap
 from collections.abc import Iterator
 
 import pytest
 
+from holdfast import event_log
+from holdfast.runtime.node.rundir import RunDir
 from tests.cli.command import HOLDFAST
 from tests.runtime.runs import until
 from tests.schedulers.cluster import Cluster, cluster, why_not
 
-WHY_NOT = why_not() if "HOLDFAST_SLURM" in os.environ else "these take minutes: make slurm"
+WHY_NOT = why_not()
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.timeout(900),
+    pytest.mark.skipif("HOLDFAST_SLURM" not in os.environ, reason="make slurm"),
     pytest.mark.skipif(bool(WHY_NOT), reason=f"no Slurm cluster here: {WHY_NOT}"),
 ]
 BOUND_S = 300.0
@@ -121,6 +125,42 @@ def test_a_limit_of_two_minutes_without_a_warning_is_met_with_a_save(slurm: Clus
     shown = slurm.output(job)
     assert slurm.state(job)["ExitCode"] == "75:0", shown
     assert len(saved_steps(slurm, job)) == 1 and "TIME LIMIT" not in shown
+
+
+def kill_rank(slurm: Cluster, job: str, rank: int) -> None:
+    """Kill the process of a rank, in a job of one node."""
+    events = event_log.read(RunDir(slurm.work / "runs" / f"slurm-{job}").journal).events
+    pids = [
+        event.data["pid"] for event in events if event.kind == "member_started" and event.data["rank"] == rank
+    ]
+    os.kill(int(pids[-1]), signal.SIGKILL)
+
+
+def test_a_lost_process_is_replaced_alone_and_slurm_does_not_notice(slurm: Cluster) -> None:
+    flags = ("--nodes", "1", "--nproc-per-node", "2", "--time", "0:30:00")
+    job = slurm.submit(*flags, "train.py", "100", "0.1", "replaced")
+    trains(slurm, job)
+    kill_rank(slurm, job, 1)
+    becomes(slurm, job, "COMPLETED")
+    shown = slurm.output(job)
+    assert "done at 100" in shown and "0 steps lost" in shown and "resumed at step" not in shown
+    assert slurm.state(job)["Restarts"] == "0" and slurm.state(job)["ExitCode"] == "0:0"
+
+
+def test_a_job_level_answer_is_queued_again_and_continues_at_the_next_step(slurm: Cluster) -> None:
+    flags = ("--nodes", "1", "--nproc-per-node", "2", "--time", "0:30:00", "--on-fault", "job")
+    job = slurm.submit(*flags, "train.py", "100", "0.1", "level")
+    trains(slurm, job)
+    kill_rank(slurm, job, 1)
+    becomes(slurm, job, "COMPLETED")
+    shown = slurm.output(job)
+    (step,) = {int(number) for number in re.findall(r"resumed at step (\d+) ", shown)}
+    after = [int(number) for number in re.findall(r"at step (\d+)\n", shown.partition("resumed at step")[2])]
+    assert after == list(range(-(-step // 10) * 10, 100, 10)), (
+        "it shows each tenth step, from the next one on"
+    )
+    assert "done at 100" in shown
+    assert slurm.state(job)["Restarts"] == "1" and slurm.state(job)["ExitCode"] == "0:0"
 
 
 def test_the_jobs_of_an_array_are_apart_and_one_is_queued_again(slurm: Cluster) -> None:

@@ -125,6 +125,21 @@ def test_graceful_exit_and_the_next_run(tmp_path: Path, bare: Callable[[str], Re
     assert second.digests == bare("hsdp").digests
 
 
+def test_a_job_level_answer_saves_the_step_and_the_same_command_continues(
+    tmp_path: Path, bare: Callable[..., Result]
+) -> None:
+    """A rank is killed in a step that is not committed: the next start does that step, and no other one again."""
+    arguments = ("--layout", "ddp", "--checkpoint", str(tmp_path / "ckpts"), "--die", "1@4")
+    first = start("holdfast", tmp_path, *arguments, flags=("--on-fault", "job"), ranks=2)
+    assert first.code == Exit.REQUEUE, first.output
+    assert [verdict["data"]["rung"] for verdict in events(tmp_path, "verdict")] == ["requeue"]
+    (saved,) = Root(tmp_path / "ckpts").list()
+    assert saved.valid and saved.sealed and saved.step == 4
+    second = start("holdfast", tmp_path, *arguments, flags=("--on-fault", "job"), ranks=2)
+    assert second.code == 0 and "resumed at step 4 " in second.output, second.output
+    assert second.digests == bare("ddp", 2).digests
+
+
 @pytest.mark.more
 def test_torchrun_starts_all_ranks_again(tmp_path: Path, bare: Callable[[str], Result]) -> None:
     """torchrun makes a second attempt, which continues from the last-gasp checkpoint of the first."""

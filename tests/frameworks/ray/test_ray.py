@@ -100,6 +100,19 @@ def test_a_killed_actor_costs_nothing(cluster: RayNodes, tmp_path: Path, undistu
             assert not job.events(number, "detected")
 
 
+def test_a_killed_rank_is_replaced_alone(cluster: RayNodes, tmp_path: Path, undisturbed: str) -> None:
+    with RayJob(cluster, tmp_path / "job") as job:
+        job.trains(10)
+        owners = [owner_of(job, number).pid for number in (0, 1)]
+        (lost,) = [each for each in job.events(0, "member_started") if each.data["rank"] == 1]
+        os.kill(int(lost.data["pid"]), signal.SIGKILL)
+        job.wait_event(0, "recovered")
+        assert [owner_of(job, number).pid for number in (0, 1)] == owners
+        assert job.digests() == {undisturbed}
+        assert [each.data["rank"] for each in job.events(0, "member_started")][2:] == [1]
+        assert steps_lost(job, 0) == {0}
+
+
 def test_an_actor_that_is_killed_with_all_it_holds_joins_again(cluster: RayNodes, tmp_path: Path) -> None:
     with RayJob(cluster, tmp_path / "job", num_nodes=3) as job:
         job.trains(10)
