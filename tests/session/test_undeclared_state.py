@@ -21,7 +21,7 @@ def test_an_average_that_the_session_does_not_have_is_refused_by_name(tmp_path: 
     done = run_job(tmp_path, 2, JOB, "1", "5")
     assert done.returncode == Exit.BAD_INPUT, done.stdout
     assert "UsageError: step 2: target (Linear) changes from step to step and is not part" in done.stdout
-    assert "next: session(state={'name': object}), on all ranks" in done.stdout
+    assert "next: give it to the session on all ranks, state={'name': object}" in done.stdout
 
 
 @pytest.mark.torch

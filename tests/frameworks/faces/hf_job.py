@@ -6,6 +6,7 @@ CALL counts micro-batches, without their repetitions by a check or a rehearsal.
 ``--kill-in evaluation|save``: CALL counts evaluated batches, or half-written saves.
 ``--resume``: start from a checkpoint of the Trainer. ``--plateau``: the scores of evaluations decide on the learning
 rate.
+``--average own|session``: a callback averages the weights; with ``session`` the session has the average.
 ``--other-data``: a process that starts when DIR/other exists, or after a kill, has its samples in another order.
 """
 
@@ -22,7 +23,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from holdfast.frameworks.torch.comm.comm_state import fabric
 from holdfast.integrations.huggingface import protect
@@ -48,6 +49,30 @@ class Pieces(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         labels = tokens.clone()
         labels[: index % 7] = -100
         return {"input_ids": tokens, "labels": labels, "attention_mask": (labels >= 0).long()}
+
+
+class Average(TrainerCallback):  # type: ignore[misc]
+    """An average of the weights after each step."""
+
+    def __init__(self) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+
+    def on_train_begin(self, *given: Any, model: Any, **others: Any) -> None:
+        """Begin with the weights."""
+        self.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    def on_step_end(self, *given: Any, model: Any, **others: Any) -> None:
+        """Replace the tensors of the average."""
+        for name, p in getattr(model, "module", model).named_parameters():
+            self.weights[name] = 0.9 * self.weights[name] + 0.1 * p.detach()
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return the average."""
+        return self.weights
+
+    def load_state_dict(self, weights: dict[str, torch.Tensor]) -> None:
+        """Take over the average."""
+        self.weights = {name: tensor.clone() for name, tensor in weights.items()}
 
 
 class Job(Trainer):  # type: ignore[misc]
@@ -135,6 +160,7 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--resume", default=None)
     parser.add_argument("--plateau", action="store_true")
+    parser.add_argument("--average", default="")
     parser.add_argument("--other-data", action="store_true")
     given = parser.parse_args()
     torch.manual_seed(0)
@@ -156,8 +182,11 @@ def main() -> None:
     other = given.other_data and any((given.output / name).exists() for name in ("other", "killed"))
     trainer = Job(model=model, args=args, train_dataset=Pieces(int(other)), eval_dataset=Pieces())
     trainer.arm(given)
+    average = Average()
+    if given.average:
+        trainer.add_callback(average)
     if not given.plain:
-        protect(trainer)
+        protect(trainer, state={"average": average} if given.average == "session" else {})
     result = trainer.train(resume_from_checkpoint=given.resume)
     if trainer.is_world_process_zero():
         state = trainer.state
@@ -172,6 +201,7 @@ def main() -> None:
         seen["evaluated"] = [
             [line["step"], line["eval_loss"]] for line in state.log_history if "eval_loss" in line
         ]
+        seen["average"] = sum(tensor.double().sum().item() for tensor in average.weights.values())
         (given.output / "seen.json").write_text(json.dumps(seen))
         trainer.save_model(given.output)
 

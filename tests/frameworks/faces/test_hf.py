@@ -75,6 +75,21 @@ def test_a_killed_rank_costs_no_step_and_no_loss(
     assert "1 fault, 0 steps lost" in output
 
 
+def test_an_average_of_a_callback_is_exact_with_the_session_and_refused_without_it(tmp_path: Path) -> None:
+    """Regression: the average of a replacement began with its first weights, with exit code 0."""
+    given = ("--output", "out", "--average")
+    code, output = run(tmp_path / "plain", ["torchrun"], JOB, *given, "own", "--plain", ranks=2)
+    assert code == 0, output
+    code, output = run(tmp_path / "own", ["holdfast", "run"], JOB, *given, "own", "--kill", "0@13", ranks=2)
+    assert code == Exit.BAD_INPUT, output
+    assert ".weights['transformer.wte.weight'] (and " in output and "changes from step to step" in output
+    code, output = run(
+        tmp_path / "session", ["holdfast", "run"], JOB, *given, "session", "--kill", "0@13", ranks=2
+    )
+    assert code == 0 and "1 fault, 0 steps lost" in output, output
+    compare(tmp_path / "session", results(tmp_path / "plain"))
+
+
 @pytest.mark.parametrize(("evaluate", "kill"), [("steps", "0@7"), ("epoch", "1@9")])
 def test_killed_in_the_first_step_after_an_evaluation(tmp_path: Path, evaluate: str, kill: str) -> None:
     given = ("--output", "out", "--evaluate", evaluate)

@@ -64,15 +64,15 @@ class UndeclaredState:
         for name in sorted(set.intersection(*self._changed[1:])):
             raise UsageError(
                 f"step {step}: {name} changes from step to step and is {_EFFECT}",
-                hint="session(state={'name': object}), on all ranks, and begin without the checkpoints of this run, "
-                "which lack it; session(verify_block=0) leaves out this check",
+                hint="give it to the session on all ranks, state={'name': object}, and begin without the checkpoints "
+                "of this run, which lack it; verify_block=0 leaves out this check",
             )
         names = sorted(set.union(*self._changed) - self._told) if started else []
         if names:
             self._told.update(names)
             log.warning(
-                "holdfast: step %d: %s has changed and is %s: if the next steps use that value, write "
-                "session(state={...})",
+                "holdfast: step %d: %s has changed and is %s: if the next steps use that value, give "
+                "it to the session, state={'name': object}",
                 step,
                 ", ".join(names),
                 _EFFECT,
