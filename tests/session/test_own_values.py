@@ -30,7 +30,7 @@ def test_the_warning_names_the_values_that_take_the_room(large: str, named: str,
 @pytest.mark.torch
 @pytest.mark.processes
 def test_values_that_a_replacement_would_not_get_are_refused(tmp_path: Path) -> None:
-    """Regression: a warning, and after a kill the rank went on with ``s.own = None``."""
+    """Regression: a warning, and after a kill the rank continued with ``s.own = None``."""
     done = run_job(tmp_path, 2, JOB, str(tmp_path / "result"), "large")
     assert done.returncode == Exit.BAD_INPUT, done.stdout
     assert "StateError: s.own takes more than the" in done.stdout and "positions, seeds" in done.stdout
