@@ -13,6 +13,7 @@ from holdfast.core.protocol.messages import Command, RankState, SetTimer, Settle
 from holdfast.core.worker.decision_orders import (
     COMPLETE,
     SCRIPT_TIMEOUT_S,
+    SCRIPT_TIMER,
     WEIGHTS_TIMEOUT_S,
     WEIGHTS_TIMER,
     CarryOut,
@@ -107,6 +108,21 @@ def test_a_state_that_is_restored_is_not_read() -> None:
     assert book.advance(Standing(0.0, ready(), script)) == []
     script.end_restore()
     assert kinds(book.advance(Standing(0.0, ready(), script))) == [CarryOut]
+
+
+def test_a_timer_of_the_script_that_was_early_is_set_again() -> None:
+    """Regression: no event came any more, and the rank was killed because it did not tell what it holds."""
+    book, script = OrderBook(), machine_at(P.AT_STEP)
+    book.add(orders_of(decision("replace", rewind=2)))
+    (timer,) = book.advance(Standing(0.0, ready(), script))
+    assert timer == SetTimer(name=SCRIPT_TIMER, delay_s=SCRIPT_TIMEOUT_S)
+    assert book.advance(Standing(1.0, ready(), script)) == []  # another event: the timer still runs
+    book.look_again(SCRIPT_TIMER)
+    early_s = SCRIPT_TIMEOUT_S - 0.001
+    (timer,) = book.advance(Standing(early_s, ready(), script))
+    assert isinstance(timer, SetTimer) and timer.delay_s == pytest.approx(0.001)
+    book.look_again(SCRIPT_TIMER)
+    assert CarryOut in kinds(book.advance(Standing(SCRIPT_TIMEOUT_S, ready(), script)))
 
 
 def test_an_order_of_another_step_waits() -> None:
