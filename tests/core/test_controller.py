@@ -558,9 +558,9 @@ def test_who_was_to_be_killed_is_killed_by_the_next_agent() -> None:
     job = Job().up()
     job.exit(1)
     job.settle(0, "aborted", 5)
-    job.post(AgentGone(node_id=NODE))
     job.post(Tick(name="quiesce"), after_s=5.0)
     assert [kill.member_id for kill in job.sent(KillMember)] == [job.members[2]]
+    job.post(AgentGone(node_id=NODE))
     job.post(AgentHello(node_id=NODE, slots=3, pid=2, members=(seen(job)[0], seen(job)[2])))
     assert [kill.member_id for kill in job.sent(KillMember)] == [job.members[2]]
 

@@ -13,9 +13,12 @@ from holdfast.core.job.wait_bounds import FAILS_TO, RATE_BYTES_PER_S
 from holdfast.core.protocol.health_messages import Active, CollectEvidence, Evidence, RankEvidence, Stalled
 from holdfast.core.protocol.layout_messages import Layout
 from holdfast.core.protocol.messages import (
+    AgentBeat,
+    AgentGone,
     AgentHello,
     CancelTimer,
     FaultSeen,
+    Fence,
     JoinAsked,
     KillMember,
     LayoutPublished,
@@ -26,7 +29,7 @@ from holdfast.core.protocol.messages import (
     StopRun,
     Tick,
 )
-from tests.core.test_controller import NODE, Job, fail
+from tests.core.test_controller import NODE, Job, fail, seen
 from tests.core.test_newcomers import at_work, has_state, with_a_newcomer
 
 TICKS_MAX = 40
@@ -272,6 +275,47 @@ def test_a_newcomer_that_waits_for_its_state_is_not_late() -> None:
     job.post(Tick(name="join"), after_s=120.0)
     job.post(Tick(name="join"), after_s=120.0)
     assert [kill.member_id for kill in job.sent(KillMember)] == [job.members[1]]
+
+
+def test_a_rank_on_a_silent_node_is_not_late_and_has_the_whole_bound_once_its_node_is_back() -> None:
+    """Regression: the order reached a rank behind a cut when its bound was over, and the rank was killed for that."""
+    job = fenced()
+    job.post(AgentGone(node_id=NODE))
+    job.post(Tick(name="quiesce"), after_s=5.0)
+    assert job.sent(KillMember) == [] and "quiesce" in timers(job)
+    job.post(AgentHello(node_id=NODE, slots=3, pid=2, members=(seen(job)[0], seen(job)[2])), after_s=4.9)
+    job.post(AgentBeat(node_id=NODE))
+    assert {fence.member_id for fence in job.sent(Fence)} == {job.members[0], job.members[2]}
+    job.post(Tick(name="quiesce"), after_s=0.1)
+    assert job.sent(KillMember) == [] and "quiesce" in timers(job), "they have only had the order for 0.1 s"
+    job.post(Tick(name="quiesce"), after_s=5.0)
+    assert {kill.member_id for kill in job.sent(KillMember)} == {job.members[0], job.members[2]}
+
+
+def test_a_node_that_is_heard_again_without_a_hello_gives_its_ranks_the_whole_bound() -> None:
+    job = fenced()
+    job.post(AgentBeat(node_id=NODE))
+    job.post(Tick(name="beat"), after_s=4.0)
+    job.post(AgentBeat(node_id=NODE), after_s=0.9)
+    job.post(Tick(name="quiesce"), after_s=0.1)
+    assert job.sent(KillMember) == [] and "quiesce" in timers(job)
+
+
+def test_a_rank_on_a_silent_node_is_not_late_with_its_start_or_its_end() -> None:
+    job = Job()
+    job.post(AgentHello(node_id=NODE, slots=3, pid=1))
+    job.hello()
+    for member in job.controller.job.roster.members:
+        member.said_hello = member.rank > 0
+    job.post(AgentGone(node_id=NODE))
+    job.post(Tick(name="startup"), after_s=120.0)
+    assert job.sent(KillMember) == [] and timers(job)["startup"].delay_s == job.config.adoption_s
+    job = Job().up()
+    fail(job, 1, user_error=True)
+    job.post(AgentGone(node_id=NODE))
+    failing = f"failing:{job.members[1]}"
+    job.post(Tick(name=failing), after_s=2.0)
+    assert job.sent(KillMember) == [] and failing in timers(job)
 
 
 def test_the_first_bound_follows_from_the_size_of_the_state() -> None:

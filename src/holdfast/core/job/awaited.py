@@ -4,6 +4,9 @@ Invariants:
 1. A member that waits for others is not late. Examples: a newcomer while no state is offered, a source while its state
    is compared.
 2. A stopped process is not waited for if the phase needs something that the process has yet to do.
+3. A member on a suspected node is not late. Its order may not have arrived, and its answer may be on the way. The node
+   has a time limit of its own, after which it is lost with all its members. When it is heard again, its members have
+   the whole time limit of the phase.
 """
 
 from __future__ import annotations
@@ -87,8 +90,13 @@ class Awaited:
         return True
 
     def _is_held_up(self, wait: str, member: Member) -> bool:
-        """Return True if the member cannot act yet because it waits for others or for another of its tasks."""
+        """Return True if the member cannot act or be heard yet.
+
+        It waits for others or for another of its tasks, or its node is suspected.
+        """
         recovery = self.recovery
+        if self.job.liveness.is_suspected(member.node_id):
+            return True
         if wait == "join" and member.joining:
             return member.asked and (recovery.rules.compares or not recovery.replacement.is_offered)
         return wait == "offer" and recovery.rules.compares and member.rank in recovery.digests.awaited

@@ -104,6 +104,11 @@ class Liveness:
         """True if a majority of the voters is heard, or no other node votes."""
         return not self.voters or 2 * self.heard_voters > len(self.voters)
 
+    def is_suspected(self, node_id: NodeId) -> bool:
+        """Return True for a node that is known and not heard at present: it is back soon, or it will be lost."""
+        watch = self._watches.get(node_id)
+        return watch is not None and watch.suspected_at is not None
+
     def is_up(self, node_id: NodeId) -> bool:
         """Return True for a node that is known and not suspected."""
         watch = self._watches.get(node_id)

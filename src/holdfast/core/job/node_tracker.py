@@ -83,6 +83,7 @@ class NodeTracker:
     def agent_hello(self, now: float, event: AgentHello) -> None:
         """Handle the hello of an agent that joins or rejoins, with the list of its members."""
         job = self.job
+        self._back(event.node_id)
         job.slots[event.node_id] = event.slots
         if event.host:
             job.hosts[event.node_id] = (event.host, event.port)
@@ -144,6 +145,8 @@ class NodeTracker:
 
     def agent_beat(self, now: float, node_id: NodeId) -> None:
         """Handle a heartbeat. The first one after a hello closes that node's list of members."""
+        if self.job.liveness.is_suspected(node_id):
+            self._back(node_id)
         self.job.liveness.beat(node_id, now)
         self._launch_waiting(now)
         seen = self._returning.pop(node_id, None)
@@ -162,6 +165,11 @@ class NodeTracker:
         for member in self.job.roster.on_node(node_id):
             self.recovery.remind(member)
             self.ending.remind(member)
+
+    def _back(self, node_id: NodeId) -> None:
+        """Start the time limits of the members of a node again, because orders reach the node from now on."""
+        for member in self.job.roster.on_node(node_id):
+            self.recovery.bounds.moved(member.member_id)
 
     def agent_gone(self, now: float, node_id: NodeId) -> None:
         """Suspect a node whose agent closed its connection. The agent or its successor may come back."""
@@ -397,7 +405,10 @@ class NodeTracker:
         elif kind in ("kill", "failing"):
             member = self.job.roster.get(MemberId(int(number)))
             if member is not None and member.alive and kind == "failing":
-                self.job.time_out(member, "did not exit after its exception")
+                if self.job.liveness.is_suspected(member.node_id):  # its order may not have arrived
+                    self.job.timer(name, self.job.config.failing_s)
+                else:
+                    self.job.time_out(member, "did not exit after its exception")
             elif member is not None and member.alive:
                 self._give_up(now, member)
         else:
@@ -463,6 +474,9 @@ class NodeTracker:
         late = [m for m in job.roster.living if not m.started or (python and not m.said_hello)]
         if not late or job.config.library:
             return
+        if any(job.liveness.is_suspected(m.node_id) for m in late):  # what they report may be on the way
+            job.timer("startup", job.config.adoption_s)
+            late = [m for m in late if not job.liveness.is_suspected(m.node_id)]
         job.record("startup_late", ranks=[m.rank for m in late])
         for member in late:
             if member.started:

@@ -8,7 +8,8 @@ move (``Active``). Only a member without progress in a whole time limit is kille
 and is not waited for.
 
 Invariants:
-1. A member that has made progress since its time limit began is not killed for time.
+1. A member that has made progress since its time limit began is not killed for time. The return of its node counts as
+   progress, because the member receives its orders only then.
 2. While a phase waits for a member that is not about to be killed, its time limit runs.
 3. Stopped processes are killed by the rule for a training job (``core/watch/hang_attribution.py``): never more than
    half of them.
@@ -96,7 +97,7 @@ class Bounds:
         Args:
             wait: name of the time limit.
             awaited: the members that the phase waits for under this time limit.
-            held_up: the members among these that wait for others.
+            held_up: the members among these that wait for others, or whose node is suspected.
         """
         running = self._running.pop(wait, None)
         waited = [m for m in awaited if not m.kill_reason]
