@@ -13,6 +13,7 @@ from holdfast.core.protocol.messages import Command, RankState, SetTimer, Settle
 from holdfast.core.worker.decision_orders import (
     COMPLETE,
     SCRIPT_TIMEOUT_S,
+    SCRIPT_TIMER,
     WEIGHTS_TIMEOUT_S,
     WEIGHTS_TIMER,
     CarryOut,
@@ -114,6 +115,20 @@ def test_an_order_of_another_step_waits() -> None:
     book.add(orders_of(decision("replace")))
     assert book.advance(Standing(0.0, ready(STEP - 1), machine_at(P.BOUNDARY))) == []
     assert len(book.waiting) == 1
+
+
+def test_a_timer_that_is_early_is_set_again() -> None:
+    """Regression: the order waited for ever, and the rank was killed because it did not tell what it holds."""
+    book, script = OrderBook(), machine_at(P.AFTER_LOOP)
+    book.add(orders_of(decision("replace")))
+    begun = book.advance(Standing(0.0, ready(), script))
+    assert begun == [SetTimer(name=SCRIPT_TIMER, delay_s=SCRIPT_TIMEOUT_S)]
+    assert book.advance(Standing(5.0, ready(), script)) == [], "it runs"
+    book.look_again(SCRIPT_TIMER)
+    (again,) = book.advance(Standing(SCRIPT_TIMEOUT_S - 0.25, ready(), script))
+    assert again == SetTimer(name=SCRIPT_TIMER, delay_s=0.25)
+    book.look_again(SCRIPT_TIMER)
+    assert kinds(book.advance(Standing(SCRIPT_TIMEOUT_S, ready(), script))) == [LookAtWeights]
 
 
 # ---------------------------------------------------------------- properties

@@ -130,6 +130,7 @@ class OrderBook:
         self._pending: deque[DecisionOrder] = deque()
         self._running: DecisionOrder | None = None
         self._limits_s: dict[Wait, float] = {}
+        self._is_timed = False  # a timer of the script runs
         self._look: Look = "due"
 
     @property
@@ -158,6 +159,8 @@ class OrderBook:
 
     def look_again(self, timer: str) -> None:
         """Record that a timer is over. After the timer of the weights, the next look at the weights is due."""
+        if timer == SCRIPT_TIMER:
+            self._is_timed = False
         if timer == WEIGHTS_TIMER and self._look == "paused":
             self._look = "due"
 
@@ -200,9 +203,11 @@ class OrderBook:
         if "script" not in waits_for(order.settle, at.script):
             return False
         if "script" not in self._limits_s:
-            self._limits_s["script"] = at.now_s + SCRIPT_TIMEOUT_S
-            found.append(SetTimer(name=SCRIPT_TIMER, delay_s=SCRIPT_TIMEOUT_S))
+            self._limits_s["script"], self._is_timed = at.now_s + SCRIPT_TIMEOUT_S, False
         if at.now_s < self._limits_s["script"]:
+            if not self._is_timed:  # the last one may have been early, by the resolution of the clock
+                self._is_timed = True
+                found.append(SetTimer(name=SCRIPT_TIMER, delay_s=self._limits_s["script"] - at.now_s))
             return True
         if at.script.rules.awaited == "block":
             found.append(WarnOfScript(step=at.steps.step - 1, waited_s=SCRIPT_TIMEOUT_S))
