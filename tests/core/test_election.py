@@ -263,6 +263,52 @@ def test_a_voter_that_has_lost_its_files_hears_who_votes_and_replaces_the_leader
     assert not said(post(leader, PeerHere(node_id=NodeId("stranger"))), ConfigChange)
 
 
+@pytest.mark.parametrize(("voters", "elects"), [((A, B), True), ((A, B, C), False), ((A, B, C, D), True)])
+def test_a_host_that_was_installed_again_alone_elects_nobody(
+    voters: tuple[NodeId, ...], elects: bool
+) -> None:
+    """Regression: its second vote in a term made a second leader of that term.
+
+    One voter that remembers is in every majority of two voters, two of four are, and two of three are a majority.
+    """
+    electorate = VoterSet(0, 1, voters)
+    candidate = agent(A, msgspec.structs.replace(nodes(*voters), term=1))
+    post(candidate, Tick(name="campaign"))
+    fresh = agent(B, HardState())
+    for trial in (True, False):
+        if len(voters) == 4:
+            post(candidate, VoteReply(voter=C, term=2, trial=trial, granted=True))
+        ask = RequestVote(candidate=A, term=2, electorate=electorate, trial=trial)
+        ((_, reply),) = said(post(fresh, ask), VoteReply)
+        assert reply == VoteReply(voter=B, term=2, trial=trial, granted=True, blank=True)
+        post(candidate, reply)
+    assert (candidate.role == "leader") is elects and fresh.kept.electorate is None
+
+
+def test_the_founder_counts_every_vote_of_the_first_term_and_asks_again_in_it() -> None:
+    founder, other = agent(A, HardState()), agent(B, HardState())
+    post(founder, Founded(voters=(A, B, C), witness=False))
+    post(founder, VoteReply(voter=B, term=1, trial=True, granted=True, blank=True))
+    again = said(post(founder, Tick(name="campaign")), RequestVote)
+    assert {(ask.term, ask.trial) for _, ask in again if isinstance(ask, RequestVote)} == {(1, False)}
+    ((_, reply),) = said(post(other, again[0][1]), VoteReply)
+    assert other.kept.electorate == founder.kept.electorate
+    post(founder, reply)
+    assert founder.role == "leader"
+
+
+def test_a_new_leader_tells_all_who_votes_and_that_its_term_is_used_up() -> None:
+    leader = agent(A, nodes(A, B, C))
+    up = lead(leader, B)
+    fresh = agent(C, HardState())
+    for _, message in said(up, ConfigChange):
+        post(fresh, message)
+    assert fresh.kept.electorate == leader.kept.electorate
+    ask = RequestVote(candidate=B, term=1, electorate=VoterSet(0, 1, (A, B, C)), trial=False)
+    ((_, reply),) = said(post(fresh, ask), VoteReply)
+    assert isinstance(reply, VoteReply) and not reply.granted
+
+
 def test_a_candidate_with_an_older_log_is_refused() -> None:
     """Its host lost power, and the lines that it had not synced: it would take the job for a new one."""
     voter = agent(B, nodes(A, B, C))

@@ -94,6 +94,21 @@ def test_a_node_is_lost_while_a_majority_is_heard() -> None:
     assert job.record("member_lost")["rank"] == 1 and not any(isinstance(c, StepDown) for c in job.log)
 
 
+def test_a_wait_for_nodes_ends_no_job_without_a_majority() -> None:
+    """Regression: the start-up time of a leader that was cut off ended the job of the other side."""
+    job = training()
+    job.controller.recovery.phase = "waiting"
+    part(job, B, C)
+    job.post(Tick(name="startup"))
+    assert not any(isinstance(c, Finish) for c in job.log)
+    assert SetTimer(name="startup", delay_s=job.config.beat_s) in job.last
+    for node in (B, C):
+        job.post(AgentBeat(node_id=node))
+    job.controller.recovery.phase = "waiting"
+    job.post(Tick(name="startup"))
+    assert any(isinstance(c, Finish) for c in job.last)
+
+
 def test_without_a_majority_nothing_is_decided() -> None:
     job = started()
     lose(job, B, C)

@@ -14,6 +14,7 @@ from holdfast.core.protocol.messages import (
 from holdfast.core.protocol.peer_messages import (
     RequestVote,
     StartController,
+    VoteReply,
 )
 from holdfast.sim.elections import ElectionSearch
 from holdfast.sim.invariants import Violation
@@ -26,6 +27,12 @@ def test_three_agents_elect_once_and_hear_of_it() -> None:
 def test_two_elections_with_a_crash_at_any_moment() -> None:
     result = ElectionSearch(3, (1, 2), 1, announced=False).run()
     assert result.elections == 2 and result.states > 10_000
+
+
+@pytest.mark.parametrize("agents", [2, 3])
+def test_two_elections_with_a_host_that_is_installed_again_at_any_moment(agents: int) -> None:
+    result = ElectionSearch(agents, (2, 3)[:agents], 0, announced=False, reinstalls=1).run()
+    assert result.states > 100
 
 
 class VotesTwice(Election):
@@ -50,6 +57,21 @@ class LeadsByPlurality(Election):
 
     def _elected(self, electorate: object) -> bool:
         return True
+
+
+class TrustsBlankVotes(Election):
+    """A mutant for which the vote of a host that was installed again is like any other."""
+
+    def handle(self, now: float, event: Message) -> list[Command]:
+        if isinstance(event, VoteReply):
+            event = msgspec.structs.replace(event, blank=False)
+        return super().handle(now, event)
+
+
+def test_trusting_a_host_that_was_installed_again() -> None:
+    with pytest.raises(Violation) as caught:
+        ElectionSearch(3, (2, 2), 0, announced=False, machine=TrustsBlankVotes, reinstalls=1).run()
+    assert caught.value.name == "one_leader_per_term"
 
 
 @pytest.mark.parametrize(

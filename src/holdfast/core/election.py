@@ -10,6 +10,13 @@ A leader decides from the event log of its node. A host that lost power, or was 
 older log or none. A controller there would treat the job as a new one, and end the processes that hold the state of the
 job. So a voter refuses a candidate whose log ends before the log of the voter.
 
+A host that was installed again has also lost its votes. Such a voter knows no electorate, and says so with its vote:
+the vote is *blank*. Each majority that has elected a leader has to contain a voter that remembers its vote and takes
+part in this election too. So a candidate needs, beside a majority of votes, more votes that are not blank than there
+are voters outside a majority. Only the founder asks for votes in the first term, so there every vote counts. A new
+leader sends the electorate to all agents. The term of a leader is used up for them: that leader has the votes of a
+majority.
+
 The electorate (the set of voters) changes by one voter at a time. Each agent uses a change from the moment it has
 stored the change. A change is committed when a majority of the new voters have stored it, and only then may the next
 change begin. A new leader first issues the electorate again in its own term. A voter refuses a candidate with an older
@@ -25,6 +32,8 @@ Invariants:
 3. At most one agent leads in each term.
 4. The terms and the electorates that an agent stores never become older.
 5. At the time of a vote, the log of the voter is not newer than the log of the leader that it votes for.
+6. A leader of any term but the first has the votes of enough voters that remember their votes. Each majority has one of
+   them.
 """
 
 from __future__ import annotations
@@ -64,6 +73,9 @@ from holdfast.core.protocol.peer_messages import (
     VoterSet,
     WitnessReply,
 )
+
+FIRST_TERM = 1
+"""The term of the first election of a job, in which only the founder asks for votes."""
 
 Role = Literal["follower", "trying", "candidate", "leader", "alone"]
 
@@ -105,6 +117,7 @@ class Election:
         self.lead: Lead | None = None
         self._doubted: Lead | None = None  # this agent has lost its connection to that controller
         self._granted: frozenset[NodeId] = frozenset()
+        self._blank: frozenset[NodeId] = frozenset()  # voters in ``_granted`` that may have forgotten votes
         self._acks: frozenset[NodeId] = frozenset()
         self._up: frozenset[NodeId] = frozenset()
         self._claimed = 0
@@ -184,7 +197,11 @@ class Election:
             self.lead = Lead(leader=self.me, term=event.term, host=event.host, port=event.port)
             self._cancel("campaign", "alone")
             self._send("*", self.lead)
-            if self.kept.electorate is not None and not self.kept.committed:
+            if self.kept.electorate is None:
+                return
+            if self.kept.committed:
+                self._publish()  # a voter that was installed again knows none
+            else:
                 # A change that an earlier leader, or this agent before its restart, has not committed.
                 self._issue(msgspec.structs.replace(self.kept.electorate, term=self.kept.term))
 
@@ -219,10 +236,19 @@ class Election:
         electorate = self.kept.electorate
         if electorate is None or self.me not in electorate.voters:
             return  # no vote: wait for an agent that knows the leader
+        if self.role == "candidate" and self.kept.term == FIRST_TERM:
+            # No other agent asks for votes in this term. A voter that the founder did not reach would be blank in the
+            # next one.
+            self._ask(electorate, self.kept.term, trial=False)
+            return
         self.role = "trying"
-        self._granted = frozenset((self.me,))
+        self._poll()
         self._ask(electorate, self.kept.term + 1, trial=True)
         self._count(electorate)
+
+    def _poll(self) -> None:
+        """Begin to count votes. This agent has its own vote."""
+        self._granted, self._blank = frozenset((self.me,)), frozenset()
 
     def _ask(self, electorate: VoterSet, term: int, *, trial: bool) -> None:
         ask = RequestVote(candidate=self.me, term=term, electorate=electorate, trial=trial, log=self._log)
@@ -234,7 +260,7 @@ class Election:
         if self.role == "trying" and self._elected(electorate):
             self._keep(term=self.kept.term + 1, voted_for=self.me)
             self.role = "candidate"
-            self._granted = frozenset((self.me,))
+            self._poll()
             self._ask(electorate, self.kept.term, trial=False)
         if self.role == "candidate" and self._elected(electorate):
             self.role = "leader"
@@ -253,7 +279,10 @@ class Election:
             self._ask(electorate, self.kept.term, trial=False)
 
     def _elected(self, electorate: VoterSet) -> bool:
-        return len(self._granted & set(electorate.voters)) >= electorate.quorum
+        granted = self._granted & set(electorate.voters)
+        term = self.kept.term + (self.role == "trying")
+        remember = len(granted) if term == FIRST_TERM else len(granted - self._blank)
+        return len(granted) >= electorate.quorum and remember > len(electorate.voters) - electorate.quorum
 
     def _asked(self, ask: RequestVote) -> None:
         kept = self.kept
@@ -267,15 +296,18 @@ class Election:
         granted = unspent and not outdated and lead is None and self.role != "leader"
         granted = granted and not (ask.trial and self._waits)
         if granted and not ask.trial:
-            electorate = kept.electorate if kept.electorate is not None else ask.electorate
-            committed = kept.committed if kept.electorate is not None else True
+            electorate, committed = kept.electorate, kept.committed
+            if electorate is None and ask.term == FIRST_TERM:
+                electorate, committed = ask.electorate, True
             if (kept.term, kept.voted_for) != (ask.term, ask.candidate):
                 self._keep(term=ask.term, voted_for=ask.candidate, electorate=electorate, committed=committed)
             self.role = "follower"
             self.lead = None
             self._wait()
         term = ask.term if granted else self.kept.term
-        self._send(ask.candidate, VoteReply(voter=self.me, term=term, trial=ask.trial, granted=granted))
+        blank = kept.electorate is None
+        reply = VoteReply(voter=self.me, term=term, trial=ask.trial, granted=granted, blank=blank)
+        self._send(ask.candidate, reply)
         if not granted and lead is not None:
             self._send(ask.candidate, lead)
 
@@ -297,14 +329,20 @@ class Election:
         stage: Role = "trying" if said.trial else "candidate"
         if self.role == stage and said.term == wanted and electorate is not None:
             self._granted = self._granted | {said.voter}
+            self._blank = (self._blank | {said.voter}) if said.blank else (self._blank - {said.voter})
             self._count(electorate)
 
-    def _meet_term(self, term: int) -> None:
-        """Take over a newer term. A leader of an older term stops its controller and campaigns again."""
+    def _meet_term(self, term: int, leader: str = "") -> None:
+        """Take over a newer term. A leader of an older term stops its controller and campaigns again.
+
+        Args:
+            term: the term that another agent has named.
+            leader: the leader of that term; empty: not known. No other candidate can have this vote any more.
+        """
         if term <= self.kept.term:
             return
         was_leader, self.role = self.role == "leader", "follower"
-        self._keep(term=term, voted_for="")
+        self._keep(term=term, voted_for=leader)
         if was_leader:
             self._out.append(StepDown(reason=f"an agent has seen term {term}"))
             self._search(was_leader=True)
@@ -325,7 +363,7 @@ class Election:
         if self.lead == lead:
             return
         if lead.term > self.kept.term:
-            self._keep(term=lead.term, voted_for="")
+            self._keep(term=lead.term, voted_for=lead.leader)
         if self.role == "leader":
             self._out.append(StepDown(reason=f"{lead.leader} leads in term {lead.term}"))
         self.role = "follower"
@@ -432,10 +470,11 @@ class Election:
             said = VoteReply(voter=self.me, term=self.kept.term, trial=False, granted=False)
             self._send(event.leader, said)
             return
-        self._meet_term(event.term)  # no message has named the leader of this term yet
+        self._meet_term(event.term, event.leader)  # no message has named the leader of this term yet
         kept = self.kept
         if kept.electorate is None or event.electorate >= kept.electorate:
-            self._keep(electorate=event.electorate, committed=event.committed)
+            if (event.electorate, event.committed) != (kept.electorate, kept.committed):
+                self._keep(electorate=event.electorate, committed=event.committed)
             self._send(event.leader, ConfigChangeAck(voter=self.me, electorate=event.electorate))
 
     def _acknowledged(self, said: ConfigChangeAck) -> None:

@@ -1,17 +1,17 @@
-"""Bounded exhaustive search over two elections: every order of votes, lost messages, crashes and restarts.
+"""Bounded exhaustive search over two elections: every order of votes, lost messages, crashes, restarts and lost disks.
 
 Theory. The state machines are the real ones. The network is the set of messages in flight; a message that is never
 taken out of the set is lost. An agent may crash after any prefix of the commands of an event. A restarted agent has
-only the state that the executed commands have persisted. An answer to a trial vote (raft pre-vote) binds no voter, so
-every answer is possible at any time. A campaign therefore begins with the real vote here. The search takes every
-enabled action from each state and skips states that it has seen.
+only the state that the executed commands have persisted, or none if its host was installed again. An answer to a trial
+vote (raft pre-vote) binds no voter, so every answer is possible at any time. A campaign therefore begins with the real
+vote here. The search takes every enabled action from each state and skips states that it has seen.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from holdfast.core.election import Election, ElectionConfig, HardState
+from holdfast.core.election import FIRST_TERM, Election, ElectionConfig, HardState
 from holdfast.core.ids import NodeId
 from holdfast.core.protocol.messages import (
     Command,
@@ -42,7 +42,7 @@ class Node(NamedTuple):
     def key(self) -> tuple[object, ...]:
         """Return a key that is equal for equal states of the agent."""
         m = self.machine
-        return (self.kept, None) if m is None else (self.kept, m.role, m.lead, m._granted)
+        return (self.kept, None) if m is None else (self.kept, m.role, m.lead, m._granted, m._blank)
 
 
 class ElectionState(NamedTuple):
@@ -54,6 +54,7 @@ class ElectionState(NamedTuple):
         leaders: every (term, leader) so far.
         granted: every granted vote so far: (voter, term, candidate).
         crashes: number of crashes that may still happen.
+        reinstalls: number of agents that may still lose their disk.
     """
 
     nodes: tuple[Node, ...]
@@ -61,6 +62,7 @@ class ElectionState(NamedTuple):
     leaders: frozenset[tuple[int, NodeId]]
     granted: frozenset[tuple[NodeId, int, NodeId]]
     crashes: int
+    reinstalls: int
 
     def key(self) -> tuple[object, ...]:
         """Return a key that is equal for equal states of the system."""
@@ -81,6 +83,7 @@ class ElectionSearch:
         agents: number of voters.
         campaigns: for each agent, the highest term up to which it campaigns. Further agents do not campaign.
         crashes: largest number of crashes.
+        reinstalls: largest number of agents that lose their disk.
         announced: True if a leader's controller starts, so that the leader announces itself.
         machine: the election machine to test.
     """
@@ -93,10 +96,12 @@ class ElectionSearch:
         *,
         announced: bool,
         machine: type[Election] = Election,
+        reinstalls: int = 0,
     ) -> None:
         self.names = tuple(NodeId(f"n{i}") for i in range(agents))
         self.campaigns = campaigns
         self.crashes = crashes
+        self.reinstalls = reinstalls
         self.announced = announced
         self.machine = machine
 
@@ -106,9 +111,11 @@ class ElectionSearch:
         Raises:
             Violation: two leaders in a term, two grants of a voter in a term, or a state machine's own check.
         """
-        founded = HardState(electorate=VoterSet(0, 1, self.names), committed=True)
+        # Blank votes count in the first term, in which only the founder campaigns. Here several agents campaign.
+        term = FIRST_TERM if self.reinstalls else 0
+        founded = HardState(term=term, electorate=VoterSet(0, 1, self.names), committed=True)
         nodes = tuple(Node(founded, self._make(i, founded)) for i in range(len(self.names)))
-        first = ElectionState(nodes, frozenset(), frozenset(), frozenset(), self.crashes)
+        first = ElectionState(nodes, frozenset(), frozenset(), frozenset(), self.crashes, self.reinstalls)
         seen = {first.key()}
         stack = [first]
         most = 0
@@ -136,6 +143,9 @@ class ElectionSearch:
                 back = Node(node.kept, self._make(index, node.kept))
                 found.append(self._with(state, index, back))
                 continue
+            if state.reinstalls:
+                again = Node(HardState(), self._make(index, HardState()))
+                found.append(self._with(state, index, again)._replace(reinstalls=state.reinstalls - 1))
             if (
                 index < len(self.campaigns)
                 and node.kept.term < self.campaigns[index]
@@ -191,7 +201,11 @@ class ElectionSearch:
                 leaders.add((command.term, me))
             elif isinstance(command, Send):
                 message = command.message
-                if isinstance(message, VoteReply) and message.granted and not message.trial:
+                if (
+                    isinstance(message, VoteReply)
+                    and message.granted
+                    and not (message.trial or message.blank)
+                ):
                     granted.add((me, message.term, NodeId(command.to[5:])))
                 if not (isinstance(message, RequestVote | VoteReply) and message.trial):
                     names = self.names if command.to == "node:*" else (NodeId(command.to[5:]),)
@@ -200,8 +214,8 @@ class ElectionSearch:
             raise Violation("one_leader_per_term", f"{sorted(leaders)}")
         if len({(voter, term) for voter, term, _ in granted}) < len(granted):
             raise Violation("one_vote_per_term", f"{sorted(granted)}")
-        after = ElectionState(
-            state.nodes, frozenset(network), frozenset(leaders), frozenset(granted), state.crashes
+        after = state._replace(
+            network=frozenset(network), leaders=frozenset(leaders), granted=frozenset(granted)
         )
         return self._with(after, index, Node(kept, machine))
 

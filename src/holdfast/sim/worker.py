@@ -264,7 +264,8 @@ class SimWorker(SimTraining):
             case ApplyUpdate():
                 self.update()
             case SetTimer():
-                self.later(command.delay_s, command.name, lambda: self.report(Tick(name=command.name)))
+                tick = Tick(name=command.name)
+                self.later(command.delay_s, f"tick {command.name}", lambda: self.report(tick))
             case CarryOut():
                 self._carry_out(command.order)
             case LookAtWeights():

@@ -125,12 +125,16 @@ class RequestVote(Message, frozen=True):
 
 
 class VoteReply(Message, frozen=True):
-    """Answer to :class:`RequestVote`. If granted, ``term`` is the requested one; if refused, the voter's own."""
+    """Answer to :class:`RequestVote`. If granted, ``term`` is the requested one; if refused, the voter's own.
+
+    ``blank``: the voter knows no electorate. Its host may have been installed again, and its earlier votes are lost.
+    """
 
     voter: NodeId
     term: int
     trial: bool
     granted: bool
+    blank: bool = False
 
 
 class Lead(Message, frozen=True):

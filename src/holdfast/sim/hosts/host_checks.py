@@ -250,9 +250,13 @@ class HostChecks(Checks):
             raise Violation("one_leader_per_term", f"{self._leaders[term]} and {node_id} lead in term {term}")
 
     def voted(self, node_id: NodeId, command: Send) -> None:
-        """Check, when an election sends a message, that a node grants at most one vote in a term."""
+        """Check, when an election sends a message, that a node grants at most one vote in a term.
+
+        The second vote of a host that was installed again cannot be prevented. It is blank, and alone elects no leader:
+        ``one_leader_per_term`` checks what follows from it.
+        """
         reply = command.message
-        if isinstance(reply, VoteReply) and reply.granted and not reply.trial:
+        if isinstance(reply, VoteReply) and reply.granted and not (reply.trial or reply.blank):
             first = self._votes.setdefault((node_id, reply.term), command.to)
             if first != command.to:
                 text = f"{node_id} grants term {reply.term} to {first} and {command.to}"
