@@ -227,6 +227,22 @@ def test_what_is_no_copy_of_weights_or_does_not_change_is_left_alone(
     assert [script.look(), script.step(), script.step(), script.step()] == [[], [], [], []]
 
 
+def conjugated(model: nn.Module) -> tuple[Variables, Update]:
+    module = nn.Module()
+    module.register_buffer("phase", torch.tensor([1 + 2j, 3 - 4j]).conj())
+    module.register_buffer("sign", torch.tensor([1 + 2j, 3 - 4j]).conj().imag)
+
+    def update(model: nn.Module) -> None:
+        module.get_buffer("sign").mul_(2)
+
+    return {"module": module}, update
+
+
+def test_views_that_conjugate_and_negate_are_read() -> None:
+    script = Script(conjugated)
+    assert [script.look(), script.step()] == [[], ["module (Module)"]]
+
+
 def test_weights_that_forward_computes_are_no_state() -> None:
     model = nn.Sequential(
         *(torch.nn.utils.spectral_norm(each) if isinstance(each, nn.Linear) else each for each in net())

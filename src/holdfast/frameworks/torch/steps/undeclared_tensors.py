@@ -138,11 +138,14 @@ def _shape(value: Any) -> torch.Size:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether the elements of a tensor or array can be read."""
+    """Return whether the elements of a tensor or array can be read. A tensor of another library's class may refuse."""
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "fiub"
-    strided = value.layout is torch.strided and not value.is_meta and not value.is_quantized
-    return strided and local_of(value).numel() > 0
+    try:
+        strided = value.layout is torch.strided and not value.is_meta and not value.is_quantized
+        return strided and local_of(value).numel() > 0 and local_of(value).untyped_storage().data_ptr() != 0
+    except (RuntimeError, NotImplementedError, TypeError):
+        return False
 
 
 def _memory(value: Any) -> int:
@@ -159,5 +162,5 @@ def _sample(value: Any) -> int:
         return xxhash.xxh3_64_intdigest(flat[:: -(-len(flat) // SAMPLE) or 1].tobytes())
     with torch.no_grad():
         row = local_of(value).detach().reshape(-1)
-        some = row[:: -(-len(row) // SAMPLE)].cpu().contiguous()
+        some = row[:: -(-len(row) // SAMPLE)].resolve_conj().resolve_neg().cpu().contiguous()
     return xxhash.xxh3_64_intdigest(some.view(torch.uint8).numpy().tobytes())
