@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 from collections.abc import Iterator
 from types import FrameType
 
 from holdfast.package import DIRECTORY
 
 _OURS = str(DIRECTORY) + os.sep
+_LIBRARIES = tuple(
+    {
+        path + os.sep
+        for name, path in sysconfig.get_paths().items()
+        if name in ("stdlib", "purelib", "platlib")
+    }
+)
 
 
 def place_in_script() -> str:
@@ -27,7 +35,7 @@ def frame_of_script() -> FrameType:
 
 
 def variables_of_script() -> dict[str, object]:
-    """Return the variables of all stack frames outside of Holdfast, and the global variables of their modules.
+    """Return the variables of all stack frames outside of Holdfast, and the global variables of the script's modules.
 
     Of variables with the same name the innermost is returned under that name. The others have their file before it.
     """
@@ -45,5 +53,6 @@ def _scopes() -> Iterator[tuple[str, dict[str, object]]]:
         file = frame.f_code.co_filename
         if not file.startswith(_OURS):
             yield file, dict(frame.f_locals)
-            yield file, dict(frame.f_globals)
+            if not file.startswith(_LIBRARIES):
+                yield file, dict(frame.f_globals)
         frame = frame.f_back

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-VALUES_MAX = 20_000
+VALUES_MAX = 10_000
 LONG = 1024  # entries of a container that is data, if the first of them is no tensor
 _ATOMS = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray, type, range, torch.dtype, torch.device),
@@ -74,13 +74,13 @@ def places_in(variables: Mapping[str, object], known: Collection[int]) -> Iterat
             ahead.append(_Visit(name, (), value))
     while ahead and len(seen) < VALUES_MAX:
         visit = ahead.popleft()
-        if id(visit.value) in seen or id(visit.value) in known or _left_out(visit.value):
+        if id(visit.value) in seen or id(visit.value) in known or _is_left_out(visit.value):
             continue
         seen.add(id(visit.value))
         for place in _children(visit):
             if _is(place.value, *_ARRAYS):
                 yield place
-            elif not _is(place.value, *_ATOMS):
+            elif not _is_end(place.value):
                 ahead.append(_Visit(place.path, place.modules, place.value))
 
 
@@ -88,9 +88,27 @@ def _is(value: object, *kinds: type) -> bool:
     return issubclass(type(value), kinds)
 
 
-def _left_out(value: object) -> bool:
-    home = value if _is(value, types.FunctionType) else type(value)
-    return _is(value, *_ATOMS) or str(home.__module__).startswith(_RUNTIMES)
+def _is_end(value: Any) -> bool:
+    """Return whether nothing is behind a value: most of them are atoms and empty dicts (the hooks of modules)."""
+    kind: Any = type(value)
+    return _is_atom(kind) or (kind in (dict, OrderedDict, list, tuple) and not value)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_atom(kind: type) -> bool:
+    return issubclass(kind, _ATOMS)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_of_a_runtime(kind: type) -> bool:
+    return str(kind.__module__).startswith(_RUNTIMES)
+
+
+def _is_left_out(value: Any) -> bool:
+    if _is(value, types.FunctionType):
+        return str(value.__module__).startswith(_RUNTIMES)
+    kind: Any = type(value)
+    return _is_atom(kind) or _is_of_a_runtime(kind)
 
 
 def _children(visit: _Visit) -> Iterator[Place]:
