@@ -175,7 +175,7 @@ def test_a_lost_process_is_replaced_alone_and_new_pods_continue_at_the_step_afte
         steps = [int(line) for line in (tmp_path / f"out-steps-{rank}").read_text().split()]
         missing = set(range(1, 201)) - set(steps)
         assert len(steps) == len(set(steps)), "no step twice"
-        # The kill may come after the commit of a step, before the line behind its block.
+        # The kill may come after the commit of a step, before the script writes its line.
         assert len(missing) <= rank, missing
 
 
