@@ -56,7 +56,8 @@ class ControllerProcess:
     Attributes:
         term: the term of the controller.
         alone: True if the controller decides for its own host only, because the host lost the others.
-        lost: members that the controller gave up without having read their status pages.
+        lost: members that this controller, or an earlier one in whose seats it continues, gave up without having read
+            their status pages.
         past: the state after the lines of the event log so far.
     """
 
@@ -65,7 +66,6 @@ class ControllerProcess:
         self.term = term
         self.alone = alone
         self.lives = True
-        self.lost: set[MemberId] = set()
         self._scene = scene
         self._disk = disk
         self._ends: dict[End, bool] = {}  # every connection; True: its agent mirrors the log
@@ -74,6 +74,10 @@ class ControllerProcess:
         self._offsets_s: dict[NodeId, float] = {}
         self._heard_s = 0.0
         self.past = disk.read(scene.clock(host), alone=alone)
+        # A member that still has its seat may return, and then counts.
+        seated = set(self.past.seated_members.values())
+        self.lost = {_given_up(line.record) for line in disk.in_force(alone=alone) if _gives_up(line.record)}
+        self.lost -= seated
         self.machine = scene.make_controller(scene.controller_config(disk, host, term, alone), self.past)
         driver = SimDriver(scene, host, f"c{term}", self.machine, self._carry_out, self.die)
         driver.journal = self._record
@@ -177,8 +181,8 @@ class ControllerProcess:
         self._disk.append(line)
         for end in [end for end, mirrors in self._ends.items() if mirrors and term]:
             end.send(_mirror(line))
-        if record.kind == "member_lost":
-            self.lost.add(MemberId(int(str(record.data["member_id"]))))
+        if _gives_up(record):
+            self.lost.add(_given_up(record))
         self._scene.decided(self, record)
         self.past = self.past.after(record)
 
@@ -203,6 +207,14 @@ class ControllerProcess:
         end = self._agents.line_of(node_id)
         if end is not None:
             end.send(message)
+
+
+def _gives_up(record: LogRecord) -> bool:
+    return record.kind == "member_lost"
+
+
+def _given_up(record: LogRecord) -> MemberId:
+    return MemberId(int(str(record.data["member_id"])))
 
 
 def _mirror(line: LogLine) -> Mirror:
