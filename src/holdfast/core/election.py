@@ -32,8 +32,8 @@ Invariants:
 3. At most one agent leads in each term.
 4. The terms and the electorates that an agent stores never become older.
 5. At the time of a vote, the log of the voter is not newer than the log of the leader that it votes for.
-6. A leader of any term but the first has more votes that remember than there are voters outside a majority. With one lost
-   disk and the same electorate, each majority has one of them. During a change of the electorate, or with two lost
+6. A leader of any term but the first has more votes that remember than there are voters outside a majority. With one
+   lost disk and the same electorate, each majority has one of them. During a change of the electorate, or with two lost
    disks of four voters, it may have none: invariant 3 is open there (docs/design/0038-simulated-hosts.md, Limits).
 """
 
