@@ -20,6 +20,7 @@ from pathlib import Path
 
 from overhead import NPROC, step_ms
 from recovery import MEMORY_EVERY, ours
+from rounds import quantile
 
 LAYOUTS = ("ddp", "fsdp")
 RECOVERY_GOAL, COST_GOAL = 1.3, 1.01
@@ -28,7 +29,7 @@ RECOVERY_GOAL, COST_GOAL = 1.3, 1.01
 def row(name: str, values: Sequence[float], goal: float | None = None) -> str:
     """Return n, median, p90 and the share that met the goal, as one line of the table."""
     ordered = sorted(values)
-    middle, high = (ordered[min(int(len(ordered) * share), len(ordered) - 1)] for share in (0.5, 0.9))
+    middle, high = quantile(ordered, 0.5), quantile(ordered, 0.9)
     met = "" if goal is None else f"{sum(value <= goal for value in values)} of {len(values)}"
     return f"| {name} | {len(values)} | {middle:.3f} | {high:.3f} | {met} |"
 

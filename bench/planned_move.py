@@ -30,6 +30,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
+from rounds import quantile
+
 from holdfast.errors import InternalError
 from tests.cli.command import HOLDFAST
 from tests.nodes.cables import Network
@@ -176,7 +178,7 @@ def row(name: str, found: Sequence[tuple[float, float]]) -> str:
     stalls = sorted(stall_s for stall_s, _ in found)
     if not stalls:
         return f"| {name} | 0 | | | |"
-    p90 = stalls[min(int(len(stalls) * 0.9), len(stalls) - 1)]
+    p90 = quantile(stalls, 0.9)
     within = sum(stall_s < usual_s for stall_s, usual_s in found)
     return (
         f"| {name} | {len(found)} | {statistics.median(stalls):.3f} | {p90:.3f} | {within} of {len(found)} |"

@@ -1,8 +1,9 @@
-"""Helpers of the store's benchmarks: the slowest value of all ranks, and the spread over all rounds."""
+"""Helpers of the benchmarks: the slowest value of all ranks, quantiles, and the spread over all rounds."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,11 @@ def slowest(value: float) -> float:
     tensor = torch.tensor([value], dtype=torch.float64)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     return float(tensor.item())
+
+
+def quantile(ordered: Sequence[float], share: float) -> float:
+    """Return the value below which ``share`` of the values lie. ``ordered`` is sorted and not empty."""
+    return ordered[min(int(len(ordered) * share), len(ordered) - 1)]
 
 
 def spread(values: list[float]) -> str:

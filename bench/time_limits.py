@@ -35,6 +35,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from rounds import quantile
+
 from holdfast.exit_codes import Exit
 from holdfast.store.manage.checkpoint_root import Root
 from tests.cli.command import HOLDFAST
@@ -221,7 +223,7 @@ def row(name: str, met: str, values: Sequence[float]) -> str:
     ordered = sorted(values)
     if not ordered:
         return f"| {name} | 0 | {met} | | | | |"
-    p10, p90 = (ordered[min(int(len(ordered) * share), len(ordered) - 1)] for share in (0.1, 0.9))
+    p10, p90 = quantile(ordered, 0.1), quantile(ordered, 0.9)
     return (
         f"| {name} | {len(ordered)} | {met} | {ordered[0]:.1f} | {p10:.1f} | {statistics.median(ordered):.1f} "
         f"| {p90:.1f} |"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -252,8 +253,6 @@ def test_weights_that_forward_computes_are_no_state() -> None:
 
 
 def test_nothing_is_kept_alive() -> None:
-    import weakref
-
     script = Script(averaged_module)
     script.look()
     gone = weakref.ref(script.variables.pop("ema"))

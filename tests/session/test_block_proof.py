@@ -148,7 +148,7 @@ def test_an_impure_block_is_refused_before_its_update(way: str, cause: str) -> N
 
 
 class Shards:
-    """A loader of the script with a position of its own."""
+    """A loader class of the script. It stores its position in an attribute."""
 
     def __init__(self) -> None:
         self.current_position = 0

@@ -18,7 +18,7 @@ JOB = str(Path(__file__).with_name("undeclared_job.py"))
 @pytest.mark.processes
 def test_an_average_that_the_session_does_not_have_is_refused_by_name(tmp_path: Path) -> None:
     """Regression: after a kill the replacement had another average, with exit code 0 and without a word."""
-    done = run_job(tmp_path, 2, JOB, "1", "5")
+    done = run_job(tmp_path, 2, JOB, "1")
     assert done.returncode == Exit.BAD_INPUT, done.stdout
     assert "UsageError: step 2: target (Linear) changes from step to step and is not part" in done.stdout
     assert "next: give it to the session on all ranks, state={'name': object}" in done.stdout
@@ -27,7 +27,7 @@ def test_an_average_that_the_session_does_not_have_is_refused_by_name(tmp_path: 
 @pytest.mark.torch
 @pytest.mark.processes
 def test_a_model_that_changes_now_and_then_is_named(tmp_path: Path) -> None:
-    done = run_job(tmp_path, 2, JOB, "6", "-")
+    done = run_job(tmp_path, 2, JOB, "6")
     assert done.returncode == 0, done.stdout
     assert "step 6: target (Linear) has changed and is not part of the session" in done.stdout
 

@@ -459,9 +459,8 @@ class NodeTracker:
         """Remove the members that have not reported in the start-up time, or end the run if no agent has."""
         job = self.job
         bound = f"within {job.config.startup_s:g} s"
-        if (
-            self.recovery.phase == "waiting" and not job.decides
-        ):  # this side does not end the job of the others
+        if self.recovery.phase == "waiting" and not job.decides:
+            # This side does not end the job of the others.
             job.timer("startup", job.config.beat_s)
             return
         if not job.roster.members or self.recovery.phase == "waiting":

@@ -58,16 +58,17 @@ class UndeclaredState:
         changed = set(self._finder.changed(variables_of_script()))
         self._changed = [*([] if number == 0 else self._changed), changed]
         if number == LOOKS - 1:
-            self._judge(step, started=since >= LOOKS)
+            self._judge(step, warns=since >= LOOKS)
 
-    def _judge(self, step: int, *, started: bool) -> None:
-        for name in sorted(set.intersection(*self._changed[1:])):
+    def _judge(self, step: int, *, warns: bool) -> None:
+        refused = sorted(set.intersection(*self._changed[1:]))
+        if refused:
             raise UsageError(
-                f"step {step}: {name} changes from step to step and is {_EFFECT}",
+                f"step {step}: {refused[0]} changes from step to step and is {_EFFECT}",
                 hint="give it to the session on all ranks, state={'name': object}, and begin without the checkpoints "
                 "of this run, which lack it; verify_block=0 leaves out this check",
             )
-        names = sorted(set.union(*self._changed) - self._told) if started else []
+        names = sorted(set.union(*self._changed) - self._told) if warns else []
         if names:
             self._told.update(names)
             log.warning(

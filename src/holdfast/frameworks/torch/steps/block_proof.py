@@ -23,14 +23,14 @@ def found_by(state: TorchState) -> dict[str, int]:
     for name, optimizer in state.optimizers.items():
         for number, group in enumerate(optimizer.hyperparameters()):
             for key, value in group.items():
-                found[f"{key} of group {number} of optimizer {name!r}"] = _digest_of(value)
+                found[f"{key} of group {number} of optimizer {name!r}"] = digest_of_value(value)
     for name, scheduler in state.schedulers.items():
-        found[f"scheduler {name!r}"] = _digest_of(scheduler.state_dict())
+        found[f"scheduler {name!r}"] = digest_of_value(scheduler.state_dict())
     for name, item in state.plain_extras().items():
-        found[f"state {name!r}"] = _digest_of(item)
+        found[f"state {name!r}"] = digest_of_value(item)
     for name, item in state.objects().items():
         if not (hasattr(item, "__iter__") or getattr(item, "shows_committed_steps", False)):
-            found[f"state {name!r}"] = _digest_of(item.state_dict())
+            found[f"state {name!r}"] = digest_of_value(item.state_dict())
     return found
 
 
@@ -53,15 +53,16 @@ def computed_in(state: TorchState) -> dict[str, int]:
     return found
 
 
-def _digest_of(value: Any) -> int:
+def digest_of_value(value: Any) -> int:
+    """Return a digest of a tensor, an array, a container of them, or a plain value. Waits for the device."""
     if isinstance(value, torch.Tensor):
         return digest_of_tensor(value)
     if isinstance(value, np.ndarray):
         return xxhash.xxh3_64_intdigest(np.ascontiguousarray(value).tobytes())
     if isinstance(value, Mapping):
-        return hash(tuple((repr(key), _digest_of(item)) for key, item in value.items()))
+        return hash(tuple((repr(key), digest_of_value(item)) for key, item in value.items()))
     if isinstance(value, list | tuple):
-        return hash(tuple(_digest_of(item) for item in value))
+        return hash(tuple(digest_of_value(item) for item in value))
     return xxhash.xxh3_64_intdigest(repr(value).encode())
 
 

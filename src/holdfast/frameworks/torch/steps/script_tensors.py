@@ -52,12 +52,6 @@ class Place(NamedTuple):
     value: Any
 
 
-class _Visit(NamedTuple):
-    path: str
-    modules: tuple[str, ...]
-    value: Any
-
-
 def places_in(variables: Mapping[str, object], known: Collection[int]) -> Iterator[Place]:
     """Yield each place that is reached from the script's variables.
 
@@ -65,23 +59,18 @@ def places_in(variables: Mapping[str, object], known: Collection[int]) -> Iterat
         variables: values by name.
         known: ids of objects that are not walked: they are part of the state.
     """
-    seen: set[int] = set()
-    ahead: deque[_Visit] = deque()
-    for name, value in variables.items():
-        if _is(value, *_ARRAYS):
-            yield Place(name, (), None, name, value)
-        else:
-            ahead.append(_Visit(name, (), value))
-    while ahead and len(seen) < VALUES_MAX:
-        visit = ahead.popleft()
-        if id(visit.value) in seen or id(visit.value) in known or _is_left_out(visit.value):
-            continue
-        seen.add(id(visit.value))
-        for place in _children(visit):
+    seen: set[int] = set(known)
+    roots = (Place(name, (), None, name, value) for name, value in variables.items())
+    ahead: deque[Iterator[Place]] = deque([roots])
+    for _ in range(VALUES_MAX):
+        if not ahead:
+            return
+        for place in ahead.popleft():
             if _is(place.value, *_ARRAYS):
                 yield place
-            elif not _is_end(place.value):
-                ahead.append(_Visit(place.path, place.modules, place.value))
+            elif not _is_end(place.value) and id(place.value) not in seen:
+                seen.add(id(place.value))
+                ahead.append(_children(place))
 
 
 def _is(value: object, *kinds: type) -> bool:
@@ -89,30 +78,20 @@ def _is(value: object, *kinds: type) -> bool:
 
 
 def _is_end(value: Any) -> bool:
-    """Return whether nothing is behind a value: most of them are atoms and empty dicts (the hooks of modules)."""
+    """Return whether nothing is walked behind a value. Most are atoms and empty dicts (the hooks of modules)."""
     kind: Any = type(value)
-    return _is_atom(kind) or (kind in (dict, OrderedDict, list, tuple) and not value)
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_atom(kind: type) -> bool:
-    return issubclass(kind, _ATOMS)
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_of_a_runtime(kind: type) -> bool:
-    return str(kind.__module__).startswith(_RUNTIMES)
-
-
-def _is_left_out(value: Any) -> bool:
     if _is(value, types.FunctionType):
         return str(value.__module__).startswith(_RUNTIMES)
-    kind: Any = type(value)
-    return _is_atom(kind) or _is_of_a_runtime(kind)
+    return _is_left_out(kind) or (kind in (dict, OrderedDict, list, tuple) and not value)
 
 
-def _children(visit: _Visit) -> Iterator[Place]:
-    path, modules, value = visit
+@functools.lru_cache(maxsize=4096)
+def _is_left_out(kind: type) -> bool:
+    return issubclass(kind, _ATOMS) or str(kind.__module__).startswith(_RUNTIMES)
+
+
+def _children(place: Place) -> Iterator[Place]:
+    path, modules, value = place.path, place.modules, place.value
     if _is(value, nn.Module):
         yield from _children_of_module(path, modules, value)
     elif (entries := _entries(value)) is not None:

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import xxhash
 
 from holdfast.frameworks.torch.state.boxes import local_of
 from holdfast.frameworks.torch.state.optimizer_state import parameters_of
 from holdfast.frameworks.torch.state.parameter_names import Models, modules_of
 from holdfast.frameworks.torch.state.state import TorchState, arrays_in
+from holdfast.frameworks.torch.steps.block_proof import digest_of_value
 from holdfast.frameworks.torch.steps.script_tensors import Place, places_in
 from holdfast.text import plural
 
@@ -51,9 +51,8 @@ class UndeclaredTensors:
         self._state = state
         self._model = model
         self._seen: dict[int, _Seen] = {}
-        self._slots: dict[_Slot, int] | None = (
-            None  # samples by slot, of slots that existed at the first look
-        )
+        # Samples by slot, of slots that existed at the first look; None: before it.
+        self._slots: dict[_Slot, int] | None = None
 
     def changed(self, variables: Mapping[str, object]) -> list[str]:
         """Return what has changed since the call before, in words. Waits for the device.
@@ -104,9 +103,8 @@ class UndeclaredTensors:
 
 def _in_words(changed: list[Place], weights: Iterable[Counter[torch.Size]]) -> list[str]:
     """Return the names of modules and of copies of weights among the places that have changed."""
-    modules: dict[
-        str, list[str]
-    ] = {}  # by the outermost one: the modules that all its changed tensors are in
+    # By the outermost module: the modules that all its changed tensors are in.
+    modules: dict[str, list[str]] = {}
     for place in changed:
         if place.modules:
             common = modules.setdefault(place.modules[0], list(place.modules))
@@ -157,10 +155,5 @@ def _memory(value: Any) -> int:
 
 def _sample(value: Any) -> int:
     """Return a digest of some elements of a tensor or array."""
-    if isinstance(value, np.ndarray):
-        flat = value.reshape(-1)
-        return xxhash.xxh3_64_intdigest(flat[:: -(-len(flat) // SAMPLE) or 1].tobytes())
-    with torch.no_grad():
-        row = local_of(value).detach().reshape(-1)
-        some = row[:: -(-len(row) // SAMPLE)].resolve_conj().resolve_neg().cpu().contiguous()
-    return xxhash.xxh3_64_intdigest(some.view(torch.uint8).numpy().tobytes())
+    row = value.reshape(-1) if isinstance(value, np.ndarray) else local_of(value).reshape(-1)
+    return digest_of_value(row[:: -(-len(row) // SAMPLE) or 1])
