@@ -17,6 +17,7 @@ from holdfast.errors import StateError
 from holdfast.frameworks.torch.files.imports import import_checkpoint
 from holdfast.frameworks.torch.state.snapshot import Snapshot
 from holdfast.frameworks.torch.state.state import TorchState, arrays_in
+from holdfast.frameworks.torch.state.untrained_weights import SMALL_NUMEL
 
 pytestmark = pytest.mark.torch
 
@@ -205,6 +206,45 @@ def test_an_aborted_step_takes_plain_state_back() -> None:
     change(mine, state.extras)
     snapshot.restore()  # a second time: the copies are not part of the state
     assert told(state.extras) == before
+
+
+class Centered(nn.Module):
+    """A loss that puts another tensor in the place of its buffer, as the losses of self-distillation do."""
+
+    center: torch.Tensor
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.ones(1, size))
+        self.scale = nn.Parameter(torch.ones(size), requires_grad=False)
+
+    def advance(self) -> None:
+        """Change the state without a write to the tensors that hold it."""
+        self.center = self.center * 0.5
+        self.scale = nn.Parameter(self.scale * 2.0, requires_grad=False)
+
+
+@pytest.mark.parametrize("size", [3, 2 * SMALL_NUMEL])  # copied at each step, and not
+def test_an_aborted_step_takes_replaced_tensors_of_a_module_back(size: int) -> None:
+    loss = Centered(size)
+    state = TorchState(net(), {}, extras={"loss": loss})
+    snapshot = Snapshot(state)
+    for step in range(12):  # longer than a tensor is watched that does not change
+        loss.advance()
+        before = {name: value.clone() for name, value in loss.state_dict().items()}
+        places = (loss.center, loss.scale)
+        snapshot.take()
+        for _ in range(2):  # the block runs again after it was put back
+            loss.advance()
+            frozen = state.collect(snapshot.copies())
+            for name, value in before.items():
+                assert torch.equal(frozen.tensors[f"state.loss.{name}"], value), (step, name)
+            snapshot.restore()
+            assert all(torch.equal(loss.state_dict()[name], value) for name, value in before.items()), step
+            assert loss.center is places[0] and loss.scale is places[1]
+            snapshot.take()
+        loss.advance()
+        snapshot.averages.settle()
 
 
 class Position:

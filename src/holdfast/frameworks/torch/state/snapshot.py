@@ -146,7 +146,7 @@ class Snapshot:
     def restore(self) -> None:
         """Put everything back and drop all gradients."""
         state = self._state
-        self.averages.tell()
+        self.averages.put_back()
         self.undo.restore()
         with torch.no_grad():
             for slot in state.names.buffers:

@@ -16,8 +16,8 @@ import xxhash
 
 from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.state.boxes import flat_bytes, lies_in_order, local_of, stretch
+from holdfast.store.layouts.box import Extent
 from holdfast.store.layouts.layout import Box
-from holdfast.store.layouts.replica_digests import Extent
 
 _WORD_BYTES = 8
 CHUNK_WORDS = 2 * 1024 * 1024  # 16 MiB: enough to keep a device busy while the next kernel is launched
@@ -68,13 +68,13 @@ def digest_of(state: Regions, parts: Sequence[Extent]) -> int:
 def _pieces(state: Regions, extents: Sequence[Extent]) -> Iterator[torch.Tensor]:
     """Yield the bytes of the extents, on their device; what is not in C order is copied, a small piece at a time."""
     piece_bytes = CHUNK_WORDS * _WORD_BYTES // PIECES_OF_CHUNK
-    for fqn, box, start, stop in extents:
-        region = state.region(fqn, box)
+    for extent in extents:
+        region = state.region(extent.fqn, extent.box)
         if lies_in_order(region):
-            yield from stretch(region, start, stop)
+            yield from stretch(region, extent.start, extent.stop)
         else:
-            for at in range(start, stop, piece_bytes):
-                yield from stretch(region, at, min(at + piece_bytes, stop))
+            for at in range(extent.start, extent.stop, piece_bytes):
+                yield from stretch(region, at, min(at + piece_bytes, extent.stop))
 
 
 def sums(parts: Iterable[torch.Tensor]) -> bytes:

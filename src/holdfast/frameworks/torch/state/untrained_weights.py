@@ -10,18 +10,21 @@ average has, or is small. A tensor that did not change before the votes of sever
 change is noticed by torch's count of writes, or by a change of its address, and the tensor is copied from the next
 block on.
 
+A module may also hold another tensor after a block than before: ``self.center = 0.9 * self.center + ...``. So what is
+remembered is the tensor and its place. The tensor is put back into its place.
+
 Invariants:
 1. Copies take at most twice the memory of the trained weights, and the memory of tensors known to change.
-2. A tensor that changed before a vote and was not copied is reported when a block is put back.
+2. A tensor that was written before a vote and was not copied is reported when a block is put back.
+3. Each place of a module of the user's state holds the same tensor after a block was put back as before the block.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
-from itertools import chain
-from typing import Any
+from collections.abc import Iterator, MutableMapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -37,17 +40,42 @@ ALLOWED = 2  # copies for each trained weight
 SMALL_NUMEL = 4096  # of any shape: an average's counter
 
 
+class _Held(NamedTuple):
+    """A tensor and its place where a block begins.
+
+    Attributes:
+        path: name of the user's object (empty: the model), and name of the tensor in it.
+        holder: dict that holds the tensor: parameters or buffers of a module.
+        key: its key there.
+        tensor: the tensor.
+    """
+
+    path: tuple[str, str]
+    holder: MutableMapping[str, Any]
+    key: str
+    tensor: torch.Tensor
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether the module holds another tensor there now."""
+        return self.holder.get(self.key) is not self.tensor
+
+    def put_back(self) -> None:
+        """Let the module hold this tensor again."""
+        self.holder[self.key] = self.tensor
+
+
 class UntrainedWeights:
     """Copies (in a snapshot's ``undo``) of untrained tensors that may change, and marks of the others."""
 
     def __init__(self, state: TorchState, undo: Undo) -> None:
         self._state = state
         self._undo = undo
-        self._moves: set[int] = set()  # by id: changed before a vote at least once
-        self._stood: Counter[int] = Counter()  # by id: number of votes without a change
-        self._kept: list[torch.Tensor] = []  # tensors copied for this block
+        self._moves: set[tuple[str, str]] = set()  # by path: changed before a vote at least once
+        self._stood: Counter[tuple[str, str]] = Counter()  # by path: number of votes without a change
+        self._kept: list[_Held] = []  # tensors copied for this block
         # Address and write count of the other tensors at the start of the block.
-        self._marks: list[tuple[str, torch.Tensor, tuple[int, int]]] = []
+        self._marks: list[tuple[_Held, tuple[int, int]]] = []
         self._told = False
 
     def take(self) -> None:
@@ -60,67 +88,87 @@ class UntrainedWeights:
         allowed = Counter(
             {form: ALLOWED * n for form, n in Counter(_form(p) for p in self._trained(trained)).items()}
         )
-        for name, tensor in others:
-            key, form = id(tensor), _form(tensor)
-            fits = allowed[form] > 0 or tensor.numel() <= SMALL_NUMEL
-            if key in self._moves or (fits and self._stood[key] < STILL_BLOCKS):
-                allowed[form] -= 1
-                self._undo.keep(tensor)
-                self._kept.append(tensor)
+        copied: set[int] = set()  # a shared tensor has several places and one copy
+        for held in others:
+            form = _form(held.tensor)
+            fits = allowed[form] > 0 or held.tensor.numel() <= SMALL_NUMEL or id(held.tensor) in copied
+            if held.path in self._moves or (fits and self._stood[held.path] < STILL_BLOCKS):
+                allowed[form] -= id(held.tensor) not in copied
+                copied.add(id(held.tensor))
+                self._undo.keep(held.tensor)
+                self._kept.append(held)
             else:
-                self._marks.append((name, tensor, _mark(tensor)))
+                self._marks.append((held, _mark(held.tensor)))
 
     def _trained(self, trained: set[int]) -> Iterator[torch.Tensor]:
         for parameter in self._state.names.parameters.values():
             if parameter.requires_grad and id(parameter) in trained:
                 yield parameter
 
-    def _untrained(self, trained: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, parameter in self._state.names.parameters.items():
+    def _untrained(self, trained: set[int]) -> Iterator[_Held]:
+        parameters = self._state.names.parameters
+        for name, parameter in parameters.items():
             if not (parameter.requires_grad and id(parameter) in trained):
-                yield name, parameter
+                yield _Held(("", name), parameters, name, parameter)
         for name, item in self._state.objects().items():
             if isinstance(item, nn.Module):
-                for key, tensor in chain(item.named_parameters(), item.named_buffers()):
-                    if id(tensor) not in trained:
-                        yield f"{name}.{key}", tensor
+                for path, module in item.named_modules():
+                    for holder in (module._parameters, module._buffers):
+                        for key, tensor in holder.items():
+                            if tensor is not None and id(tensor) not in trained:
+                                yield _Held((name, f"{path}.{key}" if path else key), holder, key, tensor)
 
     def settle(self) -> None:
         """Find, at the vote, the tensors that changed in the block; they are copied in every later block."""
         weights = self._undo.weights()
-        for tensor in self._kept:
-            key = id(tensor)
-            if key in self._moves:
+        for held in self._kept:
+            if held.path in self._moves:
                 continue
-            if torch.equal(local_of(tensor), local_of(weights[key])):
-                self._stood[key] += 1
+            same = torch.equal(local_of(held.tensor), local_of(weights[id(held.tensor)]))
+            if same and not held.is_replaced:
+                self._stood[held.path] += 1
             else:
-                self._moves.add(key)
-        self._moves |= {id(tensor) for _, tensor, mark in self._marks if _mark(tensor) != mark}
+                self._moves.add(held.path)
+        self._moves |= {
+            held.path for held, mark in self._marks if held.is_replaced or _mark(held.tensor) != mark
+        }
 
-    def tell(self) -> None:
-        """Warn about tensors that an aborted block has changed and that were not copied, so cannot be restored."""
-        changed = [name for name, tensor, mark in self._marks if _mark(tensor) != mark]
-        self._moves |= {id(tensor) for name, tensor, _ in self._marks if name in changed}
+    def put_back(self) -> None:
+        """Put the tensors of an aborted block back into their places. ``undo`` then puts back what was written.
+
+        Warns about tensors that the block has written and that were not copied, so cannot be restored.
+        """
+        for held in (*self._kept, *(held for held, _ in self._marks)):
+            if held.is_replaced:
+                self._moves.add(held.path)
+                held.put_back()
+        changed = [held.path for held, mark in self._marks if _mark(held.tensor) != mark]
+        self._moves |= set(changed)
         if changed and not self._told:
             self._told = True
             log.warning(
                 "holdfast: %s was changed before the vote of a block, for the first time, and stays so although the "
                 "block is tried again (%d such): change averaged weights after optimizer.step()",
-                changed[0],
+                ".".join(filter(None, changed[0])),
                 len(changed),
             )
 
     def modules(self) -> dict[str, Any]:
-        """Return the state of those of the user's modules that were copied, as it was at the start of the block."""
+        """Return the state of those of the user's modules that have copies, as it was at the start of the block."""
         weights = self._undo.weights()
+        before: dict[str, dict[str, torch.Tensor]] = {}
+        for held in (*self._kept, *(held for held, _ in self._marks)):
+            name, path = held.path
+            before.setdefault(name, {})[path] = weights.get(id(held.tensor), held.tensor)
+        copied = {held.path[0] for held in self._kept}
+        copied |= {held.path[0] for held, _ in self._marks if held.is_replaced}
         return {
             name: {
-                key: weights.get(id(value), value) for key, value in item.state_dict(keep_vars=True).items()
+                key: before[name].get(key, weights.get(id(value), value))
+                for key, value in item.state_dict(keep_vars=True).items()
             }
             for name, item in self._state.objects().items()
-            if isinstance(item, nn.Module)
-            and any(id(t) in weights for t in chain(item.parameters(), item.buffers()))
+            if name in copied
         }
 
 
