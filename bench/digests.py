@@ -16,8 +16,9 @@ import torch
 from holdfast.drill.model import SIZES, Gpt
 from holdfast.frameworks.torch.state.state import TorchState
 from holdfast.frameworks.torch.state.tensor_digest import digest_of
+from holdfast.store.layouts.box import Extent
 from holdfast.store.layouts.layout import Catalogue
-from holdfast.store.layouts.replica_digests import Extent, ReplicaCopies
+from holdfast.store.layouts.replica_digests import ReplicaCopies
 
 
 def main() -> None:

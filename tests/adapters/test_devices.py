@@ -20,8 +20,8 @@ from holdfast.frameworks.torch.state import state as states
 from holdfast.frameworks.torch.state.boxes import byte_view, stretch
 from holdfast.frameworks.torch.state.devices import await_devices, named_errors
 from holdfast.frameworks.torch.state.state import TorchCollected
+from holdfast.store.layouts.box import Extent
 from holdfast.store.layouts.layout import Box, Catalogue
-from holdfast.store.layouts.replica_digests import Extent
 from tests.adapters.allocations import Allocations
 
 pytestmark = pytest.mark.torch

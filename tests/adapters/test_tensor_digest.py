@@ -12,8 +12,8 @@ from holdfast.frameworks.torch.state import tensor_digest
 from holdfast.frameworks.torch.state.boxes import byte_view
 from holdfast.frameworks.torch.state.state import TorchCollected
 from holdfast.frameworks.torch.state.tensor_digest import digest_of, sums
+from holdfast.store.layouts.box import Extent
 from holdfast.store.layouts.layout import Box
-from holdfast.store.layouts.replica_digests import Extent
 from tests.adapters.allocations import Allocations
 
 pytestmark = pytest.mark.torch

@@ -23,7 +23,7 @@ from holdfast.frameworks.torch.comm.comm_state import fabric
 from holdfast.frameworks.torch.state.boxes import byte_view
 from holdfast.frameworks.torch.state.rng import reseed
 from holdfast.frameworks.torch.state.state import TorchCollected
-from holdfast.store.layouts.replica_digests import Extent
+from holdfast.store.layouts.box import Extent
 from tests.adapters.worlds import Line
 
 DEVICE = torch.device("cuda", 0)

@@ -25,7 +25,7 @@ from holdfast.runtime.net.service_names import state_of
 from holdfast.runtime.worker import state_transfer
 from holdfast.runtime.worker.state_transfer import PIECE_SIZE_BYTES, StateServer, Wanted, fetch
 from holdfast.sealing import Secret
-from holdfast.store.layouts.layout import Box
+from holdfast.store.layouts.box import Box, Extent
 from tests.runtime.runs import SOURCE
 
 SECRET = Secret(b"t" * 32)
@@ -233,7 +233,7 @@ def test_a_question_for_bytes_that_are_not_there_is_refused(
     line: BlockingChannel[state_transfer.Talk] = BlockingChannel.connect(
         state_transfer._CODEC, servers.at[0], SECRET, state_of(0, FIRST), state_transfer.ROLE
     )
-    piece = state_transfer.Piece("big", (0,), (BIG,), start, size_bytes)
+    piece = Extent("big", Box((0,), (BIG,)), start, start + size_bytes)
     for pieces in ((piece,), ()):
         line.send(state_transfer.AskPieces(pieces))
         assert isinstance(line.receive_answer(5.0), state_transfer.Refusal)

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from holdfast.store.layouts.box import Extent
 from holdfast.store.layouts.layout import Box, Catalogue, RankLayout, TensorMeta
-from holdfast.store.layouts.replica_digests import Extent, ReplicaCopies, runs
+from holdfast.store.layouts.replica_digests import ReplicaCopies, runs
 
 WORLD = 4
 

@@ -10,8 +10,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from holdfast.errors import StateError
+from holdfast.store.layouts.box import Extent
 from holdfast.store.layouts.layout import Box, RankLayout, Shape, TensorMeta
-from holdfast.store.layouts.replica_digests import Extent
 from holdfast.store.read.load import LoadTarget
 from holdfast.store.write.writer import TensorSource
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from holdfast.frameworks.common.adapter import Collected, Feed
+from holdfast.store.layouts.box import Extent
 from holdfast.store.layouts.layout import Box
-from holdfast.store.layouts.replica_digests import Extent
 from holdfast.store.shared_memory.update_log import Update
 
 

@@ -16,7 +16,7 @@ from holdfast.frameworks.common.numpy_state import digest_of
 from holdfast.frameworks.common.replica_comparison import HeldBox, broadcast, differences, refuse
 from holdfast.frameworks.common.tcp_group import TcpGroup, group_address
 from holdfast.runtime.worker.worker_client import WorkerClient
-from holdfast.store.layouts.replica_digests import Extent
+from holdfast.store.layouts.box import Extent
 from holdfast.text import plural
 
 log = logging.getLogger("holdfast")

@@ -60,8 +60,8 @@ from holdfast.frameworks.torch.steps.undeclared_tensors import UndeclaredTensors
 from holdfast.runtime.node import deferred_rank
 from holdfast.runtime.node.deferred_rank import exempt
 from holdfast.runtime.worker.process_place import place_here, seat_here
+from holdfast.store.layouts.box import Extent
 from holdfast.store.layouts.layout import Catalogue
-from holdfast.store.layouts.replica_digests import Extent
 
 log = logging.getLogger("holdfast")
 

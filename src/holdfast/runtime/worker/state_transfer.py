@@ -29,7 +29,7 @@ from holdfast.runtime.net.channel import BlockingChannel
 from holdfast.runtime.net.request_server import TIMEOUT_S, AnswerServer
 from holdfast.runtime.net.service_names import state_of
 from holdfast.sealing import Secret
-from holdfast.store.layouts.layout import Box
+from holdfast.store.layouts.box import Box, Extent
 from holdfast.wire import Codec
 
 PIECE_SIZE_BYTES = 4 * 1024 * 1024
@@ -37,20 +37,10 @@ ROLE = "worker"
 A = TypeVar("A")
 
 
-class Piece(msgspec.Struct, frozen=True):
-    """Bytes ``start`` to ``start + size_bytes`` of a box."""
-
-    fqn: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
-    size_bytes: int
-
-
 class AskPieces(msgspec.Struct, frozen=True, tag=True):
     """A request for pieces of together at most ``PIECE_SIZE_BYTES``."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Extent, ...]
 
 
 class AskValues(msgspec.Struct, frozen=True, tag=True):
@@ -123,11 +113,10 @@ class StateServer(AnswerServer[Talk]):
         self._moved(sum(map(len, found)))
         return Pieces(), found
 
-    def _find(self, piece: Piece) -> memoryview:
-        end = piece.start + piece.size_bytes
-        data = self._view(piece.fqn, Box(piece.offsets, piece.sizes), piece.start, end)
+    def _find(self, piece: Extent) -> memoryview:
+        data = self._view(piece.fqn, piece.box, piece.start, piece.stop)
         if len(data) != piece.size_bytes:
-            raise ProtocolError(f"{piece.fqn} has no {end} bytes here, as many were asked for")
+            raise ProtocolError(f"{piece.fqn} has no {piece.stop} bytes here, as many were asked for")
         return data
 
 
@@ -173,17 +162,15 @@ class _FetchedPart(msgspec.Struct):
     """One piece of a wanted box."""
 
     wanted: Wanted
-    start: int
-    size_bytes: int
+    piece: Extent
 
     @property
-    def piece(self) -> Piece:
-        box = self.wanted.box
-        return Piece(self.wanted.fqn, box.offsets, box.sizes, self.start, self.size_bytes)
+    def size_bytes(self) -> int:
+        return self.piece.size_bytes
 
     @property
     def goal(self) -> memoryview:
-        return self.wanted.buffer[self.start : self.start + self.size_bytes]
+        return self.wanted.buffer[self.piece.start : self.piece.stop]
 
 
 class _SourcePeer:
@@ -246,7 +233,7 @@ def _first_values(peers: Sequence[_SourcePeer]) -> bytes:
 
 def _parts(wanted: Sequence[Wanted]) -> list[_FetchedPart]:
     return [
-        _FetchedPart(want, start, min(PIECE_SIZE_BYTES, len(want.buffer) - start))
+        _FetchedPart(want, Extent(want.fqn, want.box, start, min(start + PIECE_SIZE_BYTES, len(want.buffer))))
         for want in wanted
         for start in range(0, len(want.buffer), PIECE_SIZE_BYTES)
     ]
@@ -290,6 +277,6 @@ def _take(
     return []
 
 
-def _is_right(pieces: Sequence[Piece]) -> bool:
+def _is_right(pieces: Sequence[Extent]) -> bool:
     sizes = [piece.size_bytes for piece in pieces]
     return min(sizes, default=0) > 0 <= min(p.start for p in pieces) and sum(sizes) <= PIECE_SIZE_BYTES

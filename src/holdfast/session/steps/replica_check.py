@@ -28,8 +28,9 @@ from holdfast.frameworks.common.adapter import Collected, StateAdapter
 from holdfast.frameworks.common.optional_abilities import ComparesCopies
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.voting import VoteCaster
+from holdfast.store.layouts.box import Extent
 from holdfast.store.layouts.layout import Catalogue
-from holdfast.store.layouts.replica_digests import Extent, ReplicaCopies, ReplicaGroup, runs
+from holdfast.store.layouts.replica_digests import ReplicaCopies, ReplicaGroup, runs
 
 log = logging.getLogger("holdfast")
 
@@ -188,7 +189,7 @@ class Verifier:
         assert self._compares is not None
         digest = self._compares.digest(collected, extents)
         if self._rank.fenced and self._rank.client is not None:
-            self._rank.client.moved(sum(extent.stop - extent.start for extent in extents))
+            self._rank.client.moved(sum(extent.size_bytes for extent in extents))
         return digest
 
     def _drop_unknown(self, collected: Collected) -> None:

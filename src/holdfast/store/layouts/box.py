@@ -64,6 +64,28 @@ class Box(msgspec.Struct, frozen=True, order=True, array_like=True):
         return f"[{inside}]"
 
 
+class Extent(msgspec.Struct, frozen=True, array_like=True):
+    """The bytes ``start`` to ``stop`` (C order) of one box of a tensor: what is compared, and what a transfer asks for.
+
+    Example:
+        >>> str(Extent("fc.weight", Box((0, 0), (2, 4)), 0, 32))
+        'fc.weight[0:2, 0:4]'
+    """
+
+    fqn: str
+    box: Box
+    start: int
+    stop: int
+
+    @property
+    def size_bytes(self) -> int:
+        """Number of bytes; negative for a request that makes no sense."""
+        return self.stop - self.start
+
+    def __str__(self) -> str:
+        return f"{self.fqn}{self.box}"
+
+
 def is_shape(shape: Sequence[int]) -> bool:
     """Return True when a tensor can have this shape."""
     return len(shape) <= DIMENSIONS_MAX and all(0 <= n <= LENGTH_MAX for n in shape)

@@ -18,23 +18,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from holdfast.store.layouts.layout import DTYPE_SIZE_BYTES, Box, Catalogue
+from holdfast.store.layouts.box import Extent
+from holdfast.store.layouts.layout import DTYPE_SIZE_BYTES, Catalogue
 
 PLAN_MODULUS = 1 << 20
 ALIGNMENT_BYTES = 64
 NAMED_MAX = 32
-
-
-class Extent(NamedTuple):
-    """The bytes ``start`` to ``stop`` (C order) of one box."""
-
-    fqn: str
-    box: Box
-    start: int
-    stop: int
-
-    def __str__(self) -> str:
-        return f"{self.fqn}{self.box}"
 
 
 class ReplicaGroup(NamedTuple):
@@ -49,7 +38,7 @@ class ReplicaGroup(NamedTuple):
         """Return the bytes ``start`` to ``stop`` of the stream, as parts of its boxes."""
         found, at = [], 0
         for extent in self.extents:
-            size = extent.stop - extent.start
+            size = extent.size_bytes
             low, high = max(start - at, 0), min(stop - at, size)
             if low < high:
                 found.append(Extent(extent.fqn, extent.box, low, high))
