@@ -17,7 +17,7 @@ JOB = str(Path(__file__).with_name("games_job.py"))
 @pytest.mark.parametrize(
     ("large", "named", "consequence"),
     [
-        ("own", "s.own is too large", "would begin with s.own = None: the next step is refused"),
+        ("own", "s.own is too large", "would begin without it: the next step is refused"),
         ("loader", "the data loader's state is too large", "reads the batches of that epoch again"),
     ],
 )

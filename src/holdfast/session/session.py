@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from holdfast.core.protocol.messages import Leave, SessionOpened
 from holdfast.core.protocol.status_page import PageFlag, Phase
@@ -68,7 +68,8 @@ log = logging.getLogger("holdfast")
 
 STAY_S = 90.0
 """Limit of the wait for an order, in a process whose script has raised; a last-gasp checkpoint has 60 s."""
-OFFERED = ("epochs", "exiting", "own", "phase", "root", "save", "section", "state", "step", "steps")
+T = TypeVar("T")
+OFFERED = ("attach", "epochs", "exiting", "own", "phase", "root", "save", "section", "state", "step", "steps")
 """The public names of a session."""
 PARTS_VARIABLE = "HOLDFAST_PARTS"
 """Variable set by the launcher: each rank does the work of this many ranks, because nodes are missing."""
@@ -142,7 +143,7 @@ class Session(ScriptLoops):
             watched=client is not None and not library,
         )  # fmt: skip
         self._pause = Pause(self._rank)
-        self._behind = AfterBlock(self._rank, self._adapter, self._pace, self._tier, self._saver, self._pause)
+        self._behind = AfterBlock(self._rank, self._pace, self._tier, self._saver, self._pause)
         self._turns = Turns(self._rank, self._adapter, self._loops, self._votes, self._behind)
         verify = settings.verify_block, settings.verify_ranks
         self._blocks = StepRunner(self._rank, self._adapter, self._votes, self, self._finite, verify)
@@ -363,12 +364,34 @@ class Session(ScriptLoops):
         the earlier values. 128 KiB at most.
         """
         self._asked()
-        return self._loops.own
+        return self._loops.mine.own
 
     @own.setter
     def own(self, value: Plain) -> None:
         """Set the values for the step that ends next."""
-        self._loops.own = value
+        self._loops.mine.own = value
+
+    def attach(self, name: str, item: T) -> T:
+        """Keep the values of an object of this rank over faults, and return the object.
+
+        For objects that count from step to step: meters, sums, the last losses. A replacement and a resumed process
+        attach an object of the same name. When the steps begin, it gets the values of the process before, if that has
+        attached it in the same epoch or phase. A block that runs again begins with the values before its first run.
+
+        Args:
+            name: a name of the object in this session. A further object of that name takes the place of the first one.
+            item: numbers and texts, in lists, deques, tuples, dicts, and objects with such attributes; together with
+                ``own`` at most 128 KiB.
+
+        Raises:
+            UsageError: the object holds something else (names it).
+
+        Example:
+            >>> meters = s.attach("train", MetricLogger())  # doctest: +SKIP
+        """
+        self._require_entered()
+        self._loops.mine.attach(name, item, self._loops.walk.slot.way)
+        return item
 
     def redo(self) -> None:
         """Abort the open step and begin it again, for a framework that computes the update in its graph.

@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from itertools import count
 from typing import Any
 
 from holdfast.errors import StateError
+from holdfast.session.loops.plain_attributes import NotPlainError, plain_copy, put_back
 from holdfast.store.format.json_values import encode_values
 
 log = logging.getLogger("holdfast")
 
-VALUES_MAX = 20_000
-"""The most values in one attribute: more are data of the script, and no counted values."""
 KEPT_BYTES_MAX = 64 * 1024
 """The share of the counted values in what a rank keeps for its replacement (128 KiB)."""
 
@@ -88,34 +85,17 @@ class CountedValues:
     def _restore(self, kept: Mapping[str, Any]) -> None:
         for name, value in kept.items():
             if name in self._names:
-                self._attributes[name] = _put_back(self._attributes.get(name), value)
+                self._attributes[name] = put_back(self._attributes.get(name), value)
 
     def _found(self) -> dict[str, Any]:
         """Return copies of all attributes that consist of plain values."""
         found = {}
         for name, value in self._attributes.items():
             try:
-                found[name] = _copied(value, count(1))
-            except _NotPlainError:
+                found[name] = plain_copy(value, objects=False)
+            except NotPlainError:
                 continue
         return found
-
-
-class _NotPlainError(Exception):
-    """The value is not made of plain values, or of too many."""
-
-
-def _copied(value: Any, number: Iterator[int]) -> Any:
-    """Return a copy of ``value`` in lists and dicts. Raises: _NotPlainError."""
-    if next(number) > VALUES_MAX:
-        raise _NotPlainError
-    if value is None or type(value) in (bool, int, float, str):
-        return value
-    if isinstance(value, list | deque):
-        return [_copied(item, number) for item in value]
-    if isinstance(value, dict) and all(type(key) is str for key in value):
-        return {key: _copied(item, number) for key, item in value.items()}
-    raise _NotPlainError
 
 
 def _size_of(value: Any) -> int:
@@ -123,19 +103,3 @@ def _size_of(value: Any) -> int:
         return len(encode_values(value))
     except (StateError, ValueError):  # too large by far, or a text that is no Unicode
         return sys.maxsize
-
-
-def _put_back(live: Any, kept: Any) -> Any:
-    """Return ``kept``, in the containers of ``live`` where it has them: a ``defaultdict`` remains one."""
-    if isinstance(kept, dict):
-        into = live if isinstance(live, dict) else {}
-        before = dict(into)
-        into.clear()
-        into.update({key: _put_back(before.get(key), item) for key, item in kept.items()})
-        return into
-    if isinstance(kept, list):
-        listed = live if isinstance(live, list | deque) else []
-        listed.clear()
-        listed.extend(_put_back(None, item) for item in kept)
-        return listed
-    return kept

@@ -5,7 +5,7 @@ block: ``if step.committed and step.last_in_epoch: scheduler.step()``. A replace
 runs this code. The state of a step is therefore complete when the script asks for the next step, not when the block
 ends. Saves are made at that time. A rank that serves or saves its state after a fault waits for the script
 (``checkpointer.py``). The state in the memory tier is amended. Only the save of a graceful exit is made when the block
-ends, because time may be short. It is made again if the script has changed something since.
+ends, because time may be short. It is made again if the script has changed the state, or counted, since.
 
 Invariants:
 1. No state is saved or given while the script is between the end of a block and its next step, unless that takes longer
@@ -14,19 +14,15 @@ Invariants:
 
 from __future__ import annotations
 
-import xxhash
-
 from holdfast.core.protocol.messages import ExitAgreed
 from holdfast.core.worker.position import ScriptEvent
 from holdfast.core.worker.vote import Tally
 from holdfast.errors import PeerLost, StoreWriteError
-from holdfast.frameworks.common.adapter import StateAdapter
 from holdfast.session.checkpoints.checkpointer import Checkpointer
 from holdfast.session.checkpoints.memory_tier import MemoryTier
 from holdfast.session.checkpoints.save_schedule import SaveSchedule
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.pause import Pause
-from holdfast.store.format.json_values import encode_values
 
 EXIT_LINE = "Graceful exit is triggered, stop training"
 
@@ -36,7 +32,6 @@ class AfterBlock:
 
     Args:
         rank: protocol state of this rank.
-        adapter: the framework.
         pace: the schedule of saves.
         tier: the memory tier of this rank.
         saver: makes the saves.
@@ -50,7 +45,6 @@ class AfterBlock:
     def __init__(
         self,
         rank: StepParticipant,
-        adapter: StateAdapter,
         pace: SaveSchedule,
         tier: MemoryTier,
         saver: Checkpointer,
@@ -58,7 +52,6 @@ class AfterBlock:
     ) -> None:
         self.exit_agreed = self.exit_sealed = False
         self._rank = rank
-        self._adapter = adapter
         self._pace = pace
         self._tier = tier
         self._saver = saver
@@ -109,13 +102,13 @@ class AfterBlock:
                 ExitAgreed(member_id=rank.member_id, generation=rank.machine.generation, step=rank.step)
             )
         self.exit_agreed = True
-        self._left_with = self._digest()
+        self._left_with = self._saver.digest()
         self._save_exit()
 
     def _amend_exit(self) -> None:
         """Save again if the script of any rank has changed its state after the block."""
         try:
-            same = self._saver.all_say(self._digest() == self._left_with)
+            same = self._saver.all_say(self._saver.digest() == self._left_with)
         except PeerLost:
             self._rank.await_fence()
             same = True
@@ -130,11 +123,3 @@ class AfterBlock:
             self.exit_sealed = False  # it is logged and reported, and the exit code shows it
         if self._rank.fenced:
             self.exit_agreed = False
-
-    def _digest(self) -> str:
-        """Return a digest of the whole state."""
-        collected = self._adapter.collect()
-        total = xxhash.xxh3_128(encode_values(collected.values))
-        for meta in collected.layout(self._adapter.rank, self._adapter.world_size).tensors:
-            total.update(collected.view(meta.fqn, meta.box))
-        return total.hexdigest()

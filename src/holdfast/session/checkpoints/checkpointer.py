@@ -19,6 +19,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import xxhash
+
 from holdfast.core.ids import Generation, SaveId
 from holdfast.core.protocol.health_messages import CopyDigest, StateDigests
 from holdfast.core.protocol.layout_messages import Layout, Layouts
@@ -42,7 +44,7 @@ from holdfast.session.steps.voting import VoteCaster
 from holdfast.store.backends.local_store import threads_of_rank
 from holdfast.store.backends.location import Place, place_of
 from holdfast.store.backends.registry import open_attempt
-from holdfast.store.format.json_values import decode_values
+from holdfast.store.format.json_values import decode_values, encode_values
 from holdfast.store.format.manifest import SEAL_NAME
 from holdfast.store.layouts.layout import Catalogue
 from holdfast.store.layouts.layout_completion import catalogue_of
@@ -189,6 +191,14 @@ class Checkpointer:
             return False
         self._background.wait()
         return self.all_say(self._unwritten != self._saved)
+
+    def digest(self) -> str:
+        """Return a digest of the whole state, and of the values of this rank alone."""
+        collected = self._adapter.collect()
+        total = xxhash.xxh3_128(encode_values([collected.values, self._locals()]))
+        for meta in collected.layout(self._adapter.rank, self._adapter.world_size).tensors:
+            total.update(collected.view(meta.fqn, meta.box))
+        return total.hexdigest()
 
     def all_say(self, yes: bool) -> bool:
         """Vote between two steps, and return whether every rank called this with ``yes``. Raises: PeerLost."""

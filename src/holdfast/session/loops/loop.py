@@ -22,10 +22,10 @@ Invariants:
 
 from __future__ import annotations
 
-import copy
 import logging
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, cast
 
 from holdfast.core.protocol.status_page import Phase
@@ -48,6 +48,7 @@ from holdfast.session.loops.loop_bounds import (
     compare_bounds,
     counted_anew,
 )
+from holdfast.session.loops.own_values import OwnValues
 from holdfast.session.loops.script_source import leaves
 from holdfast.session.loops.turn_position import IDIOM, TurnPosition
 from holdfast.session.steps.accumulation import AccumulatingFeed, grouped
@@ -60,12 +61,19 @@ from holdfast.text import plural
 log = logging.getLogger("holdfast")
 
 
+_OF_THE_SCRIPT = {"own": "s.own", "attached": "what s.attach keeps"}
+"""Rank-local values that the script has given, with their names in messages."""
+
+
 def without_room(local: Mapping[str, Plain], size_bytes: int) -> str:
     """Return the warning that the rank-local values take ``size_bytes``, more than the status page holds."""
     largest = _largest(local)
     what, consequence = {
         "loader": ("the data loader's state", "reads the batches of that epoch again"),
-        "own": ("s.own", "would begin with s.own = None: the next step is refused"),
+        **{
+            key: (name, "would begin without it: the next step is refused")
+            for key, name in _OF_THE_SCRIPT.items()
+        },
     }.get(largest, (largest, "begins without them"))
     return (
         f"{what} is too large: the values that only this rank has take {size_bytes} bytes, the status page holds "
@@ -95,7 +103,7 @@ class Loops:
         place: the place of the job, see the module.
         walk: the position of the script among its epochs and phases.
         local: the values of this rank alone.
-        own: the user's values for this rank alone, kept with the step that ends next; None: nothing.
+        mine: the values that the script has given for this rank alone.
     """
 
     def __init__(
@@ -104,7 +112,7 @@ class Loops:
         self.place: dict[str, Any] = {"loop": -1}
         self.walk = TurnPosition()
         self.local: dict[str, Plain] = {}
-        self.own: Plain = None
+        self.mine = OwnValues()
         self._rank = rank
         self._adapter = adapter
         self._parts = self._parts_then = parts
@@ -165,7 +173,7 @@ class Loops:
         self.local = {key: value for key, value in local.items() if key not in NOT_OF_LOOPS}
         same = world == self._adapter.world_size and self._parts == self._parts_then
         self._proof.stand_at(local.get("drawn") if same else None)
-        self.own = copy.deepcopy(self.local.get("own"))
+        self.mine.go_back(self.local)
         self._tried = int(session.get("step", 0)) - (not begun)
 
     def go_back(self, session: Mapping[str, Any], local: Mapping[str, Any]) -> None:
@@ -223,6 +231,7 @@ class Loops:
             self.pass_over()
             return  # the checkpoint was written in a later loop of the script
         self._come_in()
+        self.mine.put()
         self._bound = self._end_of(loop, until)
         feed, self.begun = self.begun, None
         if feed is None and loader is not None:
@@ -448,12 +457,13 @@ class Loops:
                     hint="for step in s.steps(...): with step as batch: ...",
                 )
             if step.committed:
+                self._note_counted()
                 after_block.come_back()
-            if self._local_too_large and _largest(self.local) == "own":
+            if self._local_too_large and (largest := _largest(self.local)) in _OF_THE_SCRIPT:
                 raise StateError(
-                    f"s.own takes more than the {LOCAL_SIZE_BYTES_MAX} bytes that are kept for the replacement of a "
-                    "lost rank, which would begin with s.own = None",
-                    hint="keep in s.own what the rank cannot make again (positions, seeds), large values in a file",
+                    f"{_OF_THE_SCRIPT[largest]} takes more than the {LOCAL_SIZE_BYTES_MAX} bytes that are kept for the "
+                    "replacement of a lost rank, which would begin without them",
+                    hint="keep there what the rank cannot make again (positions, seeds, sums), large values in a file",
                 )
 
     def _draw(self) -> bool:
@@ -539,14 +549,14 @@ class Loops:
 
         These are the values that only this rank has: ``Session.own``, its loader's state, the digest of its batches.
         """
-        if self.local.get("begun") == step:
-            self.own = copy.deepcopy(self.local.get("own"))  # a block that did not count may have changed it
+        if self.local.get("begun") == step:  # a block that did not count may have changed these
+            self.mine.go_back(self.local)
             return None
         self.local["begun"] = step
+        self.mine.put()
+        self.local.update(self.mine.entries())
         if self._proof.record is not None:
             self.local["drawn"] = self._proof.record
-        if self.own is not None:
-            self.local["own"] = copy.deepcopy(self.own)
         return self._payload(self.local)
 
     def foresee(self) -> bytes | None:
@@ -555,9 +565,9 @@ class Loops:
         A rank that is lost in the update can no longer report the position of its loader.
         """
         self._after = None if self._feed is None else self._feed.local_state()
-        local = {
-            key: value for key, value in (("own", self.own), ("loader", self._after)) if value is not None
-        }
+        local = self.mine.entries()
+        if self._after is not None:
+            local["loader"] = self._after
         return self._payload(local) if local else None
 
     def taken_over(self) -> bytes | None:
@@ -573,7 +583,10 @@ class Loops:
 
     def note(self) -> bytes | None:
         """Set the place of the job after this step. Return the rank-local values for the status page, or None."""
-        self.local = {} if self.own is None else {"own": copy.deepcopy(self.own)}
+        attached = {key: value for key, value in self.local.items() if key == "attached"}
+        self.local = {**attached, **self.mine.plain()}
+        with suppress(UsageError):  # the update is made: the error follows at the script's next step
+            self.local = self.mine.entries()
         if self._feed is not None:
             self.place["at"] = self._feed.place()
             if self._after is not None:
@@ -581,6 +594,13 @@ class Loops:
             if self._proof.record is not None:
                 self.local["drawn"] = self._proof.record
         return self._payload(self.local) if self.local else None
+
+    def _note_counted(self) -> None:
+        """Keep what the script has counted after the block of a committed step, which is a part of that step."""
+        attached = self.mine.entries().get("attached")
+        if attached != self.local.get("attached"):
+            self.local["attached"] = attached
+            self._rank.note_local(self._payload(self.local), self._rank.step)
 
     def digests_of(self, step: int) -> list[int]:
         """Return the digests of the batches that this rank has drawn for ``step``; empty: not known."""

@@ -1,0 +1,100 @@
+"""The values of one rank that its script has given: ``Session.own``, and objects that the script has attached.
+
+Theory. A script counts losses and samples in an object of its own and reports them after an epoch. A replacement begins
+in the middle of that epoch with an empty object: its report covers fewer steps, or divides by zero. So the values of an
+attached object are kept with the rank-local values of a step, and put into the object that the replacement attaches
+under the same name. A block that runs again begins with the values before its first run.
+
+Most scripts make the object at the begin of each epoch. So the values also name the turn (epoch or phase) in which the
+object was attached, and they are only for an object of the same turn.
+
+Life of the data: object -> ``entries`` (at the begin of a block, at its vote, at its end, and when the script asks for
+the next step) -> status page and checkpoint -> ``go_back`` of the next process with this rank -> ``put``, when the
+script begins the steps of that turn.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from holdfast.errors import UsageError
+from holdfast.frameworks.common.state_tree import Plain
+from holdfast.session.loops.plain_attributes import NotPlainError, plain_copy, put_back
+
+
+class OwnValues:
+    """The values that the script of this rank has given.
+
+    Attributes:
+        own: plain values, kept with the step that ends next; None: nothing.
+    """
+
+    def __init__(self) -> None:
+        self.own: Plain = None
+        self._objects: dict[str, tuple[str, Any]] = {}  # by name: turn, object
+        self._waiting: dict[str, Any] = {}  # by name: turn and values, until their object is put right
+
+    def attach(self, name: str, item: Any, turn: str) -> None:
+        """Attach an object. Values of an earlier process are put into it when the steps of this turn begin.
+
+        The script may still build the object: ``meters.add_meter("lr", ...)``.
+
+        Raises:
+            UsageError: the object holds a value that is not plain.
+        """
+        _values_of(name, item)
+        self._objects[name] = (turn, item)
+        if name in self._waiting and self._waiting[name]["turn"] != turn:
+            del self._waiting[name]
+
+    def put(self) -> None:
+        """Put the waiting values into their objects. Raises: UsageError: an object has another form than before."""
+        for name in self._waiting.keys() & self._objects.keys():
+            _put(name, self._objects[name][1], self._waiting.pop(name)["values"])
+
+    def entries(self) -> dict[str, Plain]:
+        """Return the values by kind, without empty ones. Raises: UsageError: a value is not plain."""
+        return {**self.plain(), **({"attached": found} if (found := self._attached()) else {})}
+
+    def plain(self) -> dict[str, Plain]:
+        """Return ``own`` by its kind; nothing if it is None."""
+        return {} if self.own is None else {"own": copy.deepcopy(self.own)}
+
+    def _attached(self) -> dict[str, Any]:
+        now = {
+            name: {"turn": turn, "values": _values_of(name, item)}
+            for name, (turn, item) in self._objects.items()
+        }
+        return {**now, **self._waiting}
+
+    def go_back(self, entries: Mapping[str, Plain]) -> None:
+        """Take over the values of :meth:`entries`. Those of objects that are not attached yet wait for them."""
+        self.own = copy.deepcopy(entries.get("own"))
+        attached: Any = entries.get("attached", {})
+        turns = {name: turn for name, (turn, _) in self._objects.items()}
+        self._waiting = {
+            name: each for name, each in attached.items() if turns.get(name, each["turn"]) == each["turn"]
+        }
+        self.put()
+
+
+def _values_of(name: str, item: Any) -> Any:
+    try:
+        return plain_copy(item, objects=True)
+    except NotPlainError as error:
+        raise UsageError(
+            f"attach({name!r}, ...): {error}; it can keep numbers and texts, in lists, dicts and objects",
+            hint="put plain numbers into it (value.item()), or give what has a state_dict to session(state={...})",
+        ) from None
+
+
+def _put(name: str, item: Any, values: Any) -> None:
+    try:
+        put_back(item, values)
+    except NotPlainError as error:
+        raise UsageError(
+            f"attach({name!r}, ...): {error}, so the values of the process before cannot be put into it",
+            hint="attach an object that is built in the same way at each start",
+        ) from None
