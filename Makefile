@@ -68,7 +68,7 @@ flips: venv  ## bits flipped in weights and optimizer state of live ranks, 2 to 
 soak: venv  ## 50 kills at random moments and some around the vote, compared bit for bit (5 minutes)
 	$(VENV)/bin/python -m tests.soak.matrix --soak 50
 
-soak-hang: venv  ## an unsteady job that does not hang, 10 minutes: nobody may be killed
+soak-hang: venv  ## an unsteady job that does not hang, 10 minutes: no rank may be killed
 	$(VENV)/bin/python bench/soak_hang.py
 
 chaos: venv  ## 500 random faults of workers, agent, controller, zygote and launcher, three layouts, and as many in scripts of common styles (an hour and a half)

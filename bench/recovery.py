@@ -169,7 +169,7 @@ def main() -> None:
     if found["freed"]:
         print(row("last survivor out of its collective", found["freed"]))
     print(row("all survivors settled", found["quiesced"]))
-    print(row("everybody holds the state, the step begins again", found["restored"]))
+    print(row("all ranks hold the state, the step begins again", found["restored"]))
     print(row("next committed step, Holdfast (0 steps lost)", found["resumed"]))
     print(row("the same without one usual step of its run", found["beyond"]))
     print(row("a usual step", found["usual"]))

@@ -147,7 +147,7 @@ def main() -> int:
     killed = [e for e in of["hang"] if e.data["answer"] != "wait"]
     print(", ".join(f"{len(found)} {kind}" for kind, found in of.items()))
     good = code == 0 and not killed and not of["detected"]
-    print(f"{'PASSED: nobody was killed' if good else 'FAILED'}, code {code}, log {given.run_dir / name}")
+    print(f"{'PASSED: no rank was killed' if good else 'FAILED'}, code {code}, log {given.run_dir / name}")
     return 0 if good else 1
 
 

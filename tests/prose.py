@@ -1,22 +1,15 @@
-"""The words that ``docs/writing.md`` bans, and their number in each file.
-
-``tests/prose_allowance.json`` holds how often each file still uses them. ``python -m tests.prose`` writes this file
-again, after a repair or a move of files. It refuses if the sum would rise: repair the new sentences instead.
-"""
+"""The search for the words that ``docs/writing.md`` bans; ``tests/test_tidy.py`` refuses each of them."""
 
 from __future__ import annotations
 
 import ast
 import io
-import json
 import re
-import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ALLOWANCE = ROOT / "tests" / "prose_allowance.json"
 # "A user who ..." is English; "who leaves the loop ..." has no noun.
 PERSONS = r"(?<!user )(?<!users )(?<!person )(?<!people )(?<!reader )(?<!contributor )"
 BANNED = {
@@ -34,6 +27,7 @@ BANNED = {
 }
 # The rules themselves, with their examples of what not to write.
 EXEMPT = {"docs/writing.md", "tests/prose.py"}
+CODE = r"`+[^`]*`+"
 
 
 def prose_of(path: Path) -> Iterator[tuple[int, str]]:
@@ -53,7 +47,7 @@ def _of_markdown(text: str) -> Iterator[tuple[int, str]]:
         if line.lstrip().startswith("```"):
             in_code = not in_code
         elif not in_code:
-            yield number, re.sub(r"`[^`]*`|\]\([^)]*\)", "", line)
+            yield number, re.sub(rf"{CODE}|\]\([^)]*\)", "", line)
 
 
 def _of_python(text: str) -> Iterator[tuple[int, str]]:
@@ -61,10 +55,10 @@ def _of_python(text: str) -> Iterator[tuple[int, str]]:
         # A string without a space is a key or a word of a protocol, not a sentence.
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             for offset, line in enumerate(node.value.splitlines()):
-                yield node.lineno + offset, re.sub(r"`[^`]*`", "", line)
+                yield node.lineno + offset, re.sub(CODE, "", line)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
-            yield token.start[0], re.sub(r"`[^`]*`", "", token.string)
+            yield token.start[0], re.sub(CODE, "", token.string)
 
 
 def breaches(path: Path) -> list[tuple[int, str]]:
@@ -85,26 +79,3 @@ def files() -> list[Path]:
     ]
     sources = [p for f in ("src", "tests", "bench", "scripts") for p in (ROOT / f).rglob("*.py")]
     return sorted(p for p in documents + sources if str(p.relative_to(ROOT)) not in EXEMPT)
-
-
-def counted() -> dict[str, int]:
-    """Return the number of banned words per file, without files that have none."""
-    found = {str(path.relative_to(ROOT)): len(breaches(path)) for path in files()}
-    return {name: count for name, count in found.items() if count}
-
-
-def write() -> int:
-    """Write the present allowance, unless its sum has risen. Return the exit code."""
-    allowed = sum(json.loads(ALLOWANCE.read_text()).values()) if ALLOWANCE.exists() else None
-    found = counted()
-    total = sum(found.values())
-    if allowed is not None and total > allowed:
-        print(f"{total} banned words, {allowed} are allowed: mend the new sentences (docs/writing.md)")
-        return 1
-    ALLOWANCE.write_text(json.dumps(found, indent=0) + "\n")
-    print(f"{total} banned words in {len(found)} files")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(write())

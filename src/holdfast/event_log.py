@@ -1,8 +1,8 @@
 """The event log of a run (``events.jsonl``), which status, report and a restarted controller read.
 
-One JSON object per line::
+One JSON object per line:
 
-    {"v":1,"seq":12,"t_wall":...,"t_mono":...,"who":"controller","kind":"fenced","data":{...},"crc":"<16 hex>"}
+    ``{"v":1,"seq":12,"t_wall":...,"t_mono":...,"who":"controller","kind":"fenced","data":{...},"crc":"<16 hex>"}``
 
 ``t_wall`` is Unix time, ``t_mono`` CLOCK_MONOTONIC of this machine, both in seconds. ``crc`` is xxh3-64 of the bytes of
 the line before ``,"crc"``. Several processes append (under a file lock), so ``seq`` is read from the file, not from

@@ -34,10 +34,10 @@ MEANING: dict[Exit, str] = {
     Exit.UNMET: "the nodes of the job did not meet in time; nothing was started",
     Exit.INTERNAL: "an invariant of Holdfast is broken; please report it",
     Exit.BUDGET: "more faults than the restart budget allows",
-    Exit.REQUEUE: "graceful exit, checkpoint saved; the same command goes on if it saves to the same place",
+    Exit.REQUEUE: "graceful exit, checkpoint saved; the same command continues if it saves to the same place",
     Exit.UNSAVED: "asked or forced to leave (nodes are lost for good), and no checkpoint could be saved",
     Exit.ORPHANED: "worker lost its launcher and agent, saved a checkpoint and left",
     Exit.RESTART: "internal: worker leaves to be restarted",
     Exit.INTERRUPTED: "stopped at once by the user",
-    Exit.PIPE: "who read the output has gone",
+    Exit.PIPE: "the process that read the output has ended",
 }

@@ -213,7 +213,7 @@ def answers_when_poisoned(line: Line) -> dict[str, str]:
     attempt("inside objects", gather)
     attempt("poisoned vote", lambda: state.reduce_vote([1]))
     found["reason"] = state.reason
-    found["told of own poison"] = repr(seen)
+    found["reports of own poison"] = repr(seen)
     attempt("same generation", lambda: state.reconfigure(state.generation))
     attempt("next generation", lambda: state.reconfigure(Generation(1, 2)))
     attempt("sound", gather)

@@ -216,7 +216,7 @@ def test_optimizer_state_that_cannot_be_mapped_is_refused(tmp_path: Path) -> Non
     optimizer = torch.optim.Adam(net.parameters())
     step(net, optimizer)
     torch.save({"model": net.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}, tmp_path / "a.pt")
-    with pytest.raises(UsageError, match="cannot be told"):
+    with pytest.raises(UsageError, match="cannot be matched"):
         import_checkpoint(tmp_path / "a.pt", tmp_path / "a")
     named = torch.optim.Adam(net.named_parameters())
     step(net, named)

@@ -84,7 +84,7 @@ def test_answers_of_a_process_in_every_mode(worlds: Worlds) -> None:
             "inside objects": "GroupAborted",
             "poisoned vote": "PeerLost",
             "reason": "first",
-            "told of own poison": "[]",
+            "reports of own poison": "[]",
             "same generation": "GroupError",
             "next generation": "None",
             "sound": "[0, 1]",

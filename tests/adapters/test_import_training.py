@@ -113,7 +113,7 @@ def test_an_optimizer_by_number_gets_the_names_that_torch_gives(tmp_path: Path) 
 def test_groups_that_leave_doubt_are_refused(tmp_path: Path) -> None:
     """The scale of the norm and the bias before it have one shape. Either may be the next parameter of its group."""
     path = Run(by_ndim=False).train(3).save(tmp_path / "a.pt", 3)
-    with pytest.raises(UsageError, match="cannot be told"):
+    with pytest.raises(UsageError, match="cannot be matched"):
         import_checkpoint(path, tmp_path / "root")
     assert not (tmp_path / "root").exists()
 

@@ -253,7 +253,7 @@ def test_an_optimizer_of_another_name_or_version_goes_on(caplog: pytest.LogCaptu
         (partial(ADAMW, amsgrad=True), ADAMW),
     ):
         assert changed(then, now) == "" == changed(then, now, older=True)
-    assert caplog.text.count("written with") == 2 and "it goes on with the settings" in caplog.text
+    assert caplog.text.count("written with") == 2 and "it continues with the settings" in caplog.text
     assert changed(torch.optim.RAdam, torch.optim.Adamax) and not changed(
         ADAMW, torch.optim.RAdam, older=True
     )

@@ -47,7 +47,7 @@ def test_one_that_lost_its_launcher_is_waited_for(holdfast: Run, tmp_path: Path)
 def test_one_that_goes_on_is_left_alone(holdfast: Run, tmp_path: Path) -> None:
     first = start(tmp_path)
     result = holdfast("run", "--run-id", "mine", "train.py")
-    assert result.returncode == Exit.USAGE and "run mine goes on" in result.stderr
+    assert result.returncode == Exit.USAGE and "run mine still has processes" in result.stderr
     assert "next: holdfast status" in result.stderr and "holdfast exit" in result.stderr
     first.send_signal(signal.SIGINT)
     first.communicate()
@@ -65,7 +65,7 @@ def test_one_that_cannot_be_put_aside_is_gone_on_with_under_another_name(
     refused = holdfast(*args[:1], "--run-id", "mine", *args[1:])
     assert refused.returncode == Exit.USAGE and "cannot put the earlier start" in refused.stderr
     (hint,) = re.findall(
-        r"choose another --run-id, and (--root .*) to go on", " ".join(refused.stderr.split())
+        r"choose another --run-id, and (--root .*) to continue", " ".join(refused.stderr.split())
     )
     again = holdfast(*args[:1], "--run-id", "other", *shlex.split(hint), *args[1:])
     assert again.returncode == 0, again.stderr

@@ -117,9 +117,9 @@ def test_what_one_recovery_has_answered_is_one_line(terminal: Terminal) -> None:
     terminal.look()
     for fields in faults:
         terminal.made.journal.append("recovered", {**fields, **TIMES, "steps_lost": 0})
-    assert terminal.look()[1] == ["F001 to F002: restart last gasp, training goes on after 2.25 s"]
+    assert terminal.look()[1] == ["F001 to F002: restart last gasp, training continues after 2.25 s"]
     terminal.made.journal.append("recovered", {**other, **TIMES, "steps_lost": 2})
-    assert terminal.look()[1] == ["F003: restart last gasp, 2 steps lost, training goes on after 2.25 s"]
+    assert terminal.look()[1] == ["F003: restart last gasp, 2 steps lost, training continues after 2.25 s"]
 
 
 def test_rank_ranges() -> None:

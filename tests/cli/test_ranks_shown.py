@@ -74,5 +74,5 @@ def test_eighty_columns_break_no_word(made: Made, tmp_path: Path) -> None:
     wide = on_terminal("status", name, cwd=tmp_path, env={"COLUMNS": "400", "NO_COLOR": "1"})[1]
     assert shown.split() == re.sub(r"\x1b\[[\d;]*m", "", wide).split(), "no word is in two parts"
     why = next(number for number, line in enumerate(lines) if line.startswith("why  "))
-    assert re.match(r"     ?\w", lines[why + 1]), "what goes on is indented"
+    assert re.match(r"     ?\w", lines[why + 1]), "the second line is indented"
     assert f"logs runs/{name}/attempt-000" in shown

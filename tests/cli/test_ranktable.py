@@ -24,7 +24,7 @@ from tests.runtime.runs import LOOP, without_torch
 SCRIPT = f"""
 import os
 names = ("RANK_ID", "RANK_SIZE", "DEVICE_ID", "RANK_TABLE_FILE", "RANK", "WORLD_SIZE", "GROUP_RANK")
-open(f"told-{{os.environ['RANK']}}", "w").write(" ".join(os.environ[name] for name in names))
+open(f"seen-{{os.environ['RANK']}}", "w").write(" ".join(os.environ[name] for name in names))
 {LOOP}
 """
 
@@ -173,7 +173,7 @@ def test_workers_of_one_host_read_the_old_variables(tmp_path: Path, holdfast: Ru
     done = holdfast("run", "train.py", "2", env={"RANK_TABLE_FILE": "table.json", **without_torch(tmp_path)})
     assert done.returncode == 0, done.stderr
     path = tmp_path / "table.json"
-    assert [(tmp_path / f"told-{r}").read_text() for r in (0, 1)] == [
+    assert [(tmp_path / f"seen-{r}").read_text() for r in (0, 1)] == [
         f"{r} 2 {r + 4} {path} {r} 2 0" for r in (0, 1)
     ]
 
@@ -199,6 +199,6 @@ def test_one_command_per_host_needs_only_the_table(tmp_path: Path) -> None:
     ]  # fmt: skip
     outputs = [command.communicate(timeout=60)[0] for command in commands]
     assert [command.returncode for command in commands] == [0, 0], outputs
-    assert [(tmp_path / f"told-{r}").read_text() for r in (0, 1)] == [
+    assert [(tmp_path / f"seen-{r}").read_text() for r in (0, 1)] == [
         f"{r} 2 0 {table} {r} 2 {r}" for r in (0, 1)
     ]

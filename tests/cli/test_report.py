@@ -120,7 +120,10 @@ def test_one_screen_says_who_why_and_what_next(
         assert word in shown
     assert len(shown.splitlines()) <= SCREEN_LINES
     assert report.recovered and report.lost_s == TIMES["resumed_s"] and report.in_doubt == 1
-    assert "ranks that had not heard its vote went back" in shown and "step-00000020.it" in shown
+    assert (
+        "ranks that had not received the last vote ran the step again" in shown
+        and "step-00000020.it" in shown
+    )
     assert [t.phase for t in report.timeline][-1] == "resumed" and sum(
         t.took_s for t in report.timeline
     ) == 2.25
@@ -258,7 +261,7 @@ def test_the_output_of_a_fault_is_not_that_of_its_successor(tmp_path: Path, word
     log_path(made.directory.path, 0, 1).write_text(words + 100 * "joined\n")
     made.journal.append("detected", {**FAULT, "what": "was killed by signal 6 (SIGABRT)"})
     (report,) = reports_of(made.directory, made.settings, read(made.directory.journal).events)
-    assert report.log_tail == words.splitlines() and "gave up by itself" in report.next_steps[0]
+    assert report.log_tail == words.splitlines() and "called abort()" in report.next_steps[0]
 
 
 def test_whoever_joins_after_the_plan_did_not_come_to_rest(tmp_path: Path) -> None:

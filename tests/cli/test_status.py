@@ -254,7 +254,7 @@ def test_after_the_end(holdfast: Run, made: Made) -> None:
     assert (view["state"], view["code"], view["step"], view["ranks"]) == ("ended", 75, 40, [])
     assert view["reason"] == "asked by Ctrl-C"
     text = holdfast("status", "--watch").stdout
-    assert "ended with 75" in text and "next: start the same command: it goes on at step 40\n" in text
+    assert "ended with 75" in text and "next: start the same command: it continues at step 40\n" in text
 
 
 def test_how_far_a_run_came_that_was_stopped_at_once(holdfast: Run, made: Made) -> None:
@@ -311,7 +311,7 @@ def test_what_the_same_command_goes_on_with(made: Made) -> None:
     made.journal.append("session_opened", {"step": 25, "root": "", "generation": "1.1"})
     assert Watch(made.directory, made.settings).poll().kept_step == 25
     made.journal.append("sealed", {"step": 39, "directory": "step-00000039.it"})
-    assert again(view_of(made)) == "start the same command: it goes on at step 39, 1 step to do again"
+    assert again(view_of(made)) == "start the same command: it continues at step 39, 1 step to do again"
     cut_off = msgspec.structs.replace(view_of(made), cut_off=True)
     assert again(cut_off).endswith("at the newest step that any host has saved (step 39 is saved here)")
     assert kept(cut_off) == "newest checkpoint: step 39", "what another host has saved is not known here"
@@ -345,7 +345,7 @@ def test_without_a_session_there_is_nothing_to_save(made: Made) -> None:
     ("what", "text"),
     [
         ("killed", "rank 1: killed, in backward of step 20"),
-        ("did not go on, in backward of step 20, collective 1", None),
+        ("made no progress, in backward of step 20, collective 1", None),
         ("ValueError: first\nsecond", "rank 1: ValueError: first, in backward of step 20"),
     ],
 )

@@ -118,7 +118,7 @@ def test_the_heartbeat_starts_with_the_agent_and_goes_on() -> None:
     desk = Desk()
     assert desk.last == [SetTimer(name="beat", delay_s=1.0)]
     desk.post(Tick(name="beat"))
-    assert desk.sent("controller", AgentBeat) == [], "nobody to tell yet"
+    assert desk.sent("controller", AgentBeat) == [], "no controller to report to yet"
     desk.post(ControllerHere())
     desk.post(Tick(name="beat"))
     assert len(desk.sent("controller", AgentBeat)) == 1

@@ -20,7 +20,7 @@ def members(ranks: int) -> list[Member]:
     ]
 
 
-@pytest.mark.parametrize("order", ["as they were told", "from the last", "any"])
+@pytest.mark.parametrize("order", ["as they were sent", "from the last", "any"])
 def test_all_answers_together_cost_two_looks_at_each(order: str) -> None:
     everyone, looks = members(RANKS), 0
 

@@ -250,7 +250,7 @@ def test_a_death_fences_saves_and_restarts_without_loss() -> None:
     job.settle(0, "aborted", 5)
     job.settle(2, "aborted", 5)
     kinds = [c.kind if isinstance(c, LogRecord) else type(c).__name__ for c in job.last]
-    assert kinds.index("planned") < kinds.index("Send"), "the decision is written before it is told"
+    assert kinds.index("planned") < kinds.index("Send"), "the decision is written before it is sent"
     orders = job.sent(Settle)
     assert [(o.step, o.then, o.save and o.save.sources) for o in orders] == [(5, "restart", (0, 2))] * 2
     assert orders[0].save is not None
@@ -259,7 +259,7 @@ def test_a_death_fences_saves_and_restarts_without_loss() -> None:
     job.seal(orders[0])
     assert {leave.code for leave in job.sent(Leave)} == {Exit.RESTART}
     job.exit(0, code=78)
-    assert job.sent(StartMembers) == [], "nobody starts while an old member lives"
+    assert job.sent(StartMembers) == [], "no member starts while an old member lives"
     job.exit(2, code=78)
     (start,) = job.sent(StartMembers)
     assert start.resume == "step-00000005.run.g1.2.a1" and start.generation == Generation(1, 2)
@@ -381,7 +381,7 @@ def test_a_broken_collective_without_a_death_is_retried_in_place() -> None:
     for member in job.members:
         job.post(StepReached(member_id=member, generation=job.generation, step=7))
     assert job.record("recovered")["kind"] == "collective"
-    assert job.members == [1, 2, 3], "nobody was replaced"
+    assert job.members == [1, 2, 3], "no member was replaced"
 
 
 def test_a_death_within_the_grace_explains_the_collective() -> None:

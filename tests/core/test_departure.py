@@ -225,7 +225,7 @@ def test_a_rank_moves_to_a_process_that_was_built_beforehand_at_the_end_of_a_ste
     move(job)
     assert job.record("verdict")["rung"] == "node" and job.record("verdict")["counts"] is False
     assert job.record("recovered")["steps_lost"] == 0
-    assert "node_left" not in kinds(job), "an agent that may run the controller stays until the job goes on"
+    assert "node_left" not in kinds(job), "an agent that may run the controller stays until the job continues"
     job.post(Tick(name="depart"), 0.25)
     assert set(ends(job)) == {f"agent:{B}"} and ends(job)[f"agent:{B}"].node_only
     assert NoticeOver(node_id=B) in orders(job, NoticeOver)

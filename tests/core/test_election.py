@@ -204,7 +204,7 @@ def test_a_lost_voter_leaves_and_a_new_one_joins_one_at_a_time() -> None:
         for voter in (B, C):
             post(machine, ConfigChangeAck(voter=voter, electorate=electorate))
     assert machine.kept.committed and machine.kept.electorate == VoterSet(1, 2, (A, B, C))
-    assert kept[0] == VoterSet(1, 1, (A, B, C, D)), "first anew in its own term"
+    assert kept[0] == VoterSet(1, 1, (A, B, C, D)), "first written again in its own term"
 
 
 def test_an_agent_that_was_restarted_drops_nobody_before_it_is_told_who_is_there() -> None:

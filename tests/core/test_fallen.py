@@ -137,7 +137,7 @@ def test_connections_that_broke_between_two_steps_are_no_reason_to_go_on_in_plac
     job.post(Tick(name="grace"), after_s=0.3)
     for rank in range(3):
         says(job, rank, "ready", away=True)
-    assert job.record("verdict")["action"] == "restart_last_gasp", "nobody is inside the loop any more"
+    assert job.record("verdict")["action"] == "restart_last_gasp", "no rank is inside the loop any more"
 
 
 def _replaced(job: Job, lost: int = 1) -> None:

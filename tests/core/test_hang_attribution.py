@@ -42,7 +42,7 @@ def four(odd: int, place: str = "backward:20:3", **more: Any) -> list[RankEviden
         (four(0, "backward:20:2"), "kill", (0,), "certain", "collective 2"),
         (four(3, "loading:20:0"), "kill", (3,), "certain", "data loader"),
         (four(3, "section:20:0", section="eval"), "kill", (3,), "certain", "section 'eval'"),
-        (four(3, "vote:20:4"), "kill", (3,), "likely", "went on to vote of step 20"),
+        (four(3, "vote:20:4"), "kill", (3,), "likely", "has reached vote of step 20"),
         (four(3, "update:19:4"), "kill", (3,), "certain", "update of step 19"),
         (four(2, process="R", cpu=0.97), "kill", (2,), "likely", "97% of a core"),
         (four(2, process="R", cpu=0.33), "kill", (2,), "likely", "33% of a core"),

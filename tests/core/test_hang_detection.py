@@ -334,7 +334,7 @@ def test_all_nodes_must_stand_still_and_all_are_asked() -> None:
     assert [g.node_id for g in job.sent(CollectEvidence)] == nodes
     found = evidence(job, job.sent(CollectEvidence)[0].number, phase="forward")
     job.post(msgspec.structs.replace(found, node_id=nodes[0], ranks=found.ranks[:1]))
-    assert job.sent(KillMember) == [], "half of the evidence names nobody"
+    assert job.sent(KillMember) == [], "half of the evidence names no rank"
     job.post(msgspec.structs.replace(found, node_id=nodes[1], ranks=found.ranks[1:]))
     assert [(k.node_id, k.member_id) for k in job.sent(KillMember)] == [(nodes[1], job.members[1])]
 

@@ -57,7 +57,7 @@ def test_what_one_rank_holds_makes_all_tell() -> None:
     ]
     assert not vote(one, other, have=agreed).moved
     assert one.note(SMALL, G1) == LayoutAnnouncement(NO_VERSION, SMALL)
-    assert one.note(LARGE, G1) == LayoutAnnouncement(agreed, LARGE), "as it was told"
+    assert one.note(LARGE, G1) == LayoutAnnouncement(agreed, LARGE), "as it was published"
     assert not vote(one, other, have=agreed, between=True).moved
 
 

@@ -82,7 +82,7 @@ def test_layouts_survive_a_restart_but_make_a_catalogue_only_together() -> None:
     other = Roster()
     other.recall(msgspec.structs.replace(catalogued, member_id=MemberId(1)), 2)
     roster = other
-    assert publish(0, second), "one worker had it, and nobody knows of the others"
+    assert publish(0, second), "one worker had it, and the others are unknown"
     roster = successor
     assert not publish(0, second) and roster.agreed(2) == second, "all have it"
     assert not publish(0, NO_VERSION) and roster.agreed(2) == NO_VERSION

@@ -82,7 +82,7 @@ def test_a_newcomer_that_dies_is_followed_by_another_and_nobody_is_fenced_again(
     assert second > first and job.generation == generation and not job.sent(Fence)
     assert [(o.join, [a.rank for a in o.members]) for o in job.sent(StartMembers)] == [(True, [1])]
     job.exit(1, "starting", 0)
-    assert job.generation > generation, "two in a row: something else is wrong, the ladder goes on"
+    assert job.generation > generation, "two in a row: something else is wrong, the next rung is tried"
     job.settle(0, "aborted", 5)
     job.settle(2, "aborted", 5)
     assert job.record("verdict")["action"] == "restart_last_gasp"

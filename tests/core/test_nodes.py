@@ -459,7 +459,7 @@ def test_a_newcomer_takes_the_rank_of_a_lost_node_on_one_with_a_free_slot() -> N
     job = started()
     places = job.controller.job.places
     members = job.controller.job.roster.members
-    assert places(members) == {0: (A, 0), 1: (B, 0)}, "who can stay stays"
+    assert places(members) == {0: (A, 0), 1: (B, 0)}, "a rank that can stay stays"
     lose(job, B)
     assert places([members[1]]) == {1: (C, 0)}
     lose(job, B, C)
@@ -481,8 +481,8 @@ def test_layouts_of_survivors_count_beside_those_of_newcomers() -> None:
         return roster.publish(layout, 2) is not None
 
     first, second = Generation(1, 1), Generation(1, 2)
-    assert not publish(1, LayoutVersion(first, 3), first), "rank 0 died before it told its second layout"
-    assert roster.agreed(2) == NO_VERSION, "its newcomer stands at none"
+    assert not publish(1, LayoutVersion(first, 3), first), "rank 0 died before it published its second layout"
+    assert roster.agreed(2) == NO_VERSION, "its newcomer has published none"
     assert not publish(0, NO_VERSION, second)
     assert [publish(rank, LayoutVersion(second, 1), second) for rank in (0, 1)] == [False, True]
     assert roster.agreed(2) == LayoutVersion(second, 1)

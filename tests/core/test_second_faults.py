@@ -77,7 +77,7 @@ def test_a_source_of_the_save_that_had_raised_and_dies_is_no_source_any_more() -
     (first, _) = job.sent(Settle)
     assert first.save is not None and first.save.sources == (0, 1)
     job.exit(1, "aborted")
-    assert [f.member_id for f in job.sent(Fence)] == job.members[:1], "fenced anew, without the dead"
+    assert [f.member_id for f in job.sent(Fence)] == job.members[:1], "fenced again, without the dead"
     says(job, 0, "aborted", away=True)
     (order,) = job.sent(Settle)
     assert order.save is not None and order.save.sources == (0,)

@@ -72,7 +72,7 @@ def test_agents_forget_what_was_taken_back() -> None:
     assert not job.sent(ExitCancelled)
     job.post(ExitRun(grace_s=0.0, source="command line", cancel=True))
     assert len(job.sent(ExitCancelled)) == 1
-    job.post(ExitRun(grace_s=0.0, source="nobody had asked", cancel=True))
+    job.post(ExitRun(grace_s=0.0, source="no request before", cancel=True))
     assert len(job.sent(ExitCancelled)) == 1
 
 

@@ -129,7 +129,7 @@ def test_decisions(state: RankState, step: int, decision: Decision, after: RankS
     machine.fence(G2)
     assert machine.decide(step) == decision
     assert machine.state == after
-    assert machine.decide(step) == "stay", "told twice"
+    assert machine.decide(step) == "stay", "ordered twice"
 
 
 @pytest.mark.parametrize(("state", "step"), [("ready", 8), ("aborted", 8), ("in_doubt", 9), ("voting", 7)])

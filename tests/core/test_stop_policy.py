@@ -147,7 +147,7 @@ def test_the_same_exception_at_the_same_step_twice_is_a_bug() -> None:
     assert not verdict.save, "nothing is new since step 20"
     again = msgspec.structs.replace(FAILURE, occurrence=0)
     heard_twice = judge(1.0, situation(failures=(again,)), history, CONFIG)
-    assert heard_twice.action == "restart_last_gasp", "one failure, told again to a new controller"
+    assert heard_twice.action == "restart_last_gasp", "one failure, reported again to a new controller"
     moved = msgspec.structs.replace(FAILURE, step=21)
     assert judge(1.0, situation(failures=(moved,)), history, CONFIG).action == "restart_last_gasp"
 

@@ -103,6 +103,6 @@ def test_many_slow_ranks_are_judged_again_when_as_many_were_told_of() -> None:
     assert sum(r.kind == "straggler" for r in job.records) == 30
     for told in (8, 16, 24):
         tell(range(8), 0.1)
-        assert not [r for r in job.records if r.kind == "straggler_gone"], f"{told} of 30 were told of"
+        assert not [r for r in job.records if r.kind == "straggler_gone"], f"{told} of 30 were reported"
     tell(range(8), 0.1)
     assert [r for r in job.records if r.kind == "straggler_gone"]

@@ -123,7 +123,7 @@ def test_when_all_die_before_anything_was_saved_all_of_it_is_computed_again(tmp_
     assert (verdicts[-1]["rung"], verdicts[-1]["action"]) == ("recompute", "restart_fresh")
     recovered = [event.data for event in outcome.events if event.kind == "recovered"]
     assert max(int(str(each["steps_lost"])) for each in recovered) == 6
-    assert "restart fresh, 6 steps lost, training goes on after" in outcome.log.read_text()
+    assert "restart fresh, 6 steps lost, training continues after" in outcome.log.read_text()
     calm = runner.run("undisturbed", ("--result", str(tmp_path / "calm")), [], SEED)
     assert calm.code == 0
     assert digest_of_results(results, 2, STATE) == digest_of_results(tmp_path / "calm", 2, STATE) != ""

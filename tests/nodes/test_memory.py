@@ -108,7 +108,7 @@ def test_what_is_done_behind_a_block_is_in_the_buddys_copy(
     with Hosts(net, tmp_path, "2:3", BEHIND, arguments, torch=True, flags=flags) as hosts:
         hosts.start()
         if lingers:
-            until("rank 1 is behind the block", (tmp_path / "out.behind").exists)
+            until("rank 1 is after the block", (tmp_path / "out.behind").exists)
             hosts.wait_step(0, 5 * EVERY)
         else:
             hosts.wait_step(1, 5 * EVERY + 1)

@@ -29,16 +29,16 @@ def listed(names: list[str]) -> list[object]:
 
 
 def run(
-    where: Path, kind: str, name: str, monkeypatch: pytest.MonkeyPatch, code: int = 0, **told: str
+    where: Path, kind: str, name: str, monkeypatch: pytest.MonkeyPatch, code: int = 0, **variables: str
 ) -> tuple[str, Mapping[str, str]]:
     """Run a script on two workers.
 
-    Return the output, and the results of each rank. ``told``: variables of ``beat.py``.
+    Return the output, and the results of each rank. ``variables``: those of ``beat.py``.
     """
     where.mkdir(exist_ok=True)
     for variable in ("KILL", "KILL_INSIDE", "STOP"):
         monkeypatch.delenv(variable, raising=False)
-    for variable, value in told.items():
+    for variable, value in variables.items():
         monkeypatch.setenv(variable, value)
     start = run_torchrun if kind == "torchrun" else run_job
     form = "adapted" if kind == "adapted" else "plain"

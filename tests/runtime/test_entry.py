@@ -157,7 +157,7 @@ raise {}
     ("raised", "told"),
     [
         (r"FileNotFoundError('/data/\udce9')", r"FileNotFoundError: /data/\udce9"),
-        ("Mute()", "Mute: (its text cannot be told: KeyError)"),
+        ("Mute()", "Mute: (its text cannot be read: KeyError)"),
     ],
 )
 def test_an_exception_with_an_odd_text_is_told(

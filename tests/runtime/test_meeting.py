@@ -188,7 +188,7 @@ def test_nodes_that_do_not_meet_in_time_end_with_a_code_that_says_try_again(tmp_
         assert run.wait() == Exit.UNMET
         (ended,) = run.events("run_ended")
         assert ended.data["reason"].startswith("1 of 2 agents met within 1 s: node1 is at 127.0.7.2")
-        assert f"{run.settings.contacts[0]}: nobody listens there" in ended.data["reason"]
+        assert f"{run.settings.contacts[0]}: no process listens there" in ended.data["reason"]
         assert run.nothing_left()
 
 

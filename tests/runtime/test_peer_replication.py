@@ -61,7 +61,7 @@ def test_states_go_to_the_buddy_and_come_back_on_a_third_node(tmp_path: Path, bu
     proves(buddy.directory, 12)
     assert pull(third, 2, 8, {"n0": Address("127.0.0.1", 1), "n1": buddy.at}, SECRET)
     proves(third, 8)
-    assert not pull(third, 2, 4, {"n1": buddy.at}, SECRET), "nobody has it any more"
+    assert not pull(third, 2, 4, {"n1": buddy.at}, SECRET), "no node has it any more"
     assert not push(home, 2, 4, "n1", buddy.at, SECRET), "nor has this node"
     keep(slots, 10)  # the job went back to an earlier step
     assert push(home, 2, 10, "n1", buddy.at, SECRET)

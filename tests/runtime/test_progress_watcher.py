@@ -115,7 +115,7 @@ def test_a_stopped_process_is_late_wherever_it_is(tmp_path: Path, what: str) -> 
     late = [message for message in heard if isinstance(message, Late)]
     assert late and all((each.member_id, each.stopped) == (member_id, True) for each in late)
     told = [message.stopped for message in heard if isinstance(message, Stalled)]
-    assert all(told) and bool(told) == (what != "spare"), "nobody waits for a spare"
+    assert all(told) and bool(told) == (what != "spare"), "no rank waits for a spare"
 
 
 @pytest.mark.processes

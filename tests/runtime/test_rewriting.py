@@ -110,7 +110,7 @@ def test_the_users_table_is_passed_on_as_long_as_it_fits(tmp_path: Path) -> None
 SCRIPT = f"""
 import os, sys
 from pathlib import Path
-Path(sys.argv[0]).with_name(f"told-{{os.environ['RANK']}}").write_text(os.environ["RANK_TABLE_FILE"])
+Path(sys.argv[0]).with_name(f"table-{{os.environ['RANK']}}").write_text(os.environ["RANK_TABLE_FILE"])
 {LOOP}
 """
 
@@ -126,14 +126,14 @@ def test_workers_read_of_the_host_that_took_a_place(tmp_path: Path) -> None:
         for run in runs:
             run.script.write_text(SCRIPT)
             run.start()
-        told = [run.script.with_name(f"told-{rank}") for rank, run in enumerate(runs[:2])]
+        told = [run.script.with_name(f"table-{rank}") for rank, run in enumerate(runs[:2])]
         until("both have begun", lambda: all(path.exists() for path in told))
         assert [path.read_text() for path in told] == [str(table)] * 2
         runs[1].agents[0].kill()
         for pid in runs[1].left():
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        late = runs[2].script.with_name("told-1")
+        late = runs[2].script.with_name("table-1")
         until("the spare has begun", late.exists)
         until("rank 0 has begun again", lambda: told[0].read_text() != str(table))
         for run, path in ((runs[0], told[0]), (runs[2], late)):

@@ -218,7 +218,7 @@ def test_a_stranger_gets_nothing(servers: Servers) -> None:
 
 def test_what_nobody_holds_is_named(servers: Servers, tmp_path: Path) -> None:
     servers.add(0)
-    with pytest.raises(PeerLost, match="nobody gives big"):
+    with pytest.raises(PeerLost, match="no rank gives big"):
         fetch(servers.at, servers.wanted((7,)), SECRET, FIRST)
 
 

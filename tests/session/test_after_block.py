@@ -102,5 +102,5 @@ def test_a_graceful_exit_has_it_too(tmp_path: Path, calm: Calm, layout: str) -> 
 def test_a_script_that_does_not_come_back_is_not_waited_for(tmp_path: Path) -> None:
     """All ranks start again from one state, and a message names the code that is not repeated."""
     code, output, told = run(tmp_path, "--kill", "1:7:behind", "--pause-s", "3", "--patience-s", "0.2")
-    assert code == 0 and "has been behind the block of step 7 for 0.2 s" in output, output
+    assert code == 0 and "code after the block of step 7 has run for 0.2 s" in output, output
     assert len(set(told)) == 1 and "wrong copy" not in output, output

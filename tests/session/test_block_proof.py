@@ -211,7 +211,7 @@ def test_state_that_changes_behind_a_block_that_does_not_count_is_refused(behind
         "scheduler": script.scheduler.step,
         "average": lambda: script.average.update_parameters(script.net),
     }[behind]
-    with pytest.raises(ImpureBlockError, match=f"{cause}.* changed behind a block that did not count"):
+    with pytest.raises(ImpureBlockError, match=f"{cause}.* changed after a block that did not count"):
         script.train(script.pure, way)
 
 

@@ -109,7 +109,7 @@ def test_everything_but_the_writers_killed_leaves_a_sealed_checkpoint_and_no_pro
     finally:
         launcher.kill()
         launcher.wait()
-    until("nobody is left", lambda: not processes(tmp_path))
+    until("no process is left", lambda: not processes(tmp_path))
     (root,) = tmp_path.glob("runs/*/checkpoints")
     newest = Root(root).newest_valid(deep=True).require()
     assert newest.step == 3 and newest.sealed

@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.errors import UsageError
 from holdfast.exit_codes import Exit
-from holdfast.session.loops.loop_bounds import Bound, LoopMembers, bound_of, counted_anew
+from holdfast.session.loops.loop_bounds import Bound, LoopMembers, bound_of, counted_from_here
 from tests.session.curriculum_job import PHASE_STEPS, PHASES
 from tests.session.launch import run_job
 
@@ -122,7 +122,7 @@ def test_which_end_holds(here: int, until: int | None, before: LoopMembers, boun
 
 
 @pytest.mark.parametrize(
-    ("here", "until", "anew"),
+    ("here", "until", "expected"),
     [
         (23, 10, False),  # unchanged
         (23, 20, False),  # the script itself has ended the loop
@@ -132,23 +132,26 @@ def test_which_end_holds(here: int, until: int | None, before: LoopMembers, boun
         (20, 30, True),  # or a start with the third loop: the next loop shows which
     ],
 )
-def test_the_first_end_of_a_script_that_starts_again(here: int, until: int | None, anew: bool) -> None:
-    assert counted_anew(here, until, (0, 10)) == anew
+def test_the_first_end_of_a_script_that_starts_again(here: int, until: int | None, expected: bool) -> None:
+    assert counted_from_here(here, until, (0, 10)) == expected
 
 
 @pytest.mark.parametrize("until", [30, 100])
 def test_a_first_end_that_is_that_of_a_later_loop(until: int) -> None:
     with pytest.raises(UsageError, match=f"at step 10 before, and has it at step {until} here"):
-        counted_anew(23, until, (0, 10))
+        counted_from_here(23, until, (0, 10))
 
 
 @pytest.mark.parametrize("before", [LoopMembers.THIS_RUN, LoopMembers.ANOTHER_JOB])
 @pytest.mark.parametrize("here", [20, 30])
 def test_an_end_behind_a_first_one_that_was_not_counted_after_all(before: LoopMembers, here: int) -> None:
     with pytest.raises(UsageError, match="ended at step 30 before, and would end at step 50 here"):
-        bound_of(1, here, 50, (20, 30), before, anew=True)
-    assert bound_of(1, 23, 50, (20, 30), before, anew=True) == (20, 50)  # more steps were requested
-    assert bound_of(1, here, 30, (20, 30), before, anew=True) == (20, 30)
+        bound_of(1, here, 50, (20, 30), before, counts_from_here=True)
+    assert bound_of(1, 23, 50, (20, 30), before, counts_from_here=True) == (
+        20,
+        50,
+    )  # more steps were requested
+    assert bound_of(1, here, 30, (20, 30), before, counts_from_here=True) == (20, 30)
 
 
 def test_an_end_that_is_another_after_a_start_is_told(caplog: pytest.LogCaptureFixture) -> None:

@@ -53,9 +53,9 @@ def test_a_wake_up_pipe_of_others_that_is_full_hides_no_signal(full_pipe: int) -
     here.watch.start()
     try:
         os.kill(os.getpid(), signal.SIGTERM)
-        until("told", lambda: here.asked == ["SIGTERM"])
+        until("reported", lambda: here.asked == ["SIGTERM"])
         os.kill(os.getpid(), signal.SIGUSR2)
-        until("told again", lambda: here.asked == ["SIGTERM", "SIGUSR2"])
+        until("reported again", lambda: here.asked == ["SIGTERM", "SIGUSR2"])
     finally:
         here.watch.stop()
     assert signal.set_wakeup_fd(full_pipe) == full_pipe
@@ -89,7 +89,7 @@ def test_a_script_with_many_open_files_is_heard() -> None:
     here.watch.start()
     try:
         os.kill(os.getpid(), signal.SIGTERM)
-        until("told", lambda: here.asked == ["SIGTERM"])
+        until("reported", lambda: here.asked == ["SIGTERM"])
     finally:
         here.watch.stop()
         for fd in held:
@@ -200,7 +200,7 @@ def test_a_forked_process_stays_while_its_parent_is_asked_too(watched: Watched, 
     watched.watch.stop()
     process.terminate()
     process.join(60)
-    assert process.exitcode == -signal.SIGTERM, "nobody needs it any more"
+    assert process.exitcode == -signal.SIGTERM, "the parent does not need it any more"
 
 
 SCRIPT = """\

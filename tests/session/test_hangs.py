@@ -128,7 +128,7 @@ def test_a_section_that_is_not_run_again_is_told_once(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout
     told = f'section "eval" after step {LAST_STEP} was cut off and is not run again'
     assert done.stdout.count(told) == 1, done.stdout
-    assert done.stdout.count("evaluated after step") == EPOCHS - 1, "the case that is told"
+    assert done.stdout.count("evaluated after step") == EPOCHS - 1, "one of them was cut off"
 
 
 @pytest.mark.processes

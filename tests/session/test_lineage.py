@@ -91,7 +91,7 @@ def test_an_abandoned_run_takes_nothing_from_the_new_one_and_resuming_it_is_said
     with caplog.at_level(logging.INFO, "holdfast"):
         assert Job().train(31, checkpoint=tmp_path) == [30]
     assert f"{newest.name} has the highest step, but another run" in caplog.text
-    assert f"saved last: {newer.name}; to go on with that one: resume='{newer.path}'" in caplog.text
+    assert f"saved last: {newer.name}; to continue with that one: resume='{newer.path}'" in caplog.text
     assert "resumed at step 30" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO, "holdfast"):

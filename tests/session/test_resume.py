@@ -67,7 +67,7 @@ def test_a_first_save_that_was_never_finished_is_no_reason_not_to_start(
     (only / "SEALED").unlink()
     with caplog.at_level(logging.WARNING, "holdfast"):
         assert Job().train(2, checkpoint=tmp_path) == [0, 1]
-    assert "holds nothing but 1 save that never came to an end" in caplog.text
+    assert "holds only 1 unfinished save" in caplog.text
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")

@@ -78,12 +78,12 @@ def test_an_error_beside_a_good_save_does_not_end_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(*_: object, **__: object) -> None:
-        raise TypeError("nobody foresaw this")
+        raise TypeError("an unforeseen error")
 
     monkeypatch.setattr(Root, "prune", broken)
     with caplog.at_level(logging.ERROR, "holdfast"):
         job = Job()
         assert job.train(6, checkpoint=tmp_path, save=2) == list(range(6))
-    assert "old checkpoints stay" in caplog.text and "nobody foresaw this" in caplog.text
+    assert "old checkpoints stay" in caplog.text and "an unforeseen error" in caplog.text
     assert Root(tmp_path).newest_valid().require().step == 6
     assert all(torch.isfinite(each).all() for each in job.tensors())

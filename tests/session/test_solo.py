@@ -150,7 +150,7 @@ def test_a_slow_disk_delays_the_next_save_and_not_the_step(
         Job().train(30, checkpoint=tmp_path, save=holdfast.EverySteps(2), keep=99)
     steps = [v.step for v in Root(tmp_path).list()]
     assert steps[0] == 30 and steps[-1] == 2 and len(steps) < 15
-    assert caplog.text.count("the save due at step 4 waits, the one of step 2 is still being written") == 1
+    assert caplog.text.count("the save due at step 4 waits until the save of step 2 is written") == 1
     assert caplog.text.count("waits") == 1
 
 

@@ -39,7 +39,7 @@ def test_a_name_that_the_block_did_not_assign_has_a_value(caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING, "holdfast"):
         assert f"{cut.detach().cpu().item():.4f} {first['sum']}" == "nan nan"
         assert (cut < 1, list(cut)) == (False, [])
-    assert caplog.text.count("code behind the block uses 'cut'") == 1
+    assert caplog.text.count("code after the block uses 'cut'") == 1
 
 
 def test_a_value_of_an_earlier_block_stays() -> None:

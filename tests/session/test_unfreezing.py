@@ -168,7 +168,7 @@ def test_a_newcomer_gets_what_its_script_has_not_built(tmp_path: Path) -> None:
             (place / "died").write_text("")
         done = run_job(place, 2, JOB, str(place / "died"))
         assert done.returncode == 0, done.stdout
-        assert ("replace, training goes on" in done.stdout) == dies, done.stdout
+        assert ("replace, training continues" in done.stdout) == dies, done.stdout
         logs = [path.read_text() for path in place.rglob("*.log")]
         ends += re.findall(r"ended with (.*)", "\n".join([done.stdout, *logs]))
     assert len(ends) >= 4 and len(set(ends)) == 1 and ends[0].endswith(f" {STEPS} 2"), ends

@@ -46,10 +46,8 @@ def test_a_hook_without_a_state_is_as_good_in_a_newcomer(tmp_path: Path) -> None
 def test_a_hook_with_a_state_is_refused_by_name(tmp_path: Path, when: list[str]) -> None:
     done = run_job(tmp_path, RANKS, JOB, "--what", "powerSGD_hook", *when)
     assert done.returncode == Exit.BAD_INPUT, done.stdout
-    assert (
-        "hook powerSGD_hook has a state (PowerSGDState) that a replaced worker would not have" in done.stdout
-    )
-    assert "next: a hook without one: model.register_comm_hook(None, " in done.stdout
+    assert "hook powerSGD_hook has a state (PowerSGDState) that a replacement would not have" in done.stdout
+    assert "next: use a hook without a state: model.register_comm_hook(None, " in done.stdout
 
 
 @pytest.mark.more

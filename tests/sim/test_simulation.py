@@ -64,7 +64,7 @@ def test_two_flipped_copies_are_not_equal() -> None:
     for seed in range(20):
         result = run_sim(5, seed, flips)
         assert (result.code, result.step) == (Exit.OK, 12), f"seed {seed}"
-        assert result.recovered, f"seed {seed}: nobody was told that they differ"
+        assert result.recovered, f"seed {seed}: the difference was not reported"
 
 
 def test_a_newcomer_that_holds_the_state_is_known_to_the_next_controller() -> None:

@@ -180,7 +180,7 @@ def strike(target: str, ranks: list[Rank], draw: random.Random) -> None:
             rank.kill()
     if target == "writer":
         before = chosen.newest("done")
-        wait_for("the replaced writer goes on", lambda: chosen.newest("done") >= before + 2)
+        wait_for("the replaced writer continues", lambda: chosen.newest("done") >= before + 2)
 
 
 @contextmanager

@@ -119,11 +119,11 @@ def test_an_error_in_what_follows_a_save_is_logged_and_the_next_save_works(
 
     def done(save: SaveId, _result: WrittenShare | HoldfastError) -> None:
         told.append(save)
-        raise TypeError("nobody foresaw this")
+        raise TypeError("an unforeseen error")
 
     with BackgroundSaver(done) as saver:
         for step in (1, 2):
             saver.save(tmp_path, save_id(step), catalogue, shares, 0, state, {}, {})
             assert saver.wait(30)
     assert told == [save_id(1), save_id(2)]
-    assert "after the save of step 2" in caplog.text and "nobody foresaw this" in caplog.text
+    assert "after the save of step 2" in caplog.text and "an unforeseen error" in caplog.text

@@ -201,7 +201,7 @@ def test_an_unfinished_attempt_is_invalid(tmp_path: Path) -> None:
     assert inspect(path).unfinished
     for left in path.iterdir():
         left.unlink()
-    assert inspect(path).unfinished, "nobody came further than the directory"
+    assert inspect(path).unfinished, "no rank came further than the directory"
 
 
 def test_a_bad_extent_is_healed_from_the_other_copy(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_every_wanted_element_comes_from_its_place(case: Boxes, each: int, batch
             read.into[:] = some
         for n in range(read.first, read.last):
             parts = read.cut(n, n + 1).parts()
-            assert any(part.intersect(region) for part in parts for _, region in pieces), "nobody wants it"
+            assert any(part.intersect(region) for part in parts for _, region in pieces), "no target wants it"
     for array, (target, region) in zip(arrays, pieces, strict=True):
         expected = np.zeros(target.sizes, np.uint32)
         at = tuple(o - t for o, t in zip(region.offsets, target.offsets, strict=True))

@@ -94,12 +94,12 @@ def test_values_and_locals(tmp_path: Path) -> None:
     catalogue, shares = world.catalogue(), plan(world.catalogue(), frozenset({0, 2, 3}))
     values = {"scheduler": {"milestones": {30: 1}, "base": (0.1, float("inf"))}, "step": 12}
     for rank in shares.sources:
-        own = {rank: {"position": rank}, 1: {"position": f"of the dead, told by {rank}"}}
+        own = {rank: {"position": rank}, 1: {"position": f"of the dead, saved by {rank}"}}
         write_share(tmp_path, save_id(), catalogue, shares, rank, world.state(rank), values, own)
     path = tmp_path / save_id().directory()
     assert load_values(path) == values
     assert load_locals(path, 2) == {"position": 2}
-    assert load_locals(path, 1) == {"position": "of the dead, told by 0"}
+    assert load_locals(path, 1) == {"position": "of the dead, saved by 0"}
     assert load_locals(path, 9) == {}
     assert load_catalogue(path) == catalogue
 

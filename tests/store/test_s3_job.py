@@ -163,7 +163,7 @@ def test_a_server_that_is_away_costs_saves_and_no_step(
                     optimizer.step()
                     optimizer.zero_grad()
                 time.sleep(0.01)
-                assert time.monotonic() < deadline_s, f"nobody said {sign!r}: {caplog.text}"
+                assert time.monotonic() < deadline_s, f"no log line has {sign!r}: {caplog.text}"
                 if sign in (said := caplog.text[seen:]):
                     seen += said.index(sign) + len(sign)
                     away = sign.startswith("saved")

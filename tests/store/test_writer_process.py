@@ -153,7 +153,7 @@ def test_a_copy_that_fails_takes_the_order_back(tmp_path: Path) -> None:
             assert not saver.busy
             saver.save(tmp_path, save_id(step + 1), catalogue, shares, 0, state, {}, {})
             assert saver.wait(60)
-    assert set(results) == {save_id(2), save_id(4)}, "nobody hears of what was taken back"
+    assert set(results) == {save_id(2), save_id(4)}, "a save that was taken back is not reported"
     for step in (1, 3):
         assert not inspect(tmp_path / save_id(step).directory()).valid
         assert inspect(tmp_path / save_id(step + 1).directory(), deep=True).sealed
@@ -200,7 +200,7 @@ def test_a_killed_writer_is_replaced_and_the_save_done_again(tmp_path: Path, cou
         last = saver.writer_pid
     if count == WRITERS_MAX:
         assert not inspect(tmp_path / save_id(2).directory()).valid, (
-            "nobody went on with what was reported as failed"
+            "no writer continued a save that was reported as failed"
         )
     assert isinstance(results[save_id(3)], WrittenShare), "the next save works"
     assert not exists(last)

@@ -308,7 +308,7 @@ class DyingCheckpoint:
             return
         groups = [group for own in self._groups.values() for group in own]
         if not groups:
-            self._end("no rank has told which ranks hold its state")
+            self._end("no rank has reported which ranks hold its state")
             return
         good = {
             r
@@ -351,7 +351,7 @@ class DyingCheckpoint:
 
     def _renamed(self, event: Renamed) -> None:
         if self.phase == "renaming" and event.rank == min(self._writers):
-            self._end(event.why and f"it was written, and not published: {event.why}")
+            self._end(event.why and f"the checkpoint was written, but not published: {event.why}")
 
     def _late(self) -> None:
         """Handle the end of a time limit: some rank has not answered."""
@@ -363,7 +363,7 @@ class DyingCheckpoint:
             self._failed |= {(rank, self.step) for rank in self._writers - self._written}
             self._decide()
         elif self.phase == "renaming":
-            self._end("the checkpoint was written, and nobody published it")
+            self._end("the checkpoint was written, but no rank published it")
 
     def _end(self, why: str) -> None:
         self.phase = "over"

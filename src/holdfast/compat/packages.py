@@ -88,7 +88,8 @@ def remove(folder: Path) -> list[Path]:
             gone.append(folder / HOOK_FILE)
     except OSError as error:
         raise UsageError(
-            f"cannot remove from {folder}: {error.strerror}", hint=f"who may write there? ls -ld {folder}"
+            f"cannot remove from {folder}: {error.strerror}",
+            hint=f"check its owner and permissions: ls -ld {folder}",
         ) from error
     return gone
 

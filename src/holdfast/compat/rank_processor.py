@@ -297,7 +297,7 @@ class Processor:
             moved = not self._standing.whole or self._standing.step != order.step
             if not moved:
                 self._limit = order.step  # the limit may have been a later step
-        why = f"it stands at step {self._standing.step}" if moved else self._try("save", order)
+        why = f"the rank is at step {self._standing.step}" if moved else self._try("save", order)
         self._tell(Saved(rank=self.rank, step=order.step, why=why))
 
     def _exit(self, order: LeaveOrder) -> None:

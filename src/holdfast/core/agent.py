@@ -342,7 +342,7 @@ class Agent:
             return
         if isinstance(event, DrainNode):
             later = "" if self.connected else ", as soon as a controller is back"
-            detail = f"{'it stays' if event.withdrawn else 'it is told'}{later}"
+            detail = f"{'it stays' if event.withdrawn else 'it is asked to leave'}{later}"
             self._out.append(Send(to="launcher", message=Ack(ok=True, detail=detail)))
             event = event.as_notice()
         if self._notices.note(now, event) and self.connected:

@@ -500,15 +500,15 @@ class Election:
             if self.me in said.voters:
                 self._issue(VoterSet(self.kept.term, said.number, said.voters, witness=True))
             else:
-                self._out.append(StepDown(reason="the witness let another agent go on"))
-                self._give_up("the witness let another agent go on")
+                self._out.append(StepDown(reason="the witness chose another agent"))
+                self._give_up("the witness chose another agent")
         elif said.voters == (self.me,):
             self._keep(
                 electorate=VoterSet(self.kept.term, said.number, said.voters, witness=True), committed=True
             )
             self._campaign()
         else:
-            self._give_up("the witness let another agent go on")
+            self._give_up("the witness chose another agent")
 
     # ---------------------------------------------------------------- out
 

@@ -29,7 +29,7 @@ WARNINGS = {
     "same on every host",
     "no_majority": "{reason}: sealing what is committed here, then leaving",
     "stood_still": "the processes of this host stood still for {stood_s:.0f} s (frozen, suspended, or without a CPU): "
-    "the other hosts may have given it up and gone on",
+    "the other hosts may have continued without this host",
     "zygote_unusable": "every worker starts from scratch, which takes longer: {reason}",
     "spares_given_up": "no spare can be built on {node} ({why}): lost workers are replaced without; see spares/ in the "
     "run directory",

@@ -73,7 +73,7 @@ def _is_ours(path: Path) -> bool:
         return False
     except OSError as error:
         raise AuthError(f"cannot look for the secret of the job {path}: {error.strerror}",
-                        hint="check the path, and who may read it") from error  # fmt: skip
+                        hint="check the path and its permissions") from error  # fmt: skip
     if found.st_uid != os.geteuid() or not path.is_file() or path.is_symlink():
         raise AuthError(
             f"the secret of the job {path} is not a plain file of this user (uid {os.geteuid()}): "

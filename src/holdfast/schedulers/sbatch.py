@@ -51,7 +51,7 @@ OURS = {
 }
 """Options that this command sets itself, with what to write instead."""
 SRUN_OURS = dict.fromkeys(
-    ("wait", "kill-on-bad-exit", "nodes", "ntasks"), "the other nodes go on without a lost one"
+    ("wait", "kill-on-bad-exit", "nodes", "ntasks"), "the other nodes continue without a lost one"
 )
 MARGIN_S = 60  # Slurm may give a warning up to this much earlier than asked, and looks at times every 30 s
 SOON_S = 600  # a start that ends within this time has made little progress

@@ -109,7 +109,7 @@ class Session(ScriptLoops):
         self._parts = int(os.environ.get(PARTS_VARIABLE, "1"))
         if self._parts > 1 and not isinstance(self._adapter, TakesParts):
             raise UnsupportedError(
-                f"this framework cannot go on with a {self._parts}th of the ranks",
+                f"this framework cannot continue with a {self._parts}th of the ranks",
                 hint="start without --shrink-to",
             )
         self._client, library = self._join()

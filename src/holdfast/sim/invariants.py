@@ -117,17 +117,17 @@ class Checks:
         if self._catalogues.setdefault(version, layouts) != layouts:
             raise Violation("one_catalogue_per_version", f"{version} means two sets of layouts")
 
-    def plans(self, save_id: SaveId, version: LayoutVersion, told: bool) -> None:
+    def plans(self, save_id: SaveId, version: LayoutVersion, has_own: bool) -> None:
         """Check that all ranks plan a save by the same catalogue.
 
         Args:
             save_id: id of the save.
             version: version of the layouts that the rank uses.
-            told: whether these layouts contain the present layout of the rank.
+            has_own: whether these layouts contain the present layout of the rank.
         """
         first = self._plans.setdefault(save_id, version)
-        if first != version or not told:
-            text = f"{save_id} is planned by {first} and {version}, with what this rank holds: {told}"
+        if first != version or not has_own:
+            text = f"{save_id} is planned by {first} and {version}, with the layout of this rank: {has_own}"
             raise Violation("saved_by_one_catalogue", text)
 
     def recorded(self, record: LogRecord) -> None:
@@ -160,7 +160,7 @@ class Checks:
                 self._written.add(str(record.data["generation"]))
         self._read = len(journal)
         if text not in self._written:
-            raise Violation("persist_then_act", f"the decision of {text} was told before it was written")
+            raise Violation("persist_then_act", f"the decision of {text} was sent before it was written")
 
     def updates(self, worker: SimWorker) -> None:
         """Check that an update that begins is the next one for the parameters of the rank."""

@@ -54,20 +54,20 @@ class LayoutScene(Protocol):
 
     def catalogued(self, version: LayoutVersion, layouts: Layouts) -> None: ...
     def stood(self, rank: int) -> None: ...
-    def plans(self, save_id: SaveId, version: LayoutVersion, told: bool) -> None: ...
+    def plans(self, save_id: SaveId, version: LayoutVersion, has_own: bool) -> None: ...
 
 
 class SimLayouts:
     """The layout of one process, and its knowledge of the layouts of the other ranks.
 
     Attributes:
-        told: the machine of ``core.worker.layout_agreement``.
+        agreement: the machine of ``core.worker.layout_agreement``.
         have: the newest version whose catalogue has arrived.
         pause: the machine of ``core.worker.pause``.
     """
 
     def __init__(self, owner: LayoutOwner, world: LayoutScene) -> None:
-        self.told = LayoutAgreement()
+        self.agreement = LayoutAgreement()
         self.have = NO_VERSION
         self.pause = PauseMachine()
         self._stops_in = NO_GENERATION
@@ -79,7 +79,7 @@ class SimLayouts:
 
     def look(self) -> None:
         """Publish the layout of this rank if it differs from the published one."""
-        self._tell(self.told.note(Layout(self._own, b""), self._owner.machine.generation))
+        self._tell(self.agreement.note(Layout(self._own, b""), self._owner.machine.generation))
 
     def drift(self) -> None:
         """Change the layout at random after a step, as if the state had other tensors. Publish a change."""
@@ -95,19 +95,19 @@ class SimLayouts:
         mine = order.layouts.by_rank()[self._owner.rank]
         if order.version != NO_VERSION:
             self._take(order.version, order.layouts)
-        self._tell(self.told.inherit(order.version, mine))
+        self._tell(self.agreement.inherit(order.version, mine))
         self._own = mine.own
         if self._world.whims.random() < NEWCOMERS_THAT_DIFFER:
             self._change()
 
     def ballot(self, said: Ballot) -> Ballot:
         """Return the ballot of the next vote: ``said`` with the fields of the layout agreement."""
-        return self.told.ballot(said, self._owner.machine.generation, self.have)
+        return self.agreement.ballot(said, self._owner.machine.generation, self.have)
 
     def read(self, tally: Tally) -> None:
         """Read the tally of the last vote, and publish the layout if the tally requires it."""
         self._stops_in = self._owner.machine.generation if tally.hold else NO_GENERATION
-        self._tell(self.told.read(tally))
+        self._tell(self.agreement.read(tally))
 
     def stop(
         self, later: Callable[[float, str, Callable[[], None]], None], go_on: Callable[[], None]
@@ -158,8 +158,8 @@ class SimLayouts:
 
     def plan(self, save_id: SaveId) -> None:
         """Plan a save by the newest layouts that this rank has, and check the plan."""
-        told = self._layouts.ranks.get(str(self._owner.rank), (b"", 0))[0] == self._own
-        self._world.plans(save_id, self.have, told)
+        has_own = self._layouts.ranks.get(str(self._owner.rank), (b"", 0))[0] == self._own
+        self._world.plans(save_id, self.have, has_own)
 
     def _sharers(self) -> range:
         """Return the ranks that hold the same box as this rank."""

@@ -213,10 +213,10 @@ class SimTraining(ABC):
                     unsound=self.world.collectives.group(self.machine.generation).broken,
                 )
             )
-            self._voted = self.holding.told.vote.vote
+            self._voted = self.holding.agreement.vote.vote
 
     def _cast(self, ballot: Ballot) -> None:
-        self.world.collectives.vote(self, self.holding.ballot(ballot), self.holding.told.vote.vote)
+        self.world.collectives.vote(self, self.holding.ballot(ballot), self.holding.agreement.vote.vote)
 
     def vote_result(self, tally: Tally) -> None:
         """Handle the tally of a step's vote that completed on this rank."""
@@ -330,7 +330,7 @@ class SimTraining(ABC):
         if tally.differ:
             self.holding.tell_difference(self.flipped)
         elif tally.moved:
-            version = self.wants = self.holding.told.version
+            version = self.wants = self.holding.agreement.version
             self.later(CATALOGUE_TIMEOUT_S, "no catalogue", lambda: self.came(version, late=True))
             self.came(version)
         elif first and self._agreed != here:

@@ -524,9 +524,9 @@ class World:
         """Check the layouts of all ranks that a rank has received."""
         self.checks.catalogued(version, layouts)
 
-    def plans(self, save_id: SaveId, version: LayoutVersion, told: bool) -> None:
+    def plans(self, save_id: SaveId, version: LayoutVersion, has_own: bool) -> None:
         """Check the invariants when a rank plans its share of a save."""
-        self.checks.plans(save_id, version, told)
+        self.checks.plans(save_id, version, has_own)
 
     def moved(self, worker: SimWorker, old: RankState, new: RankState) -> None:
         """Check a change of a rank's state in the step protocol, and inject the faults that wait for it."""

@@ -98,7 +98,7 @@ def test_killed_in_the_first_step_after_an_evaluation(tmp_path: Path, evaluate: 
     code, output = run(tmp_path, ["holdfast", "run"], JOB, *given, "--kill", kill)
     assert code == 0, output
     compare(tmp_path, results(tmp_path / "plain"))
-    assert "1 fault, 0 steps lost" in output and "replace, training goes on" in output
+    assert "1 fault, 0 steps lost" in output and "replace, training continues" in output
 
 
 @pytest.mark.parametrize(("evaluate", "kill"), [("steps", "2@4"), ("epoch", "0@5")])

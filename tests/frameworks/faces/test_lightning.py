@@ -81,7 +81,7 @@ def test_what_follows_the_fit_runs_and_a_replaced_rank_logs_where_the_lost_one_d
         where = tmp_path / victim
         code, output = run(where, ["holdfast", "run"], AFTER, victim, ranks=2)
         assert code == 0, output
-        assert ("replace, training goes on" in output) == (victim != "none")
+        assert ("replace, training continues" in output) == (victim != "none")
         scores.append(json.loads((where / "scores.json").read_text()))
         files = {str(path.relative_to(where / "logs")) for path in where.glob("logs/**/*") if path.is_file()}
         version = "lightning_logs/version_0"
@@ -138,7 +138,7 @@ def test_killed_in_the_first_step_after_a_validation(
     code, output = run(tmp_path, ["holdfast", "run", *flags], JOB, *given, "--kill", kill)
     assert code == 0, output
     assert {**results(tmp_path), "calls": 0} == {**plain, "calls": 0}
-    assert ("replace, training goes on" in output) == (not flags)
+    assert ("replace, training continues" in output) == (not flags)
 
 
 @pytest.mark.parametrize(

@@ -279,7 +279,9 @@ def _losses(log: Path) -> list[DoctorFinding]:
     """Return findings about the loss of a run when one rank is lost, from its newest valid checkpoint."""
     root = RunHistory.read(event_log.read(log).events).root
     if not root:
-        return [DoctorFinding("a lost rank", "poor", "costs everything: no session has told where it saves")]
+        return [
+            DoctorFinding("a lost rank", "poor", "costs everything: no session has reported where it saves")
+        ]
     findings = [_checkpoints(place_of(root))]
     try:
         newest = Root(root).newest_valid().require()

@@ -40,7 +40,7 @@ RESTORED = {
     "restart_from_memory": "state taken from shared memory",
     "restart_last_gasp": "saved by the survivors, loaded",
     "restart_checkpoint": "state of a checkpoint loaded",
-    "restart_fresh": "all began anew at step 0",
+    "restart_fresh": "all began again at step 0",
 }
 """Text for the origin of the state, by action of the recovery. In other actions the survivors gave their state."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

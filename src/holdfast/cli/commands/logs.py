@@ -35,7 +35,7 @@ FOLLOW_POLL_S = 0.2
     shell_complete=attempts_of_run,
     help="Only this attempt (default: all; each restart is one).",
 )
-@click.option("--follow", "-f", is_flag=True, help="Go on until the run is over.")
+@click.option("--follow", "-f", is_flag=True, help="Print new lines until the run is over.")
 @click.option("--raw", is_flag=True, help="With every control character that a rank printed, as it is.")
 @click.option("--paths", is_flag=True, help="Print the paths of the logs instead.")
 def logs(

@@ -56,7 +56,7 @@ class Listed(msgspec.Struct):
 @run_dir_option
 @click.option("--json", "as_json", is_flag=True, help="All runs as one JSON list.")
 def list_runs(run_dir: str, as_json: bool) -> int:
-    """The runs of a directory, newest first: state, step, age, faults, and which run each one goes on from."""
+    """The runs of a directory, newest first: state, step, age, faults, and the run and step that each continues."""
     base = Path(run_dir)
     found = [listed for listed, _ in looked_at(base)]
     if as_json:
@@ -70,7 +70,7 @@ def list_runs(run_dir: str, as_json: bool) -> int:
          _lineage(one))
         for one in found
     ]  # fmt: skip
-    print_table(("run", "state", "step", "age", "faults", "goes on from"), rows)
+    print_table(("run", "state", "step", "age", "faults", "continues"), rows)
     return 0
 
 

@@ -117,7 +117,7 @@ def _many(ranks: int, seeds: range, as_json: bool) -> None:
             f"{plural(result.recoveries, 'fault')} recovered"
         )
         echo(
-            f"ranks that had not heard a vote: {plural(result.in_doubt_forward, 'decision')} forward, "
+            f"ranks that had not received a vote: {plural(result.in_doubt_forward, 'decision')} forward, "
             f"{result.in_doubt_back} back"
         )
         echo(f"exhaustive search of one step with two deaths: {result.searched_states} states")

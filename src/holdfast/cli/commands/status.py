@@ -37,10 +37,10 @@ STATE_STYLE = {
 @run_argument
 @click.option("--json", "as_json", is_flag=True, help="Everything as one JSON object.")
 @click.option(
-    "--watch", is_flag=True, help="Go on until the run is over, or q; arrows and page keys move it."
+    "--watch", is_flag=True, help="Repeat until the run is over, or q; arrows and page keys scroll."
 )
 @click.option(
-    "--all", "all_ranks", is_flag=True, help=f"A line for each rank, of more than {RANKS_SHOWN}, too."
+    "--all", "all_ranks", is_flag=True, help=f"A line for each rank, also of more than {RANKS_SHOWN}."
 )
 def status(run: str | None, run_dir: str, as_json: bool, watch: bool, all_ranks: bool) -> int:
     """What RUN (an id, a path, or the newest) does: ranks, phases, steps, faults."""

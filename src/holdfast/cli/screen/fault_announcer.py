@@ -79,7 +79,7 @@ def _answered(fault: FaultView, session: bool) -> str:
     if not session:
         return f"all workers were started again after {fault.recovered_s:.2f} s"
     lost = f"{plural(fault.steps_lost, 'step')} lost, " if fault.steps_lost else ""
-    return f"{fault.action.replace('_', ' ')}, {lost}training goes on after {fault.recovered_s:.2f} s"
+    return f"{fault.action.replace('_', ' ')}, {lost}training continues after {fault.recovered_s:.2f} s"
 
 
 def _words(fault: FaultView) -> str:

@@ -245,7 +245,7 @@ def _advice(case: _Case, logs: str, run: Path) -> list[str]:
         stack = next((s for s in hang["stacks"] if s.endswith(f"rank-{fault.rank:05d}.txt")), "")
         found = [f"read where it stood: {shlex.quote(str(run / stack))}"] if stack else []
         if "stopped" in fault.what:
-            found.append("find out who stopped it (kill -STOP, a debugger, a frozen container)")
+            found.append("find the cause of the stop (kill -STOP, a debugger, a frozen container)")
         elif "uninterruptible" in fault.what:
             found.append("check the storage or device that it waited for: dmesg, df, mount")
         elif fault.phase == "loading":
@@ -283,13 +283,13 @@ def _advice(case: _Case, logs: str, run: Path) -> list[str]:
                 logs,
             ]
         hints = {
-            "6": "it gave up by itself: what it asserted or threw is in its output, if it said so (of gloo: does each "
-            "rank call the same collectives, of the same size?)",
+            "6": "its process called abort(): look for a failed assertion or an exception in the output (of gloo: does "
+            "each rank call the same collectives, of the same size?)",
             "7": "is /dev/shm full (df /dev/shm), or was a file cut short that it had mapped (data that was replaced)?",
             "9": "was it the memory killer? dmesg | grep -i 'killed process'; in a container: "
             "grep oom_kill /sys/fs/cgroup/memory.events",
             "11": "look for a core file",
-            "15": "ask who sent SIGTERM: the scheduler's log",
+            "15": "look in the scheduler's log for the sender of SIGTERM",
         }
         return [*([hints.get(signal, f"signal {signal}: man 7 signal")] if signal else []), logs]
     if fault.phase == Phase.LEFT.name.lower():
@@ -368,10 +368,10 @@ def _decision(planned: dict[str, Any], verdict: dict[str, Any]) -> str:
     if not planned:
         return ""
     turn = {
-        "forward": ", ranks that had not heard its vote went on",
-        "back": ", ranks that had not heard its vote went back",
+        "forward": "; ranks that had not received the last vote made its update",
+        "back": "; ranks that had not received the last vote ran the step again",
     }
-    return f"the job stands at step {planned['step']}{turn.get(str(planned['decision']), '')}"
+    return f"the job had reached step {planned['step']}{turn.get(str(planned['decision']), '')}"
 
 
 def text(report: FaultReport) -> str:

@@ -126,7 +126,7 @@ def again(view: RunView) -> str:
         return "start the same command: it begins where the script itself resumes"
     if view.cut_off:
         here = f"step {view.kept_step:,} is saved here" if view.kept_step >= 0 else "nothing is saved here"
-        return f"start the same command: it goes on at the newest step that any host has saved ({here})"
+        return f"start the same command: it continues at the newest step that any host has saved ({here})"
     if view.kept_step < 0:
         lost = f" ({plural(view.step, 'step')} lost)" if view.step else ""
         return f"start the same command: it begins again at step 0, there is no checkpoint{lost}"
@@ -139,4 +139,4 @@ def again(view: RunView) -> str:
     )
     behind = view.step - view.kept_step
     redone = f", {plural(behind, 'step')} to do again" if behind > 0 else ""
-    return f"{start} the same command: it goes on at step {view.kept_step:,}{redone}{good}"
+    return f"{start} the same command: it continues at step {view.kept_step:,}{redone}{good}"

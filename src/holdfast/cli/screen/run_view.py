@@ -26,7 +26,7 @@ from holdfast.runtime.worker.user_exception import NUMBER
 SPEED_WINDOW_S = 10.0
 LOST_AFTER_S = 15.0
 STEPS_SHOWN = 8
-LEFT = "this node has left the job, which goes on on other nodes"
+LEFT = "this node has left the job, which continues on other nodes"
 
 State = Literal["starting", "running", "recovering", "exiting", "ended", "lost"]
 

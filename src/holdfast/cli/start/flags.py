@@ -73,8 +73,8 @@ def _own(name: str, kind: Kind, about: str, default: str | int | float | bool | 
 FLAGS: tuple[RunFlag, ...] = (
     _used("--nproc-per-node", "text", "workers to start: a number (8,4: for each node), auto, cpu, gpu or xpu", "1"),
     _used("--nnodes", "text", "nodes that hold ranks, or MIN:MAX: those beyond MIN wait as spares", "1:1"),
-    _own("--shrink-to", "whole", "when nodes are lost and no spare waits, go on with at least so many: the "
-         "same batch per step, taken in parts; grows back when a node comes; 0: wait for a node", 0),
+    _own("--shrink-to", "whole", "when nodes are lost and no spare waits, continue with at least this many "
+         "nodes: the same batch per step, taken in parts; grows back when a node comes; 0: wait for a node", 0),
     _used("--node-rank", "whole", "number of this node, from 0; a number of its own for each host", 0),
     _used("--master-addr", "text", "first contact of the agents, an address of node 0; on one node MASTER_ADDR of the "
           "workers", "127.0.0.1"),
@@ -126,7 +126,7 @@ FLAGS: tuple[RunFlag, ...] = (
          "holdfast[encrypt]); gloo and NCCL encrypt nothing", False),
     _own("--bind", "text", "address of this host that the others reach (default: the one towards the first contact)"),
     _own("--witness", "text", "directory on shared storage, or s3://bucket/prefix: of two nodes, the one that claims "
-         "it first goes on alone"),
+         "it first continues alone"),
     _own("--notices", "text", "what says that this node will leave: aws, gcp, azure (=http://HOST:PORT), slurm, "
          "kubernetes, file=PATH, command=CMD, comma-separated; auto: slurm in a job of Slurm, kubernetes in a "
          "pod; none", "auto"),
@@ -153,8 +153,8 @@ FLAGS: tuple[RunFlag, ...] = (
          "nothing between steps gets a third, a new section twice as much", 1800.0),
     _own("--verify-every", "whole", "steps within which all copies of the state are compared between ranks; 0: never",
          50),
-    _own("--replace-slower-than", "number", "replace a rank whose steps take so many times as long as the others' "
-         "(waiting left out); 0: only report it", 0.0),
+    _own("--replace-slower-than", "number", "replace a rank whose steps take this many times as long as those of "
+         "the others (waiting left out); 0: only report it", 0.0),
     _own("--memory-every", "text", "every so many steps each rank keeps its state in shared memory that outlives it, "
          "with the gradients since; auto: where one rank alone holds a part of the state, as often as 0.5 % of the "
          "time allows (the gradients: 1 %); 0: never", "auto"),

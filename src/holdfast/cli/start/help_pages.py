@@ -12,14 +12,14 @@ from holdfast.text import closest
 EXAMPLES = (
     ("holdfast run train.py", "one worker"),
     ("holdfast run --nproc-per-node gpu train.py --lr 1e-3", "one worker per GPU; --lr is the script's"),
-    ("holdfast run --run-id bert --root ckpts train.py", "the same command again goes on from ckpts"),
+    ("holdfast run --run-id bert --root ckpts train.py", "the same command again continues from ckpts"),
     ("holdfast run --nnodes 2 --nproc-per-node 8 --node-rank 0 --rdzv-endpoint HOST:29500 --token-file T train.py",
      "on the first of two hosts (docs/several-nodes.md)"),
     ("holdfast run --explain", "which value each flag has, and where it comes from"),
 )  # fmt: skip
 COMMON = ("nproc_per_node", "nnodes", "rdzv_endpoint", "run_id", "root", "max_restarts")
 TOPICS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("What everybody needs", COMMON),
+    ("Common flags", COMMON),
     ("Several nodes", ("node_rank", "token_file", "encrypt", "master_addr", "master_port", "bind", "shrink_to",
                        "witness", "rank_table", "rdzv_backend", "rdzv_conf")),
     ("The script", ("module", "no_python", "run_path", "framework", "preload", "role")),

@@ -95,8 +95,8 @@ def launch(request: Request) -> int:
             if run_dir.path.exists():
                 raise
             raise UserError(
-                f"{run_dir.path} was removed, or moved: the run cannot go on without its directory",
-                hint="start the same command again, and leave the directories of runs that go on where they are",
+                f"{run_dir.path} was removed, or moved: the run cannot continue without its directory",
+                hint="start the same command again, and leave the directories of live runs where they are",
             ) from error
 
 
@@ -125,10 +125,10 @@ def _make_room(run_dir: RunDir) -> Path | None:
         return put_aside(run_dir, waiting)
     except OSError as error:
         saved = run_dir.checkpoints.is_dir()
-        goes_on = f", and --root {shlex.quote(str(run_dir.checkpoints))} to go on from its checkpoints"
+        from_them = f", and --root {shlex.quote(str(run_dir.checkpoints))} to continue from its checkpoints"
         raise UsageError(
             f"cannot put the earlier start of {run_dir.path} aside: {error.strerror}",
-            hint=f"choose another --run-id{goes_on if saved else ''}",
+            hint=f"choose another --run-id{from_them if saved else ''}",
         ) from error
 
 

@@ -300,7 +300,7 @@ def node_notes(nodes: NodeFlags, settings: RunSettings) -> tuple[str, ...]:
         notes.append(ENCRYPTED)
     if nodes.most == 2 and not settings.witness:
         notes.append(
-            "two nodes are no majority of each other: when one is lost, the other one saves a checkpoint and "
-            "asks to be started again (--witness DIR lets it go on)"
+            "one of two nodes is no majority: when one is lost, the other one saves a checkpoint and asks to be "
+            "started again (with --witness DIR it continues)"
         )
     return tuple(notes)

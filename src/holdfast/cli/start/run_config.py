@@ -162,7 +162,7 @@ def _refuse_and_note(values: Mapping[str, Any], given: frozenset[str]) -> tuple[
         notes.append(f"--rdzv-backend has no effect: {BY_KEY['local_addr'].about}")
     if str(values["nnodes"]) in ("1", "1:1"):
         if "rdzv_endpoint" in given:
-            notes.append("--rdzv-endpoint has no effect: one node meets nobody")
+            notes.append("--rdzv-endpoint has no effect: one node has no other node to meet")
         if values["encrypt"]:
             notes.append("--encrypt has no effect: on one node nothing that Holdfast sends leaves the host")
     return tuple(notes)
@@ -453,7 +453,8 @@ def _check_address(settings: RunSettings, given: frozenset[str]) -> None:
         if error.errno == errno.EADDRINUSE:
             raise UsageError(
                 f"port {port} (--master-port) is in use by another process",
-                hint=f"leave --master-port out (a free port is chosen), or see who has it: ss -ltnp sport = :{port}",
+                hint="leave --master-port out (a free port is chosen), or find the process that uses this one: "
+                f"ss -ltnp sport = :{port}",
             ) from error
         if error.errno == errno.EACCES:
             raise UsageError(f"port {port} (--master-port) needs privileges: {error.strerror}",

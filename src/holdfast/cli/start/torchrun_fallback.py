@@ -24,7 +24,7 @@ def torchrun_command(settled: FlagValues, script: str, args: Sequence[str]) -> l
     if framework != "torch":
         raise UsageError(
             f"{DISABLE_VARIABLE} is set: without Holdfast a {framework} script has no launcher",
-            hint=f"unset {DISABLE_VARIABLE}, or start the script by itself",
+            hint=f"unset {DISABLE_VARIABLE}, or start the script without holdfast run",
         )
     flags = []
     for flag in FLAGS:

@@ -108,7 +108,7 @@ class Retry(Rung, frozen=True):
         if not situation.all_alive:
             return "a rank is lost"
         if not situation.all_sound:
-            return situation.unequal or "not every rank stands at the step, or can be brought there"
+            return situation.unequal or "a rank is not at the step, and cannot be brought there"
         retries = sum(1 for a in case.history if a.action == "retry_in_place" and a.step == case.step)
         if retries >= case.config.retries_per_step_max:
             return f"step {case.step} was run again {plural(retries, 'time')} already"
@@ -247,7 +247,7 @@ class RestartAll(Rung, frozen=True):
     """The rung that restarts all ranks from a checkpoint of this step, so that no step is lost."""
 
     name = "restart"
-    does = "the living write one checkpoint of this step, all workers start again from it"
+    does = "the survivors write one checkpoint of this step, all workers start again from it"
 
     def consider(self, case: Case) -> LadderVerdict | str:
         """Return a verdict if a last-gasp checkpoint can be complete."""
@@ -267,7 +267,10 @@ class Requeue(Rung, frozen=True):
     """The rung that lets the scheduler start the job again. It is taken only when it is configured."""
 
     name = "requeue"
-    does = "the living write one checkpoint of this step, the run ends with 75 for the scheduler; never by itself"
+    does = (
+        "the survivors write one checkpoint of this step, the run ends with 75 for the scheduler; "
+        "only if `--on-fault` names it"
+    )
 
     def consider(self, case: Case) -> LadderVerdict | str:
         """Return a verdict if a last-gasp checkpoint can be complete, or a checkpoint exists."""

@@ -434,7 +434,7 @@ class Departures:
 
     def _depart(self, now: float, node_id: NodeId, source: str) -> None:
         job = self.job
-        reason = f"it was asked to leave ({source}), the job goes on without it"
+        reason = f"it was asked to leave ({source}), the job continues without it"
         job.record("node_left", node=str(node_id), reason=reason)
         job.liveness.leave(node_id)
         self.fleet.node_lost(now, node_id, reason)

@@ -53,7 +53,7 @@ class Replacement:
         if reason := self.barred(living):
             return reason
         if not living or not decided.sound or any(m.finished for m in job.roster.members):
-            return "not every living rank stands at the step, inside its loop"
+            return "not every living rank is at the step, inside its loop"
         dead = [m for m in job.roster.members if not m.alive]
         places = job.places(dead)
         homeless = next((m for m in dead if m.rank not in places), None)

@@ -116,7 +116,7 @@ class Survey:
         if job.unequal:
             return job.unequal
         if not job.root:
-            return "no session has told where to save"
+            return "no session has reported where to save"
         if not sources:
             return f"no living rank holds the state of step {job.step}"
         if gasp.failures >= job.config.save_attempts_max:

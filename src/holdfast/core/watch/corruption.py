@@ -43,15 +43,15 @@ class Suspects(msgspec.Struct, frozen=True, kw_only=True):
     places: tuple[str, ...]  # the parts that differ, one line each
 
 
-def suspects(told: Mapping[int, tuple[CopyDigest, ...]], asked: Collection[int]) -> Suspects:
+def suspects(reported: Mapping[int, tuple[CopyDigest, ...]], asked: Collection[int]) -> Suspects:
     """Compare the digests of the ranks part by part. Return the ranks with a wrong copy.
 
     Args:
-        told: for each rank, the digests that it sent.
+        reported: for each rank, its digests.
         asked: the ranks that were asked. A majority is counted among these.
     """
     places: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
-    for rank, copies in sorted(told.items()):
+    for rank, copies in sorted(reported.items()):
         for copy in copies:
             places[copy.holders, copy.what][rank] = copy.digest
     members = frozenset(asked)
@@ -84,7 +84,7 @@ class Corruption:
         self.job = job
         self.recovery = recovery
         self._generation: Generation = NO_GENERATION
-        self._told: dict[int, CopiesDiffer] = {}
+        self._reported: dict[int, CopiesDiffer] = {}
         self._judged = False
         self._rollcall = AllOf()
 
@@ -94,11 +94,11 @@ class Corruption:
         if event.generation != job.roster.generation:
             return
         if event.generation != self._generation:
-            self._generation, self._told, self._judged = event.generation, {}, False
+            self._generation, self._reported, self._judged = event.generation, {}, False
             job.distrust(event.step, member.rank)
             job.timer("copies", job.config.fault_grace_s)
-        self._told[member.rank] = event
-        if self._rollcall.all(job.roster.living, lambda m: m.rank in self._told):
+        self._reported[member.rank] = event
+        if self._rollcall.all(job.roster.living, lambda m: m.rank in self._reported):
             self._judge(now)
 
     def vouched(self, now: float, member: Member, event: StateDigests) -> None:
@@ -135,10 +135,10 @@ class Corruption:
         self._judged = True
         job.cancel("copies")
         living = [m.rank for m in job.roster.living]
-        found = suspects({rank: event.copies for rank, event in self._told.items()}, living)
+        found = suspects({rank: event.copies for rank, event in self._reported.items()}, living)
         if not found.ranks:
-            found = msgspec.structs.replace(found, ranks=tuple(sorted(self._told)))
-        self._accuse(now, found, min(event.step for event in self._told.values()))
+            found = msgspec.structs.replace(found, ranks=tuple(sorted(self._reported)))
+        self._accuse(now, found, min(event.step for event in self._reported.values()))
 
     def _accuse(self, now: float, found: Suspects, step: int) -> None:
         job = self.job
@@ -164,7 +164,7 @@ class Corruption:
 def _fault(
     now: float, member: Member, found: Suspects, ranks: tuple[int, ...], step: int, occurrence: int
 ) -> Fault:
-    place = found.places[0] if found.places else "which copies differ was not told"
+    place = found.places[0] if found.places else "no rank has reported which copies differ"
     who = "" if found.certain else f"or another of ranks {_text(set(ranks))} "
     what = f"{who}holds a wrong copy of the state: {place}"
     if place.startswith("optimizer."):

@@ -204,7 +204,7 @@ def _by_place(seen: Sequence[RankEvidence]) -> HangVerdict | None:
     else:
         odd, sure = ahead, "likely"
         reason = (
-            f"it went on to {where(ahead[0])}, "
+            f"it has reached {where(ahead[0])}, "
             f"{_others(len(seen) - len(ahead), 'waits', 'wait')} in {where(behind[0])}"
         )
     if len(odd) == 1:

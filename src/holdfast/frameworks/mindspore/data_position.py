@@ -147,10 +147,10 @@ class DataFeed:
         share = self._deal.share
         if self._deal.why_not or "seen" not in place:
             raise CheckpointMismatch(
-                f"the checkpoint stands in the middle of an epoch of {plural(place.get('ranks', 0), 'rank')}, this job "
-                f"has {self._world_size}: which samples are left cannot be told of a pipeline with "
+                f"the checkpoint is in the middle of an epoch of {plural(place.get('ranks', 0), 'rank')}, this job "
+                f"has {self._world_size}: the samples that are left are not known for a pipeline with "
                 f"{self._deal.why_not or 'another deal'}",
-                hint=f"go on with {plural(place.get('ranks', 0), 'rank')} to the end of the epoch; or shard at the "
+                hint=f"continue with {plural(place.get('ranks', 0), 'rank')} to the end of the epoch; or shard at the "
                 "source (num_shards=, shard_id=) and shuffle there (shuffle=True)",
             )
         self.batch, beyond = divmod(place["seen"], share)

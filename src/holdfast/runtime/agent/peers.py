@@ -394,7 +394,7 @@ def _why(error: Exception) -> str:
     if isinstance(error, TimeoutError):
         return "no answer"
     if isinstance(error, ConnectionRefusedError):
-        return "nobody listens there"
+        return "no process listens there"
     return str(error)
 
 

@@ -71,15 +71,15 @@ def bring_checkpoints(run: RunDir, aside: Path) -> bool:
 
 def _await_end(run: RunDir, bound_s: float, waiting: Callable[[], None]) -> None:
     until_s = time.monotonic() + bound_s
-    told, name = False, shlex.quote(str(run.path))
+    warned, name = False, shlex.quote(str(run.path))
     while not is_free(run.launcher_lock) or not is_free(run.agent_lock) or any(processes(run)):
         if not is_free(run.launcher_lock) or time.monotonic() > until_s:
             raise UsageError(
-                f"run {run.path.name} goes on: it has processes, and {run.path} is theirs",
+                f"run {run.path.name} still has processes, and they use {run.path}",
                 hint=f"holdfast status {name}; to let it save and leave: holdfast exit {name}",
             )
-        if not told:
-            told = True
+        if not warned:
+            warned = True
             waiting()
         time.sleep(POLL_S)
 

@@ -386,12 +386,12 @@ class Processes:
         life.listened = True
         loop = asyncio.get_running_loop()
 
-        def told() -> None:
+        def ended() -> None:
             with contextlib.suppress(RuntimeError):  # this agent has ended as well
                 loop.call_soon_threadsafe(self._ends, life)
 
         with contextlib.suppress(FileNotFoundError):  # the page is already removed: the run ends
-            listen(self._run.page_path(member_id), told)
+            listen(self._run.page_path(member_id), ended)
 
     def call(self, spare: MemberId, order: SpawnOrder) -> None:
         """Make a living spare the member of ``order``: rename its status page and its process entry."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from holdfast.core.protocol.status_page import LOCK_AT, LOCK_SIZE_BYTES, PAGE_SIZE_BYTES
 
 _ROBUST = _SHARED = 1  # in every C library of Linux
-_TOLD = (EOWNERDEAD, ENOTRECOVERABLE)  # the second: an earlier waiter got the first
+_ENDED = (EOWNERDEAD, ENOTRECOVERABLE)  # the second: an earlier waiter got the first
 _ATTRIBUTES_SIZE_BYTES = 64
 _held: list[ctypes.Array[ctypes.c_char]] = []  # never unmapped: the kernel looks there when the process ends
 
@@ -44,8 +44,8 @@ def hold(page: Path) -> None:
     libc.pthread_mutex_lock(lock)
 
 
-def listen(page: Path, told: Callable[[], None]) -> None:
-    """Call ``told`` in a new thread when the thread that holds the lock of ``page`` has ended.
+def listen(page: Path, ended: Callable[[], None]) -> None:
+    """Call ``ended`` in a new thread when the thread that holds the lock of ``page`` has ended.
 
     Raises:
         OSError: the page cannot be mapped.
@@ -56,8 +56,8 @@ def listen(page: Path, told: Callable[[], None]) -> None:
         libc = ctypes.CDLL(None)
         result = libc.pthread_mutex_lock(lock)
         libc.pthread_mutex_unlock(lock)
-        if result in _TOLD:
-            told()
+        if result in _ENDED:
+            ended()
 
     threading.Thread(target=wait, name="holdfast-lifeline", daemon=True).start()
 

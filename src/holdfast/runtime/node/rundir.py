@@ -101,7 +101,7 @@ def read_token(path: Path) -> bytes:
             token = file.read(TOKEN_FILE_SIZE_BYTES_MAX + 1)
     except OSError as error:
         raise AuthError(
-            f"cannot read the token {path}: {error.strerror}", hint="check the path, and who may read it"
+            f"cannot read the token {path}: {error.strerror}", hint="check the path and its permissions"
         ) from error
     if stat.S_IMODE(mode) & 0o077:
         raise AuthError(
@@ -176,7 +176,7 @@ class RunDir:
             write_private(self.token_file, token or secrets.token_hex(TOKEN_SIZE_BYTES).encode())
         except FileExistsError as error:
             raise UsageError(
-                f"{self.path} exists already, and is no run that could go on",
+                f"{self.path} exists already, and is no run that can continue",
                 hint="choose another --run-id, or another place with --run-dir",
             ) from error
         except OSError as error:

@@ -250,7 +250,7 @@ def _share_out(
         if not holders:
             reasons = "; ".join(peer.lost for peer in peers.values() if peer.lost)
             raise PeerLost(
-                f"nobody gives {part.wanted.fqn}{part.wanted.box} ({reasons or 'nobody holds it'})"
+                f"no rank gives {part.wanted.fqn}{part.wanted.box} ({reasons or 'no rank holds it'})"
             )
         rank = min(holders, key=lambda r: (load[r], r))
         load[rank] += part.size_bytes

@@ -135,7 +135,7 @@ def words_of(error: BaseException) -> str:
     try:
         return _with_cause(_sendable(str(error)))[:TEXT_SIZE_MAX]
     except Exception as broken:
-        return f"(its text cannot be told: {type(broken).__name__})"
+        return f"(its text cannot be read: {type(broken).__name__})"
 
 
 def _with_cause(text: str) -> str:

@@ -314,7 +314,7 @@ class WorkerClient:
             try:
                 self._channel.send(failed)
             except OSError:
-                sys.stderr.write("holdfast: the agent is gone, it cannot be told\n")
+                sys.stderr.write("holdfast: the agent is gone, so this error cannot be reported to it\n")
         leave_process(Exit.INTERNAL)
 
     def _run(self) -> None:

@@ -346,7 +346,7 @@ class MemoryTier:
         if self._pull is not None or any(was_amended(self._directory, r, kept.step) for r in sorted(others)):
             self._slots.forget(kept.step)
             raise CheckpointInvalid(
-                f"{kept.path.name}, step {kept.step}: lacks what the script does behind the block"
+                f"{kept.path.name}, step {kept.step}: lacks the changes that the script makes after the block"
             )
 
     def _open(self, step: int) -> AbstractContextManager[StoredState]:

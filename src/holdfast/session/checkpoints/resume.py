@@ -134,9 +134,9 @@ def candidates(
     paths = [place_of(v.path) for v in found if v.valid or v.denied]
     if found and not strange and all(v.unfinished for v in found):
         log.warning(
-            "holdfast: %s holds nothing but %s that never came to an end, so nothing is lost: training begins anew",
+            "holdfast: %s holds only %s, so nothing is lost: training starts from the beginning",
             place.path,
-            plural(len(found), "save"),
+            plural(len(found), "unfinished save"),
         )
         return Candidates((), ())
     rejected = tuple(f"{v.name}: {v.reason}" for v in found if not (v.valid or v.denied))
@@ -179,8 +179,8 @@ def _warn_of_others(root: Root) -> None:
     names = root.names()
     if names:
         log.warning(
-            "holdfast: %s holds checkpoints of another run, the newest is %s; a start with resume='auto' goes on from "
-            "the highest step, whosever it is: give this run a directory of its own",
+            "holdfast: %s holds checkpoints of another run, the newest is %s; a start with resume='auto' continues "
+            "from the highest step of any run: give this run a directory of its own",
             root.path,
             names[0],
         )
@@ -201,7 +201,7 @@ def _warn_of_another_run(root: Root, valid: Sequence[Validity]) -> None:
         return  # a checkpoint is being removed just now: leave out the warning
     log.warning(
         "holdfast: %s has the highest step, but another run, which did not come from it, saved last: %s; "
-        "to go on with that one: resume=%r",
+        "to continue with that one: resume=%r",
         chosen.name,
         last.name,
         last.path,
@@ -278,7 +278,7 @@ class ResumeSearch:
             listing = "".join(f"\n  {reason}" for reason in reasons)
             raise NothingToResume(
                 f"no valid checkpoint in {root or 'the place named by resume='}; rejected:{listing}",
-                hint="repair or remove these, or start anew on purpose with resume='never'",
+                hint="repair or remove these, or start from the beginning on purpose with resume='never'",
             )
         return None
 

@@ -82,8 +82,8 @@ class SaveSchedule:
             if not self._said:
                 self._said = True
                 log.warning(
-                    "holdfast: the save due at step %d waits, the one of step %d is still being written: training goes "
-                    "on, and saves come as often as the disk allows",
+                    "holdfast: the save due at step %d waits until the save of step %d is written: training continues, "
+                    "and saves come as often as the disk allows",
                     step,
                     self._last_step,
                 )

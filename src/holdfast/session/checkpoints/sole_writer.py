@@ -1,7 +1,7 @@
 """A lock that detects two live runs which save into one checkpoint directory; the second one warns when it begins.
 
 Theory. Each run keeps and prunes only the checkpoints of its lineage, so the two do not remove each other's. But a
-start with ``resume="auto"`` continues from the newest checkpoint there, of whichever run. The first rank of a run holds
+start with ``resume="auto"`` continues from the newest checkpoint there, of either run. The first rank of a run holds
 a lock on the directory itself while its session is open. The lock writes no file, and ends when the process is killed.
 Forked processes (of a data loader) hold the lock until they end, so a run that follows waits a moment before it warns.
 A process has one session at a time, so a lock left by a session that could not open is released. In a bucket, and on a
@@ -62,8 +62,8 @@ class SoleUse:
             time.sleep(POLL_S)
         if tells:
             log.warning(
-                'holdfast: another live run saves in %s: a start with resume="auto" goes on from the newest '
-                "checkpoint there, of whichever run it is; give each run a directory of its own (--root, "
+                'holdfast: another live run saves in %s: a start with resume="auto" continues from the newest '
+                "checkpoint there, which may be of the other run; give each run a directory of its own (--root, "
                 "session(checkpoint=...))",
                 root,
             )

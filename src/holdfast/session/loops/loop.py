@@ -46,7 +46,7 @@ from holdfast.session.loops.loop_bounds import (
     LoopMembers,
     bound_of,
     compare_bounds,
-    counted_anew,
+    counted_from_here,
 )
 from holdfast.session.loops.own_values import OwnValues
 from holdfast.session.loops.script_source import leaves
@@ -120,7 +120,9 @@ class Loops:
         self._before = LoopMembers.ANOTHER_JOB
         self._passed_over = False  # a loop was passed over, and the loop of the job has not opened yet
         self._first: Bound | None = None  # of the first loop; None: not known, or of another number of ranks
-        self._anew = False  # that loop is over, and its end seems to be counted from the current step
+        self._counts_from_here = (
+            False  # that loop is over, and its end seems to be counted from the current step
+        )
         self._feed: Feed | None = None
         self._others: dict[int, Feed | None] = {}  # batches of other copies, from the same loader
         self._loader: tuple[Any, int | None] = (None, None)  # of the open loop, with the batches of a step
@@ -227,7 +229,7 @@ class Loops:
                 self.begun.close()
                 self.begun = None
             if loop == 0 and self._first is not None:
-                self._anew = counted_anew(self._rank.step, until, self._first)
+                self._counts_from_here = counted_from_here(self._rank.step, until, self._first)
             self.pass_over()
             return  # the checkpoint was written in a later loop of the script
         self._come_in()
@@ -390,7 +392,9 @@ class Loops:
         place, here = self.place, self._rank.step
         bound = (here, until)
         if place["loop"] == loop and "bound" in place:
-            bound = bound_of(loop, here, until, place["bound"], self._before, anew=self._anew)
+            bound = bound_of(
+                loop, here, until, place["bound"], self._before, counts_from_here=self._counts_from_here
+            )
         compare_bounds(self._rank.client, self._adapter.rank, self._adapter.world_size, loop, bound[1])
         return bound
 
@@ -426,8 +430,8 @@ class Loops:
             else f"give the loader {before / here:g} times the batch size"
         )
         log.warning(
-            "holdfast: a step of the checkpoint's job had %s, one of this job has %d: it goes on at the same "
-            "sample, but learning rate and schedule were made for %d; to keep them, %s",
+            "holdfast: a step of the checkpoint's job had %s, one of this job has %d: training continues at "
+            "the same sample, but learning rate and schedule were made for %d; to keep them, %s",
             plural(before, "sample"),
             here,
             before,

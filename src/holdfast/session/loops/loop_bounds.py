@@ -58,7 +58,13 @@ def before_of(name: str, run: str, *, joining: bool) -> LoopMembers:
 
 
 def bound_of(
-    loop: int, here: int, until: int | None, saved: Bound, before: LoopMembers, *, anew: bool = False
+    loop: int,
+    here: int,
+    until: int | None,
+    saved: Bound,
+    before: LoopMembers,
+    *,
+    counts_from_here: bool = False,
 ) -> Bound:
     """Return the bound of a loop that was open in the loaded state.
 
@@ -67,7 +73,7 @@ def bound_of(
         here: step at which this process begins it.
         until: the argument of the script in this process.
         saved: the bound in the loaded state.
-        anew: the end of the first loop seemed to be counted from ``here`` (:func:`counted_anew`).
+        counts_from_here: the end of the first loop seemed to be counted from ``here`` (:func:`counted_from_here`).
 
     Raises:
         UsageError: survivors are in the loop and end it elsewhere; or it is another loop.
@@ -82,7 +88,7 @@ def bound_of(
     ends = f"loop {loop} of the script ended at step {end} before, and would end at step {until} here"
     if before is LoopMembers.SURVIVORS:
         raise UsageError(f"{ends} (at step {here}): the other ranks are still in it", hint=ADVICE)
-    if anew and not counted and here in saved:
+    if counts_from_here and not counted and here in saved:
         # Here the first loop was not counted from the current step, either.
         raise UsageError(f"{ends} (at step {here})", hint=FROM_THE_FIRST)
     if counted and end is not None and here < end:
@@ -92,7 +98,7 @@ def bound_of(
     return began, until
 
 
-def counted_anew(here: int, until: int | None, first: Bound) -> bool:
+def counted_from_here(here: int, until: int | None, first: Bound) -> bool:
     """Return whether ``until`` of the script's first loop, which the job has finished, counts from the current step.
 
     Args:

@@ -89,18 +89,17 @@ class ReplicaStateCheck:
                 )
             if buffers := differing([(part, found) for part, _, found, _ in said_by]):
                 log.warning(
-                    "holdfast: not the same on all ranks: %s, %s first: who takes a lost rank's place, "
-                    "or starts from a checkpoint, has those of another rank; DDP(broadcast_buffers=True) keeps them "
-                    "equal",
+                    "holdfast: not the same on all ranks: %s, %s first: a replacement, or a rank that starts from a "
+                    "checkpoint, gets the buffers of another rank; DDP(broadcast_buffers=True) keeps them equal",
                     plural(len(buffers), "buffer"),
                     buffers[0],
                 )
             self._named = set(differing([(part, found) for part, found, *_ in said_by]))
             for name in sorted(self._named):
                 log.warning(
-                    'holdfast: state "%s" is not the same on all ranks: it is that of the job, and who takes a lost '
-                    "rank's place, or starts from a checkpoint, has that of another rank; what is one rank's belongs "
-                    "into s.own (plain values), or is made from the number of the step",
+                    'holdfast: state "%s" is not the same on all ranks: a replacement, or a rank that starts from a '
+                    "checkpoint, gets that of another rank; keep the values of one rank in s.own (plain values), or "
+                    "compute them from the number of the step",
                     name,
                 )
 
@@ -128,7 +127,7 @@ class ReplicaStateCheck:
             if name not in self._named:
                 log.warning(
                     'holdfast: state "%s" is not the same on all ranks at the end, and the checkpoint holds that of '
-                    "one rank: what decides on a change of it has to be saved as well, or follow from step.number (a "
+                    "one rank: also save the values that decide when it changes, or derive them from step.number (a "
                     "variable that counts steps starts again in a process that joins)",
                     name,
                 )

@@ -43,7 +43,7 @@ _HINT = (
     "into session(state={...}) or s.own; session(verify_block=0) leaves out this check"
 )
 _BEHIND = (
-    "write `if step.committed:` around what stands behind the block and belongs to a step that counts; "
+    "write `if step.committed:` around the code after the block that is only for a step that counts; "
     "session(verify_block=0) leaves out this check"
 )
 
@@ -164,7 +164,7 @@ class Prover:
         self._checked, self._first = step.number, False
 
     def _tell_counters(self, step: Step) -> None:
-        """Warn of variables that the first run has counted up. What they decide after the update is not compared."""
+        """Warn of variables that the first run has counted up. Code after the update that uses them is not compared."""
         counters = [
             name for name in _counted_up(self._variables[0], self._variables[1]) if name not in self._told
         ]
@@ -199,7 +199,7 @@ class Prover:
         behind = _difference(third.found, fourth.found) or _difference(first.found, second.found)
         if behind:
             raise ImpureBlockError(
-                f"step {step.number}: the block does not find the same when it runs again: {behind} changed behind a "
+                f"step {step.number}: the block finds another state when it runs again: {behind} changed after a "
                 "block that did not count",
                 hint=_BEHIND,
             )

@@ -40,7 +40,7 @@ def checked_mode(value: object) -> NonFinite:
             return mode  # type: ignore[no-any-return]
     raise UsageError(
         f"session(nonfinite={value!r}): not one of stop, skip, warn, ignore",
-        hint='nonfinite="warn" is the default: told once, and the last finite checkpoint stays',
+        hint='nonfinite="warn" is the default: one warning, and the last finite checkpoint stays',
     )
 
 
@@ -118,8 +118,8 @@ class NonfiniteCheck:
             self.since = step
             if self._first:
                 log.warning(
-                    "holdfast: %s, and training goes on with them; the newest checkpoint up to step %d is finite, and "
-                    'stays. session(nonfinite="stop") ends the run before such an update, "skip" leaves it out',
+                    "holdfast: %s, and training continues with them; the newest checkpoint up to step %d is finite, "
+                    'and stays. session(nonfinite="stop") ends the run before such an update, "skip" leaves it out',
                     what,
                     step,
                 )

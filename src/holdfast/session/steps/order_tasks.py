@@ -71,8 +71,8 @@ class OrderTasks:
                 self._queue.append(command)
             case WarnOfScript():
                 log.warning(
-                    "holdfast: the script has been behind the block of step %d for %g s: all ranks start again and "
-                    "do not do it again; what takes long belongs before a block, or behind the loop",
+                    "holdfast: code after the block of step %d has run for %g s: all ranks restart and do not run it "
+                    "again; move slow work before a block or after the loop",
                     command.step,
                     command.waited_s,
                 )

@@ -73,7 +73,7 @@ class NotComputed(float):
         if self._name not in _told:
             _told.add(self._name)
             log.warning(
-                "holdfast: code behind the block uses %r, which a block that does not count has not assigned: it is "
+                "holdfast: code after the block uses %r, which a block that does not count has not assigned: it is "
                 "nan there; write `if step.committed:` around that code",
                 self._name,
             )

@@ -73,7 +73,7 @@ class UpdateRecord:
         if self._updates is None:
             self.why_not = "this framework logs no updates"
         elif self._adapter.world_size == 1:
-            self.why_not = "there is no other rank that could go on"
+            self.why_not = "there is no other rank that could continue"
         self._wanted = directory is not None and not self.why_not
         self._log = (
             UpdateLog(directory, rank, self._entries) if directory is not None and self._wanted else None

@@ -39,7 +39,7 @@ class VoteCaster:
     def __init__(self, rank: StepParticipant, adapter: Adapter) -> None:
         self._rank = rank
         self._adapter = adapter
-        self._told = LayoutAgreement()
+        self._agreement = LayoutAgreement()
         self._size = -1
         self._size_bytes = 0  # of the state in the layout that this rank has published
         self._telling = threading.Lock()  # a survivor publishes from the client's task thread, too
@@ -52,10 +52,10 @@ class VoteCaster:
             PeerLost: the vote broke.
         """
         rank, adapter = self._rank, self._adapter
-        said = self._told.ballot(ballot, rank.machine.generation, rank.catalogue_version)
+        said = self._agreement.ballot(ballot, rank.machine.generation, rank.catalogue_version)
         tally = Tally.read(self._sums(said), adapter.world_size)
         with self._telling:
-            self._send(self._told.read(tally))
+            self._send(self._agreement.read(tally))
         return tally
 
     def _sums(self, ballot: Ballot) -> list[int]:
@@ -84,7 +84,7 @@ class VoteCaster:
         said = collected.layout(self._adapter.rank, self._adapter.world_size)
         self._size_bytes, layout = sum(t.size_bytes for t in said.tensors), said.encode()
         with self._telling:
-            self._send(self._told.note(layout, self._rank.machine.generation))
+            self._send(self._agreement.note(layout, self._rank.machine.generation))
 
     def inherit(self, order: Receive) -> None:
         """Take over the last published layout of the rank that this newcomer replaces, and the layouts of all ranks."""
@@ -100,7 +100,7 @@ class VoteCaster:
                 # The agent of this newcomer may run on a node that had no rank before, so that it knows no layout.
                 self._rank.client.send(catalogued)
         # Publish the layout again: agent and controller may both be replaced before the next fault.
-        self._send(self._told.inherit(order.version, order.layouts.by_rank()[self._adapter.rank]))
+        self._send(self._agreement.inherit(order.version, order.layouts.by_rank()[self._adapter.rank]))
 
     def _send(self, telling: LayoutAnnouncement | None) -> None:
         """Publish the layout of this rank to the controller; None publishes nothing."""
@@ -121,7 +121,7 @@ class VoteCaster:
         """Wait a bounded time for the layouts of all ranks, which the last vote made all ranks publish."""
         rank, deadline_s = self._rank, time.monotonic() + CATALOGUE_TIMEOUT_S
         with rank.changed:
-            while rank.catalogue_version < self._told.version:
+            while rank.catalogue_version < self._agreement.version:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0 or rank.fenced or rank.orphaned:
                     return
@@ -129,7 +129,7 @@ class VoteCaster:
 
     def layouts(self) -> Mapping[int, Layout]:
         """Return the newest known layouts of all ranks, by rank."""
-        own, rank = self._told.layout, self._rank
+        own, rank = self._agreement.layout, self._rank
         if rank.client is None and own is not None:
             return {self._adapter.rank: own}
         with rank.changed:

@@ -242,7 +242,7 @@ class S3Store:
         """Implement :meth:`Store.probe`. Also test that the server refuses to create an object that exists."""
         key = new_owner(".probe")
         if not self._bucket.create(key, b""):
-            raise StoreError(f"{self.path / key} exists: nobody else should know this name")
+            raise StoreError(f"{self.path / key} exists: no other process should know this name")
         again = self._bucket.create(key, b"")
         self._bucket.delete([key])
         if again:

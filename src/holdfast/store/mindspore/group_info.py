@@ -49,7 +49,7 @@ def read_group_info(path: Path) -> GroupInfo:
     except OSError as error:
         raise UsageError(
             f"cannot read the group info {path}: {error.strerror}",
-            hint="name the file that GROUP_INFO_FILE told MindSpore to write",
+            hint="name the file that MindSpore wrote (the value of GROUP_INFO_FILE)",
         ) from error
     return decode_group_info(data, str(path))
 

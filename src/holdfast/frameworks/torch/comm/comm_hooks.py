@@ -30,7 +30,8 @@ def refuse_stateful_hooks(modules: Sequence[DistributedDataParallel]) -> None:
             if not isinstance(state, _NO_STATE) and type(state).__name__ != private_api.UPCAST_HOOK_STATE:
                 raise UnsupportedError(
                     f"DDP's communication hook {hook.__qualname__} has a state ({type(state).__name__}) that a "
-                    "replaced worker would not have: it would communicate otherwise than its peers",
-                    hint="a hook without one: model.register_comm_hook(None, default_hooks.fp16_compress_hook), or a "
-                    "function of your own that holds its constants itself; under torchrun all ranks begin anew",
+                    "replacement would not have, and so it would not communicate as its peers do",
+                    hint="use a hook without a state: "
+                    "model.register_comm_hook(None, default_hooks.fp16_compress_hook), or "
+                    "a function of your own that holds its constants; or use torchrun, which restarts all ranks",
                 )

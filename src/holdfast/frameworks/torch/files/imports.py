@@ -202,8 +202,8 @@ class _Parts:
             found = self._fitting(flat, trained, shapes) or self._dealt(keys, trained, shapes)
         if found is None or len(flat) != len(set(flat)):
             raise UsageError(
-                f"optimizer {name!r}: its state is by number ({plural(len(flat), 'parameter')}), and which of the "
-                f"{plural(len(self.model), 'tensor')} of the model they are cannot be told",
+                f"optimizer {name!r}: its state is numbered ({plural(len(flat), 'parameter')}), and the numbers "
+                f"cannot be matched with the {plural(len(self.model), 'tensor')} of the model",
                 hint="make the optimizer from model.named_parameters(), or save "
                 "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer)",
             )

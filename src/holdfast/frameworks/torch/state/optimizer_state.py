@@ -34,8 +34,8 @@ Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 
 
 _BUILD_THE_SAME = (
-    "build the optimizer as it was when the checkpoint was written; or begin anew on purpose: resume='never', or "
-    "another checkpoint directory (holdfast.load(path, model) takes the weights alone)"
+    "build the optimizer as it was when the checkpoint was written; or start from the beginning on purpose: "
+    "resume='never', or another checkpoint directory (holdfast.load(path, model) takes the weights alone)"
 )
 
 
@@ -375,8 +375,8 @@ class OptimizerState:
             )
         if then:
             log.warning(
-                "holdfast: optimizer %r is %s, the checkpoint was written with %s: it goes on with the settings and "
-                "the state of the checkpoint",
+                "holdfast: optimizer %r is %s, the checkpoint was written with %s: it continues with the settings "
+                "and the state of the checkpoint",
                 self.name,
                 here,
                 then,

@@ -466,7 +466,9 @@ class TorchRestore:
             self._load(f"scheduler.{name}", scheduler, values["schedulers"][name])
         if state.scaler is not None:
             if values["scaler"] is None:
-                log.warning("holdfast: the checkpoint holds no scaler; this run's scaler starts anew")
+                log.warning(
+                    "holdfast: the checkpoint holds no scaler; the scaler of this run starts with its initial scale"
+                )
             else:
                 self._load("scaler", state.scaler, values["scaler"])
         self._prepare_extras(values["state"])

@@ -86,8 +86,8 @@ class ZeroState(OptimizerState):
                 if not isinstance(value, torch.Tensor) or "." in key:
                     raise StateError(
                         f"optimizer {self.name!r}: {self.kind()} keeps a {type(value).__name__} as {key!r} of a "
-                        "parameter, and only tensors can be told apart by rank",
-                        hint="an optimizer whose state is tensors (Adam, AdamW, SGD)",
+                        "parameter, and only tensors can be distinguished by rank",
+                        hint="use an optimizer whose state is tensors (Adam, AdamW, SGD)",
                     )
         return super().split(leaf, groups, state)
 
