@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections import OrderedDict, defaultdict, deque
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,20 @@ from tests.session.launch import run_job
 JOB = str(Path(__file__).with_name("meters_job.py"))
 
 
+class Kind(Enum):
+    MEAN = 1
+
+
 class Meter:
     def __init__(self) -> None:
         self.last: deque[float] = deque(maxlen=3)
         self.total, self.best = 0.0, (0, float("inf"))
-        self.reduce = max
+        self.reduce, self.kind, self.device, self.log = (
+            max,
+            Kind.MEAN,
+            torch.device("cpu"),
+            logging.getLogger("x"),
+        )
 
     def add(self, value: float) -> None:
         self.last.append(value)

@@ -10,26 +10,31 @@ A copy consists of dicts, lists and single values. A tuple in it is marked conte
 
 Invariants:
 1. ``put_back(live, plain_copy(live))`` changes nothing.
-2. A value that is not plain is named by its path. Nothing of it is left out, except functions, classes and modules.
+2. A value that is not plain is named by its path. Attributes that do not count are left out: functions, classes,
+   modules, members of enumerations, paths, loggers, devices and dtypes.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, MutableMapping
+from enum import Enum
 from itertools import count
+from pathlib import PurePath
 from typing import Any
 
 VALUES_MAX = 20_000
 """The most values in one copy: more are data of the script."""
 DEPTH_MAX = 32
 _SINGLE = (bool, int, float, str)
-_CODE = (
+_CONSTANT = (
     *(type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType),
-    functools.partial,
+    *(functools.partial, Enum, PurePath, logging.Logger),
 )
+_CONSTANT_OF_TORCH = ("device", "dtype")
 
 
 class NotPlainError(Exception):
@@ -78,9 +83,14 @@ def _copied(value: Any, path: str, depth: int, number: Iterator[int], objects: b
         and (own := getattr(value, "__dict__", None)) is not None
     ):
         if not _has_values_elsewhere(value):
-            kept = {key: item for key, item in own.items() if not isinstance(item, _CODE)}
+            kept = {key: item for key, item in own.items() if not _is_constant(item)}
             return ("object", {key: inner(item, f".{key}") for key, item in kept.items()})
     raise NotPlainError(f"{path or 'it'} is a {type(value).__name__}")
+
+
+def _is_constant(value: Any) -> bool:
+    of_torch = type(value).__module__ == "torch" and type(value).__name__ in _CONSTANT_OF_TORCH
+    return isinstance(value, _CONSTANT) or of_torch
 
 
 def _has_values_elsewhere(value: Any) -> bool:
