@@ -601,8 +601,8 @@ class Loops:
 
     def _note_counted(self) -> None:
         """Keep what the script has counted after the block of a committed step, which is a part of that step."""
-        attached = self.mine.entries().get("attached")
-        if attached != self.local.get("attached"):
+        attached = self.mine.attached()
+        if attached and attached != self.local.get("attached"):
             self.local["attached"] = attached
             self._rank.note_local(self._payload(self.local), self._rank.step)
 

@@ -56,13 +56,14 @@ class OwnValues:
 
     def entries(self) -> dict[str, Plain]:
         """Return the values by kind, without empty ones. Raises: UsageError: a value is not plain."""
-        return {**self.plain(), **({"attached": found} if (found := self._attached()) else {})}
+        return {**self.plain(), **({"attached": found} if (found := self.attached()) else {})}
 
     def plain(self) -> dict[str, Plain]:
         """Return ``own`` by its kind; nothing if it is None."""
         return {} if self.own is None else {"own": copy.deepcopy(self.own)}
 
-    def _attached(self) -> dict[str, Any]:
+    def attached(self) -> dict[str, Any]:
+        """Return turn and values of each attached object by name. Raises: UsageError: a value is not plain."""
         now = {
             name: {"turn": turn, "values": _values_of(name, item)}
             for name, (turn, item) in self._objects.items()
