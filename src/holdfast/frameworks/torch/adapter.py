@@ -33,7 +33,12 @@ from holdfast.frameworks.torch.state.optimizer_state import (
     parameters_of,
     refuse_searching,
 )
-from holdfast.frameworks.torch.state.parameter_names import Models, data_parallel, modules_of
+from holdfast.frameworks.torch.state.parameter_names import (
+    Models,
+    data_parallel,
+    modules_of,
+    passed_through,
+)
 from holdfast.frameworks.torch.state.rng import reseed, reseed_generators
 from holdfast.frameworks.torch.state.snapshot import Snapshot
 from holdfast.frameworks.torch.state.state import TorchCollected, TorchRestore, TorchState
@@ -47,6 +52,7 @@ from holdfast.frameworks.torch.state.wrapper_reset import (
     heal_pipelines,
     heal_scaler,
     rebuild_buckets,
+    refuse_unknown_scalers,
     rehearsals_needed,
 )
 from holdfast.frameworks.torch.state.zero_redundancy import tentative
@@ -132,6 +138,7 @@ class TorchAdapter:
         self._step = 0
         self._computed = False  # an optimizer of the session was about to step in this block
         self._updating = False
+        self._scalers_known = False  # an update was made, with no scaler that the session does not have
         self._feed: TorchFeed | None = None
         self._suspicion = Suspicion(self.state)
         self._proving: Literal["", "first", "sampled"] = ""
@@ -177,7 +184,7 @@ class TorchAdapter:
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
             *(
-                module.register_forward_hook(partial(self._watch_output, number))
+                passed_through(module).register_forward_hook(partial(self._watch_output, number))
                 for number, (_, module) in enumerate(modules_of(self._model))
             ),
         ]
@@ -222,6 +229,7 @@ class TorchAdapter:
         if number not in self._backward_seen and self._hooks is not None:
             if not self._backward_seen:
                 self._hooks.backward()
+                self._refuse_unknown_scalers()  # before an error of a scaler that a run without effect has left
             self._backward_seen.add(number)
             self._leftover.check(number)
             if any(parameter.grad is not None for parameter in self._dividing):
@@ -265,6 +273,8 @@ class TorchAdapter:
                 f"optimizer {name!r} updates weights inside backward, before the step is agreed",
                 hint="call optimizer.step() after loss.backward()",
             )
+        self._refuse_unknown_scalers()
+        self._scalers_known = True
         self.updates.comes()
         if self._hooks is not None:
             self._hooks.update(name)
@@ -274,6 +284,12 @@ class TorchAdapter:
         if name is not None and self._hooks is not None and not self.updates.alone:
             self.updates.made()
             self._hooks.updated(name)
+
+    def _refuse_unknown_scalers(self) -> None:
+        """Refuse, in the first blocks of a process, a scaler that the session does not have."""
+        if not self._scalers_known:
+            optimizers = (each.optimizer for each in self.state.optimizers.values())
+            refuse_unknown_scalers(optimizers, (self._scaler, *self.state.extras.values()))
 
     def _refuse_unknown(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer outside of the session that would change the model's weights before a vote."""
@@ -392,7 +408,7 @@ class TorchAdapter:
             self.remember(step)
 
     def remember(self, step: int, *, whole: bool = False) -> None:
-        """Copy learning rates, schedules and the user's own state."""
+        """Copy learning rates, schedules and the user's own state; at the end of a loop (``whole``) also buffers."""
         self._devices.order()
         self._snapshot.take_before(step, whole=whole)
         self._sample.note()

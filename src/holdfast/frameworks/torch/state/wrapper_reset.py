@@ -21,14 +21,16 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from holdfast.errors import UnsupportedError
+from holdfast.errors import UnsupportedError, UsageError
 from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.comm.comm_state import fabric
 from holdfast.frameworks.torch.state.parameter_names import data_parallel
@@ -69,6 +71,27 @@ def forget_pass(model: nn.Module) -> None:
 def heal_scaler(scaler: torch.amp.GradScaler) -> None:
     """Forget that gradients of the aborted step were unscaled: otherwise the retry steps with scaled ones."""
     private_api.forget_unscaled(scaler)
+
+
+def refuse_unknown_scalers(optimizers: Iterable[Optimizer], known: Iterable[object]) -> None:
+    """Refuse a ``GradScaler`` that scales for one of the session's optimizers and that the session does not have.
+
+    Its scale would be in no checkpoint, a replacement would begin with another one than its peers, and an aborted step
+    would leave it in the state "already unscaled".
+
+    Raises:
+        UsageError: such a scaler is in use.
+    """
+    ours = {id(each) for each in known}
+    updated = list(optimizers)
+    for scaler in instances("torch.amp.grad_scaler", "GradScaler"):
+        if id(scaler) not in ours and any(private_api.scales(scaler, optimizer) for optimizer in updated):
+            raise UsageError(
+                f"a {type(scaler).__name__} scales the gradients of the session's optimizer and is not part of the "
+                "session, so a process that joins or resumes begins with another scale",
+                hint="holdfast.session(..., scaler=scaler); in Fabric scaler=fabric.strategy.precision.scaler, in "
+                "accelerate scaler=accelerator.scaler",
+            )
 
 
 def heal_pipelines() -> None:
