@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from holdfast.errors import UsageError
-from holdfast.frameworks.torch.state.wrapper_reset import refuse_unknown_scalers
+from holdfast.frameworks.torch.state.wrapper_reset import Scaling
 from tests.adapters import aborts
 from tests.adapters.worlds import Worlds
 
@@ -74,11 +74,13 @@ def test_a_scaler_that_the_session_does_not_have_is_refused_by_name() -> None:
     scaler = torch.amp.GradScaler("cpu")
     other = torch.amp.GradScaler("cpu")
     scaler.scale(weight.sum()).backward()  # type: ignore[no-untyped-call]
-    refuse_unknown_scalers([optimizer], [None])
+    none, other_one, extra = Scaling(None, {}), Scaling(other, {}), Scaling(other, {"second": scaler})
+    none.refuse_others([optimizer])
     scaler.unscale_(optimizer)
-    refuse_unknown_scalers([optimizer], [other, scaler])
-    with pytest.raises(UsageError, match="a GradScaler scales the gradients of the session's optimizer"):
-        refuse_unknown_scalers([optimizer], [other])
+    extra.refuse_others([optimizer])
+    for scaling in (none, other_one):
+        with pytest.raises(UsageError, match="a GradScaler scales the gradients of the session's optimizer"):
+            scaling.settle([optimizer])
     scaler.step(optimizer)
     scaler.update()
-    refuse_unknown_scalers([optimizer], [None])
+    none.settle([optimizer])

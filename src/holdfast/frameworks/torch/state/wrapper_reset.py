@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -73,25 +73,50 @@ def heal_scaler(scaler: torch.amp.GradScaler) -> None:
     private_api.forget_unscaled(scaler)
 
 
-def refuse_unknown_scalers(optimizers: Iterable[Optimizer], known: Iterable[object]) -> None:
-    """Refuse a ``GradScaler`` that scales for one of the session's optimizers and that the session does not have.
+class Scaling:
+    """The session's ``GradScaler``, and the refusal of others.
 
-    Its scale would be in no checkpoint, a replacement would begin with another one than its peers, and an aborted step
-    would leave it in the state "already unscaled".
+    The scale of another one would be in no checkpoint, a replacement would begin with another scale than its peers, and
+    an aborted step would leave it in the state "already unscaled".
 
-    Raises:
-        UsageError: such a scaler is in use.
+    Args:
+        scaler: the session's, or None.
+        extras: the user's own state, which may hold further ones.
     """
-    ours = {id(each) for each in known}
-    updated = list(optimizers)
-    for scaler in instances("torch.amp.grad_scaler", "GradScaler"):
-        if id(scaler) not in ours and any(private_api.scales(scaler, optimizer) for optimizer in updated):
-            raise UsageError(
-                f"a {type(scaler).__name__} scales the gradients of the session's optimizer and is not part of the "
-                "session, so a process that joins or resumes begins with another scale",
-                hint="holdfast.session(..., scaler=scaler); in Fabric scaler=fabric.strategy.precision.scaler, in "
-                "accelerate scaler=accelerator.scaler",
-            )
+
+    def __init__(self, scaler: Any, extras: Mapping[str, Any]) -> None:
+        self._scaler = scaler
+        self._extras = extras
+        self._settled = False  # an update was made, with no other scaler
+
+    def heal(self) -> None:
+        """Heal the session's scaler after an aborted step."""
+        if self._scaler is not None:
+            heal_scaler(self._scaler)
+
+    def settle(self, optimizers: Iterable[Optimizer]) -> None:
+        """Refuse other scalers at the first update of this process. Raises: UsageError."""
+        self.refuse_others(optimizers)
+        self._settled = True
+
+    def refuse_others(self, optimizers: Iterable[Optimizer]) -> None:
+        """Refuse, up to the first update of this process, another scaler that unscales for one of the optimizers.
+
+        Raises:
+            UsageError: such a scaler is in use.
+        """
+        if self._settled:
+            return
+        ours = {id(self._scaler), *map(id, self._extras.values())}
+        updated = list(optimizers)
+        for scaler in instances("torch.amp.grad_scaler", "GradScaler"):
+            if id(scaler) not in ours and any(private_api.scales(scaler, each) for each in updated):
+                raise UsageError(
+                    f"a {type(scaler).__name__} scales the gradients of the session's optimizer and is not part of the "
+                    "session, so a process that joins or resumes begins with another scale",
+                    hint="holdfast.session(..., scaler=scaler); in Fabric scaler=fabric.strategy.precision.scaler, in "
+                    "accelerate scaler=accelerator.scaler",
+                )
 
 
 def heal_pipelines() -> None:
