@@ -10,7 +10,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    Sampler,
+    SubsetRandomSampler,
+)
 
 from holdfast.frameworks.torch.data.position import TorchFeed, make_source
 
@@ -37,6 +44,39 @@ def job(length: int, ranks: int, batch: int, drop_last: bool = False) -> list[To
     for rank in range(ranks):
         sampler: Sampler[Any] = DistributedSampler(data, ranks, rank, seed=3, drop_last=drop_last)
         loader = DataLoader(data, batch, sampler=sampler, drop_last=drop_last)
+        feeds.append(TorchFeed(make_source(loader, 7, rank)))
+    return feeds
+
+
+class Drawn:
+    """The order of a sampler in the place of a dataset, as Fabric and Lightning give it to ``DistributedSampler``."""
+
+    def __init__(self, sampler: Sampler[int]) -> None:
+        self._sampler = sampler
+        self.order: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._sampler)  # type: ignore[arg-type]
+
+
+class Dealer(DistributedSampler[Any]):
+    """A sampler that deals the order which another sampler draws."""
+
+    dataset: Any
+
+    def __iter__(self) -> Any:
+        self.dataset.order = list(self.dataset._sampler)
+        return (self.dataset.order[at] for at in super().__iter__())
+
+
+def dealt(length: int, ranks: int, batch: int, *, seeded: bool) -> list[TorchFeed]:
+    """Return one feed per rank over a sampler that draws from a generator of its own, or from the default one."""
+    data, feeds = Numbers(length), []
+    for rank in range(ranks):
+        drawn = Drawn(
+            SubsetRandomSampler(range(length), torch.Generator().manual_seed(5) if seeded else None)
+        )
+        loader = DataLoader(data, batch, sampler=Dealer(drawn, ranks, rank))  # type: ignore[arg-type]
         feeds.append(TorchFeed(make_source(loader, 7, rank)))
     return feeds
 
@@ -125,6 +165,24 @@ def test_the_next_epoch_is_whole_again() -> None:
         sampler.set_epoch(1)
         assert torch.as_tensor(feed.draw()).tolist() == list(sampler)[:3] != torch_order[rank][:3]
         assert feed.place()["seen"] == 6
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_ranks_deal_one_order_of_another_sampler(seeded: bool) -> None:
+    """Regression: each rank drew an order of its own, or a replacement drew another one than the lost process."""
+    feeds = dealt(24, 2, 3, seeded=seeded)
+    first, second = draw(feeds), [torch.as_tensor(feed.draw()).tolist() for feed in feeds]
+    assert sorted(first) == list(range(24))
+    late = dealt(24, 2, 3, seeded=seeded)
+    for feed in late:
+        feed.seek({"epoch": 1, "batch": 0})
+    assert [torch.as_tensor(feed.draw()).tolist() for feed in late] == second
+    place = late[0].place()
+    other = dealt(24, 3, 2, seeded=seeded)  # six samples of the epoch are drawn: the others are dealt again
+    for feed in other:
+        feed.seek(place)
+    rest = [number for _ in range(3) for feed in other for number in torch.as_tensor(feed.draw()).tolist()]
+    assert sorted(rest + second[0] + second[1]) == list(range(24))
 
 
 def test_a_sampler_that_is_not_dealt_gives_every_rank_the_same_place() -> None:

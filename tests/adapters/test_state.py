@@ -285,6 +285,23 @@ def test_snapshot_puts_back_what_forward_changes() -> None:
     assert all(p.grad is None for p in net.parameters())
 
 
+def test_the_end_of_a_loop_keeps_buffers_that_an_evaluation_changes() -> None:
+    """Regression: statistics of an evaluation in training mode were counted twice after a fault in it."""
+    net = Net()
+    optimizer = torch.optim.AdamW(net.parameters())
+    state = TorchState(net, {"default": optimizer})
+    snapshot = Snapshot(state)
+    snapshot.take()
+    step(net, optimizer)
+    snapshot.take_before(1, whole=True)
+    ended = {k: v.clone() for k, v in net.named_buffers()}
+    net(torch.randn(6, 4))
+    assert not same(dict(net.named_buffers()), ended)
+    kept = state.collect(before=snapshot.before(1)).tensors
+    assert same({k: kept[k] for k in ended}, ended)
+    assert not torch.equal(state.collect().tensors["norm.running_mean"], ended["norm.running_mean"])
+
+
 def test_undo_takes_updates_back() -> None:
     net = Net()
     optimizer = torch.optim.AdamW(net.parameters())

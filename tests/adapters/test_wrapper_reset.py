@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from holdfast.errors import UsageError
+from holdfast.frameworks.torch.state.wrapper_reset import Scaling
 from tests.adapters import aborts
 from tests.adapters.worlds import Worlds
 
@@ -63,3 +66,21 @@ def test_rehearsed_process_sums_in_the_order_of_the_undisturbed_run(
     assert [r["passes"] for r in rehearsed] == [passes] * 4
     assert [r["digest"] for r in rehearsed] == [r["digest"] for r in live]
     assert [r["digest"] for r in fresh] != [r["digest"] for r in live]
+
+
+def test_a_scaler_that_the_session_does_not_have_is_refused_by_name() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    other = torch.amp.GradScaler("cpu")
+    scaler.scale(weight.sum()).backward()  # type: ignore[no-untyped-call]
+    none, other_one, extra = Scaling(None, {}), Scaling(other, {}), Scaling(other, {"second": scaler})
+    none.refuse_others([optimizer])
+    scaler.unscale_(optimizer)
+    extra.refuse_others([optimizer])
+    for scaling in (none, other_one):
+        with pytest.raises(UsageError, match="a GradScaler scales the gradients of the session's optimizer"):
+            scaling.settle([optimizer])
+    scaler.step(optimizer)
+    scaler.update()
+    none.settle([optimizer])

@@ -154,7 +154,8 @@ class StateAdapter(Protocol):
         The code that the script runs next, before ``step``, may change them.
 
         Args:
-            whole: copy all of the user's own state, with parts too large to copy at each step (averages of weights).
+            whole: copy all of the user's own state, with parts too large to copy at each step (averages of weights),
+                and what a forward pass changes in the model itself (buffers).
         """
 
 

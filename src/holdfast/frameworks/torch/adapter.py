@@ -33,7 +33,12 @@ from holdfast.frameworks.torch.state.optimizer_state import (
     parameters_of,
     refuse_searching,
 )
-from holdfast.frameworks.torch.state.parameter_names import Models, data_parallel, modules_of
+from holdfast.frameworks.torch.state.parameter_names import (
+    Models,
+    data_parallel,
+    modules_of,
+    passed_through,
+)
 from holdfast.frameworks.torch.state.rng import reseed, reseed_generators
 from holdfast.frameworks.torch.state.snapshot import Snapshot
 from holdfast.frameworks.torch.state.state import TorchCollected, TorchRestore, TorchState
@@ -41,11 +46,11 @@ from holdfast.frameworks.torch.state.tensor_digest import digest_of
 from holdfast.frameworks.torch.state.update_replay import UpdateReplay
 from holdfast.frameworks.torch.state.weight_swap import WeightSample
 from holdfast.frameworks.torch.state.wrapper_reset import (
+    Scaling,
     dividing,
     forget_pass,
     heal,
     heal_pipelines,
-    heal_scaler,
     rebuild_buckets,
     rehearsals_needed,
 )
@@ -95,7 +100,7 @@ class TorchAdapter:
             self.rank, self.world_size = _place(self.own_groups)
         self._model = model
         self._seed = seed
-        self._scaler = scaler
+        self._scaling = Scaling(scaler, extras)
         self.live = self.own_groups and self.world_size > 1
         self.scaled = scaler is not None
         optimizers = named_optimizers(optimizer)
@@ -177,7 +182,7 @@ class TorchAdapter:
             register_optimizer_step_pre_hook(self._before_update),
             register_optimizer_step_post_hook(self._after_update),
             *(
-                module.register_forward_hook(partial(self._watch_output, number))
+                passed_through(module).register_forward_hook(partial(self._watch_output, number))
                 for number, (_, module) in enumerate(modules_of(self._model))
             ),
         ]
@@ -222,6 +227,8 @@ class TorchAdapter:
         if number not in self._backward_seen and self._hooks is not None:
             if not self._backward_seen:
                 self._hooks.backward()
+                # Before the error of a scaler that a run without effect has left.
+                self._scaling.refuse_others(each.optimizer for each in self.state.optimizers.values())
             self._backward_seen.add(number)
             self._leftover.check(number)
             if any(parameter.grad is not None for parameter in self._dividing):
@@ -265,6 +272,7 @@ class TorchAdapter:
                 f"optimizer {name!r} updates weights inside backward, before the step is agreed",
                 hint="call optimizer.step() after loss.backward()",
             )
+        self._scaling.settle(each.optimizer for each in self.state.optimizers.values())
         self.updates.comes()
         if self._hooks is not None:
             self._hooks.update(name)
@@ -389,10 +397,14 @@ class TorchAdapter:
             self._devices.order()
             self._sample.note()
         else:
-            self.remember(step)
+            self._remember(step)
 
     def remember(self, step: int, *, whole: bool = False) -> None:
-        """Copy learning rates, schedules and the user's own state."""
+        """Copy learning rates, schedules and the user's own state; at the end of a loop (``whole``) also buffers."""
+        self._remember(step, whole=whole)
+        self._rehearsed, self._rehearsals = self.world_size == 1, 0  # the next loop may train other modules
+
+    def _remember(self, step: int, *, whole: bool = False) -> None:
         self._devices.order()
         self._snapshot.take_before(step, whole=whole)
         self._sample.note()
@@ -479,9 +491,8 @@ class TorchAdapter:
         elif self._fabric.looped:
             self._rehearsals += self._computed  # a block that skipped its batch was no rehearsal
             if not self._fabric.poisoned:  # a fence interrupted the rehearsal: the next one rebuilds
-                self._rebuild_buckets()
-        if self._scaler is not None:
-            heal_scaler(self._scaler)
+                self._build_rehearsed()
+        self._scaling.heal()
         self._snapshot.restore()
         self._devices.wait()  # nor may the next block start before it
 
@@ -509,7 +520,9 @@ class TorchAdapter:
         """Return True if the next step must run without effect, to build DDP's final buckets.
 
         DDP rebuilds its buckets after its first passes, and the buckets decide the order of sums. In such a rehearsal
-        collectives complete on local data (*loopback*).
+        collectives complete on local data (*loopback*). Each loop over steps begins with it where a wrapper has no
+        final buckets: otherwise a newcomer, which rehearses, would have other buckets than its peers for a module that
+        this loop is the first one to train, and for one that an earlier loop has trained.
         """
         if self._rehearsed:
             return False
@@ -519,6 +532,14 @@ class TorchAdapter:
         self._proving = ""
         self._fabric.loopback()
         return True
+
+    def _build_rehearsed(self) -> None:
+        """Build the buckets of what the rehearsal has used. If that was nothing, further rehearsals are no use."""
+        before = self._unready()
+        self._rebuild_buckets()
+        counts = any(wrapper.static_graph for wrapper in self._ddp)  # such a wrapper counts several passes
+        if self._computed and not counts and self._unready() == before:
+            self._rehearsals = REHEARSALS_MAX
 
     def end_rehearsal(self) -> None:
         """Leave loopback and communicate with the peers again, over the same connections.
@@ -582,8 +603,9 @@ class TorchAdapter:
         for _, module in modules_of(self._model):
             forget_pass(module)
 
-    def _unready(self) -> bool:
-        return any(rehearsals_needed(module) for _, module in modules_of(self._model))
+    def _unready(self) -> int:
+        """Return the number of the session's modules whose DDP wrappers have yet to build their buckets."""
+        return sum(rehearsals_needed(module) for _, module in modules_of(self._model))
 
     def _rebuild_buckets(self) -> None:
         for _, module in modules_of(self._model):

@@ -548,8 +548,12 @@ def buffers_of(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
 WRAPPERS: Mapping[str, str] = {
     "OptimizedModule": "_orig_mod",
     "CheckpointWrapper": "_checkpoint_wrapped_module",
+    "_FabricModule": "_forward_module",
 }
-"""Wrapper class name -> attribute with the wrapped module; names, because the classes' modules are slow to import."""
+"""Wrapper class name -> attribute with the wrapped module; names, because the classes' modules are slow to import.
+
+Fabric's public ``module`` is the user's own module: it would hide a ``FullyShardedDataParallel`` around it.
+"""
 
 UPCAST_HOOK_STATE = "_AllreduceUpcastHookState"
 """State class of DDP's own hook for mixed precision, which is stateless between steps; its module is slow to import."""
@@ -558,6 +562,11 @@ UPCAST_HOOK_STATE = "_AllreduceUpcastHookState"
 def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
     """Forget that gradients were unscaled."""
     scaler._per_optimizer_states.clear()
+
+
+def scales(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
+    """Return True if the scaler has unscaled gradients of this optimizer since its last ``update()``."""
+    return id(optimizer) in scaler._per_optimizer_states
 
 
 def step_hooks(optimizer: Optimizer) -> list[Any]:

@@ -6,10 +6,13 @@ reads it from the variables of the launcher.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 from pathlib import Path
 
 from holdfast.core.launch_environment import RANK_TABLE, ProcessPlace, seat_of
+from holdfast.errors import UsageError
 from holdfast.runtime.rank_table.table import read, refusal
 from holdfast.runtime.worker.worker_client import WorkerClient
 
@@ -42,3 +45,38 @@ def place_here(known: tuple[int, int] | None = None) -> tuple[int, int]:
     """Return rank and world size of this process; see :func:`seat_here`, also for the errors."""
     seat = seat_here(known)
     return seat.rank, seat.world_size
+
+
+def refuse_started_by_script() -> None:
+    """Refuse a rank that rank 0 has started by running the script again, as Fabric and Lightning do without a launcher.
+
+    Rank 0 was started as a process alone, so it has torch's own groups, and would wait for this rank without an end.
+
+    Raises:
+        UsageError: this process is such a rank.
+    """
+    if WorkerClient.current() is not None or "LOCAL_RANK" not in os.environ:
+        return
+    try:
+        seat_of(os.environ)
+    except UsageError:
+        if _is_run_again(sys.argv, os.getppid()):
+            raise UsageError(
+                f"this process (LOCAL_RANK={os.environ['LOCAL_RANK']}) was started by the script itself, not by a "
+                "launcher: rank 0 does not know that it is one of several",
+                hint=f"holdfast run --nproc-per-node {os.environ.get('WORLD_SIZE', 'N')} "
+                f"{os.path.basename(sys.argv[0])}, or torchrun; the script stays as it is",
+            ) from None
+
+
+def _is_run_again(argv: list[str], parent: int) -> bool:
+    """Return True if the parent process is an interpreter that runs the same script with the same arguments."""
+    command: list[str] = []
+    directory = Path(f"/proc/{parent}/cwd")
+    with contextlib.suppress(OSError):
+        command = Path(f"/proc/{parent}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+    at = len(command) - len(argv)
+    if at < 1 or command[at + 1 :] != argv[1:]:
+        return False
+    same = command[at - 1] == "-m" or os.path.realpath(directory / command[at]) == os.path.realpath(argv[0])
+    return same and not any((directory / option).is_file() for option in command[1:at])

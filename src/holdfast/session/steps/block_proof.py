@@ -166,7 +166,9 @@ class Prover:
     def _tell_counters(self, step: Step) -> None:
         """Warn of variables that the first run has counted up. Code after the update that uses them is not compared."""
         counters = [
-            name for name in _counted_up(self._variables[0], self._variables[1]) if name not in self._told
+            name
+            for name in _counted_up(self._variables[0], self._variables[1], step.number)
+            if name not in self._told
         ]
         if counters:
             self._told.update(counters)
@@ -267,12 +269,16 @@ def _is_ours(value: object) -> bool:
     return type(value).__module__.startswith("holdfast.")
 
 
-def _counted_up(before: _Variables, after: _Variables) -> list[str]:
-    """Return the names of the whole numbers that have grown between two runs of a block."""
+def _counted_up(before: _Variables, after: _Variables, step: int) -> list[str]:
+    """Return the names of the whole numbers that have grown between two runs of the block of ``step``.
+
+    A number that has grown to the number of the step was set from it; at step 0 that may be a count of runs.
+    """
     return [
         name
         for name, value in after.plain.items()
         if type(value) is int and type(then := before.plain.get(name)) is int and then < value < _CLOCK_MIN
+        if value not in (step, step + 1) or step == 0 >= then == value - 1
     ]
 
 

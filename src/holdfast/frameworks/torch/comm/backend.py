@@ -36,6 +36,7 @@ from holdfast.frameworks.torch.comm.reconfigurable_group import ReconfigurableGr
 from holdfast.frameworks.torch.probing import Feature
 from holdfast.runtime.node import deferred_rank
 from holdfast.runtime.node.torch_build import VARIABLE, all_restart, why_untouched
+from holdfast.runtime.worker.process_place import refuse_started_by_script
 
 __all__ = ["GroupAborted", "fabric", "install", "installed", "untouched"]
 
@@ -75,7 +76,9 @@ def install() -> None:
 
     Raises:
         ScriptError: this torch cannot work.
+        UsageError: rank 0 has started this process, see :func:`refuse_started_by_script`.
     """
+    refuse_started_by_script()
     if not installed() and not _untouched:
         _untouched.extend(_why_untouched())
     if _untouched:

@@ -10,13 +10,15 @@ entries after it are dealt to the present copies, as the sampler would deal a sh
 Invariants:
 1. From a place that this number of copies and this batch size can reach, dealing again gives the order that skipping
    batches gives.
-2. No entry after the place is left out or given twice, except by the sampler's own rule for the end of an epoch: to
+2. What a ``DistributedSampler`` (or a sampler whose order it deals) draws from the default generators is the same on
+   all ranks. Otherwise each rank would take its part of another order.
+3. No entry after the place is left out or given twice, except by the sampler's own rule for the end of an epoch: to
    give all copies the same number it repeats the first entries, or leaves out the last ones (``drop_last``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
 from itertools import chain as joined
 from itertools import cycle, islice
@@ -25,7 +27,14 @@ from weakref import WeakKeyDictionary
 
 import torch
 import xxhash
-from torch.utils.data import BatchSampler, Dataset, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from holdfast.frameworks.torch.state.rng import isolated, order_seed, sample_seed, seed_all
 
@@ -34,7 +43,19 @@ def chain(sampler: Any) -> Iterator[Any]:
     """Yield a (batch) sampler and the samplers that it draws from."""
     while sampler is not None:
         yield sampler
-        sampler = getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None)
+        sampler = (
+            getattr(sampler, "batch_sampler", None) or getattr(sampler, "sampler", None) or _dealt_by(sampler)
+        )
+
+
+def _dealt_by(sampler: Any) -> Any:
+    """Return the sampler whose order a ``DistributedSampler`` deals, as in Fabric and Lightning; None: there is none.
+
+    Their wrapper gives it the place of the dataset.
+    """
+    order = getattr(sampler, "dataset", None) if isinstance(sampler, DistributedSampler) else None
+    found = (getattr(order, name, None) for name in ("_sampler", "sampler"))
+    return next((each for each in found if isinstance(each, Sampler)), None)
 
 
 @dataclass(frozen=True)
@@ -71,12 +92,13 @@ class OrderDeal:
         each = self._each(seen)
         return each // self.batch if self.drop_last else -(-each // self.batch)
 
-    def rest(self, seen: int) -> list[Any]:
+    def rest(self, seen: int, seed: Callable[[], None]) -> list[Any]:
         """Return this rank's entries of the epoch after ``seen`` samples of the job.
 
-        The sampler draws, so seed it before.
+        Args:
+            seed: seeds what the sampler draws from.
         """
-        order = self._order()[: self._length()]
+        order = self._order(seed)[: self._length()]
         each = self._each(seen) * self.copies
         return list(islice(joined(order[seen:], cycle(order)), self.copy, each, self.copies))
 
@@ -91,13 +113,15 @@ class OrderDeal:
             return min(len(self.sampler.dataset), self.sampler.total_size)  # type: ignore[arg-type]
         return len(self.sampler)
 
-    def _order(self) -> list[Any]:
+    def _order(self, seed: Callable[[], None]) -> list[Any]:
         if self.copies == 1:
+            seed()
             return list(self.sampler)
         hands: list[list[Any]] = []
         try:
             for copy in range(self.copies):
                 self.sampler.rank = copy
+                seed()
                 hands.append(list(self.sampler))
         finally:
             self.sampler.rank = self.copy
@@ -178,7 +202,9 @@ class SamplerOrder:
         self._batched = batched
         self._seed = seed
         self._rank = rank
-        found = (getattr(sampler, "generator", None) for sampler in chain(inner))
+        drawn = list(chain(inner))
+        self._shared = any(isinstance(sampler, DistributedSampler) for sampler in drawn)
+        found = (getattr(sampler, "generator", None) for sampler in drawn)
         self._own = {id(g): (g, _base_seed(g)) for g in found if isinstance(g, torch.Generator)}
         self.deal = OrderDeal.of(inner, batched)
         self.epoch = 0
@@ -200,24 +226,23 @@ class SamplerOrder:
 
     def _rest(self, epoch: int, seen: int) -> Iterator[Any]:
         assert self.deal is not None
-        self._seed_own(epoch)
         with isolated():
-            seed_all(order_seed(self._seed, epoch, self._rank))
-            entries = self.deal.rest(seen)
+            entries = self.deal.rest(seen, lambda: self._seed_draws(epoch))
         batch = self.deal.batch
         for first in range(0, self.deal.left(seen) * batch, batch):
             yield self._stamp(epoch, entries[first : first + batch] if self._batched else entries[first])
 
-    def _seed_own(self, epoch: int) -> None:
+    def _seed_draws(self, epoch: int) -> None:
+        """Seed the samplers' generators, and the default ones, from which samplers without a generator draw."""
         for generator, base in self._own.values():
             generator.manual_seed(order_seed(base, epoch, 0))
             _SEEDED[generator] = (base, generator.initial_seed())
+        seed_all(order_seed(self._seed, epoch, 0 if self._shared else self._rank))
 
     def _walk(self, epoch: int, skip: int) -> Iterator[Any]:
-        self._seed_own(epoch)
-        # Samplers without a generator draw from the default ones, most of them at their first index.
+        # Samplers draw most of their numbers at their first index.
         with isolated():
-            seed_all(order_seed(self._seed, epoch, self._rank))
+            self._seed_draws(epoch)
             inner = iter(self._inner)
             indices = list(_take(inner, skip + 1))[skip:]
         for index in indices:

@@ -16,6 +16,8 @@ from holdfast.frameworks.torch.state.boxes import overlaps
 
 Models = nn.Module | Mapping[str, nn.Module]
 
+FABRIC = "_FabricModule"
+
 
 class BufferSlot(NamedTuple):
     """The module and attribute that hold a buffer; user code may put another tensor there at any time."""
@@ -76,10 +78,21 @@ def unwrap(module: nn.Module) -> nn.Module:
         elif type(module).__name__ == "FullyShardedDataParallel":
             raise UnsupportedError(
                 "FullyShardedDataParallel (FSDP1) is not supported: its flat parameters hide the model's names",
-                hint="torch.distributed.fsdp.fully_shard(module)",
+                hint="torch.distributed.fsdp.fully_shard(module); in Fabric ModelParallelStrategy, which calls it",
             )
         else:
             return module
+
+
+def passed_through(module: nn.Module) -> nn.Module:
+    """Return the module that each forward pass calls: the one inside Fabric's wrapper, or ``module`` itself.
+
+    Methods that are marked in Fabric as forward methods (``training_step``) do not call the wrapper.
+    """
+    if type(module).__name__ != FABRIC:
+        return module
+    inner: nn.Module = getattr(module, private_api.WRAPPERS[FABRIC])
+    return inner
 
 
 def names_of(model: Models) -> Names:

@@ -70,12 +70,18 @@ class Snapshot:
         self.averages.take()
 
     def take_before(self, step: int, *, whole: bool = False) -> None:
-        """Copy what the script may change before it enters the block of ``step``: learning rates, its own state."""
+        """Copy what the script may change before it enters the block of ``step``: learning rates, its own state.
+
+        Args:
+            whole: copy all objects of the user, and the buffers: an evaluation changes them where it does not switch
+                the model to evaluation.
+        """
         extras = {
             **clone(self._state.plain_extras()),
             **(self._all_objects() if whole else self._small_objects()),
         }
-        self._before = (step, StateBefore(self._group_values(), self._schedules(), extras))
+        buffers = self._present_buffers() if whole else {}
+        self._before = (step, StateBefore(self._group_values(), self._schedules(), extras, buffers))
 
     def before(self, step: int) -> StateBefore:
         """Return the copies that :meth:`take_before` made for ``step``, or none."""
@@ -138,6 +144,20 @@ class Snapshot:
                     self._buffers[slot.fqn] = (live, writes_of(live), known[2])
             if changed:
                 private_api.copy_many(copies, changed)
+
+    def _present_buffers(self) -> dict[str, torch.Tensor]:
+        """Return copies of the buffers; of a large one that was not written since, the copy of the last step."""
+        found: dict[str, torch.Tensor] = {}
+        for slot in self._state.names.buffers:
+            live, known = slot.get(), self._buffers.get(slot.fqn)
+            if live is None:
+                continue
+            large = live.numel() > SMALL_NUMEL
+            if large and known is not None and known[0] is live and known[1] == writes_of(live):
+                found[slot.fqn] = known[2]
+            else:
+                found[slot.fqn] = live.detach().clone()
+        return found
 
     def size(self) -> int:
         """Return the number of elements of the modules' extra state, which changes with its layout."""

@@ -91,9 +91,10 @@ class StateBefore(NamedTuple):
     groups: Mapping[str, list[dict[str, Any]]]  # optimizer -> group values
     plain: Mapping[str, Any]  # "scheduler.<name>" -> state dict
     extras: Mapping[str, Any]  # the user's plain values by name, and the state of small objects
+    buffers: Mapping[str, torch.Tensor]  # fqn -> copy; of the end of a loop only
 
 
-NOTHING_BEFORE = StateBefore({}, {}, {})
+NOTHING_BEFORE = StateBefore({}, {}, {}, {})
 
 
 def arrays_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
@@ -346,6 +347,7 @@ class TorchState:
         for slot in self.names.buffers:
             live = slot.get()
             buffer = live if copies is None else copies.buffers.get(slot.fqn)
+            buffer = before.buffers.get(slot.fqn, buffer)
             if buffer is not None:
                 out.add(buffer if live is None else placed(buffer, live), slot.fqn)
         out.values = {

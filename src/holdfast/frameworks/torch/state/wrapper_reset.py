@@ -21,14 +21,16 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from holdfast.errors import UnsupportedError
+from holdfast.errors import UnsupportedError, UsageError
 from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.comm.comm_state import fabric
 from holdfast.frameworks.torch.state.parameter_names import data_parallel
@@ -69,6 +71,52 @@ def forget_pass(model: nn.Module) -> None:
 def heal_scaler(scaler: torch.amp.GradScaler) -> None:
     """Forget that gradients of the aborted step were unscaled: otherwise the retry steps with scaled ones."""
     private_api.forget_unscaled(scaler)
+
+
+class Scaling:
+    """The session's ``GradScaler``, and the refusal of others.
+
+    The scale of another one would be in no checkpoint, a replacement would begin with another scale than its peers, and
+    an aborted step would leave it in the state "already unscaled".
+
+    Args:
+        scaler: the session's, or None.
+        extras: the user's own state, which may hold further ones.
+    """
+
+    def __init__(self, scaler: Any, extras: Mapping[str, Any]) -> None:
+        self._scaler = scaler
+        self._extras = extras
+        self._settled = False  # an update was made, with no other scaler
+
+    def heal(self) -> None:
+        """Heal the session's scaler after an aborted step."""
+        if self._scaler is not None:
+            heal_scaler(self._scaler)
+
+    def settle(self, optimizers: Iterable[Optimizer]) -> None:
+        """Refuse other scalers at the first update of this process. Raises: UsageError."""
+        self.refuse_others(optimizers)
+        self._settled = True
+
+    def refuse_others(self, optimizers: Iterable[Optimizer]) -> None:
+        """Refuse, up to the first update of this process, another scaler that unscales for one of the optimizers.
+
+        Raises:
+            UsageError: such a scaler is in use.
+        """
+        if self._settled:
+            return
+        ours = {id(self._scaler), *map(id, self._extras.values())}
+        updated = list(optimizers)
+        for scaler in instances("torch.amp.grad_scaler", "GradScaler"):
+            if id(scaler) not in ours and any(private_api.scales(scaler, each) for each in updated):
+                raise UsageError(
+                    f"a {type(scaler).__name__} scales the gradients of the session's optimizer and is not part of the "
+                    "session, so a process that joins or resumes begins with another scale",
+                    hint="holdfast.session(..., scaler=scaler); in Fabric scaler=fabric.strategy.precision.scaler, in "
+                    "accelerate scaler=accelerator.scaler",
+                )
 
 
 def heal_pipelines() -> None:

@@ -15,8 +15,10 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from holdfast.frameworks.torch.state.tensor_digest import digest_of_tensor
 from holdfast.package import DIRECTORY
 
 _OURS = (os.path.dirname(torch.__file__) + os.sep, str(DIRECTORY) + os.sep)
+_LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
 _OVERWRITES = ("__setitem__", "copy_", "fill_", "zero_")  # these do not read the tensor that they write
 _Call = tuple[str, tuple[int, ...]]  # the function, and digests of the values that it reads
 _Made = tuple["weakref.ref[torch.Tensor]", str]
@@ -151,8 +154,16 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _line() -> str:
-    """Return file and line of the script that calls torch now."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
-        frame = frame.f_back
+    """Return file and line of the script that calls torch now, also where it does so through a library."""
+    frames = list(_frames(sys._getframe(1)))
+    of_script = (frame for frame in frames if not frame.f_code.co_filename.startswith(_LIBRARIES))
+    frame = next(of_script, frames[0] if frames else sys._getframe(1))
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield the stack frames outside of torch and Holdfast, the innermost first."""
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(_OURS):
+            yield frame
+        frame = frame.f_back
