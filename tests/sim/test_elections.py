@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from holdfast.core.election import Election
+from holdfast.core.ids import NodeId
 from holdfast.core.protocol.messages import (
     Command,
     Message,
@@ -15,6 +16,7 @@ from holdfast.core.protocol.peer_messages import (
     RequestVote,
     StartController,
     VoteReply,
+    VoterSet,
 )
 from holdfast.sim.elections import ElectionSearch
 from holdfast.sim.invariants import Violation
@@ -33,6 +35,21 @@ def test_two_elections_with_a_crash_at_any_moment() -> None:
 def test_two_elections_with_a_host_that_is_installed_again_at_any_moment(agents: int) -> None:
     result = ElectionSearch(agents, (2, 3)[:agents], 0, announced=False, reinstalls=1).run()
     assert result.states > 100
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "holders"), [(2, 3, {0, 2}), (3, 2, {0}), (3, 4, {2, 3}), (4, 3, {0, 1})]
+)
+def test_a_host_is_installed_again_while_the_electorate_changes(
+    old: int, new: int, holders: set[int]
+) -> None:
+    """Regression: a blank vote counted beside some that remember. Two leaders of one term had no other common voter."""
+    agents = max(old, new)
+    names = tuple(NodeId(f"n{i}") for i in range(agents))
+    before, after = VoterSet(0, 1, names[:old]), VoterSet(1, 2, names[:new])
+    search = ElectionSearch(agents, (2, 2, 2), 0, announced=False, reinstalls=1)
+    search.electorates = tuple(after if i in holders else before for i in range(agents))
+    assert search.run().elections == 1
 
 
 class VotesTwice(Election):

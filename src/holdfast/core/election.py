@@ -11,11 +11,10 @@ older log or none. A controller there would treat the job as a new one, and end 
 job. So a voter refuses a candidate whose log ends before the log of the voter.
 
 A host that was installed again has also lost its votes. Such a voter knows no electorate, and says so with its vote:
-the vote is *blank*. Each majority that has elected a leader has to contain a voter that remembers its vote and takes
-part in this election too. So a candidate needs, beside a majority of votes, more votes that are not blank than there
-are voters outside a majority. Only the founder asks for votes in the first term, so there every vote counts. A new
-leader sends the electorate to all agents. The term of a leader is used up for them: that leader has the votes of a
-majority.
+the vote is *blank*, and does not count. The voter that two majorities share has to remember its vote in both. Only the
+founder asks for votes in the first term, so there every vote counts. A new leader sends the electorate to all agents.
+The term of a leader is used up for them: that leader has the votes of a majority. The price: where no majority
+remembers, no leader is elected, and the agents that are left save and end (docs/design/0038-simulated-hosts.md).
 
 The electorate (the set of voters) changes by one voter at a time. Each agent uses a change from the moment it has
 stored the change. A change is committed when a majority of the new voters have stored it, and only then may the next
@@ -32,9 +31,7 @@ Invariants:
 3. At most one agent leads in each term.
 4. The terms and the electorates that an agent stores never become older.
 5. At the time of a vote, the log of the voter is not newer than the log of the leader that it votes for.
-6. A leader of any term but the first has more votes that remember than there are voters outside a majority. With one
-   lost disk and the same electorate, each majority has one of them. During a change of the electorate, or with two lost
-   disks of four voters, it may have none: invariant 3 is open there (docs/design/0038-simulated-hosts.md, Limits).
+6. A leader of any term but the first has the votes of a majority that remembers its votes.
 """
 
 from __future__ import annotations
@@ -118,7 +115,6 @@ class Election:
         self.lead: Lead | None = None
         self._doubted: Lead | None = None  # this agent has lost its connection to that controller
         self._granted: frozenset[NodeId] = frozenset()
-        self._blank: frozenset[NodeId] = frozenset()  # voters in ``_granted`` that may have forgotten votes
         self._acks: frozenset[NodeId] = frozenset()
         self._up: frozenset[NodeId] = frozenset()
         self._claimed = 0
@@ -243,13 +239,9 @@ class Election:
             self._ask(electorate, self.kept.term, trial=False)
             return
         self.role = "trying"
-        self._poll()
+        self._granted = frozenset((self.me,))
         self._ask(electorate, self.kept.term + 1, trial=True)
         self._count(electorate)
-
-    def _poll(self) -> None:
-        """Begin to count votes. This agent has its own vote."""
-        self._granted, self._blank = frozenset((self.me,)), frozenset()
 
     def _ask(self, electorate: VoterSet, term: int, *, trial: bool) -> None:
         ask = RequestVote(candidate=self.me, term=term, electorate=electorate, trial=trial, log=self._log)
@@ -261,7 +253,7 @@ class Election:
         if self.role == "trying" and self._elected(electorate):
             self._keep(term=self.kept.term + 1, voted_for=self.me)
             self.role = "candidate"
-            self._poll()
+            self._granted = frozenset((self.me,))
             self._ask(electorate, self.kept.term, trial=False)
         if self.role == "candidate" and self._elected(electorate):
             self.role = "leader"
@@ -280,10 +272,7 @@ class Election:
             self._ask(electorate, self.kept.term, trial=False)
 
     def _elected(self, electorate: VoterSet) -> bool:
-        granted = self._granted & set(electorate.voters)
-        term = self.kept.term + (self.role == "trying")
-        remember = len(granted) if term == FIRST_TERM else len(granted - self._blank)
-        return len(granted) >= electorate.quorum and remember > len(electorate.voters) - electorate.quorum
+        return len(self._granted & set(electorate.voters)) >= electorate.quorum
 
     def _asked(self, ask: RequestVote) -> None:
         kept = self.kept
@@ -328,9 +317,9 @@ class Election:
         electorate = self.kept.electorate
         wanted = self.kept.term + 1 if said.trial else self.kept.term
         stage: Role = "trying" if said.trial else "candidate"
-        if self.role == stage and said.term == wanted and electorate is not None:
+        counts = not said.blank or said.term == FIRST_TERM
+        if counts and self.role == stage and said.term == wanted and electorate is not None:
             self._granted = self._granted | {said.voter}
-            self._blank = (self._blank | {said.voter}) if said.blank else (self._blank - {said.voter})
             self._count(electorate)
 
     def _meet_term(self, term: int, leader: str = "") -> None:

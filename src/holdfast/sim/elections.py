@@ -42,7 +42,7 @@ class Node(NamedTuple):
     def key(self) -> tuple[object, ...]:
         """Return a key that is equal for equal states of the agent."""
         m = self.machine
-        return (self.kept, None) if m is None else (self.kept, m.role, m.lead, m._granted, m._blank)
+        return (self.kept, None) if m is None else (self.kept, m.role, m.lead, m._granted)
 
 
 class ElectionState(NamedTuple):
@@ -86,6 +86,9 @@ class ElectionSearch:
         reinstalls: largest number of agents that lose their disk.
         announced: True if a leader's controller starts, so that the leader announces itself.
         machine: the election machine to test.
+
+    Attributes:
+        electorates: the electorate that each agent has stored at the start. All agents are voters by default.
     """
 
     def __init__(
@@ -102,6 +105,7 @@ class ElectionSearch:
         self.campaigns = campaigns
         self.crashes = crashes
         self.reinstalls = reinstalls
+        self.electorates = (VoterSet(0, 1, self.names),) * agents
         self.announced = announced
         self.machine = machine
 
@@ -113,8 +117,8 @@ class ElectionSearch:
         """
         # Blank votes count in the first term, in which only the founder campaigns. Here several agents campaign.
         term = FIRST_TERM if self.reinstalls else 0
-        founded = HardState(term=term, electorate=VoterSet(0, 1, self.names), committed=True)
-        nodes = tuple(Node(founded, self._make(i, founded)) for i in range(len(self.names)))
+        kept = [HardState(term=term, electorate=known, committed=True) for known in self.electorates]
+        nodes = tuple(Node(known, self._make(i, known)) for i, known in enumerate(kept))
         first = ElectionState(nodes, frozenset(), frozenset(), frozenset(), self.crashes, self.reinstalls)
         seen = {first.key()}
         stack = [first]
@@ -151,7 +155,7 @@ class ElectionSearch:
                 and node.kept.term < self.campaigns[index]
                 and not node.machine.lead
             ):
-                found += self._feed(state, index, [Tick(name="campaign"), self._encouraged(index, node)])
+                found += self._feed(state, index, [Tick(name="campaign"), *self._encouraged(index, node)])
             if self.announced and node.machine.role == "leader" and node.machine.lead is None:
                 found += self._feed(state, index, [ControllerUp(term=node.kept.term, host="", port=1)])
             if node.machine.lead is not None:
@@ -163,9 +167,10 @@ class ElectionSearch:
                 found += self._feed(without, index, [message])
         return found
 
-    def _encouraged(self, index: int, node: Node) -> VoteReply:
-        other = self.names[(index + 1) % len(self.names)]
-        return VoteReply(voter=other, term=node.kept.term + 1, trial=True, granted=True)
+    def _encouraged(self, index: int, node: Node) -> list[Message]:
+        term = node.kept.term + 1
+        others = [name for name in self.names if name != self.names[index]]
+        return [VoteReply(voter=other, term=term, trial=True, granted=True) for other in others]
 
     def _feed(self, state: ElectionState, index: int, events: list[Message]) -> list[ElectionState]:
         """Return the state after an agent handled ``events``, and one state for each point at which it may crash."""
