@@ -185,6 +185,40 @@ def test_of_two_with_a_witness_one_goes_on() -> None:
     assert [m for _, m in said(post(first, ask), VoteReply) if isinstance(m, VoteReply) and m.granted] == []
 
 
+def test_of_two_with_a_witness_the_one_that_remembers_goes_on_at_once() -> None:
+    """The other host was installed again.
+
+    Regression: the voter waited as long as for a host that is lost. The witness may not be reached at the first time.
+    """
+    machine, electorate = agent(A, nodes(A, B, witness=True)), VoterSet(0, 1, (A, B), True)
+    post(machine, LeaderLost())
+    for _ in range(2):
+        ask = RequestVote(candidate=A, term=2, electorate=electorate, trial=True)
+        machine.kept = msgspec.structs.replace(machine.kept, term=1)
+        post(machine, Tick(name="campaign"))
+        ((_, reply),) = said(post(agent(B, HardState()), ask), VoteReply)
+        claims = [c for c in post(machine, reply) if isinstance(c, Claim)]
+        assert [(c.number, c.voters) for c in claims] == [(2, (A,))]
+        assert not post(machine, reply), "the witness is asked once"
+        assert not post(machine, WitnessReply(number=2, voters=()))
+    post(machine, reply)
+    done = post(machine, WitnessReply(number=2, voters=(A,)))
+    assert any(isinstance(c, StartController) for c in done) and machine.kept.term == 2
+
+
+def test_a_voter_that_took_a_second_one_and_loses_it_at_once_asks_the_witness_again() -> None:
+    """Regression: the change waited for the second voter, and without it the first one gave up (seed 1308)."""
+    machine = agent(A, msgspec.structs.replace(nodes(A, witness=True), term=1))
+    post(machine, ControllerUp(term=machine.kept.term, host="h", port=1))
+    claims = [c for c in post(machine, Rolled(up=(A, B))) if isinstance(c, Claim)]
+    assert [(c.number, c.voters) for c in claims] == [(2, (A, B))]
+    post(machine, WitnessReply(number=2, voters=(A, B)))
+    assert machine.kept.committed
+    post(machine, LeaderLost())
+    claims = [c for c in post(machine, Tick(name="alone")) if isinstance(c, Claim)]
+    assert [(c.number, c.voters) for c in claims] == [(3, (A,))]
+
+
 def test_of_two_without_a_witness_none_goes_on() -> None:
     machine = agent(A, nodes(A, B))
     post(machine, LeaderLost())

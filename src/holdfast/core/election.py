@@ -18,12 +18,13 @@ remembers, no leader is elected, and the agents that are left save and end (docs
 
 The electorate (the set of voters) changes by one voter at a time. Each agent uses a change from the moment it has
 stored the change. A change is committed when a majority of the new voters have stored it, and only then may the next
-change begin. A new leader first issues the electorate again in its own term. A voter refuses a candidate with an older
-electorate. Any two successive majorities therefore share a voter.
+change begin. A change from one voter to two is committed when that voter has stored it, because it is in each majority
+before and after. A new leader first issues the electorate again in its own term. A voter refuses a candidate with an
+older electorate. Any two successive majorities therefore share a voter.
 
 If one of two voters is lost, the other one is no majority. With a *witness* (an object store where a name can be
 created only once) the voter that first creates the name of the next change continues alone. The other voter finds the
-name taken and gives up.
+name taken and gives up. If the other voter is there and has forgotten its votes, the witness is asked at once.
 
 Invariants:
 1. An answer or act of this state machine follows from state on the disk: ``PersistHardState`` precedes the ``Send``.
@@ -118,6 +119,7 @@ class Election:
         self._acks: frozenset[NodeId] = frozenset()
         self._up: frozenset[NodeId] = frozenset()
         self._claimed = 0
+        self._late = False  # the time without a leader is over
         self._waits = False  # for the start of the controller of the elected agent
         self._starting_s = 0.0
         self._log = (0, 0)  # (term, number) of the newest record in the event log of this node
@@ -212,6 +214,7 @@ class Election:
             self._cancel("doubt")
         self.lead = None
         self.role = "follower"
+        self._late = False
         self._timer("alone", self.config.alone_s)
         electorate = self.kept.electorate
         if electorate is not None and self.me in electorate.voters and (was_leader or electorate.quorum == 1):
@@ -317,10 +320,13 @@ class Election:
         electorate = self.kept.electorate
         wanted = self.kept.term + 1 if said.trial else self.kept.term
         stage: Role = "trying" if said.trial else "candidate"
-        counts = not said.blank or said.term == FIRST_TERM
-        if counts and self.role == stage and said.term == wanted and electorate is not None:
+        if self.role != stage or said.term != wanted or electorate is None:
+            return
+        if not said.blank or said.term == FIRST_TERM:
             self._granted = self._granted | {said.voter}
             self._count(electorate)
+        elif self._has_witness(electorate) and self._claimed <= electorate.number:
+            self._claim(electorate.number + 1, (self.me,))  # the only other voter has no vote to wait for
 
     def _meet_term(self, term: int, leader: str = "") -> None:
         """Take over a newer term. A leader of an older term stops its controller and campaigns again.
@@ -382,13 +388,18 @@ class Election:
         kept = self.kept.electorate
         if kept is None and self._log == (0, 0):
             return  # nothing of the job is on this node: there is nothing to save, and another job may be founded
-        if kept is None or not (kept.witness and len(kept.voters) == 2 and self.kept.committed):
+        if kept is None or not self._has_witness(kept):
             self._give_up("no majority of the agents can be reached")
         elif self._claimed > kept.number:
             self._give_up("neither the other agent nor the witness answers")
         else:
+            self._late = True
             self._claim(kept.number + 1, (self.me,))
             self._timer("alone", self.config.alone_s)
+
+    def _has_witness(self, electorate: VoterSet) -> bool:
+        """Return True if the witness decides which of two voters continues."""
+        return electorate.witness and len(electorate.voters) == 2 and self.kept.committed
 
     def _give_up(self, reason: str) -> None:
         self.role = "alone"
@@ -425,8 +436,10 @@ class Election:
         self._out.append(Claim(number=number, voters=voters))
 
     def _issue(self, electorate: VoterSet) -> None:
+        before = self.kept.electorate
+        single = electorate.quorum == 1 or (before is not None and before.quorum == 1)
         self._acks = frozenset((self.me,))
-        self._keep(electorate=electorate, committed=electorate.quorum == 1)
+        self._keep(electorate=electorate, committed=single)
         self._publish()
         if self.kept.committed:
             self._amend()
@@ -461,6 +474,8 @@ class Election:
             self._send(event.leader, said)
             return
         self._meet_term(event.term, event.leader)  # no message has named the leader of this term yet
+        if self.role == "candidate":
+            self.role = "follower"  # the other candidate of this term leads
         kept = self.kept
         if kept.electorate is None or event.electorate >= kept.electorate:
             if (event.electorate, event.committed) != (kept.electorate, kept.committed):
@@ -482,8 +497,8 @@ class Election:
         if kept is None or said.number != self._claimed or said.number <= kept.number:
             return
         if not said.voters:
-            self._claimed = 0  # the witness was not reached: the next change or time limit asks again
-            if self.role != "leader":
+            self._claimed = 0  # the witness was not reached: the next change, vote or time limit asks again
+            if self.role != "leader" and self._late:
                 self._give_up("neither the other agent nor the witness answers")
         elif self.role == "leader":
             if self.me in said.voters:
@@ -495,6 +510,7 @@ class Election:
             self._keep(
                 electorate=VoterSet(self.kept.term, said.number, said.voters, witness=True), committed=True
             )
+            self.lead = None  # a leader that was elected in the meantime cannot continue
             self._campaign()
         else:
             self._give_up("the witness let another agent go on")
