@@ -371,6 +371,7 @@ class HostsWorld(World):
             nnodes=self.case.nodes,
             nodes_min=self.case.nodes_min,
             voters=voters if len(voters) > 1 else (),
+            several=True,
             alone=place_alone(node_id) if alone else 0,
             term=term,
             max_restarts=64,
