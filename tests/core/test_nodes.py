@@ -270,7 +270,13 @@ def take_over(alone: int, *, fenced: bool = True) -> Job:
     """
     before = started()
     job = Job(
-        world_size=2, nnodes=2, voters=(A, B, C), term=1 if alone else 2, alone=alone, past=past_of(before)
+        world_size=2,
+        nnodes=2,
+        several=True,
+        voters=(A, B, C),
+        term=1 if alone else 2,
+        alone=alone,
+        past=past_of(before),
     )
     seen = MemberSeen(MemberId(2), Generation(1, 1), 1, 102, "ready", 5)
     job.post(AgentHello(node_id=B, slots=1, pid=1, members=(seen,), host="hB", port=7))
@@ -298,6 +304,15 @@ def test_a_successor_loses_the_nodes_that_do_not_come() -> None:
     assert job.record("fenced")["generation"].startswith("2.")
     assert set(job.controller.job.roster.layouts) == {0, 1}, "from what the agents remember"
     assert job.controller.job.last_member >= 1_000_000, "no id is used twice"
+
+
+def test_a_voter_that_continues_alone_numbers_its_members_apart() -> None:
+    """Regression: the log of the host that the witness chose lacked the last start of the other host.
+
+    Both hosts had members 5 and 6 (seed 61055 of the simulated hosts).
+    """
+    job = Job(world_size=2, nnodes=2, several=True, term=2, past=past_of(started()))
+    assert job.controller.job.last_member == 1_000_000
 
 
 def test_a_minority_fences_its_side_with_numbers_of_its_own_and_ends() -> None:

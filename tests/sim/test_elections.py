@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from holdfast.core.election import Election
+from holdfast.core.ids import NodeId
 from holdfast.core.protocol.messages import (
     Command,
     Message,
@@ -15,6 +16,8 @@ from holdfast.core.protocol.peer_messages import (
     RequestVote,
     StartController,
     VoteReply,
+    VoterSet,
+    WitnessReply,
 )
 from holdfast.sim.elections import ElectionSearch
 from holdfast.sim.invariants import Violation
@@ -33,6 +36,61 @@ def test_two_elections_with_a_crash_at_any_moment() -> None:
 def test_two_elections_with_a_host_that_is_installed_again_at_any_moment(agents: int) -> None:
     result = ElectionSearch(agents, (2, 3)[:agents], 0, announced=False, reinstalls=1).run()
     assert result.states > 100
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "holders"), [(2, 3, {0, 2}), (3, 2, {0}), (3, 4, {2, 3}), (4, 3, {0, 1})]
+)
+def test_a_host_is_installed_again_while_the_electorate_changes(
+    old: int, new: int, holders: set[int]
+) -> None:
+    """Regression: a blank vote counted beside some that remember. Two leaders of one term had no other common voter."""
+    agents = max(old, new)
+    names = tuple(NodeId(f"n{i}") for i in range(agents))
+    before, after = VoterSet(0, 1, names[:old]), VoterSet(1, 2, names[:new])
+    search = ElectionSearch(agents, (2, 2, 2), 0, announced=False, reinstalls=1)
+    search.electorates = tuple(after if i in holders else before for i in range(agents))
+    assert search.run().elections == 1
+
+
+PAIR, GROWS, SHRINKS = ((0, 1), (0, 1)), ((0,), (0, 1)), ((0, 1), (0, 1, 2), (0, 1, 2))
+"""The voters that each agent has stored: two voters, one that takes a second, three that become two."""
+
+
+def with_a_witness(
+    stored: tuple[tuple[int, ...], ...], campaigns: tuple[int, ...], machine: type[Election] = Election,
+    *, changes: int = 1, reinstalls: int = 0, announced: bool = False,
+) -> ElectionSearch:  # fmt: skip
+    """Return a search with a witness, in which agents have stored these voters."""
+    search = ElectionSearch(
+        len(stored),
+        campaigns,
+        0,
+        announced=announced,
+        machine=machine,
+        reinstalls=reinstalls,
+        changes=changes,
+    )
+    first = stored[-1]
+    search.electorates = tuple(
+        VoterSet(0, 1 if each == first else 2, tuple(search.names[i] for i in each), witness=True)
+        for each in stored
+    )
+    return search
+
+
+def test_a_witness_decides_which_of_two_continues() -> None:
+    assert with_a_witness(PAIR, (1, 1), announced=True).run().elections == 2
+    assert with_a_witness(SHRINKS, (1, 2, 1)).run().elections == 2
+    assert with_a_witness(GROWS, (1, 1), changes=3, announced=True).run().elections == 1
+
+
+def test_a_witness_decides_while_a_host_is_installed_again() -> None:
+    """Of two voters, the one that remembers asks the witness. The other one is then taken as the second voter again."""
+    assert with_a_witness(PAIR, (2, 2), reinstalls=1).run().elections == 2
+    assert with_a_witness(PAIR, (2, 2), reinstalls=1, announced=True).run().elections == 2
+    assert with_a_witness(SHRINKS, (2, 2), reinstalls=1).run().elections == 1
+    assert with_a_witness(GROWS, (2, 2), changes=3, reinstalls=1, announced=True).run().elections == 1
 
 
 class VotesTwice(Election):
@@ -57,6 +115,31 @@ class LeadsByPlurality(Election):
 
     def _elected(self, electorate: object) -> bool:
         return True
+
+
+class AsksBeforeTheChangeIsCommitted(Election):
+    """A mutant that asks the witness although its change to two voters may be known to no other agent."""
+
+    def _has_witness(self, electorate: VoterSet) -> bool:
+        return electorate.witness and len(electorate.voters) == 2
+
+
+class IgnoresTheWitness(Election):
+    """A mutant for which each claim is granted."""
+
+    def _witnessed(self, said: WitnessReply) -> None:
+        super()._witnessed(msgspec.structs.replace(said, voters=(self.me,)))
+
+
+@pytest.mark.parametrize(
+    ("mutant", "stored"), [(AsksBeforeTheChangeIsCommitted, SHRINKS), (IgnoresTheWitness, PAIR)]
+)
+def test_mutants_with_a_witness_are_caught(
+    mutant: type[Election], stored: tuple[tuple[int, ...], ...]
+) -> None:
+    with pytest.raises(Violation) as caught:
+        with_a_witness(stored, (1, 1, 1)[: len(stored)], mutant).run()
+    assert caught.value.name in {"one_leader_per_term", "one_electorate_per_number"}
 
 
 class TrustsBlankVotes(Election):

@@ -112,7 +112,9 @@ def broken_lines() -> list[tuple[int, HostsCase]]:
     found = []
     for number in range(12):
         cut = HostFault(kind="split", at_s=1.19 + 0.012 * number, node=1, duration_s=3.5)
-        found.append((4 * number, HostsCase(nodes=2, per_node=2, faults=(kill,), host_faults=(cut,))))
+        found.append(
+            (4 * number, HostsCase(nodes=2, per_node=2, witness=True, faults=(kill,), host_faults=(cut,)))
+        )
     return found
 
 
@@ -216,7 +218,7 @@ def test_mirroring_lines_that_a_host_has_written_itself(monkeypatch: pytest.Monk
 def test_electing_a_host_that_has_lost_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of two hosts loses power and its unsynced log lines. It returns after the other host has ceased to lead."""
     lost = HostFault(kind="lose_host", at_s=1.2, node=1, duration_s=9.0)
-    cases = [(seed, HostsCase(nodes=2, host_faults=(lost,))) for seed in range(8)]
+    cases = [(seed, HostsCase(nodes=2, witness=True, host_faults=(lost,))) for seed in range(8)]
     assert caught(cases) == ""
 
     class Mutant(Election):

@@ -15,6 +15,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     nodes_min: int = 0
     # Agents that elect the controller. A node counts as lost only while a majority of them is connected.
     voters: tuple[str, ...] = ()
+    # Other hosts may run a controller of this job: the log of this host may lack ids of members that are in use.
+    several: bool = False
     # Above 0: no majority can be reached, so seal what is committed, and end. The value is the place of this agent.
     alone: int = 0
     term: int = 1  # counts controllers of this run; above 1: a successor, which derives the state of the job

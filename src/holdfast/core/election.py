@@ -11,20 +11,20 @@ older log or none. A controller there would treat the job as a new one, and end 
 job. So a voter refuses a candidate whose log ends before the log of the voter.
 
 A host that was installed again has also lost its votes. Such a voter knows no electorate, and says so with its vote:
-the vote is *blank*. Each majority that has elected a leader has to contain a voter that remembers its vote and takes
-part in this election too. So a candidate needs, beside a majority of votes, more votes that are not blank than there
-are voters outside a majority. Only the founder asks for votes in the first term, so there every vote counts. A new
-leader sends the electorate to all agents. The term of a leader is used up for them: that leader has the votes of a
-majority.
+the vote is *blank*, and does not count. The voter that two majorities share has to remember its vote in both. Only the
+founder asks for votes in the first term, so there every vote counts. A new leader sends the electorate to all agents.
+The term of a leader is used up for them: that leader has the votes of a majority. The price: where no majority
+remembers, no leader is elected, and the agents that are left save and end (docs/design/0038-simulated-hosts.md).
 
 The electorate (the set of voters) changes by one voter at a time. Each agent uses a change from the moment it has
 stored the change. A change is committed when a majority of the new voters have stored it, and only then may the next
-change begin. A new leader first issues the electorate again in its own term. A voter refuses a candidate with an older
-electorate. Any two successive majorities therefore share a voter.
+change begin. A change from one voter to two is committed when that voter has stored it, because it is in each majority
+before and after. A new leader first issues the electorate again in its own term. A voter refuses a candidate with an
+older electorate. Any two successive majorities therefore share a voter.
 
 If one of two voters is lost, the other one is no majority. With a *witness* (an object store where a name can be
 created only once) the voter that first creates the name of the next change continues alone. The other voter finds the
-name taken and gives up.
+name taken and gives up. If the other voter is there and has forgotten its votes, the witness is asked at once.
 
 Invariants:
 1. An answer or act of this state machine follows from state on the disk: ``PersistHardState`` precedes the ``Send``.
@@ -32,9 +32,7 @@ Invariants:
 3. At most one agent leads in each term.
 4. The terms and the electorates that an agent stores never become older.
 5. At the time of a vote, the log of the voter is not newer than the log of the leader that it votes for.
-6. A leader of any term but the first has more votes that remember than there are voters outside a majority. With one
-   lost disk and the same electorate, each majority has one of them. During a change of the electorate, or with two lost
-   disks of four voters, it may have none: invariant 3 is open there (docs/design/0038-simulated-hosts.md, Limits).
+6. A leader of any term but the first has the votes of a majority that remembers its votes.
 """
 
 from __future__ import annotations
@@ -118,10 +116,10 @@ class Election:
         self.lead: Lead | None = None
         self._doubted: Lead | None = None  # this agent has lost its connection to that controller
         self._granted: frozenset[NodeId] = frozenset()
-        self._blank: frozenset[NodeId] = frozenset()  # voters in ``_granted`` that may have forgotten votes
         self._acks: frozenset[NodeId] = frozenset()
         self._up: frozenset[NodeId] = frozenset()
         self._claimed = 0
+        self._late = False  # the time without a leader is over
         self._waits = False  # for the start of the controller of the elected agent
         self._starting_s = 0.0
         self._log = (0, 0)  # (term, number) of the newest record in the event log of this node
@@ -216,6 +214,7 @@ class Election:
             self._cancel("doubt")
         self.lead = None
         self.role = "follower"
+        self._late = False
         self._timer("alone", self.config.alone_s)
         electorate = self.kept.electorate
         if electorate is not None and self.me in electorate.voters and (was_leader or electorate.quorum == 1):
@@ -243,13 +242,9 @@ class Election:
             self._ask(electorate, self.kept.term, trial=False)
             return
         self.role = "trying"
-        self._poll()
+        self._granted = frozenset((self.me,))
         self._ask(electorate, self.kept.term + 1, trial=True)
         self._count(electorate)
-
-    def _poll(self) -> None:
-        """Begin to count votes. This agent has its own vote."""
-        self._granted, self._blank = frozenset((self.me,)), frozenset()
 
     def _ask(self, electorate: VoterSet, term: int, *, trial: bool) -> None:
         ask = RequestVote(candidate=self.me, term=term, electorate=electorate, trial=trial, log=self._log)
@@ -261,7 +256,7 @@ class Election:
         if self.role == "trying" and self._elected(electorate):
             self._keep(term=self.kept.term + 1, voted_for=self.me)
             self.role = "candidate"
-            self._poll()
+            self._granted = frozenset((self.me,))
             self._ask(electorate, self.kept.term, trial=False)
         if self.role == "candidate" and self._elected(electorate):
             self.role = "leader"
@@ -280,10 +275,7 @@ class Election:
             self._ask(electorate, self.kept.term, trial=False)
 
     def _elected(self, electorate: VoterSet) -> bool:
-        granted = self._granted & set(electorate.voters)
-        term = self.kept.term + (self.role == "trying")
-        remember = len(granted) if term == FIRST_TERM else len(granted - self._blank)
-        return len(granted) >= electorate.quorum and remember > len(electorate.voters) - electorate.quorum
+        return len(self._granted & set(electorate.voters)) >= electorate.quorum
 
     def _asked(self, ask: RequestVote) -> None:
         kept = self.kept
@@ -328,10 +320,13 @@ class Election:
         electorate = self.kept.electorate
         wanted = self.kept.term + 1 if said.trial else self.kept.term
         stage: Role = "trying" if said.trial else "candidate"
-        if self.role == stage and said.term == wanted and electorate is not None:
+        if self.role != stage or said.term != wanted or electorate is None:
+            return
+        if not said.blank or said.term == FIRST_TERM:
             self._granted = self._granted | {said.voter}
-            self._blank = (self._blank | {said.voter}) if said.blank else (self._blank - {said.voter})
             self._count(electorate)
+        elif self._has_witness(electorate) and self._claimed <= electorate.number:
+            self._claim(electorate.number + 1, (self.me,))  # the only other voter has no vote to wait for
 
     def _meet_term(self, term: int, leader: str = "") -> None:
         """Take over a newer term. A leader of an older term stops its controller and campaigns again.
@@ -393,13 +388,18 @@ class Election:
         kept = self.kept.electorate
         if kept is None and self._log == (0, 0):
             return  # nothing of the job is on this node: there is nothing to save, and another job may be founded
-        if kept is None or not (kept.witness and len(kept.voters) == 2 and self.kept.committed):
+        if kept is None or not self._has_witness(kept):
             self._give_up("no majority of the agents can be reached")
         elif self._claimed > kept.number:
             self._give_up("neither the other agent nor the witness answers")
         else:
+            self._late = True
             self._claim(kept.number + 1, (self.me,))
             self._timer("alone", self.config.alone_s)
+
+    def _has_witness(self, electorate: VoterSet) -> bool:
+        """Return True if the witness decides which of two voters continues."""
+        return electorate.witness and len(electorate.voters) == 2 and self.kept.committed
 
     def _give_up(self, reason: str) -> None:
         self.role = "alone"
@@ -436,8 +436,10 @@ class Election:
         self._out.append(Claim(number=number, voters=voters))
 
     def _issue(self, electorate: VoterSet) -> None:
+        before = self.kept.electorate
+        single = electorate.quorum == 1 or (before is not None and before.quorum == 1)
         self._acks = frozenset((self.me,))
-        self._keep(electorate=electorate, committed=electorate.quorum == 1)
+        self._keep(electorate=electorate, committed=single)
         self._publish()
         if self.kept.committed:
             self._amend()
@@ -472,6 +474,8 @@ class Election:
             self._send(event.leader, said)
             return
         self._meet_term(event.term, event.leader)  # no message has named the leader of this term yet
+        if self.role == "candidate":
+            self.role = "follower"  # the other candidate of this term leads
         kept = self.kept
         if kept.electorate is None or event.electorate >= kept.electorate:
             if (event.electorate, event.committed) != (kept.electorate, kept.committed):
@@ -493,8 +497,8 @@ class Election:
         if kept is None or said.number != self._claimed or said.number <= kept.number:
             return
         if not said.voters:
-            self._claimed = 0  # the witness was not reached: the next change or time limit asks again
-            if self.role != "leader":
+            self._claimed = 0  # the witness was not reached: the next change, vote or time limit asks again
+            if self.role != "leader" and self._late:
                 self._give_up("neither the other agent nor the witness answers")
         elif self.role == "leader":
             if self.me in said.voters:
@@ -506,6 +510,7 @@ class Election:
             self._keep(
                 electorate=VoterSet(self.kept.term, said.number, said.voters, witness=True), committed=True
             )
+            self.lead = None  # a leader that was elected in the meantime cannot continue
             self._campaign()
         else:
             self._give_up("the witness chose another agent")

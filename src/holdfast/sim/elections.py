@@ -4,22 +4,29 @@ Theory. The state machines are the real ones. The network is the set of messages
 taken out of the set is lost. An agent may crash after any prefix of the commands of an event. A restarted agent has
 only the state that the executed commands have persisted, or none if its host was installed again. An answer to a trial
 vote (raft pre-vote) binds no voter, so every answer is possible at any time. A campaign therefore begins with the real
-vote here. The search takes every enabled action from each state and skips states that it has seen.
+vote here. With a witness, agents may be alone at any time, and a leader may hear of any set of nodes; messages of older
+terms are lost there, to bound the search. The connections of a host that is installed again end. It hears the
+electorate from no leader that is deposed and does not know it: that is a limit of the elections
+(docs/design/0038-simulated-hosts.md). The search takes every enabled action from each state and skips states that it
+has seen.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from holdfast.core.election import FIRST_TERM, Election, ElectionConfig, HardState
 from holdfast.core.ids import NodeId
 from holdfast.core.protocol.messages import (
     Command,
     Message,
+    Rolled,
     Send,
     Tick,
 )
 from holdfast.core.protocol.peer_messages import (
+    Claim,
+    ConfigChange,
     ControllerUp,
     LeaderLost,
     PersistHardState,
@@ -27,6 +34,7 @@ from holdfast.core.protocol.peer_messages import (
     StartController,
     VoteReply,
     VoterSet,
+    WitnessReply,
 )
 from holdfast.sim.invariants import Violation
 
@@ -42,7 +50,10 @@ class Node(NamedTuple):
     def key(self) -> tuple[object, ...]:
         """Return a key that is equal for equal states of the agent."""
         m = self.machine
-        return (self.kept, None) if m is None else (self.kept, m.role, m.lead, m._granted, m._blank)
+        if m is None:
+            return (self.kept, None)
+        acks = None if self.kept.committed else m._acks
+        return (self.kept, m.role, m.lead, m._granted, m._doubted, m._claimed, m._late, acks, m._up)
 
 
 class ElectionState(NamedTuple):
@@ -55,6 +66,8 @@ class ElectionState(NamedTuple):
         granted: every granted vote so far: (voter, term, candidate).
         crashes: number of crashes that may still happen.
         reinstalls: number of agents that may still lose their disk.
+        claims: the voters that the witness has recorded, by the number of the electorate.
+        committed: every committed electorate so far, without its term: (number, voters).
     """
 
     nodes: tuple[Node, ...]
@@ -63,6 +76,8 @@ class ElectionState(NamedTuple):
     granted: frozenset[tuple[NodeId, int, NodeId]]
     crashes: int
     reinstalls: int
+    claims: frozenset[tuple[int, tuple[NodeId, ...]]]
+    committed: frozenset[tuple[int, tuple[NodeId, ...]]]
 
     def key(self) -> tuple[object, ...]:
         """Return a key that is equal for equal states of the system."""
@@ -86,6 +101,11 @@ class ElectionSearch:
         reinstalls: largest number of agents that lose their disk.
         announced: True if a leader's controller starts, so that the leader announces itself.
         machine: the election machine to test.
+        changes: with a witness, the highest number of an electorate that a leader changes; 0: there is no witness.
+
+    Attributes:
+        electorates: the electorate that each agent has stored at the start. All agents are voters by default. The
+            newest one is committed if a majority of its voters have it.
     """
 
     def __init__(
@@ -97,11 +117,14 @@ class ElectionSearch:
         announced: bool,
         machine: type[Election] = Election,
         reinstalls: int = 0,
+        changes: int = 0,
     ) -> None:
         self.names = tuple(NodeId(f"n{i}") for i in range(agents))
         self.campaigns = campaigns
         self.crashes = crashes
         self.reinstalls = reinstalls
+        self.changes = changes
+        self.electorates = (VoterSet(0, 1, self.names, witness=bool(changes)),) * agents
         self.announced = announced
         self.machine = machine
 
@@ -109,13 +132,22 @@ class ElectionSearch:
         """Visit every reachable state.
 
         Raises:
-            Violation: two leaders in a term, two grants of a voter in a term, or a state machine's own check.
+            Violation: two leaders in a term, two grants of a voter in a term, two committed electorates of a number
+                at a witness, or a state machine's own check.
         """
         # Blank votes count in the first term, in which only the founder campaigns. Here several agents campaign.
         term = FIRST_TERM if self.reinstalls else 0
-        founded = HardState(term=term, electorate=VoterSet(0, 1, self.names), committed=True)
-        nodes = tuple(Node(founded, self._make(i, founded)) for i in range(len(self.names)))
-        first = ElectionState(nodes, frozenset(), frozenset(), frozenset(), self.crashes, self.reinstalls)
+        known = self.electorates
+        held = [each == min(known) or known.count(each) >= each.quorum for each in known]
+        kept = [HardState(term=term, electorate=each, committed=held[i]) for i, each in enumerate(known)]
+        nodes = tuple(Node(each, None) for each in kept)
+        claims = frozenset((each.number, each.voters) for each in self.electorates)
+        nothing = frozenset[Any]()
+        first = ElectionState(
+            nodes, nothing, nothing, nothing, self.crashes, self.reinstalls, claims, nothing
+        )
+        for index in range(len(nodes)):
+            first = self._booted(first, index)
         seen = {first.key()}
         stack = [first]
         most = 0
@@ -131,41 +163,62 @@ class ElectionSearch:
                 raise Violation("the_search_ends", f"more than {STATES_MAX} states")
         return ElectionResult(len(seen), most)
 
-    def _make(self, index: int, kept: HardState) -> Election:
-        machine = self.machine(ElectionConfig(node_id=self.names[index]), kept)
-        machine.start(0.0)
-        return machine
+    def _booted(self, state: ElectionState, index: int) -> ElectionState:
+        """Return the state after an agent was started with what is on its disk."""
+        machine = self.machine(ElectionConfig(node_id=self.names[index]), state.nodes[index].kept)
+        return self._execute(state, index, machine, machine.start(0.0))
 
     def _actions(self, state: ElectionState) -> list[ElectionState]:
         found: list[ElectionState] = []
         for index, node in enumerate(state.nodes):
             if node.machine is None:
-                back = Node(node.kept, self._make(index, node.kept))
-                found.append(self._with(state, index, back))
+                found.append(self._booted(state, index))
                 continue
             if state.reinstalls:
-                again = Node(HardState(), self._make(index, HardState()))
-                found.append(self._with(state, index, again)._replace(reinstalls=state.reinstalls - 1))
-            if (
-                index < len(self.campaigns)
-                and node.kept.term < self.campaigns[index]
-                and not node.machine.lead
-            ):
-                found += self._feed(state, index, [Tick(name="campaign"), self._encouraged(index, node)])
+                network = frozenset((to, message) for to, message in state.network if to != self.names[index])
+                again = self._with(state, index, Node(HardState(), None))
+                again = again._replace(reinstalls=state.reinstalls - 1, network=network)
+                found.append(self._booted(again, index))
+            campaigns = index < len(self.campaigns) and node.kept.term < self.campaigns[index]
+            if campaigns and not node.machine.lead:
+                found += self._feed(state, index, [Tick(name="campaign"), *self._encouraged(index, node)])
             if self.announced and node.machine.role == "leader" and node.machine.lead is None:
                 found += self._feed(state, index, [ControllerUp(term=node.kept.term, host="", port=1)])
-            if node.machine.lead is not None:
+            if node.machine.lead is not None and (campaigns or not self.changes):
                 found += self._feed(state, index, [LeaderLost()])
+            if self.changes and campaigns and node.machine.lead is None:
+                found += self._feed(state, index, [Tick(name="alone")])
+            if node.machine.role == "leader" and node.kept.electorate is not None:
+                found += self._changed(state, index, node.kept.electorate, node.machine)
         for target, message in state.network:
             without = state._replace(network=state.network - {(target, message)})
             index = self.names.index(target)
-            if without.nodes[index].machine is not None:
+            if without.nodes[index].machine is not None and not self._is_outdated(state, index, message):
                 found += self._feed(without, index, [message])
         return found
 
-    def _encouraged(self, index: int, node: Node) -> VoteReply:
-        other = self.names[(index + 1) % len(self.names)]
-        return VoteReply(voter=other, term=node.kept.term + 1, trial=True, granted=True)
+    def _is_outdated(self, state: ElectionState, index: int, message: Message) -> bool:
+        """Return True if a deposed leader sends the electorate to a host that was installed again."""
+        if not isinstance(message, ConfigChange) or state.nodes[index].kept.electorate is not None:
+            return False
+        terms = [node.kept.term for node in state.nodes] + [term for term, _ in state.leaders]
+        return message.term < max(terms)
+
+    def _changed(
+        self, state: ElectionState, index: int, electorate: VoterSet, machine: Election
+    ) -> list[ElectionState]:
+        """Let a leader hear of every set of nodes that lacks at most one."""
+        found: list[ElectionState] = []
+        for gone in (None, *self.names) if electorate.number < self.changes else ():
+            up = tuple(name for name in self.names if name != gone)
+            if self.names[index] in up and frozenset(up) != machine._up:
+                found += self._feed(state, index, [Rolled(up=up)])
+        return found
+
+    def _encouraged(self, index: int, node: Node) -> list[Message]:
+        term = node.kept.term + 1
+        others = [name for name in self.names if name != self.names[index]]
+        return [VoteReply(voter=other, term=term, trial=True, granted=True) for other in others]
 
     def _feed(self, state: ElectionState, index: int, events: list[Message]) -> list[ElectionState]:
         """Return the state after an agent handled ``events``, and one state for each point at which it may crash."""
@@ -189,6 +242,7 @@ class ElectionSearch:
         me = self.names[index]
         kept = state.nodes[index].kept
         network, leaders, granted = set(state.network), set(state.leaders), set(state.granted)
+        claims, committed = dict(state.claims), set(state.committed)
         for command in commands:
             if isinstance(command, PersistHardState):
                 kept = HardState(
@@ -197,8 +251,13 @@ class ElectionSearch:
                     electorate=command.electorate,
                     committed=command.committed,
                 )
+                if self.changes and kept.committed and kept.electorate is not None:
+                    committed.add((kept.electorate.number, kept.electorate.voters))
             elif isinstance(command, StartController):
                 leaders.add((command.term, me))
+            elif isinstance(command, Claim):
+                voters = claims.setdefault(command.number, command.voters)
+                network.add((me, WitnessReply(number=command.number, voters=voters)))
             elif isinstance(command, Send):
                 message = command.message
                 if (
@@ -214,8 +273,18 @@ class ElectionSearch:
             raise Violation("one_leader_per_term", f"{sorted(leaders)}")
         if len({(voter, term) for voter, term, _ in granted}) < len(granted):
             raise Violation("one_vote_per_term", f"{sorted(granted)}")
+        if len(dict(committed)) < len(committed):
+            raise Violation("one_electorate_per_number", f"{sorted(committed)}")
+        if self.changes:
+            terms = {name: node.kept.term for name, node in zip(self.names, state.nodes, strict=True)}
+            terms[me] = kept.term
+            network = {(to, each) for to, each in network if getattr(each, "term", terms[to]) >= terms[to]}
         after = state._replace(
-            network=frozenset(network), leaders=frozenset(leaders), granted=frozenset(granted)
+            network=frozenset(network),
+            leaders=frozenset(leaders),
+            granted=frozenset(granted),
+            claims=frozenset(claims.items()),
+            committed=frozenset(committed),
         )
         return self._with(after, index, Node(kept, machine))
 

@@ -82,8 +82,9 @@ class Job:
             # The successor of a controller without a majority continues its numbers: with the offset added twice they
             # could be the numbers of another agent.
             self.generation = Generation(past.generation.term, past.generation.n + apart)
-        # A record of the log may have been lost with its node. So each term has its own range of ids.
-        taken = (config.term - 1) * MEMBERS_PER_TERM if len(config.voters) > 1 else 0
+        # A record of the log may have been lost with its node, or may never have reached this one. So each term has its
+        # own range of ids, also the term of a voter that continues alone.
+        taken = (config.term - 1) * MEMBERS_PER_TERM if config.several else 0
         self.last_member = max(past.last_member, taken)
         self.attempts = past.attempts
         self.answered = list(past.answered)

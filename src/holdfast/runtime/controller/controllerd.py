@@ -98,6 +98,7 @@ def config_of(settings: RunSettings, term: int, voters: tuple[NodeId, ...], alon
         nnodes=settings.nnodes,
         nodes_min=settings.nnodes_min,
         voters=voters if len(voters) > 1 else (),
+        several=settings.several,
         alone=alone,
         term=term,
         library=settings.library,

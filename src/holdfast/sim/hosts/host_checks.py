@@ -252,7 +252,7 @@ class HostChecks(Checks):
     def voted(self, node_id: NodeId, command: Send) -> None:
         """Check, when an election sends a message, that a node grants at most one vote in a term.
 
-        The second vote of a host that was installed again cannot be prevented. It is blank, and alone elects no leader:
+        The second vote of a host that was installed again cannot be prevented. It is blank, and does not count:
         ``one_leader_per_term`` checks what follows from it.
         """
         reply = command.message

@@ -66,7 +66,7 @@ class HostsCase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         shards: number of distinct boxes; rank r holds box ``r % shards``.
         nodes_min: smallest number of hosts with which the job continues, with fewer ranks; 0: it never shrinks. Any
             other value needs a job in which each rank holds the whole state (``shards`` 1).
-        witness: True if a job of two agents has a witness.
+        witness: True if the job has a witness.
         until: number of steps of the run.
     """
 
@@ -203,7 +203,7 @@ class HostsWorld(World):
         first = name == next(iter(self.hosts)) and not any(each.in_job for each in self.hosts.values())
         # If all hosts were reinstalled, the job cannot be founded a second time: it would be another job.
         founders = len(self.hosts) if first and not self.journal else 0
-        host.council = SimCouncil(self, name, host.disk, founders)
+        host.council = SimCouncil(self, name, host.disk, founders, witness=self.case.witness)
         if host.disk.ballot.electorate is None:
             self.later_on(name, UNMET_S, f"unmet {name}", partial(self._unmet, agent, host))
         host.council.begin()
@@ -371,6 +371,7 @@ class HostsWorld(World):
             nnodes=self.case.nodes,
             nodes_min=self.case.nodes_min,
             voters=voters if len(voters) > 1 else (),
+            several=True,
             alone=place_alone(node_id) if alone else 0,
             term=term,
             max_restarts=64,

@@ -72,6 +72,7 @@ class SimCouncil:
 
     Args:
         founders: number of nodes that this agent waits for before it founds the job; 0: it founds none.
+        witness: True if the job has a witness.
 
     Attributes:
         lines: connections to other agents, by node.
@@ -79,7 +80,9 @@ class SimCouncil:
         apart: this agent has given up, and has closed its connections to other agents.
     """
 
-    def __init__(self, scene: CouncilScene, host: NodeId, disk: SimDisk, founders: int) -> None:
+    def __init__(
+        self, scene: CouncilScene, host: NodeId, disk: SimDisk, founders: int, *, witness: bool
+    ) -> None:
         self.lines: dict[NodeId, End] = {}
         job = JOB if disk.ballot.electorate is not None else ""
         self.meeting = Meeting(job, founders, founders, GATHER_S)
@@ -88,6 +91,7 @@ class SimCouncil:
         self._host = host
         self._disk = disk
         self._founders = founders
+        self._witness = witness
         self._mirrored = NO_PLACE
         self.election = scene.make_election(ElectionConfig(node_id=host), disk.ballot)
         self._driver = SimDriver(
@@ -143,7 +147,7 @@ class SimCouncil:
             self._scene.later_on(self._host, GATHER_S, f"{self._host} gathers", self._found)
             return
         self._join_job()
-        self._driver.post(Founded(voters=here, witness=len(here) == 2))
+        self._driver.post(Founded(voters=here, witness=self._witness))
 
     def _join_job(self) -> None:
         if not self.meeting.job:
