@@ -69,8 +69,8 @@ def with_a_witness(
         announced=announced,
         machine=machine,
         reinstalls=reinstalls,
-        changes=changes,
     )
+    search.changes = changes
     first = stored[-1]
     search.electorates = tuple(
         VoterSet(0, 1 if each == first else 2, tuple(search.names[i] for i in each), witness=True)
