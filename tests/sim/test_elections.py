@@ -113,7 +113,7 @@ class ActsBeforeKeeping(Election):
 class LeadsByPlurality(Election):
     """A mutant for which every vote is a majority."""
 
-    def _elected(self, electorate: object) -> bool:
+    def _elected(self, electorate: object, votes: object) -> bool:
         return True
 
 

@@ -115,7 +115,9 @@ class Election:
         self.role: Role = "follower"
         self.lead: Lead | None = None
         self._doubted: Lead | None = None  # this agent has lost its connection to that controller
-        self._granted: frozenset[NodeId] = frozenset()
+        self._granted: frozenset[NodeId] = frozenset()  # votes for this agent in its term
+        self._promised: frozenset[NodeId] = frozenset()  # trial votes for the next term
+        self._stood_in = 0  # the term in which the votes may still elect this agent
         self._acks: frozenset[NodeId] = frozenset()
         self._up: frozenset[NodeId] = frozenset()
         self._claimed = 0
@@ -242,7 +244,7 @@ class Election:
             self._ask(electorate, self.kept.term, trial=False)
             return
         self.role = "trying"
-        self._granted = frozenset((self.me,))
+        self._promised = frozenset((self.me,))
         self._ask(electorate, self.kept.term + 1, trial=True)
         self._count(electorate)
 
@@ -253,13 +255,15 @@ class Election:
                 self._send(voter, ask)
 
     def _count(self, electorate: VoterSet) -> None:
-        if self.role == "trying" and self._elected(electorate):
+        if self.role == "trying" and self._elected(electorate, self._promised):
             self._keep(term=self.kept.term + 1, voted_for=self.me)
             self.role = "candidate"
+            self._stood_in = self.kept.term
             self._granted = frozenset((self.me,))
             self._ask(electorate, self.kept.term, trial=False)
-        if self.role == "candidate" and self._elected(electorate):
+        if self._stands() and self._elected(electorate, self._granted):
             self.role = "leader"
+            self._stood_in = 0
             self._cancel("campaign", "alone")
             self._out.append(StartController(term=self.kept.term))
             self._starting_s = 0.0
@@ -274,8 +278,12 @@ class Election:
                 self._timer("starting", self.config.retry_s)
             self._ask(electorate, self.kept.term, trial=False)
 
-    def _elected(self, electorate: VoterSet) -> bool:
-        return len(self._granted & set(electorate.voters)) >= electorate.quorum
+    def _stands(self) -> bool:
+        """Return True if votes in the present term elect this agent. Slow ones come while it tries the next term."""
+        return self.role in ("candidate", "trying") and self._stood_in == self.kept.term
+
+    def _elected(self, electorate: VoterSet, votes: frozenset[NodeId]) -> bool:
+        return len(votes & set(electorate.voters)) >= electorate.quorum
 
     def _asked(self, ask: RequestVote) -> None:
         kept = self.kept
@@ -319,11 +327,14 @@ class Election:
             return
         electorate = self.kept.electorate
         wanted = self.kept.term + 1 if said.trial else self.kept.term
-        stage: Role = "trying" if said.trial else "candidate"
-        if self.role != stage or said.term != wanted or electorate is None:
+        counts = self.role == "trying" if said.trial else self._stands()
+        if not counts or said.term != wanted or electorate is None:
             return
         if not said.blank or said.term == FIRST_TERM:
-            self._granted = self._granted | {said.voter}
+            if said.trial:
+                self._promised |= {said.voter}
+            else:
+                self._granted |= {said.voter}
             self._count(electorate)
         elif self._has_witness(electorate) and self._claimed <= electorate.number:
             self._claim(electorate.number + 1, (self.me,))  # the only other voter has no vote to wait for
