@@ -63,14 +63,9 @@ def with_a_witness(
 ) -> ElectionSearch:  # fmt: skip
     """Return a search with a witness, in which agents have stored these voters."""
     search = ElectionSearch(
-        len(stored),
-        campaigns,
-        0,
-        announced=announced,
-        machine=machine,
-        reinstalls=reinstalls,
-        changes=changes,
+        len(stored), campaigns, 0, announced=announced, machine=machine, reinstalls=reinstalls
     )
+    search.changes = changes
     first = stored[-1]
     search.electorates = tuple(
         VoterSet(0, 1 if each == first else 2, tuple(search.names[i] for i in each), witness=True)

@@ -53,18 +53,7 @@ class Node(NamedTuple):
         if m is None:
             return (self.kept, None)
         acks = None if self.kept.committed else m._acks
-        return (
-            self.kept,
-            m.role,
-            m.lead,
-            m._granted,
-            m._stood_in,
-            m._doubted,
-            m._claimed,
-            m._late,
-            acks,
-            m._up,
-        )
+        return (self.kept, m.role, m.lead, m._granted, m._doubted, m._claimed, acks, m._up)
 
 
 class ElectionState(NamedTuple):
@@ -112,11 +101,11 @@ class ElectionSearch:
         reinstalls: largest number of agents that lose their disk.
         announced: True if a leader's controller starts, so that the leader announces itself.
         machine: the election machine to test.
-        changes: with a witness, the highest number of an electorate that a leader changes; 0: there is no witness.
 
     Attributes:
         electorates: the electorate that each agent has stored at the start. All agents are voters by default. The
             newest one is committed if a majority of its voters have it.
+        changes: with a witness, the highest number of an electorate that a leader changes; 0: there is no witness.
     """
 
     def __init__(
@@ -128,14 +117,13 @@ class ElectionSearch:
         announced: bool,
         machine: type[Election] = Election,
         reinstalls: int = 0,
-        changes: int = 0,
     ) -> None:
         self.names = tuple(NodeId(f"n{i}") for i in range(agents))
         self.campaigns = campaigns
         self.crashes = crashes
         self.reinstalls = reinstalls
-        self.changes = changes
-        self.electorates = (VoterSet(0, 1, self.names, witness=bool(changes)),) * agents
+        self.electorates = (VoterSet(0, 1, self.names),) * agents
+        self.changes = 0
         self.announced = announced
         self.machine = machine
 
