@@ -328,6 +328,20 @@ def test_the_founder_counts_every_vote_of_the_first_term_and_asks_again_in_it() 
     assert founder.role == "leader"
 
 
+def test_votes_that_come_after_the_next_trial_has_begun_elect_once() -> None:
+    """Regression: on a network with answers after seconds each candidate dropped the votes it had won (seed 1313)."""
+    machine = agent(A, msgspec.structs.replace(nodes(A, B, C), term=1))
+    post(machine, Tick(name="campaign"))
+    post(machine, VoteReply(voter=B, term=2, trial=True, granted=True))
+    post(machine, Tick(name="campaign"))
+    assert machine.role == "trying"
+    vote = VoteReply(voter=B, term=2, trial=False, granted=True)
+    done = post(machine, vote)
+    assert [c.term for c in done if isinstance(c, StartController)] == [2]
+    post(machine, LeaderLost())
+    assert machine.role == "trying" and not post(machine, vote), "a term is led once"
+
+
 def test_a_new_leader_tells_all_who_votes_and_that_its_term_is_used_up() -> None:
     leader = agent(A, nodes(A, B, C))
     up = lead(leader, B)

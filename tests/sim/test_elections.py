@@ -63,12 +63,7 @@ def with_a_witness(
 ) -> ElectionSearch:  # fmt: skip
     """Return a search with a witness, in which agents have stored these voters."""
     search = ElectionSearch(
-        len(stored),
-        campaigns,
-        0,
-        announced=announced,
-        machine=machine,
-        reinstalls=reinstalls,
+        len(stored), campaigns, 0, announced=announced, machine=machine, reinstalls=reinstalls
     )
     search.changes = changes
     first = stored[-1]
@@ -113,7 +108,7 @@ class ActsBeforeKeeping(Election):
 class LeadsByPlurality(Election):
     """A mutant for which every vote is a majority."""
 
-    def _elected(self, electorate: object) -> bool:
+    def _elected(self, electorate: object, votes: object) -> bool:
         return True
 
 

@@ -38,7 +38,7 @@ Invariants:
 from __future__ import annotations
 
 import copy
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 
@@ -79,6 +79,20 @@ FIRST_TERM = 1
 Role = Literal["follower", "trying", "candidate", "leader", "alone"]
 
 
+class Votes(NamedTuple):
+    """The voters that elect an agent in one term. Term 0: none can."""
+
+    term: int = 0
+    voters: frozenset[NodeId] = frozenset()
+
+
+class Asked(NamedTuple):
+    """The number of the last claim at the witness. ``is_last``: there is no time to claim again."""
+
+    number: int = 0
+    is_last: bool = False
+
+
 class HardState(msgspec.Struct, frozen=True, kw_only=True):
     """The state of a voter that outlives its agent, on disk.
 
@@ -115,11 +129,11 @@ class Election:
         self.role: Role = "follower"
         self.lead: Lead | None = None
         self._doubted: Lead | None = None  # this agent has lost its connection to that controller
-        self._granted: frozenset[NodeId] = frozenset()
+        self._granted = Votes()
+        self._promised: frozenset[NodeId] = frozenset()  # trial votes for the next term
         self._acks: frozenset[NodeId] = frozenset()
         self._up: frozenset[NodeId] = frozenset()
-        self._claimed = 0
-        self._late = False  # the time without a leader is over
+        self._claimed = Asked()
         self._waits = False  # for the start of the controller of the elected agent
         self._starting_s = 0.0
         self._log = (0, 0)  # (term, number) of the newest record in the event log of this node
@@ -214,7 +228,6 @@ class Election:
             self._cancel("doubt")
         self.lead = None
         self.role = "follower"
-        self._late = False
         self._timer("alone", self.config.alone_s)
         electorate = self.kept.electorate
         if electorate is not None and self.me in electorate.voters and (was_leader or electorate.quorum == 1):
@@ -242,7 +255,7 @@ class Election:
             self._ask(electorate, self.kept.term, trial=False)
             return
         self.role = "trying"
-        self._granted = frozenset((self.me,))
+        self._promised = frozenset((self.me,))
         self._ask(electorate, self.kept.term + 1, trial=True)
         self._count(electorate)
 
@@ -253,13 +266,14 @@ class Election:
                 self._send(voter, ask)
 
     def _count(self, electorate: VoterSet) -> None:
-        if self.role == "trying" and self._elected(electorate):
+        if self.role == "trying" and self._elected(electorate, self._promised):
             self._keep(term=self.kept.term + 1, voted_for=self.me)
             self.role = "candidate"
-            self._granted = frozenset((self.me,))
+            self._granted = Votes(self.kept.term, frozenset((self.me,)))
             self._ask(electorate, self.kept.term, trial=False)
-        if self.role == "candidate" and self._elected(electorate):
+        if self._stands() and self._elected(electorate, self._granted.voters):
             self.role = "leader"
+            self._granted = Votes()
             self._cancel("campaign", "alone")
             self._out.append(StartController(term=self.kept.term))
             self._starting_s = 0.0
@@ -274,8 +288,12 @@ class Election:
                 self._timer("starting", self.config.retry_s)
             self._ask(electorate, self.kept.term, trial=False)
 
-    def _elected(self, electorate: VoterSet) -> bool:
-        return len(self._granted & set(electorate.voters)) >= electorate.quorum
+    def _stands(self) -> bool:
+        """Return True if votes in the present term elect this agent. Slow ones come while it tries the next term."""
+        return self.role in ("candidate", "trying") and self._granted.term == self.kept.term
+
+    def _elected(self, electorate: VoterSet, votes: frozenset[NodeId]) -> bool:
+        return len(votes & set(electorate.voters)) >= electorate.quorum
 
     def _asked(self, ask: RequestVote) -> None:
         kept = self.kept
@@ -319,13 +337,16 @@ class Election:
             return
         electorate = self.kept.electorate
         wanted = self.kept.term + 1 if said.trial else self.kept.term
-        stage: Role = "trying" if said.trial else "candidate"
-        if self.role != stage or said.term != wanted or electorate is None:
+        counts = self.role == "trying" if said.trial else self._stands()
+        if not counts or said.term != wanted or electorate is None:
             return
         if not said.blank or said.term == FIRST_TERM:
-            self._granted = self._granted | {said.voter}
+            if said.trial:
+                self._promised |= {said.voter}
+            else:
+                self._granted = Votes(said.term, self._granted.voters | {said.voter})
             self._count(electorate)
-        elif self._has_witness(electorate) and self._claimed <= electorate.number:
+        elif self._has_witness(electorate) and self._claimed.number <= electorate.number:
             self._claim(electorate.number + 1, (self.me,))  # the only other voter has no vote to wait for
 
     def _meet_term(self, term: int, leader: str = "") -> None:
@@ -390,11 +411,10 @@ class Election:
             return  # nothing of the job is on this node: there is nothing to save, and another job may be founded
         if kept is None or not self._has_witness(kept):
             self._give_up("no majority of the agents can be reached")
-        elif self._claimed > kept.number:
+        elif self._claimed.number > kept.number:
             self._give_up("neither the other agent nor the witness answers")
         else:
-            self._late = True
-            self._claim(kept.number + 1, (self.me,))
+            self._claim(kept.number + 1, (self.me,), is_last=True)
             self._timer("alone", self.config.alone_s)
 
     def _has_witness(self, electorate: VoterSet) -> bool:
@@ -413,7 +433,7 @@ class Election:
         kept = self.kept.electorate
         if self.role != "leader" or self.lead is None or kept is None or not self.kept.committed:
             return
-        if self._claimed > kept.number or self.me not in self._up:
+        if self._claimed.number > kept.number or self.me not in self._up:
             return  # the witness is being asked, or this agent has not received a list of nodes yet
         joined = sorted(self._up - set(kept.voters))
         lost = sorted(set(kept.voters) - self._up - {self.me})
@@ -431,8 +451,8 @@ class Election:
         else:
             self._issue(VoterSet(self.kept.term, kept.number + 1, voters))
 
-    def _claim(self, number: int, voters: tuple[NodeId, ...]) -> None:
-        self._claimed = number
+    def _claim(self, number: int, voters: tuple[NodeId, ...], *, is_last: bool = False) -> None:
+        self._claimed = Asked(number, is_last)
         self._out.append(Claim(number=number, voters=voters))
 
     def _issue(self, electorate: VoterSet) -> None:
@@ -494,11 +514,14 @@ class Election:
 
     def _witnessed(self, said: WitnessReply) -> None:
         kept = self.kept.electorate
-        if kept is None or said.number != self._claimed or said.number <= kept.number:
+        if kept is None or said.number != self._claimed.number or said.number <= kept.number:
             return
         if not said.voters:
-            self._claimed = 0  # the witness was not reached: the next change, vote or time limit asks again
-            if self.role != "leader" and self._late:
+            was_last = self._claimed.is_last
+            self._claimed = (
+                Asked()
+            )  # the witness was not reached: the next change, vote or time limit asks again
+            if self.role != "leader" and was_last:
                 self._give_up("neither the other agent nor the witness answers")
         elif self.role == "leader":
             if self.me in said.voters:

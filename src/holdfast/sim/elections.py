@@ -53,7 +53,7 @@ class Node(NamedTuple):
         if m is None:
             return (self.kept, None)
         acks = None if self.kept.committed else m._acks
-        return (self.kept, m.role, m.lead, m._granted, m._doubted, m._claimed, m._late, acks, m._up)
+        return (self.kept, m.role, m.lead, m._granted, m._doubted, m._claimed, acks, m._up)
 
 
 class ElectionState(NamedTuple):
@@ -122,8 +122,8 @@ class ElectionSearch:
         self.campaigns = campaigns
         self.crashes = crashes
         self.reinstalls = reinstalls
-        self.changes = 0
         self.electorates = (VoterSet(0, 1, self.names),) * agents
+        self.changes = 0
         self.announced = announced
         self.machine = machine
 
@@ -181,6 +181,8 @@ class ElectionSearch:
             campaigns = index < len(self.campaigns) and node.kept.term < self.campaigns[index]
             if campaigns and not node.machine.lead:
                 found += self._feed(state, index, [Tick(name="campaign"), *self._encouraged(index, node)])
+            if node.machine.role == "candidate" and campaigns and not self.announced:
+                found += self._feed(state, index, [Tick(name="campaign")])  # votes of this term may come late
             if self.announced and node.machine.role == "leader" and node.machine.lead is None:
                 found += self._feed(state, index, [ControllerUp(term=node.kept.term, host="", port=1)])
             if node.machine.lead is not None and (campaigns or not self.changes):

@@ -15,6 +15,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,7 @@ class Net(pl.LightningModule):  # type: ignore[misc]
         """Kill this process, once in the run."""
         if not self.killed.exists():
             self.killed.touch()
+            time.sleep(0.5)  # a slow peer may still receive this rank's broadcast of the validation before
             os.kill(os.getpid(), signal.SIGKILL)
 
     def validation_step(self, batch: tuple[Tensor, Tensor], index: int) -> None:
