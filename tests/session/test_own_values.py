@@ -37,10 +37,10 @@ def test_values_that_a_replacement_would_not_get_are_refused(tmp_path: Path) -> 
     assert "saved step 4 (last-gasp)" in done.stdout, done.stdout
 
 
-def trained(where: Path, kills: str) -> tuple[str, list[str]]:
+def trained(where: Path, kills: str, *more: str) -> tuple[str, list[str]]:
     """Train two ranks, and return the digest of the weights and the verdicts."""
     where.mkdir()
-    done = run_job(where, 2, "--run-id", "it", JOB, str(where / "result"), kills)
+    done = run_job(where, 2, "--run-id", "it", JOB, str(where / "result"), kills, *more)
     assert done.returncode == 0, done.stdout
     found = event_log.read(where / "runs/it/events.jsonl").events
     return (where / "result").read_text(), [e.data["action"] for e in found if e.kind == "verdict"]
@@ -55,3 +55,12 @@ def test_a_process_that_is_lost_before_its_first_block_passes_the_values_on(tmp_
         weights, verdicts = trained(tmp_path / kills, kills)
         assert action in verdicts and len(list((tmp_path / kills).glob("result.*.*"))) == 2, verdicts
         assert weights == undisturbed
+
+
+@pytest.mark.torch
+@pytest.mark.processes
+def test_a_barrier_before_the_block_is_not_passed_alone(tmp_path: Path) -> None:
+    """Regression: a newcomer passed it alone, and the survivor, which was opening its loop, waited there for ever."""
+    undisturbed, _ = trained(tmp_path / "undisturbed", "")
+    weights, verdicts = trained(tmp_path / "late", "0@4.2", "late")
+    assert weights == undisturbed and verdicts[-1] == "restart_last_gasp", verdicts

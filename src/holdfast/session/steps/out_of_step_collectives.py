@@ -5,9 +5,10 @@ evaluation sums over all of them. A newcomer reaches this code alone. The other 
 newcomer. On its own data the newcomer would silently compute another result than the other ranks, for example another
 learning rate or another early stop. So it does not join and reports this. All ranks then restart at this step and run
 the code together. A script that repeats such code when a block is tried again (without ``step.again``) gets a warning.
-Barriers are allowed: they return no data, so passing one alone is harmless. A framework that drives the loop may also
-make collectives during its setup, because their results are the same in each start. The integrations
-tell such a framework which work is due between two steps.
+A barrier returns no data. It is allowed where the code runs again: the rank that is replaced had begun the block, so no
+other rank waits in that barrier. Where the code runs for the first time, a survivor that was not given the step yet
+would wait in the barrier for ever. A framework that drives the loop may also make collectives during its setup, because
+their results are the same in each start. The integrations tell such a framework which work is due between two steps.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class CollectiveGuard:
 
     def collective(self, count: int, what: str) -> None:
         """Count a collective that starts. Never return in a newcomer that must not run the collective. Hot path."""
-        if self._rank.script.rules.guarded and what != BARRIER:
+        script = self._rank.script
+        if script.rules.guarded and (what != BARRIER or not script.repeats):
             self._check()
         self._rank.count_collective(count)
 
