@@ -219,6 +219,15 @@ def test_a_voter_that_took_a_second_one_and_loses_it_at_once_asks_the_witness_ag
     assert [(c.number, c.voters) for c in claims] == [(3, (A,))]
 
 
+def test_a_host_that_has_lost_its_vote_does_not_ask_the_witness() -> None:
+    """Regression: the witness let it lead the job of the two voters that were left, with an older log."""
+    machine = agent(C, nodes(A, B, witness=True))
+    post(machine, LeaderLost())
+    post(machine, LogHeld(term=1, number=8))
+    done = post(machine, Tick(name="alone"))
+    assert any(isinstance(c, GiveUp) for c in done) and not any(isinstance(c, Claim) for c in done)
+
+
 def test_of_two_without_a_witness_none_goes_on() -> None:
     machine = agent(A, nodes(A, B))
     post(machine, LeaderLost())

@@ -54,7 +54,9 @@ def test_a_host_is_installed_again_while_the_electorate_changes(
 
 
 PAIR, GROWS, SHRINKS = ((0, 1), (0, 1)), ((0,), (0, 1)), ((0, 1), (0, 1, 2), (0, 1, 2))
-"""The voters that each agent has stored: two voters, one that takes a second, three that become two."""
+BESIDE = ((0, 1), (0, 1), (0, 1))
+"""The voters that each agent has stored: two voters, one that takes a second, three that become two; two voters, and a
+host that has lost its vote."""
 
 
 def with_a_witness(
@@ -77,6 +79,7 @@ def with_a_witness(
 def test_a_witness_decides_which_of_two_continues() -> None:
     assert with_a_witness(PAIR, (1, 1), announced=True).run().elections == 2
     assert with_a_witness(SHRINKS, (1, 2, 1)).run().elections == 2
+    assert with_a_witness(BESIDE, (1, 1, 1)).run().elections > 0
     assert with_a_witness(GROWS, (1, 1), changes=3, announced=True).run().elections == 1
 
 

@@ -418,8 +418,9 @@ class Election:
             self._timer("alone", self.config.alone_s)
 
     def _has_witness(self, electorate: VoterSet) -> bool:
-        """Return True if the witness decides which of two voters continues."""
-        return electorate.witness and len(electorate.voters) == 2 and self.kept.committed
+        """Return True if this agent is one of two voters, and the witness decides which of them continues."""
+        pair = len(electorate.voters) == 2 and self.me in electorate.voters
+        return pair and electorate.witness and self.kept.committed
 
     def _give_up(self, reason: str) -> None:
         self.role = "alone"
