@@ -16,11 +16,11 @@ import random
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 
 import overhead
 import recovery
+from rounds import quantile
 
 KEPT = {"resumed": "kill -9 to the next committed step, s", "freed": "last survivor out of its collective, s"}
 STEP = "a step under Holdfast / under torchrun"
@@ -51,11 +51,6 @@ def measure(seed: int, size: str) -> dict[str, float]:
         **{name: found[name] for name in KEPT if name in found},
         "step": times["holdfast"] / times["plain"],
     }
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """Return a quantile of the values. ``share`` is 0.5 for the median."""
-    return sorted(values)[min(int(len(values) * share), len(values) - 1)]
 
 
 def show(found: dict[str, list[dict[str, float]]]) -> None:

@@ -70,7 +70,7 @@ class Dealer(DistributedSampler[Any]):
 
 
 def dealt(length: int, ranks: int, batch: int, *, seeded: bool) -> list[TorchFeed]:
-    """Return one feed per rank over a sampler that draws from a generator of its own, or from the default one."""
+    """Return one feed per rank over a sampler that has a generator, or draws from the default one."""
     data, feeds = Numbers(length), []
     for rank in range(ranks):
         drawn = Drawn(
@@ -169,7 +169,7 @@ def test_the_next_epoch_is_whole_again() -> None:
 
 @pytest.mark.parametrize("seeded", [False, True])
 def test_ranks_deal_one_order_of_another_sampler(seeded: bool) -> None:
-    """Regression: each rank drew an order of its own, or a replacement drew another one than the lost process."""
+    """Regression: each rank drew a different order, or a replacement drew another one than the lost process."""
     feeds = dealt(24, 2, 3, seeded=seeded)
     first, second = draw(feeds), [torch.as_tensor(feed.draw()).tolist() for feed in feeds]
     assert sorted(first) == list(range(24))

@@ -78,11 +78,11 @@ def sent(values: dict[str, Any]) -> dict[str, Any]:
 def test_a_new_object_gets_the_values_of_the_process_before() -> None:
     before, after = OwnValues(), OwnValues()
     before.attach("train", counted(1.0, 2.0, 0.5, 4.0), "0.1.")
-    after.go_back(sent(before.entries()))
+    after.go_back(sent(before.entries(before.attached())))
     fresh = Meters()
     after.attach("train", fresh, "0.1.")
     fresh.by_name["loss"] = Meter()  # the script builds the object further
-    assert fresh.title == "train" and after.entries() == before.entries()
+    assert fresh.title == "train" and after.entries(after.attached()) == before.entries(before.attached())
     after.put()
     assert told(fresh) == told(counted(1.0, 2.0, 0.5, 4.0))
     fresh.add(7.0)
@@ -92,11 +92,11 @@ def test_a_new_object_gets_the_values_of_the_process_before() -> None:
 def test_an_object_of_another_turn_begins_fresh() -> None:
     before, after = OwnValues(), OwnValues()
     before.attach("train", counted(1.0), "0.1.")
-    after.go_back(sent(before.entries()))
+    after.go_back(sent(before.entries(before.attached())))
     fresh = Meters()
     after.attach("train", fresh, "0.2.")
     after.put()
-    assert told(fresh) == told(Meters()) and after.entries()["attached"] == {
+    assert told(fresh) == told(Meters()) and after.entries(after.attached())["attached"] == {
         "train": {"turn": "0.2.", "values": plain_copy(fresh, objects=True)}
     }
 
@@ -104,8 +104,8 @@ def test_an_object_of_another_turn_begins_fresh() -> None:
 def test_values_wait_for_their_object_and_pass_through_a_process_that_has_none() -> None:
     before, between, after = OwnValues(), OwnValues(), OwnValues()
     before.attach("train", counted(1.0), "0.1.")
-    between.go_back(sent(before.entries()))
-    after.go_back(sent(between.entries()))
+    between.go_back(sent(before.entries(before.attached())))
+    after.go_back(sent(between.entries(between.attached())))
     fresh = Meters()
     after.attach("train", fresh, "0.1.")
     after.put()
@@ -116,7 +116,7 @@ def test_a_live_object_goes_back() -> None:
     mine, objects = counted(1.0), OwnValues()
     inner, last = mine.by_name, mine.by_name["loss"].last
     objects.attach("train", mine, "")
-    before = copy.deepcopy(objects.entries())
+    before = copy.deepcopy(objects.entries(objects.attached()))
     mine.add(5.0)
     mine.by_name["other"].add(5.0)
     objects.go_back(before)
@@ -157,7 +157,7 @@ def test_what_cannot_be_kept_is_named_where_it_is_attached(value: object, named:
 def test_an_object_of_another_form_is_refused() -> None:
     before, after = OwnValues(), OwnValues()
     before.attach("train", Holder(Meter()), "")
-    after.go_back(sent(before.entries()))
+    after.go_back(sent(before.entries(before.attached())))
     after.attach("train", Holder(None), "")
     with pytest.raises(UsageError, match=r"\.inner\['value'\] was an object, and is missing here"):
         after.put()

@@ -519,9 +519,8 @@ class Election:
             return
         if not said.voters:
             was_last = self._claimed.is_last
-            self._claimed = (
-                Asked()
-            )  # the witness was not reached: the next change, vote or time limit asks again
+            # The witness was not reached: the next change, vote or time limit asks again.
+            self._claimed = Asked()
             if self.role != "leader" and was_last:
                 self._give_up("neither the other agent nor the witness answers")
         elif self.role == "leader":

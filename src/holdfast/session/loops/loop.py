@@ -25,7 +25,6 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from typing import Any, cast
 
 from holdfast.core.protocol.status_page import Phase
@@ -120,9 +119,8 @@ class Loops:
         self._before = LoopMembers.ANOTHER_JOB
         self._passed_over = False  # a loop was passed over, and the loop of the job has not opened yet
         self._first: Bound | None = None  # of the first loop; None: not known, or of another number of ranks
-        self._counts_from_here = (
-            False  # that loop is over, and its end seems to be counted from the current step
-        )
+        # That loop is over, and its end seems to be counted from the current step.
+        self._counts_from_here = False
         self._feed: Feed | None = None
         self._others: dict[int, Feed | None] = {}  # batches of other copies, from the same loader
         self._loader: tuple[Any, int | None] = (None, None)  # of the open loop, with the batches of a step
@@ -558,7 +556,7 @@ class Loops:
             return None
         self.local["begun"] = step
         self.mine.put()
-        self.local.update(self.mine.entries())
+        self.local.update(self.mine.entries(self.mine.attached()))
         if self._proof.record is not None:
             self.local["drawn"] = self._proof.record
         return self._payload(self.local)
@@ -569,9 +567,12 @@ class Loops:
         A rank that is lost in the update can no longer report the position of its loader.
         """
         self._after = None if self._feed is None else self._feed.local_state()
-        local = self.mine.entries()
-        if self._after is not None:
-            local["loader"] = self._after
+        values = (
+            ("own", self.mine.own),
+            ("attached", self.mine.attached() or None),
+            ("loader", self._after),
+        )
+        local = {key: value for key, value in values if value is not None}
         return self._payload(local) if local else None
 
     def taken_over(self) -> bytes | None:
@@ -587,10 +588,11 @@ class Loops:
 
     def note(self) -> bytes | None:
         """Set the place of the job after this step. Return the rank-local values for the status page, or None."""
-        attached = {key: value for key, value in self.local.items() if key == "attached"}
-        self.local = {**attached, **self.mine.plain()}
-        with suppress(UsageError):  # the update is made: the error follows at the script's next step
-            self.local = self.mine.entries()
+        try:
+            attached = self.mine.attached()
+        except UsageError:  # the update is made: the error follows where the script asks for the next step
+            attached = cast("dict[str, Any]", self.local.get("attached", {}))
+        self.local = self.mine.entries(attached)
         if self._feed is not None:
             self.place["at"] = self._feed.place()
             if self._after is not None:

@@ -54,13 +54,10 @@ class OwnValues:
         for name in self._waiting.keys() & self._objects.keys():
             _put(name, self._objects[name][1], self._waiting.pop(name)["values"])
 
-    def entries(self) -> dict[str, Plain]:
-        """Return the values by kind, without empty ones. Raises: UsageError: a value is not plain."""
-        return {**self.plain(), **({"attached": found} if (found := self.attached()) else {})}
-
-    def plain(self) -> dict[str, Plain]:
-        """Return ``own`` by its kind; nothing if it is None."""
-        return {} if self.own is None else {"own": copy.deepcopy(self.own)}
+    def entries(self, attached: Mapping[str, Any]) -> dict[str, Plain]:
+        """Return a copy of ``own``, and the values of :meth:`attached`, by kind and without empty ones."""
+        own: dict[str, Plain] = {} if self.own is None else {"own": copy.deepcopy(self.own)}
+        return {**own, **({"attached": dict(attached)} if attached else {})}
 
     def attached(self) -> dict[str, Any]:
         """Return turn and values of each attached object by name. Raises: UsageError: a value is not plain."""

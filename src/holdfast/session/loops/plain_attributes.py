@@ -77,14 +77,10 @@ def _copied(value: Any, path: str, depth: int, number: Iterator[int], objects: b
         return {key: inner(item, f"[{key!r}]") for key, item in value.items()}
     if objects and type(value) is tuple:
         return ("tuple", [inner(item, f"[{index}]") for index, item in enumerate(value)])
-    if (
-        objects
-        and type(value).__module__ != "builtins"
-        and (own := getattr(value, "__dict__", None)) is not None
-    ):
-        if not _has_values_elsewhere(value):
-            kept = {key: item for key, item in own.items() if not _is_constant(item)}
-            return ("object", {key: inner(item, f".{key}") for key, item in kept.items()})
+    own = getattr(value, "__dict__", None) if objects and type(value).__module__ != "builtins" else None
+    if own is not None and not _has_values_elsewhere(value):
+        kept = {key: item for key, item in own.items() if not _is_constant(item)}
+        return ("object", {key: inner(item, f".{key}") for key, item in kept.items()})
     raise NotPlainError(f"{path or 'it'} is a {type(value).__name__}")
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.errors import ImpureBlockError
 from holdfast.frameworks.common.optional_abilities import ProvesBlocks
-from holdfast.session.steps.script_frames import frame_of_script
+from holdfast.runtime.worker.script_frames import frame_of_script
 from holdfast.session.steps.undeclared_state import UndeclaredState
 
 if TYPE_CHECKING:

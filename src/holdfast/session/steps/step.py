@@ -29,11 +29,11 @@ from holdfast.frameworks.common.optional_abilities import (
     SeesGradients,
     TakesParts,
 )
+from holdfast.runtime.worker.script_frames import place_in_script
 from holdfast.session.steps.block_proof import Prover
 from holdfast.session.steps.nonfinite import NonfiniteCheck
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.session.steps.recomputation import Recomputation
-from holdfast.session.steps.script_frames import place_in_script
 from holdfast.session.steps.unassigned_variables import bind
 from holdfast.session.steps.voting import VoteCaster
 from holdfast.text import plural

@@ -16,7 +16,7 @@ import logging
 
 from holdfast.errors import UsageError
 from holdfast.frameworks.common.optional_abilities import FindsUndeclaredState
-from holdfast.session.steps.script_frames import variables_of_script
+from holdfast.runtime.worker.script_frames import variables_of_script
 
 log = logging.getLogger("holdfast")
 

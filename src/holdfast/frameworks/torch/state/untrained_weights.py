@@ -118,6 +118,9 @@ class UntrainedWeights:
                             if tensor is not None and id(tensor) not in trained:
                                 yield _Held((name, f"{path}.{key}" if path else key), holder, key, tensor)
 
+    def _all(self) -> list[_Held]:
+        return [*self._kept, *(held for held, _ in self._marks)]
+
     def settle(self) -> None:
         """Find, at the vote, the tensors that changed in the block; they are copied in every later block."""
         weights = self._undo.weights()
@@ -138,7 +141,7 @@ class UntrainedWeights:
 
         Warns about tensors that the block has written and that were not copied, so cannot be restored.
         """
-        for held in (*self._kept, *(held for held, _ in self._marks)):
+        for held in self._all():
             if held.is_replaced:
                 self._moves.add(held.path)
                 held.put_back()
@@ -157,7 +160,7 @@ class UntrainedWeights:
         """Return the state of those of the user's modules that have copies, as it was at the start of the block."""
         weights = self._undo.weights()
         before: dict[str, dict[str, torch.Tensor]] = {}
-        for held in (*self._kept, *(held for held, _ in self._marks)):
+        for held in self._all():
             name, path = held.path
             before.setdefault(name, {})[path] = weights.get(id(held.tensor), held.tensor)
         copied = {held.path[0] for held in self._kept}

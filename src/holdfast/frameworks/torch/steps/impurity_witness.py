@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import os
 import sys
-import sysconfig
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import FrameType
 from typing import Any
 
 import torch
@@ -26,10 +24,9 @@ from torch.overrides import TorchFunctionMode
 
 from holdfast.frameworks.torch.state.boxes import writes_of
 from holdfast.frameworks.torch.state.tensor_digest import digest_of_tensor
-from holdfast.package import DIRECTORY
+from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside, place_of
 
-_OURS = (os.path.dirname(torch.__file__) + os.sep, str(DIRECTORY) + os.sep)
-_LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib"))
+_LEFT_OUT = (os.path.dirname(torch.__file__) + os.sep, OURS)
 _OVERWRITES = ("__setitem__", "copy_", "fill_", "zero_")  # these do not read the tensor that they write
 _Call = tuple[str, tuple[int, ...]]  # the function, and digests of the values that it reads
 _Made = tuple["weakref.ref[torch.Tensor]", str]
@@ -155,15 +152,6 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 def _line() -> str:
     """Return file and line of the script that calls torch now, also where it does so through a library."""
-    frames = list(_frames(sys._getframe(1)))
-    of_script = (frame for frame in frames if not frame.f_code.co_filename.startswith(_LIBRARIES))
-    frame = next(of_script, frames[0] if frames else sys._getframe(1))
-    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield the stack frames outside of torch and Holdfast, the innermost first."""
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_OURS):
-            yield frame
-        frame = frame.f_back
+    frames = list(frames_outside(_LEFT_OUT))
+    of_script = (frame for frame in frames if not frame.f_code.co_filename.startswith(LIBRARIES))
+    return place_of(next(of_script, frames[0] if frames else sys._getframe(1)))

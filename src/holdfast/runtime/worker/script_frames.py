@@ -10,28 +10,37 @@ from types import FrameType
 
 from holdfast.package import DIRECTORY
 
-_OURS = str(DIRECTORY) + os.sep
-_LIBRARIES = tuple(
-    {
-        path + os.sep
-        for name, path in sysconfig.get_paths().items()
-        if name in ("stdlib", "purelib", "platlib")
-    }
-)
+OURS = str(DIRECTORY) + os.sep
+LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
 
 
 def place_in_script() -> str:
     """Return file and line of the script that is executed now: ``train.py:31``."""
-    frame = frame_of_script()
+    return place_of(frame_of_script())
+
+
+def place_of(frame: FrameType) -> str:
+    """Return file and line that a stack frame executes: ``train.py:31``."""
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def frame_of_script() -> FrameType:
-    """Return the innermost stack frame outside of Holdfast."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+    """Return the innermost stack frame outside of Holdfast; this function's caller if there is none."""
+    caller = sys._getframe(1)
+    return next(frames_outside((OURS,)), caller)
+
+
+def frames_outside(directories: tuple[str, ...]) -> Iterator[FrameType]:
+    """Yield the stack frames of this thread whose files are in none of the directories, the innermost first.
+
+    Args:
+        directories: paths that end with a separator.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_code.co_filename.startswith(directories):
+            yield frame
         frame = frame.f_back
-    return frame
 
 
 def variables_of_script() -> dict[str, object]:
@@ -48,11 +57,8 @@ def variables_of_script() -> dict[str, object]:
 
 
 def _scopes() -> Iterator[tuple[str, dict[str, object]]]:
-    frame: FrameType | None = frame_of_script()
-    while frame is not None:
+    for frame in frames_outside((OURS,)):
         file = frame.f_code.co_filename
-        if not file.startswith(_OURS):
-            yield file, dict(frame.f_locals)
-            if not file.startswith(_LIBRARIES):
-                yield file, dict(frame.f_globals)
-        frame = frame.f_back
+        yield file, dict(frame.f_locals)
+        if not file.startswith(LIBRARIES):
+            yield file, dict(frame.f_globals)
