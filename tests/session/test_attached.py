@@ -164,11 +164,20 @@ def test_an_object_of_another_form_is_refused() -> None:
 
 
 def test_a_copy_is_put_back_without_a_change() -> None:
-    mine = {"a": [1, (2, [3.5]), None], 4: OrderedDict(x="y"), "m": counted(1.0)}
-    kept = plain_copy(mine, objects=True)
+    scalars = [
+        np.float64(0.1),
+        np.float32(0.1),
+        np.int64(2**40),
+        np.bool_(True),
+        np.uint8(7),
+        np.float16(0.1),
+    ]
+    mine = {"a": [1, (2, [3.5]), None], 4: OrderedDict(x="y"), "m": counted(1.0), "n": scalars}
+    kept = sent({"it": plain_copy(mine, objects=True)})["it"]
     assert put_back(mine, kept) is mine and plain_copy(mine, objects=True) == kept
+    assert [type(each) for each in mine["n"]] == [type(each) for each in scalars] and mine["n"] == scalars
     assert plain_copy({"a": [1, deque([2])]}, objects=False) == {"a": [1, [2]]}
-    for value in ((1,), Meter(), {1: 2}):
+    for value in ((1,), Meter(), {1: 2}, np.float64(1.0)):
         with pytest.raises(NotPlainError):
             plain_copy(value, objects=False)
 

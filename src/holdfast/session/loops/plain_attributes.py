@@ -5,8 +5,8 @@ values are None, numbers and texts, in lists, deques, tuples, dicts, and objects
 values has no class and no code in it, so it can be sent and saved. It is put back into the live object: containers and
 objects stay the same ones, and a ``defaultdict`` makes the entries that it lacks.
 
-A copy consists of dicts, lists and single values. A tuple in it is marked content: ``("object", attributes)`` or
-``("tuple", items)``.
+A copy consists of dicts, lists and single values. A tuple in it is marked content: ``("object", attributes)``,
+``("tuple", items)`` or ``("scalar", (dtype, number))`` for a number of NumPy, as schedules hold them.
 
 Invariants:
 1. ``put_back(live, plain_copy(live))`` changes nothing.
@@ -26,10 +26,13 @@ from itertools import count
 from pathlib import PurePath
 from typing import Any
 
+import numpy as np
+
 VALUES_MAX = 20_000
 """The most values in one copy: more are data of the script."""
 DEPTH_MAX = 32
 _SINGLE = (bool, int, float, str)
+_SCALARS = {np.dtype(code).name: np.dtype(code).type for code in "?bBhHiIqQefd"}
 _CONSTANT = (
     *(type, types.ModuleType, types.FunctionType, types.MethodType, types.BuiltinFunctionType),
     *(functools.partial, Enum, PurePath, logging.Logger),
@@ -75,6 +78,8 @@ def _copied(value: Any, path: str, depth: int, number: Iterator[int], objects: b
         type(key) in (str, int) if objects else type(key) is str for key in value
     ):
         return {key: inner(item, f"[{key!r}]") for key, item in value.items()}
+    if objects and isinstance(value, np.generic) and value.dtype.name in _SCALARS:
+        return ("scalar", (value.dtype.name, value.item()))
     if objects and type(value) is tuple:
         return ("tuple", [inner(item, f"[{index}]") for index, item in enumerate(value)])
     own = getattr(value, "__dict__", None) if objects and type(value).__module__ != "builtins" else None
@@ -103,6 +108,8 @@ def put_back(live: Any, kept: Any, path: str = "") -> Any:
     """
     if isinstance(kept, tuple):
         kind, content = kept
+        if kind == "scalar":
+            return _SCALARS[content[0]](content[1])
         if kind == "tuple":
             return tuple(put_back(None, item, f"{path}[{index}]") for index, item in enumerate(content))
         if not hasattr(live, "__dict__"):
