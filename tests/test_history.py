@@ -15,7 +15,7 @@ def test_each_record_has_a_date_a_claim_and_numbers() -> None:
         assert tuple(record) == COLUMNS
         date.fromisoformat(record["date"])
         assert record["claim"] and record["series"] and record["command"]
-        assert re.fullmatch(r"[0-9a-f]{7}|", record["commit"])
+        assert re.fullmatch(r"[0-9a-f]{7,40}|", record["commit"])
         for name in ("n", "min", "value", "p90", "max"):
             assert record[name] == "" or float(record[name]) >= 0, record
 
