@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.frameworks.torch.state.buffer_sync import BufferSync
 from holdfast.frameworks.torch.state.data_parallel import copy_of, sharded_mesh
+from holdfast.frameworks.torch.state.equal_start import begin_equal
 from holdfast.frameworks.torch.state.parameter_names import data_parallel, names_of
 from tests.adapters.worlds import Line, Worlds
 
@@ -32,6 +33,24 @@ def net() -> nn.Sequential:
 def split(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Cut the first layer in halves."""
     return parallelize_module(model, mesh, {"0": ColwiseParallel()})
+
+
+class Flagged(nn.Module):
+    """A module with tensors of one byte before others, so that their bytes in a row lie at odd places."""
+
+    started: torch.Tensor
+    mean: torch.Tensor
+    calls: torch.Tensor
+
+    def __init__(self, value: int) -> None:
+        super().__init__()
+        self.register_buffer("started", torch.tensor(value > 0))
+        self.register_buffer("mean", torch.full((3,), float(value)))
+        self.register_buffer("calls", torch.tensor(value))
+
+    def found(self) -> list[float]:
+        """Return all values."""
+        return [float(self.started), *self.mean.tolist(), float(self.calls)]
 
 
 def every_layout(line: Line) -> dict[str, int]:
@@ -96,3 +115,53 @@ def test_buffers_follow_the_first_copy_of_their_stage(worlds: Worlds) -> None:
     ranks = worlds.values(buffers_of_stages, 4)
     found = {name: [rank[name] for rank in ranks] for name in ranks[0]}
     assert found == {"ddp": [0, 0, 2, 2], "replicate": [0, 0, 2, 2], "by hand": [0, 1, 2, 3]}
+
+
+def buffers_of_one_byte(line: Line) -> list[float]:
+    """Return the buffers of a model after their broadcast."""
+    dist.init_process_group("gloo")
+    model = Flagged(line.rank + 1)
+    BufferSync(names_of(model), [], None, 2).run()
+    return model.found()
+
+
+def test_a_buffer_of_one_byte_may_come_before_others(worlds: Worlds) -> None:
+    """Regression: the bytes of the next buffer were read where no float may lie, which is a RuntimeError."""
+    first, second = worlds.values(buffers_of_one_byte, 2)
+    assert first == second == [1.0, 1.0, 1.0, 1.0, 1.0]
+
+
+def modules_of_the_user(line: Line) -> dict[str, Any]:
+    """Return the values with which modules of the user's state begin, and whether the odd ones were left alone."""
+    dist.init_process_group("gloo")
+
+    def vote(vector: list[int]) -> list[int]:
+        total = torch.tensor(vector)
+        dist.all_reduce(total)
+        return [int(n) for n in total]
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stages", "copies"))
+    stages = [DistributedDataParallel(net(), process_group=mesh.get_group("copies"))]
+    found: dict[str, Any] = {}
+    for name, wrappers in {"world": [], "stages": stages}.items():
+        average = Flagged(line.rank + 1)
+        begin_equal({"average": average, "count": line.rank}, wrappers, vote)
+        found[name] = average.found()
+    odd = Flagged(line.rank + 1)
+    begin_equal({"average": odd if line.rank else nn.Linear(2, 2)}, [], vote)
+    found["of other shapes"] = odd.found()
+    begin_equal({"average": odd} if line.rank else {}, [], vote)
+    found["of some ranks"] = odd.found()
+    return found
+
+
+def test_modules_of_the_user_begin_with_the_values_of_the_first_copy(worlds: Worlds) -> None:
+    ranks = worlds.values(modules_of_the_user, 4)
+    found = {name: [rank[name][-1] for rank in ranks] for name in ranks[0]}
+    assert found == {
+        "world": [1, 1, 1, 1],
+        "stages": [1, 1, 3, 3],
+        "of other shapes": [1, 2, 3, 4],
+        "of some ranks": [1, 2, 3, 4],
+    }
+    assert all(rank["world"] == [1.0, 1.0, 1.0, 1.0, 1.0] for rank in ranks)

@@ -107,13 +107,13 @@ class ComparesCopies(Protocol):
 
 @runtime_checkable
 class BeginsEqual(Protocol):
-    """An adapter that compares the initial states of the ranks of a new job."""
+    """An adapter that makes or proves the initial states of the ranks of a new job equal."""
 
     def begin_equal(self) -> None:
-        """Check that the copies of the state are equal on all ranks.
+        """Return when the copies of the state that the framework can compare or send are equal on all ranks.
 
         Raises:
-            StateError: copies differ; the error names the tensor.
+            StateError: copies differ, and are not overwritten; the error names the tensor.
             PeerLost: a rank is gone.
         """
 

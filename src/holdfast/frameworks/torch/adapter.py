@@ -27,6 +27,7 @@ from holdfast.frameworks.torch.data.tensor_marks import duplicate, mark, share_m
 from holdfast.frameworks.torch.state.buffer_sync import BufferSync
 from holdfast.frameworks.torch.state.data_parallel import copy_of, sharded_mesh
 from holdfast.frameworks.torch.state.devices import StateDevices, named_errors
+from holdfast.frameworks.torch.state.equal_start import begin_equal
 from holdfast.frameworks.torch.state.optimizer_state import (
     local_part,
     named_optimizers,
@@ -451,6 +452,11 @@ class TorchAdapter:
     def vote(self, vector: list[int]) -> list[int]:
         """Return the sum of ``vector`` over all ranks. Raises: PeerLost."""
         return vector if self.world_size == 1 else self._fabric.reduce_vote(vector)
+
+    def begin_equal(self) -> None:
+        """Let the modules of the user's state begin with the values of the first rank. Raises: PeerLost."""
+        if self.world_size > 1:
+            begin_equal(self.state.extras, self._ddp, self.vote)
 
     def enter_update(self) -> None:
         """Refuse collectives of user code from here to :meth:`end`."""

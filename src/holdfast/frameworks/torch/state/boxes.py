@@ -335,6 +335,14 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return _as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1))
 
 
+@torch.no_grad()
+def overwrite(tensors: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
+    """Overwrite local tensors with ``packed``: the ``flat_bytes`` of all of them in a row, on their device."""
+    for tensor, piece in zip(tensors, torch.split(packed, [t.nbytes for t in tensors]), strict=True):
+        # A copy, because a piece may begin where no element of this type may lie.
+        tensor.copy_(piece.clone().view(tensor.dtype).reshape(tensor.shape))
+
+
 def byte_view(tensor: torch.Tensor) -> memoryview:
     """Return the bytes of a local tensor in C order: its own memory if contiguous and on the CPU, otherwise a copy."""
     own = own_bytes(tensor)

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.errors import StateError
 from holdfast.frameworks.torch import private_api
 from holdfast.frameworks.torch.comm.comm_state import fabric
-from holdfast.frameworks.torch.state.boxes import flat_bytes
+from holdfast.frameworks.torch.state.boxes import flat_bytes, overwrite
 from holdfast.frameworks.torch.state.parameter_names import BufferSlot, Names
 from holdfast.frameworks.torch.state.wrapper_reset import instances
 from holdfast.runtime.node.shm_allreduce import NOTE_SIZE_BYTES_MAX
@@ -91,8 +91,7 @@ class BufferSync:
 
 
 def _broadcast(group: Any, tensors: list[torch.Tensor]) -> None:
-    flat = [flat_bytes(t) for t in tensors]
-    packed = torch.cat(flat)
+    packed = torch.cat([flat_bytes(t) for t in tensors])
     source = dist.get_global_rank(group, 0)
     if packed.device.type == "cpu" and packed.numel() <= NOTE_SIZE_BYTES_MAX and fabric().board() is not None:
         packed = _shared(source, packed)
@@ -100,8 +99,7 @@ def _broadcast(group: Any, tensors: list[torch.Tensor]) -> None:
         dist.broadcast(packed, source, group=group)
     if dist.get_rank() == source:
         return
-    for tensor, piece in zip(tensors, torch.split(packed, [f.numel() for f in flat]), strict=True):
-        tensor.copy_(piece.view(tensor.dtype).reshape(tensor.shape))
+    overwrite(tensors, packed)
 
 
 def _shared(source: int, packed: torch.Tensor) -> torch.Tensor:
