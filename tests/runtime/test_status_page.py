@@ -57,7 +57,10 @@ def test_raise_trap_fires_once_at_its_place(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="drill: injected exception"):
         page.enter(Phase.BACKWARD, 3)
     assert page[Word.TRAP] == 0
+    sprung_ns, entered_ns = page[Word.SPRUNG_NS], page[Word.ENTERED_NS]
     page.enter(Phase.BACKWARD, 3)
+    # Regression: a slow injector took the time at which it looked, and the fault seemed to come after its detection.
+    assert entered_ns <= sprung_ns == page[Word.SPRUNG_NS] <= page[Word.ENTERED_NS]
     page.close()
 
 

@@ -171,9 +171,8 @@ class FaultInjector:
         if fault.kind in FROM_OUTSIDE:
             time.sleep(self._draw.uniform(0.0, HELD_S_MAX))
             return self._hit(fault.kind, victims)
-        now_ns, committed = time.monotonic_ns(), self.run.committed_step()
-        # The worker sprang its trap when it entered the phase; the injector saw it a poll later.
-        return (page[Word.ENTERED_NS] if page.state()[1].name.lower() == fault.phase else now_ns), committed
+        # The injector sees this a poll later, or later still on a busy machine.
+        return page[Word.SPRUNG_NS], self.run.committed_step()
 
     def _strike_in_doubt(
         self, page: Page, fault: InjectedFault, victims: list[PageSeen]

@@ -56,6 +56,7 @@ class Word(IntEnum):
     BUSY_NS = 26  # duration of the last committed step from its begin to its vote, without waits for peers
     ARRIVED = 27  # digest of the newest state in memory that another node has too; 0: none
     DONE = 28  # steps committed by this process
+    SPRUNG_NS = 29  # drill only: CLOCK_MONOTONIC when the process found its trap
     SECTION = 32  # name of the announced section: SECTION_SIZE_BYTES of UTF-8 from here, padded with zeros
 
 

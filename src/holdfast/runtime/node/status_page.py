@@ -139,6 +139,7 @@ class Page:
         # A trap that was set late fires at the next such phase instead of never.
         if phase != at_phase or step < at_step:
             return
+        self._words[Word.SPRUNG_NS] = time.monotonic_ns()
         self._words[_TRAP] = 0
         while action is TrapAction.LOOP:
             pass
