@@ -2,8 +2,9 @@
 
 ``python epoch_job.py WAY [RANK:STEP[:changed]]``. WAY is ``stepping`` (a scheduler's step), ``plateau`` (decided by a
 validation that all ranks add up), ``before`` (one loop over steps, and the schedule advances before a block) or
-``apart`` (as ``before``, and the ranks do not meet there). The rank is killed in the block of STEP, or when the
-learning rate has changed before it.
+``apart`` (as ``before``, and the ranks do not meet there) or ``measuring`` (before a block, each rank passes data of
+its own through the model, which changes its buffers). The rank is killed in the block of STEP, or when the learning
+rate has changed before it.
 """
 
 from __future__ import annotations
@@ -72,6 +73,11 @@ class Job:
         """Return the loss of a batch."""
         return functional.cross_entropy(self.model(x), y)
 
+    def measure(self) -> None:
+        """Change the statistics of batch norm with data of this rank."""
+        with torch.no_grad():
+            self.model(self.x[self.rank :: RANKS])
+
     def validate(self) -> float:
         """Return the validation loss, summed over all ranks."""
         self.model.eval()
@@ -84,7 +90,11 @@ class Job:
 
 def main(way: str, kill: str) -> None:
     """Train."""
-    job, history, one_loop = Job(kill, apart=way == "apart"), list[float](), way in ("before", "apart")
+    job, history, one_loop = (
+        Job(kill, apart=way == "apart"),
+        list[float](),
+        way in ("before", "apart", "measuring"),
+    )
     plateau = lr_scheduler.ReduceLROnPlateau(job.optimizer, factor=0.5, patience=0)
     halving = lr_scheduler.StepLR(job.optimizer, 1, 0.5)
     scheduler: Any = plateau if way == "plateau" else halving
@@ -95,8 +105,11 @@ def main(way: str, kill: str) -> None:
         if one_loop:
             for step in s.steps(loader, epochs=EPOCHS):
                 if step.number and step.number % EPOCH_STEPS == 0 and not step.again:
-                    history.append(float(step.number))
-                    scheduler.step()
+                    if way == "measuring":
+                        job.measure()
+                    else:
+                        history.append(float(step.number))
+                        scheduler.step()
                     job.changed(step.number)
                 job.learn(step)
         for epoch in s.epochs(0 if one_loop else EPOCHS):

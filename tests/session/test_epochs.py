@@ -84,3 +84,11 @@ def test_a_newcomer_does_not_come_to_the_validations_of_epochs_that_are_done(
     told, output = ends(tmp_path / "job", JOB, "plateau", kill)
     assert told == calm("plateau"), output
     assert "F001: replace" in output and "1 fault," in output, output
+
+
+@pytest.mark.parametrize("kill", ["0:6", pytest.param("1:6", marks=pytest.mark.more)])
+def test_a_newcomer_measures_on_its_own_data_before_a_block(tmp_path: Path, calm: Calm, kill: str) -> None:
+    """Regression: the replacement of rank 0 added its own pass to the statistics of another rank."""
+    told, output = ends(tmp_path / "job", JOB, "measuring", kill)
+    assert told == calm("measuring"), output
+    assert "1 fault, 0 steps lost" in output, output

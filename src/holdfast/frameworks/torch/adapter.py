@@ -401,7 +401,7 @@ class TorchAdapter:
             self._remember(step)
 
     def remember(self, step: int, *, whole: bool = False) -> None:
-        """Copy learning rates, schedules and the user's own state; at the end of a loop (``whole``) also buffers."""
+        """Copy buffers, learning rates, schedules and the user's own state (``whole``: also large objects)."""
         self._remember(step, whole=whole)
         self._rehearsed, self._rehearsals = self.world_size == 1, 0  # the next loop may train other modules
 

@@ -16,8 +16,10 @@ import xxhash
 from holdfast.core.worker.position import ScriptEvent
 from holdfast.errors import StateError
 from holdfast.frameworks.common.adapter import Collected, StateAdapter
+from holdfast.frameworks.common.optional_abilities import ComparesCopies
 from holdfast.session.steps.participant import StepParticipant
 from holdfast.store.format.json_values import encode_values
+from holdfast.store.layouts.layout import TensorMeta
 
 
 class TransferSnapshot:
@@ -53,7 +55,10 @@ class TransferSnapshot:
         return now, at_block
 
     def _differ(self, one: Collected, other: Collected) -> bool:
-        """Compare what a script may change there: plain values, single numbers of optimizers, its own tensors."""
+        """Compare what a script may change there.
+
+        This is: plain values, single numbers of optimizers, tensors of its own state, and buffers.
+        """
         if encode_values(one.values) != encode_values(other.values):
             return True
         layouts = [each.layout(self._adapter.rank, self._adapter.world_size) for each in (one, other)]
@@ -63,5 +68,11 @@ class TransferSnapshot:
             xxhash.xxh3_128_digest(one.view(meta.fqn, meta.box))
             != xxhash.xxh3_128_digest(other.view(meta.fqn, meta.box))
             for meta in layouts[0].tensors
-            if meta.fqn.startswith("state.") or (meta.fqn.startswith("optimizer.") and meta.box.numel == 1)
+            if self._may_change(meta)
         )
+
+    def _may_change(self, meta: TensorMeta) -> bool:
+        if meta.fqn.startswith("optimizer."):
+            return meta.box.numel == 1
+        is_buffer = isinstance(self._adapter, ComparesCopies) and not self._adapter.compares(meta.fqn)
+        return meta.fqn.startswith("state.") or is_buffer

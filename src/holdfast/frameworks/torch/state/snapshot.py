@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from holdfast.frameworks.torch import private_api
-from holdfast.frameworks.torch.state.boxes import writes_of
+from holdfast.frameworks.torch.state.buffer_copies import BufferCopies
 from holdfast.frameworks.torch.state.optimizer_state import Undo, clone, parameters_of
 from holdfast.frameworks.torch.state.restore_in_place import put_into
 from holdfast.frameworks.torch.state.state import (
@@ -27,11 +27,7 @@ from holdfast.frameworks.torch.state.state import (
 from holdfast.frameworks.torch.state.untrained_weights import UntrainedWeights
 
 SMALL_NUMEL = 65536
-"""Largest buffer, in elements, that is copied at each step.
-
-Batch norm writes its small statistics without being counted by torch. Larger buffers (masks, position tables) are
-copied again only when torch counted a write.
-"""
+"""Most elements of an object's state that is copied at each step."""
 
 
 class Snapshot:
@@ -39,7 +35,8 @@ class Snapshot:
 
     def __init__(self, state: TorchState) -> None:
         self._state = state
-        self._buffers: dict[str, tuple[torch.Tensor, int, torch.Tensor]] = {}  # fqn -> live, version, copy
+        self._buffers = BufferCopies(state.names.buffers)
+        self._buffers_before = BufferCopies(state.names.buffers, self._buffers)
         self._groups: dict[str, list[dict[str, Any]]] = {}
         self._plain: dict[str, Any] = {}
         self._modules: dict[str, Any] = {}  # extra state by its name
@@ -54,7 +51,7 @@ class Snapshot:
 
     def take(self) -> None:
         """Copy what the coming step may change before its vote."""
-        self._take_buffers()
+        self._buffers.take()
         state = self._state
         self._groups = self._group_values()
         self._modules = {fqn: clone(module.get_extra_state()) for fqn, module in state.names.extra.items()}
@@ -70,17 +67,19 @@ class Snapshot:
         self.averages.take()
 
     def take_before(self, step: int, *, whole: bool = False) -> None:
-        """Copy what the script may change before it enters the block of ``step``: learning rates, its own state.
+        """Copy what the script may change before it enters the block of ``step``.
+
+        This is: learning rates, the user's own state, and buffers (a pass in training mode changes them).
 
         Args:
-            whole: copy all objects of the user, and the buffers: an evaluation changes them where it does not switch
-                the model to evaluation.
+            whole: copy all objects of the user, also large ones.
         """
+        self._buffers_before.take()
         extras = {
             **clone(self._state.plain_extras()),
             **(self._all_objects() if whole else self._small_objects()),
         }
-        buffers = self._present_buffers() if whole else {}
+        buffers = self._buffers_before.by_name()
         self._before = (step, StateBefore(self._group_values(), self._schedules(), extras, buffers))
 
     def before(self, step: int) -> StateBefore:
@@ -127,38 +126,6 @@ class Snapshot:
                 found[name] = clone(value)
         return found
 
-    def _take_buffers(self) -> None:
-        changed: list[torch.Tensor] = []
-        copies: list[torch.Tensor] = []
-        with torch.no_grad():
-            for slot in self._state.names.buffers:
-                live = slot.get()
-                if live is None:
-                    continue
-                known = self._buffers.get(slot.fqn)
-                if known is None or known[0] is not live:
-                    self._buffers[slot.fqn] = (live, writes_of(live), live.detach().clone())
-                elif live.numel() <= SMALL_NUMEL or writes_of(live) != known[1]:
-                    changed.append(live)
-                    copies.append(known[2])
-                    self._buffers[slot.fqn] = (live, writes_of(live), known[2])
-            if changed:
-                private_api.copy_many(copies, changed)
-
-    def _present_buffers(self) -> dict[str, torch.Tensor]:
-        """Return copies of the buffers; of a large one that was not written since, the copy of the last step."""
-        found: dict[str, torch.Tensor] = {}
-        for slot in self._state.names.buffers:
-            live, known = slot.get(), self._buffers.get(slot.fqn)
-            if live is None:
-                continue
-            large = live.numel() > SMALL_NUMEL
-            if large and known is not None and known[0] is live and known[1] == writes_of(live):
-                found[slot.fqn] = known[2]
-            else:
-                found[slot.fqn] = live.detach().clone()
-        return found
-
     def size(self) -> int:
         """Return the number of elements of the modules' extra state, which changes with its layout."""
         return _numel(self._modules)
@@ -168,14 +135,7 @@ class Snapshot:
         state = self._state
         self.averages.put_back()
         self.undo.restore()
-        with torch.no_grad():
-            for slot in state.names.buffers:
-                known = self._buffers.get(slot.fqn)
-                if known is not None:
-                    live, _, saved = known
-                    slot.module._buffers[slot.key] = live
-                    live.copy_(saved)
-                    self._buffers[slot.fqn] = (live, writes_of(live), saved)
+        self._buffers.put_back()
         for fqn, extra in self._modules.items():
             state.names.extra[fqn].set_extra_state(clone(extra))
         for name, groups in self._groups.items():
@@ -203,7 +163,7 @@ class Snapshot:
 
     def copies(self) -> StepStartCopies:
         """Return the state at the start of the step, for :meth:`TorchState.collect`."""
-        buffers = {fqn: saved for fqn, (_, _, saved) in self._buffers.items()}
+        buffers = self._buffers.by_name()
         plain = {**self._plain, **self._modules}
         scaler = self._state.scaler
         if scaler is not None and self._scaler.get("_scale") is not None:

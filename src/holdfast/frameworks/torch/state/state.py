@@ -91,7 +91,7 @@ class StateBefore(NamedTuple):
     groups: Mapping[str, list[dict[str, Any]]]  # optimizer -> group values
     plain: Mapping[str, Any]  # "scheduler.<name>" -> state dict
     extras: Mapping[str, Any]  # the user's plain values by name, and the state of small objects
-    buffers: Mapping[str, torch.Tensor]  # fqn -> copy; of the end of a loop only
+    buffers: Mapping[str, torch.Tensor]  # fqn -> copy
 
 
 NOTHING_BEFORE = StateBefore({}, {}, {}, {})

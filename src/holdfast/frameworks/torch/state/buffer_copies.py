@@ -1,0 +1,95 @@
+"""Copies of the model's buffers from two moments: where the script was given a step, and where its block began.
+
+Theory. A block that runs again begins with the buffers of its begin. A replacement also runs the code before the block,
+so it begins with the buffers from before that code: a pass in training mode there changes batch norm's statistics with
+the data of each rank, and only the replacement's own pass gives those of its rank.
+
+Batch norm writes its small statistics without being counted by torch, so small buffers are copied at each step. Large
+ones (masks, position tables) are copied again only when torch counted a write. Until then both moments share one copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from holdfast.frameworks.torch import private_api
+from holdfast.frameworks.torch.state.boxes import writes_of
+from holdfast.frameworks.torch.state.parameter_names import BufferSlot
+
+SMALL_NUMEL = 65536
+"""Largest buffer, in elements, that is copied at each step."""
+UNCOUNTED = -1
+"""The count of the writes of a small buffer."""
+
+
+class _Kept(NamedTuple):
+    """A buffer, torch's count of its writes when it was copied, and the copy."""
+
+    live: torch.Tensor
+    writes: int
+    copy: torch.Tensor
+
+
+class BufferCopies:
+    """Copies of buffers from one moment.
+
+    Args:
+        slots: the buffers of the model.
+        other: the copies of the other moment, with which copies of large buffers are shared.
+    """
+
+    def __init__(self, slots: tuple[BufferSlot, ...], other: BufferCopies | None = None) -> None:
+        self._slots = slots
+        self._other = other
+        self._kept: dict[str, _Kept] = {}
+        if other is not None:
+            other._other = self
+
+    def take(self) -> None:
+        """Copy the buffers as they are now."""
+        sources: list[torch.Tensor] = []
+        copies: list[torch.Tensor] = []
+        with torch.no_grad():
+            for slot in self._slots:
+                live = slot.get()
+                if live is None:
+                    continue
+                kept = self._kept.get(slot.fqn)
+                if kept is not None and kept.live is live and kept.writes == UNCOUNTED:
+                    sources.append(live)
+                    copies.append(kept.copy)
+                elif live.numel() <= SMALL_NUMEL:
+                    self._kept[slot.fqn] = _Kept(live, UNCOUNTED, live.detach().clone())
+                elif kept is None or kept.live is not live or kept.writes != writes_of(live):
+                    self._kept[slot.fqn] = self._of_large(slot.fqn, live)
+            if copies:
+                private_api.copy_many(copies, sources)
+
+    def _of_large(self, fqn: str, live: torch.Tensor) -> _Kept:
+        """Return a copy of a large buffer that was written since the last copy."""
+        writes, kept = writes_of(live), self._kept.get(fqn)
+        theirs = self._other._kept.get(fqn) if self._other is not None else None
+        if theirs is not None and theirs.live is live and theirs.writes == writes:
+            return theirs
+        if kept is None or kept.live is not live or (theirs is not None and theirs.copy is kept.copy):
+            return _Kept(live, writes, live.detach().clone())
+        kept.copy.copy_(live)
+        return kept._replace(writes=writes)
+
+    def by_name(self) -> Mapping[str, torch.Tensor]:
+        """Return the copies by the names of the buffers."""
+        return {fqn: kept.copy for fqn, kept in self._kept.items()}
+
+    def put_back(self) -> None:
+        """Put the buffers of that moment back into the model."""
+        with torch.no_grad():
+            for slot in self._slots:
+                kept = self._kept.get(slot.fqn)
+                if kept is not None:
+                    slot.module._buffers[slot.key] = kept.live
+                    kept.live.copy_(kept.copy)
+                    if kept.writes != UNCOUNTED:
+                        self._kept[slot.fqn] = kept._replace(writes=writes_of(kept.live))
