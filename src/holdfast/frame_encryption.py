@@ -8,7 +8,6 @@ tag authenticates in place of HMAC. A batch is encrypted as a stream, and its on
 from __future__ import annotations
 
 import importlib.util
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from holdfast.errors import ProtocolError, UsageError
@@ -32,6 +31,8 @@ def missing() -> str:
     needed = f"encryption needs the package {PACKAGE}, version {MAJOR_MIN} or newer, and"
     if importlib.util.find_spec(PACKAGE) is None:
         return f"{needed} it is not installed"
+    from importlib.metadata import version  # slow to import, and most runs do not encrypt
+
     found = version(PACKAGE)
     return "" if int(found.partition(".")[0]) >= MAJOR_MIN else f"{needed} {found} is installed"
 

@@ -63,4 +63,5 @@ def test_a_barrier_before_the_block_is_not_passed_alone(tmp_path: Path) -> None:
     """Regression: a newcomer passed it alone, and the survivor, which was opening its loop, waited there for ever."""
     undisturbed, _ = trained(tmp_path / "undisturbed", "")
     weights, verdicts = trained(tmp_path / "late", "0@4.2", "late")
-    assert weights == undisturbed and verdicts[-1] == "restart_last_gasp", verdicts
+    # The second kill, that of a process before its first block, may come when no rank holds the state yet.
+    assert weights == undisturbed and verdicts[-1].startswith("restart_"), verdicts

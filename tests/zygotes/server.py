@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import atexit
 import ctypes
+import gc
 import importlib
+import io
 import json
 import os
 import random
@@ -24,6 +26,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import types
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -250,7 +253,26 @@ def become_zygote(request: dict[str, Any]) -> None:
     importlib.invalidate_caches()
     random.seed()
     os.close(become)
-    runpy._run_module_as_main(ZYGOTE)  # type: ignore[attr-defined]  # what `python -m` does
+    try:
+        runpy._run_module_as_main(ZYGOTE)  # type: ignore[attr-defined]  # what `python -m` does
+    except SystemExit as error:  # of the zygote, or of a worker, which is its fork
+        _end(error)
+
+
+def _end(error: SystemExit) -> None:
+    """End this process as Python would, but without the destruction of all modules: 0.4 s of processor time each."""
+    code = 1
+    if error.code is None or isinstance(error.code, int):
+        code = error.code or 0
+    else:
+        print(error.code, file=sys.stderr)
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    for opened in gc.get_objects():
+        if isinstance(opened, io.IOBase):
+            with suppress(OSError, ValueError):  # closed, or read only
+                opened.flush()
+    os._exit(code)
 
 
 def _enter_host(agent: int) -> None:

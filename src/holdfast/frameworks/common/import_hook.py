@@ -8,14 +8,19 @@ started as one of several are changed.
 from __future__ import annotations
 
 import importlib
-import importlib.abc
 import importlib.machinery
 import os
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from holdfast.core.launch_environment import is_told_of_others
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader, MetaPathFinder
+else:  # slow to import, and each process of Holdfast imports this module
+    Loader = MetaPathFinder = object
 
 GROUPS = "holdfast.frameworks.torch.comm.backend"
 FRAMEWORK = "torch"
@@ -35,7 +40,7 @@ def arm() -> None:
         importlib.import_module(GROUPS).install()
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
+class _AfterImport(MetaPathFinder):
     """An import finder that finds torch in the usual way and installs Holdfast's process groups after its import."""
 
     def find_spec(
@@ -54,8 +59,8 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         return spec
 
 
-class _Loader(importlib.abc.Loader):
-    def __init__(self, inner: importlib.abc.Loader) -> None:
+class _Loader(Loader):
+    def __init__(self, inner: Loader) -> None:
         self._inner = inner
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:

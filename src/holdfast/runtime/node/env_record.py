@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Mapping
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
@@ -56,7 +55,12 @@ class Started(msgspec.Struct, frozen=True):
 
 @cache
 def versions() -> dict[str, str]:
-    """Return the versions of Python, the kernel and the installed packages of interest. Nothing is imported."""
+    """Return the versions of Python, the kernel and the installed packages of interest. No package is imported."""
+    from importlib.metadata import (  # slow to import: not at the start of each agent
+        PackageNotFoundError,
+        version,
+    )
+
     found = {"python": sys.version.split()[0], "kernel": f"{platform.system()} {platform.release()}"}
     for name in PACKAGES:
         try:

@@ -11,8 +11,6 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -112,9 +110,11 @@ class TrainJobEndpoint:
             "Authorization": f"Bearer {self._token.read_text().strip()}",
             "Content-Type": "application/json",
         }
-        request = urllib.request.Request(self._url, body, headers, method="POST")
+        from urllib.request import Request, urlopen  # slow to import: not at the start of each agent
+
+        request = Request(self._url, body, headers, method="POST")
         context = ssl.create_default_context(cafile=self._certificate)
-        with urllib.request.urlopen(request, timeout=CONNECT_S, context=context) as answer:
+        with urlopen(request, timeout=CONNECT_S, context=context) as answer:
             answer.read()
 
 
@@ -211,8 +211,10 @@ def status_places(notices: str, environment: Mapping[str, str]) -> list[StatusPl
 
 
 def _failure_of(error: Exception) -> ApiFailure:
-    if isinstance(error, urllib.error.HTTPError):
+    from urllib.error import HTTPError, URLError
+
+    if isinstance(error, HTTPError):
         return ApiFailure(error.code, f"status {error.code} ({error.reason})")
-    if isinstance(error, urllib.error.URLError):
+    if isinstance(error, URLError):
         return ApiFailure(0, f"no answer ({type(error.reason).__name__})")
     return failure_of(error)

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping
-from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -58,6 +57,8 @@ class NoticeSource(Protocol):
 
 
 def _request(base: str, method: str, path: str, headers: Mapping[str, str]) -> tuple[int, bytes]:
+    from http.client import HTTPConnection, HTTPException  # slow to import: not at the start of each agent
+
     host = urlsplit(base)
     connection = HTTPConnection(host.hostname or "", host.port or 80, timeout=HTTP_TIMEOUT_S)
     try:

@@ -19,7 +19,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple, TypeAlias
@@ -109,6 +108,8 @@ def torch_build() -> TorchBuild | None:
 
 
 def _recorded() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # slow to import, and rarely needed
+
     try:
         return version("torch")
     except PackageNotFoundError:  # found by PYTHONPATH, or built in its directory

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import struct
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -38,6 +39,7 @@ MAGIC = 0x314D454D444C4F48  # "HOLDMEM1"
 CHUNK_SIZE_BYTES = 1 << 20  # copied and hashed while it is in the cache
 _WORDS = 6  # magic, step + 1, start and size of the description, its digest, digest of these words
 MARKER_SIZE_BYTES = 8 * _WORDS
+_FORM = struct.Struct(f"={_WORDS}Q")
 _OWN = slice(MARKER_SIZE_BYTES - 8, MARKER_SIZE_BYTES)  # the digest of these words
 _WHOLE = slice(_OWN.stop, _OWN.stop + 8)  # the same digest again when the state is whole
 _WORD_MAX = 2**63 - 1  # largest word of a status page
@@ -299,7 +301,7 @@ class Incoming:
         Raises:
             CheckpointInvalid: this is no marker.
         """
-        if len(marker) != MARKER_SIZE_BYTES or not is_sound(np.frombuffer(marker, np.uint64)):
+        if len(marker) != MARKER_SIZE_BYTES or not is_sound(words_of(marker)):
             raise CheckpointInvalid("not the marker of a slot")
         self._memory[:MARKER_SIZE_BYTES] = marker
 
@@ -379,10 +381,10 @@ def read_marked(path: Path) -> Marked | None:
             head = file.read(_WHOLE.stop)
     except OSError:
         return None
-    words = np.frombuffer(head[:MARKER_SIZE_BYTES], np.uint64)
+    words = words_of(head[:MARKER_SIZE_BYTES])
     if not is_sound(words):
         return None
-    return Marked(int(words[1]) - 1, digest_of(head), head[_WHOLE] == head[_OWN])
+    return Marked(words[1] - 1, digest_of(head), head[_WHOLE] == head[_OWN])
 
 
 def digest_of(marker: bytes) -> int:
@@ -417,12 +419,12 @@ def _read(path: Path, data: memoryview) -> StoredState:
     Raises:
         CheckpointInvalid: the slot holds no sound state.
     """
-    words = np.frombuffer(data[:MARKER_SIZE_BYTES], np.uint64)
+    words = words_of(data[:MARKER_SIZE_BYTES])
     if not is_sound(words):
         raise CheckpointInvalid(f"{path.name} holds no committed state")
-    start, size = int(words[2]), int(words[3])
+    start, size = words[2], words[3]
     text = data[start : start + size]
-    if len(text) != size or xxhash.xxh3_64_intdigest(text) != int(words[4]):
+    if len(text) != size or xxhash.xxh3_64_intdigest(text) != words[4]:
         drop(path)
         raise CheckpointInvalid(f"{path.name}: its description does not fit its digest")
     try:
@@ -437,19 +439,22 @@ def _read(path: Path, data: memoryview) -> StoredState:
 
 def marker_of(step: int, start: int, description: bytes) -> bytes:
     """Return the marker of an entry of ``step`` whose description begins at ``start``."""
-    words = np.zeros(_WORDS, np.uint64)
-    words[:5] = (MAGIC, step + 1, start, len(description), xxhash.xxh3_64_intdigest(description))
-    words[5] = _own_digest(words)
-    return words.tobytes()
+    words = MAGIC, step + 1, start, len(description), xxhash.xxh3_64_intdigest(description)
+    return _FORM.pack(*words, _own_digest(words))
 
 
-def is_sound(words: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> bool:
+def words_of(marker: bytes | memoryview) -> tuple[int, ...]:
+    """Return the words of a marker; none if a file ends inside of it."""
+    return _FORM.unpack(marker) if len(marker) == MARKER_SIZE_BYTES else ()
+
+
+def is_sound(words: tuple[int, ...]) -> bool:
     """Return True if these words are a marker."""
-    return len(words) == _WORDS and int(words[0]) == MAGIC and int(words[5]) == _own_digest(words)
+    return len(words) == _WORDS and words[0] == MAGIC and words[5] == _own_digest(words)
 
 
-def _own_digest(words: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> int:
-    return xxhash.xxh3_64_intdigest(words[:5].tobytes())
+def _own_digest(words: tuple[int, ...]) -> int:
+    return xxhash.xxh3_64_intdigest(_FORM.pack(*words[:5], 0)[:-8])
 
 
 def _places(layout: RankLayout) -> tuple[tuple[KeptBox, ...], int]:

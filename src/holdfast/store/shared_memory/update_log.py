@@ -17,12 +17,12 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
+import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import msgspec
-import numpy as np
 import xxhash
 
 from holdfast.errors import CheckpointInvalid, StateError
@@ -35,11 +35,13 @@ from holdfast.store.shared_memory.memory_slots import (
     is_sound,
     map_file,
     marker_of,
+    words_of,
 )
 
 _HEAD = 4096  # size of the part before the first entry
 _MAGIC = 0x31474F4C444C4F48  # "HOLDLOG1"
-_FORM = slice(0, 24)  # magic, number of entries, size of one
+_HEAD_FORM = struct.Struct("=3Q")  # magic, number of entries, size of one
+_FORM = slice(0, _HEAD_FORM.size)
 _PROVEN = slice(24, 32)
 _YES = b"\x01" * 8
 _PAGE = 4096
@@ -154,7 +156,7 @@ class UpdateLog:
                 raise StateError(f"a log of {self._entries * needed} bytes would take half of shared memory")
             self._size_bytes = -(-(needed + _PAGE) // _PAGE) * _PAGE  # settings may grow
             made = self._map = map_file(self._path, _HEAD + self._entries * self._size_bytes)
-            made[_FORM] = np.array([_MAGIC, self._entries, self._size_bytes], np.uint64).tobytes()
+            made[_FORM] = _HEAD_FORM.pack(_MAGIC, self._entries, self._size_bytes)
         return memoryview(self._map)
 
 
@@ -215,13 +217,13 @@ def open_updates(directory: Path, rank: int, first: int, stop: int) -> Iterator[
 def _read(path: Path, data: memoryview, form: _RecordForm, step: int) -> Update:
     at = _HEAD + step % form.entries * form.size_bytes
     entry = data[at : at + form.size_bytes]
-    words = np.frombuffer(entry[:MARKER_SIZE_BYTES], np.uint64)
+    words = words_of(entry[:MARKER_SIZE_BYTES])
     where = f"{path.name}, update of step {step}"
     if _marked_step(bytes(entry[:MARKER_SIZE_BYTES])) != step:
         raise CheckpointInvalid(f"{where}: it is not there")
-    start, size = int(words[2]), int(words[3])
+    start, size = words[2], words[3]
     text = entry[start : start + size]
-    if len(text) != size or xxhash.xxh3_64_intdigest(text) != int(words[4]):
+    if len(text) != size or xxhash.xxh3_64_intdigest(text) != words[4]:
         raise CheckpointInvalid(f"{where}: its description does not fit its digest")
     try:
         description = msgspec.msgpack.decode(text, type=_LogEntry)
@@ -245,7 +247,7 @@ def _form_of(path: Path) -> _RecordForm | None:
         return None
     if len(head) < _PROVEN.stop:
         return None
-    magic, entries, of_entry = (int(word) for word in np.frombuffer(head[_FORM], np.uint64))
+    magic, entries, of_entry = _HEAD_FORM.unpack(head[_FORM])
     if magic != _MAGIC or entries < 1 or size_bytes < _HEAD + entries * of_entry:
         return None
     return _RecordForm(entries, of_entry, head[_PROVEN] == _YES)
@@ -257,8 +259,8 @@ def _marker_at(file: BinaryIO, form: _RecordForm, number: int) -> bytes:
 
 
 def _marked_step(marker: bytes) -> int | None:
-    words = np.frombuffer(marker, np.uint64)
-    return int(words[1]) - 1 if is_sound(words) else None
+    words = words_of(marker)
+    return words[1] - 1 if is_sound(words) else None
 
 
 def _places(update: Update) -> tuple[_LogEntry, int]:

@@ -233,9 +233,12 @@ def make_source(loader: Any, seed: int, rank: int, *, spare: bool = False) -> So
     ):
         return MapSource(loader, seed, rank, spare)
     if not hasattr(loader, "__iter__"):
+        number = isinstance(loader, int)
         raise UsageError(
-            f"steps() got a {type(loader).__name__} as loader, which cannot be iterated",
-            hint="give a DataLoader or any iterable of batches, or none",
+            f"steps() got a loader of type {type(loader).__name__}, which cannot be iterated",
+            hint=f"for {loader} steps: s.steps(until={loader})"
+            if number
+            else "give a DataLoader or any iterable of batches, or none",
         )
     if hasattr(loader, "__next__"):
         raise UsageError(
