@@ -54,6 +54,7 @@ def test_one_that_goes_on_is_left_alone(holdfast: Run, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["mine"]
 
 
+@pytest.mark.more
 def test_one_that_cannot_be_put_aside_is_gone_on_with_under_another_name(
     holdfast: Run, tmp_path: Path
 ) -> None:

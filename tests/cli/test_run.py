@@ -98,6 +98,7 @@ def test_a_run_to_its_end(holdfast: Run, tmp_path: Path) -> None:
     assert working_in(tmp_path) == {}
 
 
+@pytest.mark.more
 def test_a_host_that_stood_still_keeps_its_agent(tmp_path: Path) -> None:
     """After the host resumes, the launcher's clock shows a long stop of the agent.
 
@@ -118,6 +119,7 @@ def test_a_host_that_stood_still_keeps_its_agent(tmp_path: Path) -> None:
     assert working_in(tmp_path) == {}
 
 
+@pytest.mark.more
 def test_a_stopped_agent_does_not_hold_up_an_exit(tmp_path: Path) -> None:
     """The launcher waits for the agent's answer, notices that the agent is stopped, and asks a successor."""
     process = start(tmp_path)

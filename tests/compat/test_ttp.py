@@ -129,6 +129,7 @@ def test_a_death_between_the_two_calls_seals_the_step_under_its_own_number(
     assert final(tmp_path) == undisturbed
 
 
+@pytest.mark.more
 def test_ranks_that_never_come_to_the_second_call_are_no_source(
     tmp_path: Path, undisturbed: set[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ def test_a_slice_of_chaos(tmp_path: Path) -> None:
     assert sum(map(len, tally.times_s.values())) >= 1
 
 
+@pytest.mark.more
 def test_a_worker_that_stops_while_an_agent_takes_over_is_found(tmp_path: Path) -> None:
     """The new agent has not seen a step. It uses the step time that the last agent had learned."""
     tally = Tally()

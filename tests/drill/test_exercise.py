@@ -110,6 +110,7 @@ def test_a_model_in_parts_is_the_same_after_a_loss(
     assert digest_of_results(results, NPROC, STATE) == bare_digest(tmp_path / "bare", layout, steps, STATE)
 
 
+@pytest.mark.more
 def test_when_all_die_before_anything_was_saved_all_of_it_is_computed_again(tmp_path: Path) -> None:
     steps = 12
     exercise = Exercise.builtin(nproc=2, size="tiny", layout="ddp", steps=steps, save_every=50)

@@ -36,6 +36,7 @@ def start_with_spare(hosts: Hosts) -> None:
     until("host 2 has a vote", lambda: "node2" in hosts.events(0, "electorate")[-1].data["voters"])
 
 
+@pytest.mark.more
 def test_a_host_whose_launcher_is_killed_leaves_the_job(net: Network, tmp_path: Path) -> None:
     with Hosts(net, tmp_path, "2:3", args=("100000",)) as hosts:
         start_with_spare(hosts)

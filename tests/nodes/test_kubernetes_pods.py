@@ -116,6 +116,7 @@ def test_a_taint_moves_the_ranks_to_the_pod_that_waits(net: Network, api: ApiSer
     assert (tmp_path / "out-0").read_text() == (tmp_path / "out-1").read_text()
 
 
+@pytest.mark.more
 @pytest.mark.torch
 def test_a_taint_without_a_spare_is_shown_and_ends_when_it_is_taken_back(
     net: Network, api: ApiServer, tmp_path: Path
@@ -225,6 +226,7 @@ def test_a_pod_that_is_replaced_joins_under_its_index(net: Network, api: ApiServ
         assert [pods.wait(index) for index in range(PODS)] == [0, 0, 0], pods.output(0)
 
 
+@pytest.mark.more
 def test_a_pod_that_is_deleted_by_force_makes_room_for_the_next_of_its_index(
     net: Network, api: ApiServer, tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ def test_lines_of_a_log_that_break_an_invariant_are_found(
         training.take(1, Event(1, 2, 0.0, 0.0, "controller", kind, data))
 
 
+@pytest.mark.more
 @pytest.mark.processes
 @pytest.mark.torch
 @pytest.mark.timeout(300)

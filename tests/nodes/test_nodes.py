@@ -138,6 +138,7 @@ def test_two_hosts_with_one_number_are_told(net: Network, tmp_path: Path) -> Non
         assert twin.returncode == Exit.USAGE and "--node-rank of its own" in twin.stderr, twin.stderr
 
 
+@pytest.mark.more
 @pytest.mark.torch
 def test_the_controller_of_a_minority_dies_and_its_successor_seals(net: Network, tmp_path: Path) -> None:
     with Hosts(net, tmp_path, "2", TRAIN, ("4000", "0.05", str(tmp_path / "out")), torch=True) as hosts:

@@ -81,6 +81,7 @@ def test_a_death_in_the_middle_of_an_update_that_communicates_undoes_it(
     assert "communicates in step(): each step first copies its weights (0.0 MB)" in output
 
 
+@pytest.mark.more
 def test_a_death_between_two_updates_of_a_step_undoes_the_first_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

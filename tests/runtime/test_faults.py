@@ -176,6 +176,7 @@ def stop_zygote(run: Run) -> int:
     return endpoint.pid
 
 
+@pytest.mark.more
 def test_a_stopped_zygote_is_replaced_when_it_does_not_answer(tmp_path: Path) -> None:
     with Run(tmp_path, args=ON) as run:
         run.start()

@@ -231,6 +231,7 @@ def test_who_meets_without_an_owner_of_the_first_contact_is_told(tmp_path: Path)
         second.stop()
 
 
+@pytest.mark.more
 def test_a_job_whose_hosts_all_leave_and_start_again_at_once_meets_again(tmp_path: Path) -> None:
     """Regression: agents heard the job's name from one that was about to leave; none founded it, all waited in vain."""
     nodes = Nodes(tmp_path, 3)

@@ -59,6 +59,7 @@ def test_a_kill_leaves_the_bits_as_they_are(
         assert ", 0 steps lost" in output, output
 
 
+@pytest.mark.more
 def test_what_came_before_a_loop_is_in_what_all_start_again_from_in_it(tmp_path: Path, calm: Calm) -> None:
     """The survivors have entered the next loop. The changes on the way there are neither repeated nor undone."""
     kill = ("--loops", "--kill", "1:8:behind")

@@ -84,6 +84,7 @@ def running(where: Path, save_every: int) -> subprocess.Popen[bytes]:
     )  # fmt: skip
 
 
+@pytest.mark.more
 def test_everything_but_the_writers_killed_leaves_a_sealed_checkpoint_and_no_process(
     tmp_path: Path, slow_disk: Callable[[float], None]
 ) -> None:

@@ -97,6 +97,7 @@ def test_a_script_that_begins_with_the_first_phase_goes_on_there(tmp_path: Path,
     assert len(set(ends(tmp_path))) == 1, done.stdout
 
 
+@pytest.mark.more
 @pytest.mark.torch
 @pytest.mark.processes
 def test_ranks_that_end_their_loops_elsewhere_are_refused(tmp_path: Path) -> None:

@@ -90,6 +90,7 @@ def test_an_exception_between_two_steps_that_comes_back_ends_the_run(tmp_path: P
     assert max(found.step for found in Root(tmp_path / "job" / "ckpt").list()) == 7, "what was done is saved"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("save_every", ["1000", pytest.param(str(STEPS), marks=pytest.mark.more)])
 def test_an_end_that_cannot_be_saved_is_said_and_nothing_is_trained_again(
     tmp_path: Path, save_every: str

@@ -21,6 +21,7 @@ def ends(where: Path) -> set[str]:
     return {line for log in logs for line in log.read_text().splitlines() if line.startswith("ends at")}
 
 
+@pytest.mark.more
 def test_a_survivor_that_is_stopped_when_it_is_asked_for_its_state_is_replaced(tmp_path: Path) -> None:
     done = run_job(tmp_path, 3, str(Path(__file__).with_name("giver_job.py")))
     assert done.returncode == 0, done.stdout

@@ -131,6 +131,7 @@ def test_a_section_that_is_not_run_again_is_told_once(tmp_path: Path) -> None:
     assert done.stdout.count("evaluated after step") == EPOCHS - 1, "one of them was cut off"
 
 
+@pytest.mark.more
 @pytest.mark.processes
 def test_a_worker_that_stops_before_any_agent_has_seen_a_step_is_found(tmp_path: Path) -> None:
     done = run_job(tmp_path, 3, "--run-id", "it", UNSEEN, str(tmp_path))

@@ -71,7 +71,7 @@ def test_cut_connections_are_answered_in_place(
     ("layout", "victim", "rung"),
     [
         ("ddp", "0@4", "replace"),
-        ("hsdp", "2@4", "replace"),
+        pytest.param("hsdp", "2@4", "replace", marks=pytest.mark.more),
         pytest.param("ddp", "1@4", "restart_last_gasp", marks=pytest.mark.more),
         pytest.param("hsdp", "3@0", "restart_fresh", marks=pytest.mark.more),
     ],

@@ -44,6 +44,7 @@ def test_what_stands_behind_a_section_behind_a_block_is_waited_for(
     assert way == "open" or "F001: replace" in output, output
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "way",
     ["break", pytest.param("kept", marks=pytest.mark.more), pytest.param("next", marks=pytest.mark.more)],

@@ -58,6 +58,7 @@ def test_a_lost_shard_comes_back(
     assert ("gradients are logged" in got.output) == ("--hook" in fault)
 
 
+@pytest.mark.more
 def test_the_others_stay_where_they_are(tmp_path: Path, bare: Callable[..., Result]) -> None:
     """The optimizer is SGD with momentum. Rank 2 dies in its update, two steps after its state in memory."""
     arguments = ("--layout", "fsdp", "--memory", "4", "--sgd", "--die-late", "2@6")

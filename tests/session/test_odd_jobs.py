@@ -74,12 +74,12 @@ def test_undisturbed_the_first_block_alone_runs_again_for_its_check(calm: Callab
         pytest.param("evaluating", ["1:7:after", "0:8:mid"], marks=pytest.mark.more),
         pytest.param("evaluating", ["2:8:evaluation", "2:9:start"], marks=pytest.mark.more),
         pytest.param("averaging", ["1:0:late", "0:6:mid", "2:11:late"], marks=pytest.mark.more),
-        ("owning", ["1:5:mid", "0:7:begin", "2:9:after"]),
+        pytest.param("owning", ["1:5:mid", "0:7:begin", "2:9:after"], marks=pytest.mark.more),
         pytest.param("stopping", ["1:9:left"], marks=pytest.mark.more),
         ("changing", ["1:7:mid", "0:7:end", "2:8:after"]),
         pytest.param("changing", ["1:0:mid"], marks=pytest.mark.more),
         pytest.param("streaming", ["1:6:mid", "0:6:update", "2:6:after"], marks=pytest.mark.more),
-        ("swapping", ["1:5:evaluation"]),
+        pytest.param("swapping", ["1:5:evaluation"], marks=pytest.mark.more),
         pytest.param("swapping", ["2:8:validation"], marks=pytest.mark.more),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value),
@@ -99,6 +99,7 @@ def test_kills_leave_the_bits_as_they_are(
     assert {e["data"]["steps_lost"] for e in lines if e["kind"] == "restored"} == {0}, output
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "flags",
     [pytest.param((), id="resumed"), pytest.param(("--spares", "1"), id="spare", marks=pytest.mark.more)],
@@ -119,6 +120,7 @@ def test_a_block_that_changes_its_batch_finds_it_whole_again(
         assert (rank["digest"], rank["drawn"]) == (undisturbed["digest"], undisturbed["drawn"]), output
 
 
+@pytest.mark.more
 def test_a_survivor_that_takes_long_before_its_block_stays(
     tmp_path: Path, calm: Callable[[str], Calm]
 ) -> None:

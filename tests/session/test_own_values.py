@@ -57,6 +57,7 @@ def test_a_process_that_is_lost_before_its_first_block_passes_the_values_on(tmp_
         assert weights == undisturbed
 
 
+@pytest.mark.more
 @pytest.mark.torch
 @pytest.mark.processes
 def test_a_barrier_before_the_block_is_not_passed_alone(tmp_path: Path) -> None:

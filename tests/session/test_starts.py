@@ -66,6 +66,7 @@ def start(where: Path, *arguments: str) -> list[tuple[int, str]]:
                 one.wait()
 
 
+@pytest.mark.more
 def test_ranks_of_mpirun_save_when_one_dies_and_the_next_start_resumes(
     tmp_path: Path, bare: Callable[..., Result]
 ) -> None:

@@ -100,6 +100,7 @@ def test_what_a_dead_rank_held_is_known_to_its_peers(tmp_path: Path) -> None:
         check(struck)
 
 
+@pytest.mark.more
 def test_workers_that_a_new_controller_has_not_heard_are_waited_for(tmp_path: Path) -> None:
     train(tmp_path / "it", "controller", "agent", strike=freeze)
     check(tmp_path / "it")

@@ -65,7 +65,9 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Ends]:
         pytest.param("sharded", "1:6:prelude", (), "replace from memory", marks=pytest.mark.more),
         ("sharded", "1:6:uncopied", (), "replace from memory"),
         pytest.param("sharded", "0:6:after", (), "restart from memory", marks=pytest.mark.more),
-        ("phased", "1:6:block", ("--on-fault", "restart"), "restart last gasp"),
+        pytest.param(
+            "phased", "1:6:block", ("--on-fault", "restart"), "restart last gasp", marks=pytest.mark.more
+        ),
         pytest.param(
             "plain", "1:6:block", (), "replace", marks=pytest.mark.more
         ),  # the first step of an epoch

@@ -36,6 +36,7 @@ def test_ddp_around_a_compiled_module(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(calm) == RANKS and len(set(calm)) == 1
 
 
+@pytest.mark.more
 def test_a_hook_without_a_state_is_as_good_in_a_newcomer(tmp_path: Path) -> None:
     calm = digests(tmp_path / "calm", "fp16_compress_hook")
     assert digests(tmp_path / "struck", "fp16_compress_hook", STEPS - 3) == calm

@@ -32,14 +32,15 @@ def test_two_elections_with_a_crash_at_any_moment() -> None:
     assert result.elections == 2 and result.states > 10_000
 
 
-@pytest.mark.parametrize("agents", [2, 3])
+@pytest.mark.parametrize("agents", [2, pytest.param(3, marks=pytest.mark.more)])
 def test_two_elections_with_a_host_that_is_installed_again_at_any_moment(agents: int) -> None:
     result = ElectionSearch(agents, (2, 3)[:agents], 0, announced=False, reinstalls=1).run()
     assert result.states > 100
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "holders"), [(2, 3, {0, 2}), (3, 2, {0}), (3, 4, {2, 3}), (4, 3, {0, 1})]
+    ("old", "new", "holders"),
+    [(2, 3, {0, 2}), (3, 2, {0}), (3, 4, {2, 3}), pytest.param(4, 3, {0, 1}, marks=pytest.mark.more)],
 )
 def test_a_host_is_installed_again_while_the_electorate_changes(
     old: int, new: int, holders: set[int]

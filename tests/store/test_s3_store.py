@@ -356,6 +356,7 @@ def in_the_middle(proxy: Proxy, action: Callable[[], None]) -> Iterator[None]:
         acted.result()
 
 
+@pytest.mark.more
 def test_a_server_that_goes_away_and_comes_back(
     s3_url: str, bucket: Url, monkeypatch: pytest.MonkeyPatch
 ) -> None:

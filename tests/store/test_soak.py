@@ -11,6 +11,7 @@ import pytest
 from tests.store.soak import TARGETS
 
 
+@pytest.mark.more
 @pytest.mark.processes
 def test_kills_at_random_moments_leave_an_exact_state() -> None:
     done = subprocess.run(
