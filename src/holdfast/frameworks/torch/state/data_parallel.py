@@ -32,7 +32,7 @@ def sharded_mesh(model: Models) -> DeviceMesh | None:
 
 
 def copy_of(model: Models, rank: int, world_size: int) -> Copy:
-    """Return the number of the data-parallel copy that this rank holds (or holds a part of), and the number of copies.
+    """Return the data-parallel copy of the model that this rank holds, or of which it holds a part.
 
     Without wrappers, pipelines and meshes, each rank is a separate copy.
     """
