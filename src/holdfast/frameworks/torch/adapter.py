@@ -143,7 +143,7 @@ class TorchAdapter:
         self._suspicion = Suspicion(self.state)
         self._proving: Literal["", "first", "sampled"] = ""
         self._passed = 0  # blocks with an update since DDP's buckets were reset
-        # Number of collectives before the block; True while no block had one.
+        # Number of collectives before the block; ``trains_alone`` is True while no block had a collective.
         self._counted, self.trains_alone = 0, True
         self._rehearsals = 0
         self._rehearsed = self.world_size == 1
@@ -308,7 +308,8 @@ class TorchAdapter:
         """Return the state now, or with ``frozen`` the state at the start of the current step.
 
         Args:
-            before: a step; values that the script may have changed since it was given that step are then from before.
+            before: a step. Values that the script may have changed after it was given that step have their earlier
+            values.
         """
         with named_errors("the state cannot be read"):
             while True:
@@ -354,9 +355,9 @@ class TorchAdapter:
         return lambda: runtime.cudaHostUnregister(pointer)
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> TorchRestore:
-        """Return an object that loads a checkpoint into this state: the caller fills its buffers, then finishes it.
+        """Return an object that loads a checkpoint into this state.
 
-        Raises: CheckpointMismatch.
+        The caller fills the buffers of that object, then calls its ``finish``. Raises: CheckpointMismatch.
         """
         return self.state.restore(catalogue, values, (self.rank, self.world_size))
 
@@ -412,7 +413,7 @@ class TorchAdapter:
             self._remember(step)
 
     def remember(self, step: int, *, whole: bool = False) -> None:
-        """Copy buffers, learning rates, schedules and the user's own state, before the code that leads to ``step``.
+        """Copy buffers, learning rates, schedules and user state, which the script may change before ``step``.
 
         With ``whole``, large objects of the user are copied too.
         """
@@ -539,10 +540,10 @@ class TorchAdapter:
     def rehearse(self) -> bool:
         """Return True if the next step must first run without effect (a rehearsal), so that DDP gets its final buckets.
 
-        DDP rebuilds its buckets after its first passes, and the buckets decide the order of sums. In a rehearsal
-        collectives complete on local data (*loopback*). A newcomer always rehearses. So all ranks rehearse at the start
-        of each loop over steps in which a DDP module has no final buckets. Otherwise the newcomer's buckets would
-        differ from those of its peers.
+        DDP rebuilds its buckets after its first backward passes, and the buckets decide the order of sums. In a
+        rehearsal collectives complete on local data (*loopback*). A newcomer always rehearses. So all ranks rehearse at
+        the start of each loop over steps in which a DDP module has no final buckets. Otherwise the newcomer's buckets
+        would differ from those of its peers.
         """
         if self._rehearsed:
             return False
@@ -567,7 +568,8 @@ class TorchAdapter:
     def end_rehearsal(self) -> None:
         """Leave loopback and communicate with the peers again, over the same connections.
 
-        The peers rebuild their buckets at their next passes. So this process forgets its passes and rebuilds with them.
+        The peers rebuild their buckets at their next backward passes. So DDP forgets the rehearsal's passes and
+        rebuilds its buckets together with the peers.
         """
         self._fabric.reconfigure(self._fabric.generation)
         if self._proving != "sampled":
@@ -639,7 +641,7 @@ class TorchAdapter:
             rebuild_buckets(module)
 
     def _rebuilt_alone(self) -> bool:
-        """Build DDP's buckets without a pass and without peers; return True if none remains to be built.
+        """Build DDP's buckets without a backward pass and without peers; return True if none remains to be built.
 
         This works in a process that has trained its first step: DDP has then recorded the order of the gradients.
         """

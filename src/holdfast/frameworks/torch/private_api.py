@@ -56,7 +56,7 @@ _SCHEME = "env"
 
 
 def uses_of(version: Version, feature: Feature | None = None) -> list[Use]:
-    """Return the private names that this version of torch should have; with ``feature``, only those that it needs."""
+    """Return the private names that this version of torch should have; with ``feature``, only the names for it."""
     return [use for use in USES if use.in_version(version) and feature in (None, use.feature)]
 
 

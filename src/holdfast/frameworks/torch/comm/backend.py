@@ -137,7 +137,7 @@ def _wrap_helper(helper: Callable[..., Any]) -> Callable[..., Any]:
             backends, call.arguments.get("backend_options"), device
         )
         call.arguments["device_id"] = (
-            None  # torch would look for the backend in our group; ``group_builder.build`` binds the device
+            None  # torch would look for the backend in Holdfast's group; ``group_builder.build`` binds the device
         )
         call.arguments["backend"] = BACKEND
         group, store = helper(*call.args, **call.kwargs)

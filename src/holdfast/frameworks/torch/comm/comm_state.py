@@ -256,7 +256,7 @@ class CommState:
         self._on_collective, self._on_wait = callback, on_wait
 
     def note_wait(self) -> None:
-        """Report the span of the last collectives to ``on_wait``, unless a collective is in progress."""
+        """Report the span of the last collectives to the ``on_wait`` callback, unless a collective is in progress."""
         if self._on_wait is not None and not self._pending and (span := self._waited.take()) is not None:
             self._on_wait(*span)
 
@@ -455,13 +455,17 @@ class CommState:
         return next((g for g in reversed(self._groups) if not g.order[0]), None)
 
     def bury(self, inner: Inner) -> None:
-        """Destroy a broken inner group in the background (invariant 3)."""
+        """Destroy a broken inner group in the background, because its destructor may wait for a long time."""
         self.sever([inner])
         inner.bury()
         self._graveyard = [each for each in (*self._graveyard, inner) if not each.buried()]
 
     def stopped(self) -> Callable[[], str]:
-        """Return a function that returns the reason of a poisoning later than this call, or an empty text."""
+        """Return a function that shows if a wait must stop.
+
+        The function returns the reason once the process is poisoned after this call; until then it returns an empty
+        text.
+        """
         seen = self._poisonings
         return lambda: self._news if self._poisonings != seen else ""
 
@@ -581,7 +585,7 @@ class CommState:
 
         Returns: the sums; the vector itself if there is one process and no default group.
 
-        Raises: PeerLost if the vote breaks, the process is poisoned, or it is in loopback. If the process was poisoned
+        Raises: PeerLost if the vote breaks, or the process is poisoned or in loopback. If the process was poisoned
         during the vote, the step is in doubt.
         """
         self._refuse_vote()

@@ -50,7 +50,7 @@ class Communicator(Protocol):
             timeout: bound of the attempt.
 
         Raises:
-            GroupError: refused, or the peers did not find each other; the previous group is unchanged.
+            GroupError: the attempt was refused, or the peers did not find each other; the previous group is unchanged.
         """
 
     def abort(self) -> None:

@@ -176,8 +176,8 @@ def agree_on_start(store: Store, rank: int, world_size: int, timeout: timedelta)
 
     torchrun's agent keeps one store for all starts, which still holds addresses of dead processes. The agent's restart
     count cannot serve as the name, because it differs on a node that joined later. So every other rank stores a random
-    hello, and rank 0 draws the name. Rank 0 answers each hello with the name, under a key that contains the hello. An
-    answer to the hello of a dead process is never read.
+    value (its hello), and rank 0 draws the name. Rank 0 answers each hello with the name, under a key that contains the
+    hello. An answer to the hello of a dead process is never read.
 
     Raises:
         GroupError: not all ranks called it within ``timeout``.

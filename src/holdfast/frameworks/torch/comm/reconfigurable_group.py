@@ -5,8 +5,8 @@ its inner group. The methods are those of torch 2.13, old names included. Python
 reach those that torch forwards to Python subclasses.
 
 Invariants:
-1. Every collective goes through :meth:`ReconfigurableGroup._run`. It is counted, checked against the modes of the
-   process (``comm_state.py``), and guarded. An exception that shows a wrong call is passed on unchanged.
+1. Every collective goes through :meth:`ReconfigurableGroup._run`. There each collective is counted, checked against the
+   modes of the process (``comm_state.py``), and guarded. An exception that shows a wrong call is passed on unchanged.
 2. ``inner`` was built in the current generation of the process, or is None (before a loopback ends).
 """
 

@@ -146,7 +146,7 @@ class TorchFeed:
         self.rewinds = True
 
     def become(self, rank: int) -> None:
-        """Start again as ``rank`` in this process, which was a spare until now.
+        """Start again at the first batch as ``rank``, in this process, which was a spare until now.
 
         The batches drawn before this call were for no rank. Loader workers that are running continue to work for the
         new rank.

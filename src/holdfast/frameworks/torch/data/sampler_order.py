@@ -2,10 +2,11 @@
 
 Each index carries its epoch.
 
-Theory. A sampler draws the order of an epoch from (seed, epoch). A ``DistributedSampler`` deals this order: entry i
-belongs to copy (of the model) i modulo the number of copies. When every copy has drawn k batches of b samples, the job
-has drawn the first k * b * copies entries. That number is the position of the job in the epoch, for any number of
-copies and any batch size. The later entries are dealt to the present copies, as the sampler would deal a shorter epoch.
+Theory. A sampler draws the order of an epoch, a list of sample indices (*entries*), from (seed, epoch). A
+``DistributedSampler`` deals this order: entry i belongs to copy (of the model) i modulo the number of copies. When
+every copy has drawn k batches of b samples, the job has drawn the first k * b * copies entries. That number is the
+position of the job in the epoch, for any number of copies and any batch size. The later entries are dealt to the
+present copies, as the sampler would deal a shorter epoch.
 
 Invariants:
 1. At a position that this number of copies and this batch size can reach, dealing again gives the same order as
@@ -51,7 +52,7 @@ def chain(sampler: Any) -> Iterator[Any]:
 def _dealt_by(sampler: Any) -> Any:
     """Return the sampler whose order a ``DistributedSampler`` deals; None: it deals a dataset.
 
-    Fabric and Lightning put a wrapper of such a sampler in the place of the dataset.
+    Fabric and Lightning pass a wrapper of such a sampler to it as the dataset.
     """
     order = getattr(sampler, "dataset", None) if isinstance(sampler, DistributedSampler) else None
     found = (getattr(order, name, None) for name in ("_sampler", "sampler"))
@@ -60,7 +61,10 @@ def _dealt_by(sampler: Any) -> Any:
 
 @dataclass(frozen=True)
 class OrderDeal:
-    """The rule that deals the order of an epoch to this rank: ``copy`` of ``copies``, ``batch`` samples at a time."""
+    """The rule that deals the order of an epoch to this rank, which is number ``copy`` of ``copies``.
+
+    ``batch`` is the number of samples in one of its batches.
+    """
 
     sampler: Any
     copies: int
@@ -70,7 +74,7 @@ class OrderDeal:
 
     @staticmethod
     def of(inner: Any, batched: bool) -> OrderDeal | None:
-        """Return the rule of a sampler, or (``batched``) of a batch sampler; None if the rule is not known here."""
+        """Return the rule of a sampler, or (``batched``) of a batch sampler; None for a sampler of another type."""
         batch, drop_last = 1, False
         if batched:
             if type(inner) is not BatchSampler:

@@ -57,7 +57,7 @@ def _items(node: Any) -> dict[Any, Any] | None:
 
 
 def _vanishes(node: Any) -> bool:
-    """Return True if DCP writes nothing for a container, because it and all containers in it are empty."""
+    """Return True if DCP writes nothing for a container, because it holds no leaf; an empty list counts as a leaf."""
     items = _items(node)
     return items is not None and node != [] and all(map(_vanishes, items.values()))
 

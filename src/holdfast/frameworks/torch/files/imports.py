@@ -212,7 +212,7 @@ class _Parts:
     def _fitting(
         self, keys: Sequence[str], fqns: Sequence[str], shapes: Mapping[str, set[tuple[int, ...]]]
     ) -> dict[str, str] | None:
-        """Return the names ``fqns`` by the optimizer's ``keys``, in order; None if numbers or shapes do not match."""
+        """Return a dict of ``keys`` to ``fqns``, paired in order; None if their counts or shapes do not match."""
         if len(keys) != len(fqns) or any(
             not shapes.get(key, set()) <= {tuple(self.model[fqn].shape)}
             for key, fqn in zip(keys, fqns, strict=True)

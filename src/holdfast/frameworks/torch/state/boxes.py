@@ -179,7 +179,7 @@ def refuse_undeclared(parameters: Mapping[str, torch.Tensor]) -> None:
 
 
 def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of the global tensor: that of which ``tensor`` is a region, or ``tensor`` itself."""
+    """Return the shape of the global tensor of which ``tensor`` is a region; without a region, its own shape."""
     region = region_of(tensor)
     return tuple(tensor.shape) if region is None else region.shape
 
@@ -247,7 +247,7 @@ def _form_of(tensor: DTensor) -> _ShardForm | None:
 
 @functools.lru_cache(FORMS_MAX)
 def _cut(form: _ShardForm) -> tuple[tuple[tuple[_Run, ...], ...], tuple[LocalPart, ...]]:
-    """Return the runs of each dimension, and the regions that they form."""
+    """Return the runs of consecutive elements in each dimension, and the regions that they form."""
     runs = tuple(tuple(_runs(form, dim)) for dim in range(len(form.shape)))
     parts = tuple(
         LocalPart(

@@ -84,7 +84,7 @@ class BufferCopies:
         return {fqn: kept.copy for fqn, kept in self._kept.items()}
 
     def put_back(self) -> None:
-        """Put the buffers from the moment of the copy back into the model."""
+        """Put the copied buffers back into the model."""
         with torch.no_grad():
             for slot in self._slots:
                 kept = self._kept.get(slot.fqn)

@@ -362,9 +362,9 @@ class OptimizerState:
     def _refuse_another(self, saved: Plain) -> None:
         """Raise CheckpointMismatch if an optimizer of another kind wrote ``saved``.
 
-        Otherwise its state would be dropped silently. The kinds are compared by class and by settings. The names of the
-        state
-        are not known here: an optimizer creates its state at its first update, and none for a parameter without a
+        Otherwise the saved state would be dropped silently. The kinds are compared by class and by settings. The names
+        of the
+        state are not known here: an optimizer creates its state at its first update, and none for a parameter without a
         gradient. Old checkpoints do not name the class. They are refused only if each side has settings that the other
         lacks, because versions of torch also differ in settings.
         """
@@ -427,7 +427,7 @@ class OptimizerState:
     def _refuse_other_groups(self, saved: Plain) -> None:
         """Raise CheckpointMismatch if the script builds another number of parameter groups than the saved run.
 
-        Two numbers are accepted: that which the saved run built at its start, and that which it had at its end.
+        Two numbers are accepted: the number at the start of the saved run, and the number at its end.
         """
         there, added = len(saved["groups"]), len(saved.get("added", ()))
         if self._built not in (there, there - added):
@@ -445,9 +445,7 @@ class OptimizerState:
         Present tensors of the optimizer that have the same shape, dtype and sharding are filled in place.
 
         Args:
-            saved: the plain values of the optimizer in the checkpoint.
             catalogue: the tensors of the checkpoint.
-            targets: receives the memory to fill.
             cuts: this rank's parts of state that the optimizer itself splits among the ranks.
 
         Returns: a function that gives the state to the optimizer; call it when the targets are filled.
@@ -527,7 +525,7 @@ def allocate(
     on_cpu: bool = False,
     there: object = None,
 ) -> torch.Tensor:
-    """Return memory for a tensor of global ``shape``: sharded as ``like`` if that has this shape, otherwise whole.
+    """Return memory for a tensor of global ``shape``: sharded as ``like`` if both have the same shape, otherwise whole.
 
     ``there`` is the present tensor. It is returned if it already fits.
     """

@@ -35,7 +35,7 @@ class Regions(Protocol):
 
 
 def digest_of_tensor(tensor: torch.Tensor) -> int:
-    """Return a 64-bit or 128-bit digest of this rank's part of a tensor (CPU or device). Waits for the device."""
+    """Return a digest of this rank's part of a tensor: 64 bits on the CPU, 128 on a device. Waits for the device."""
     if tensor.is_sparse:
         tensor = torch.cat([part.reshape(-1).double() for part in private_api.sparse_parts(tensor)])
     local = local_of(tensor)

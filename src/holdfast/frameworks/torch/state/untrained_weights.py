@@ -35,7 +35,7 @@ log = logging.getLogger("holdfast")
 
 STILL_BLOCKS = 8
 ALLOWED = 2  # untrained tensors copied for each trained weight of the same shape and dtype
-SMALL_NUMEL = 4096  # smaller tensors, such as an average's counter, have any shape
+SMALL_NUMEL = 4096  # up to this size a tensor of any shape is copied, such as an average's counter
 
 
 class _Held(NamedTuple):

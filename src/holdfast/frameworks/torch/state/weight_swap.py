@@ -28,7 +28,7 @@ class _Noted(NamedTuple):
 
 
 class WeightSample:
-    """A sample of the given parameters, which shows if other weights are in their memory now.
+    """A sample of the given parameters, which shows if the model holds other weights now.
 
     Only trained parameters on one device are sampled.
     """

@@ -2,8 +2,8 @@
 
 Theory. If a block computes a different result when it runs again, it uses a value that its previous run has left in a
 variable. Two such runs are recorded. In the first run, each tensor that the block makes, and each other tensor that it
-writes, is noted with the line of the script. Parameters, buffers, optimizer state and the declared state are not noted,
-because they are put back between the runs.
+writes, is noted with the line of the script. Parameters, buffers, optimizer state and the user's state in the session
+are not noted, because they are put back between the runs.
 Both runs make the same calls of torch, until a call depends on a value that differs. The first call of the second run
 that reads another value than in the first run shows the impure input. That is a noted tensor, or a tensor that no call
 of torch has made. If the second run itself has made the tensor, the cause is a value that is no tensor. If the two runs
