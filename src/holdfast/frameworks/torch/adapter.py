@@ -308,8 +308,8 @@ class TorchAdapter:
         """Return the state now, or with ``frozen`` the state at the start of the current step.
 
         Args:
-            before: a step. Values that the script may have changed after it was given that step have their earlier
-            values.
+            before: a step. Values that the script may change before its block are returned as they were when the script
+                was given this step.
         """
         with named_errors("the state cannot be read"):
             while True:
@@ -667,8 +667,8 @@ def _place(own_groups: bool) -> tuple[int, int]:
         own_groups: True if that group must be one of Holdfast's.
 
     Raises:
-        UsageError: the launcher's variables name several processes, but there is no process group, or a different one.
-        UnsupportedError: the process groups were made before Holdfast's were installed.
+        UsageError: the launcher's variables name several processes and there is no process group; or they contradict
+        it. UnsupportedError: the process groups were made before Holdfast's were installed.
     """
     if not (dist.is_available() and dist.is_initialized()):
         seat = seat_here()

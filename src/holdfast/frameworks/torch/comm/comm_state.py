@@ -123,7 +123,7 @@ class Handle(Protocol):
         """Return the reason why the inner group cannot be replaced; empty if it can."""
 
     def build_vote(self, generation: Generation) -> Inner:
-        """Return a new gloo group over the same ranks that only votes use. Raises: GroupError."""
+        """Return a new gloo group over the same ranks, used only for votes. Raises: GroupError."""
 
     def open_board(self, generation: Generation) -> SharedMemoryAllReduce | None:
         """Return the board of these ranks (a shared-memory all-reduce); None on several nodes. Raises: StateError."""
@@ -461,11 +461,7 @@ class CommState:
         self._graveyard = [each for each in (*self._graveyard, inner) if not each.buried()]
 
     def stopped(self) -> Callable[[], str]:
-        """Return a function that shows if a wait must stop.
-
-        The function returns the reason once the process is poisoned after this call; until then it returns an empty
-        text.
-        """
+        """Return a function that returns the reason of a poisoning after this call; empty while there was none."""
         seen = self._poisonings
         return lambda: self._news if self._poisonings != seen else ""
 
@@ -518,7 +514,7 @@ class CommState:
     # ------------------------------------------------------------------ vote
 
     def vote_group(self) -> dist.ProcessGroup:
-        """Return the gloo group over all ranks that only votes use. Raises: GroupError.
+        """Return the gloo group over all ranks that is used only for votes. Raises: GroupError.
 
         All ranks must call this together when the group does not exist yet.
         """

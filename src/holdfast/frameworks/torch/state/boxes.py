@@ -205,7 +205,7 @@ def parts_of(tensor: torch.Tensor, name: str) -> list[LocalPart]:
     """Return the regions of ``tensor`` that this rank holds; none if the rank is outside of the tensor's mesh.
 
     Raises:
-        StateError: a pending reduction, or a placement that does not fit the shape of the local tensor.
+        StateError: the tensor has a pending reduction, or a placement that does not fit the shape of its local tensor.
     """
     if not isinstance(tensor, DTensor):
         try:

@@ -27,12 +27,12 @@ from holdfast.runtime.node.shm_allreduce import NOTE_SIZE_BYTES_MAX
 
 
 class BufferSync:
-    """The broadcasts of a model's buffers: one per process group, with all its buffers packed into one tensor.
+    """The broadcasts of a model's buffers: one per process group, with all buffers of the group packed into one tensor.
 
     Args:
         names: names of the tensors of the model.
         wrappers: DDP wrappers of the model.
-        mesh: mesh of its data-parallel copies, if ``fully_shard`` or ``replicate`` made them.
+        mesh: mesh of the model's data-parallel copies, if ``fully_shard`` or ``replicate`` made them.
         world_size: number of ranks.
     """
 

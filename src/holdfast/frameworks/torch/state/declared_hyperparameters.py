@@ -146,7 +146,7 @@ class Declared:
                     yield HyperparameterChange(owner, name, known[name], now)
 
     def _is_another_kind(self, each: HyperparameterChange, saved: Plain) -> bool:
-        """Return True if the two schedules have values of different names: then not only their class names differ."""
+        """Return True if the two schedules have values of different names; another class alone is accepted."""
         known = saved.get(each.owner) if isinstance(saved, dict) else None
         return isinstance(known, dict) and known.keys() != self._now[each.owner].keys()
 

@@ -230,7 +230,7 @@ class Undo:
         return {key: saved for key, (_, saved) in held.items()}
 
     def state(self, optimizer: Optimizer) -> Mapping[torch.Tensor, Any]:
-        """Return the state of ``optimizer`` from before its update; its present state if no copy was made."""
+        """Return the state of ``optimizer`` from before its update; the present state if no copy was made."""
         recorded = self._states.get(id(optimizer))
         return optimizer.state if recorded is None else recorded[1]
 
@@ -273,7 +273,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class OptimizerState:
-    """The state of one optimizer, under the names of the parameters that it belongs to."""
+    """The state of one optimizer, stored under the names of the optimizer's parameters."""
 
     def __init__(self, name: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
         self.name = name

@@ -136,7 +136,7 @@ def heal_pipelines() -> None:
 
 
 def instances(module: str, kind: str) -> list[Any]:
-    """Return all living objects of class ``kind`` of ``module``, and of its subclasses; empty if it is not imported.
+    """Return all living objects of class ``kind`` of ``module`` or a subclass; empty if ``module`` is not imported.
 
     It finds objects that no caller passes to Holdfast, such as pipeline schedules.
     """

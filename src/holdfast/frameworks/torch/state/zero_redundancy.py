@@ -38,7 +38,7 @@ def state_of(name: str, optimizer: Optimizer, parameters: Mapping[str, torch.Ten
 
 
 def tentative(optimizers: Mapping[str, Optimizer], rank: int) -> frozenset[str]:
-    """Return the names of the optimizers whose update communicates, so that it is made tentatively.
+    """Return the names of the optimizers whose update communicates and is therefore made tentatively.
 
     Rank 0 logs a warning about the cost.
     """
