@@ -1,4 +1,4 @@
-"""PyTorch's implementation of the interface in ``frameworks/common/adapter.py``."""
+"""The PyTorch adapter of a session: its implementation of the interface in ``frameworks/common/adapter.py``."""
 
 from __future__ import annotations
 
@@ -88,11 +88,11 @@ class TorchAdapter:
     Raises:
         UsageError: wrong arguments, or several processes without process groups.
         StateError: a value that cannot be saved.
-        UnsupportedError: FSDP1, an optimizer that communicates in its step, a communication hook with a state, process
-            groups that are not Holdfast's.
+        UnsupportedError: FSDP1, an optimizer that communicates in its step, a communication hook with a state, or
+            process groups that are not Holdfast's.
     """
 
-    own_groups: ClassVar[bool] = True  # the names gloo and nccl stand for Holdfast's groups
+    own_groups: ClassVar[bool] = True  # groups with the backends gloo and nccl are Holdfast's
 
     def __init__(
         self, model: Models, optimizer: Any, scheduler: Any, scaler: Any, extras: dict[str, Any], seed: int
@@ -130,19 +130,20 @@ class TorchAdapter:
         self.tentative = tentative(optimizers, self.rank)
         self._foreign = {
             id(local_part(o)): False for o in optimizers.values()
-        }  # id -> whether it updates the model's weights; a local part (ZeRO) acts only inside a known optimizer
+        }  # id of an optimizer outside of the session -> True if it updates the model's weights; a local part (ZeRO)
+        # steps only inside a known optimizer
         self._handles: list[Any] = []
         self._hooks: Hooks | None = None
-        self._backward_seen: set[int] = set()  # numbers of the modules whose backward has begun
+        self._backward_seen: set[int] = set()  # numbers of the modules whose backward pass has begun
         self._dividing = [p for _, module in modules_of(model) for p in dividing(module, self.world_size)]
         self._step = 0
-        self._computed = False  # an optimizer of the session was about to step in this block
+        self._computed = False  # True: an optimizer of the session was about to step in this block
         self._updating = False
         self._feed: TorchFeed | None = None
         self._suspicion = Suspicion(self.state)
         self._proving: Literal["", "first", "sampled"] = ""
         self._passed = 0  # blocks with an update since DDP's buckets were reset
-        # Number of collectives before the block; True while no block had one.
+        # Number of collectives before the block; ``trains_alone`` is True while no block had a collective.
         self._counted, self.trains_alone = 0, True
         self._rehearsals = 0
         self._rehearsed = self.world_size == 1
@@ -162,18 +163,22 @@ class TorchAdapter:
 
     @property
     def poisoned(self) -> bool:
-        """True after a collective of this process broke."""
+        """True if a collective of this process broke, or :meth:`poison` was called."""
         return self._fabric.poisoned
 
     @property
     def reason(self) -> str:
-        """The reason why this process is poisoned; empty if it is not."""
+        """The reason why this process is poisoned; empty if it is not poisoned."""
         return self._fabric.reason
 
     def attach(
         self, hooks: Hooks, on_fault: Callable[[str], None], on_collective: Callable[[int, str], None]
     ) -> None:
-        """Hook every optimizer of the process, the model's output and torch's compiler."""
+        """Install hooks on every optimizer of the process, the model's output and torch's compiler.
+
+        ``on_fault(reason)`` is called at the first broken collective. ``on_collective(count, name)`` is called at the
+        start of each collective.
+        """
         self._hooks = hooks
         self._fabric.on_poison(on_fault)
         self._fabric.on_collective(on_collective, hooks.waited)
@@ -189,7 +194,7 @@ class TorchAdapter:
         ]
 
     def detach(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks that :meth:`attach` installed."""
         for handle in self._handles:
             handle.remove()
         if self._hooks is not None:
@@ -203,7 +208,7 @@ class TorchAdapter:
         self._accumulating.close()
 
     def is_fault(self, error: BaseException) -> bool:
-        """Return False: a broken collective has already poisoned the process, which reports the fault."""
+        """Return False: a broken collective has already poisoned the process, so ``error`` needs no report."""
         return False
 
     def _compile_begins(self, *_: object) -> None:
@@ -215,8 +220,7 @@ class TorchAdapter:
             self._hooks.compiling(False)
 
     def _watch_output(self, number: int, module: torch.nn.Module, args: Any, output: Any) -> None:
-        # If this were compiled into user code, it would break the graph and cause a recompilation at each change of the
-        # flag.
+        # Inside compiled user code this hook would break the graph and cause recompilations.
         if torch.compiler.is_compiling() or number in self._backward_seen:
             return
         for tensor in _tensors(output):
@@ -228,7 +232,7 @@ class TorchAdapter:
         if number not in self._backward_seen and self._hooks is not None:
             if not self._backward_seen:
                 self._hooks.backward()
-                # Before the error of a scaler that a run without effect has left.
+                # Check here, before a scaler that a run without effect has changed raises a less clear error.
                 self._scaling.refuse_others(each.optimizer for each in self.state.optimizers.values())
             self._backward_seen.add(number)
             self._leftover.check(number)
@@ -286,7 +290,7 @@ class TorchAdapter:
 
     def _refuse_unknown(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer outside of the session that would change the model's weights before a vote."""
-        if self._updating:  # a wrapper that has voted calls it
+        if self._updating:  # an optimizer of the session, which has voted, calls this one
             return
         ours = self._foreign.get(id(optimizer))
         if ours is None:
@@ -301,7 +305,12 @@ class TorchAdapter:
     # ------------------------------------------------------------------ state
 
     def collect(self, *, frozen: bool = False, before: int = -1) -> TorchCollected:
-        """Return the state now, or with ``frozen`` the state at the start of the current step."""
+        """Return the state now, or with ``frozen`` the state at the start of the current step.
+
+        Args:
+            before: a step. Values that the script may change before its block are returned as they were when the script
+                was given this step.
+        """
         with named_errors("the state cannot be read"):
             while True:
                 self._devices.wait()
@@ -315,7 +324,7 @@ class TorchAdapter:
         return self.state.size() + self._snapshot.size()
 
     def compares(self, fqn: str) -> bool:
-        """Return True if the tensor must be equal on all ranks that hold it: weights and optimizer state."""
+        """Return True if tensor ``fqn`` must be equal on all ranks that hold it: weights and optimizer state."""
         return fqn in self.state.names.parameters or (
             fqn.startswith("optimizer.") and fqn not in self._buffers
         )
@@ -326,10 +335,10 @@ class TorchAdapter:
             return digest_of(collected, parts)
 
     def pin(self, memory: memoryview) -> Callable[[], None]:
-        """Lock memory pages for copies from a GPU (``PinsMemory``); without a GPU in use nothing is done.
+        """Lock memory pages for copies from a GPU (``PinsMemory``). Without a GPU in use, do nothing.
 
         Returns:
-            A function that unlocks them.
+            A function that unlocks the pages.
         """
         if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return lambda: None
@@ -346,14 +355,14 @@ class TorchAdapter:
         return lambda: runtime.cudaHostUnregister(pointer)
 
     def restore(self, catalogue: Catalogue, values: Mapping[str, Plain]) -> TorchRestore:
-        """Return the object that loads a checkpoint into this state: the caller fills its buffers, then finishes it.
+        """Return an object that loads a checkpoint into this state.
 
-        Raises: CheckpointMismatch.
+        The caller fills the buffers of that object, then calls its ``finish``. Raises: CheckpointMismatch.
         """
         return self.state.restore(catalogue, values, (self.rank, self.world_size))
 
     def mark(self, item: Any) -> object:
-        """Return a mark that changes with each write to a tensor of a batch (``MarksTensors``)."""
+        """Return a mark that changes with each write to tensor ``item`` of a batch (``MarksTensors``)."""
         return mark(item)
 
     def digest_batch(self, batch: Any) -> int:
@@ -369,7 +378,7 @@ class TorchAdapter:
         return share_memory(item, tensor)
 
     def feed(self, loader: Any) -> TorchFeed:
-        """Return the feed that draws batches of ``loader``. Raises: UsageError."""
+        """Return the feed that draws batches from ``loader``. Raises: UsageError."""
         stand_in = deferred_rank.current()
         spare = stand_in is not None and not stand_in.called
         self._feed = TorchFeed(make_source(loader, self._seed, self.copy.number, spare=spare))
@@ -378,8 +387,8 @@ class TorchAdapter:
     # ------------------------------------------------------------------ step
 
     def begin(self, step: int) -> None:
-        """Seed the generators and copy what the step may change. Raises: UnsupportedError."""
-        self._refuse_hooks()  # a hook may be registered late
+        """Seed the generators and copy the state that ``step`` may change. Raises: UnsupportedError."""
+        self._refuse_hooks()  # the script may register a hook after the session was made
         self._backward_seen, self._computed = set(), False
         self.updates.begin()
         self._step = step
@@ -392,7 +401,10 @@ class TorchAdapter:
         self._reseed(step, self._parts.part, between=False)
 
     def between(self, step: int, part: int, *, again: bool) -> None:
-        """Seed the generators for the code before a block, and copy what the script may change there."""
+        """Seed the generators for the code before the block of ``step``, and copy the state that this code may change.
+
+        With ``again``, that code has run before, and only a sample of the weights is recorded.
+        """
         self._reseed(step, part, between=True)
         if again:
             self._devices.order()
@@ -401,7 +413,10 @@ class TorchAdapter:
             self._remember(step)
 
     def remember(self, step: int, *, whole: bool = False) -> None:
-        """Copy buffers, learning rates, schedules and the user's own state (``whole``: also large objects)."""
+        """Copy buffers, learning rates, schedules and user state, which the script may change before ``step``.
+
+        With ``whole``, large objects of the user are copied too.
+        """
         self._remember(step, whole=whole)
         self._rehearsed, self._rehearsals = self.world_size == 1, 0  # the next loop may train other modules
 
@@ -415,7 +430,7 @@ class TorchAdapter:
         return self._sample.is_there()
 
     def _reseed(self, step: int, part: int, *, between: bool) -> None:
-        # The worker that does this part when all ranks are present.
+        # Number of the copy of the model that computes this part of the step when all ranks are present.
         worker = self.copy.number + self.copy.numbers * part
         reseed(self._seed, worker, step, between=between)
         reseed_generators(self.state.generators, self._seed, worker, step, between=between)
@@ -425,7 +440,7 @@ class TorchAdapter:
         self._accumulating.expect(batches)
 
     def share(self, part: int, parts: int) -> None:
-        """Make the next block part ``part`` of ``parts`` of its step (``TakesParts``)."""
+        """Make the next block part ``part`` (from 0) of the ``parts`` parts of its step (``TakesParts``)."""
         if parts > 1:
             self.updates.refuse("a step runs in parts")
         self._parts.begin(part, parts)
@@ -435,12 +450,12 @@ class TorchAdapter:
         self._fabric.shield(True)
 
     def record(self, name: str) -> None:
-        """Copy what the named optimizer is about to change."""
+        """Copy the state that optimizer ``name`` is about to change in a tentative update."""
         self.updates.refuse("an update is made inside of step.update()")
         self._snapshot.undo.record(self.state.optimizers[name].optimizer)
 
     def prepare_vote(self) -> None:
-        """Give all ranks the buffers of rank 0, then wait for the device, so that all gradients exist at the vote."""
+        """Make the buffers equal on all ranks, then wait for the device, so that all gradients exist at the vote."""
         self._parts.check()
         self.trains_alone = self.trains_alone and self._fabric.collectives == self._counted
         self._fabric.note_wait()
@@ -454,18 +469,18 @@ class TorchAdapter:
         return vector if self.world_size == 1 else self._fabric.reduce_vote(vector)
 
     def begin_equal(self) -> None:
-        """Let the modules of the user's state begin with the values of the first rank. Raises: PeerLost."""
+        """Give the modules of the user's state the values of the first rank in a new job. Raises: PeerLost."""
         if self.world_size > 1:
             begin_equal(self.state.extras, self._ddp, self.vote)
 
     def enter_update(self) -> None:
-        """Refuse collectives of user code from here to :meth:`end`."""
+        """Forbid collectives of user code until :meth:`end`, because the vote has passed."""
         self._updating = True
         self._fabric.shield(False)
         self._fabric.seal_updates(True)
 
     def end(self) -> None:
-        """Accept the update: drop the undo copies and allow collectives again."""
+        """Make the update final: drop the undo copies and allow collectives again."""
         self.release()
         self._snapshot.undo.clear()
         self._devices.order()
@@ -474,11 +489,11 @@ class TorchAdapter:
         self._leftover.ended(self._step, updated=self._computed)
 
     def set_aside(self, on: bool) -> None:
-        """Run the script's collectives without peers, or with them again (``RunsWithoutPeers``)."""
+        """Make the script's collectives complete on local data, or communicate again (``RunsWithoutPeers``)."""
         self._fabric.set_aside(on)
 
     def release(self) -> None:
-        """Leave the step: collectives work normally again."""
+        """Leave the block: collectives are allowed again, and broken collectives raise again."""
         self._suspicion.end()
         self._parts.end()
         self._accumulating.end()
@@ -487,7 +502,7 @@ class TorchAdapter:
         self._fabric.shield(False)
 
     def abort(self) -> None:
-        """Reset wrappers and scaler, restore what the step changed, and drop gradients."""
+        """Reset wrappers and scaler, restore the state that the step changed, and drop gradients."""
         self.release()
         self._fabric.quiesce()
         self._devices.wait()  # an update on another stream must not overtake the restore below
@@ -496,23 +511,23 @@ class TorchAdapter:
             self._end_proof()
         elif self._fabric.looped:
             self._rehearsals += self._computed  # a block that skipped its batch was no rehearsal
-            if not self._fabric.poisoned:  # a fence interrupted the rehearsal: the next one rebuilds
+            if not self._fabric.poisoned:  # otherwise a fence broke the rehearsal off, and it is made again
                 self._build_rehearsed()
         self._scaling.heal()
         self._snapshot.restore()
-        self._devices.wait()  # nor may the next block start before it
+        self._devices.wait()  # the next block must not start before the restore has ended
 
     # ------------------------------------------------------------------ groups
 
     def poison(self, reason: str) -> None:
-        """Break all collectives."""
+        """Break all collectives of this process."""
         self._fabric.poison(reason)
 
     def reconfigure(self, generation: Generation) -> None:
-        """Rebuild all groups. Raises: GroupError."""
+        """Rebuild all groups for ``generation``, and reset the wrappers. Raises: GroupError."""
         self._proving = ""
         self._fabric.reconfigure(generation)
-        # All ranks reset, also those with nothing to abort: a reset reducer makes a collective in its next forward.
+        # All ranks reset, even without an aborted step: a reset reducer runs a collective in its next forward pass.
         self._heal()
 
     def _heal(self) -> None:
@@ -523,12 +538,12 @@ class TorchAdapter:
         heal_pipelines()
 
     def rehearse(self) -> bool:
-        """Return True if the next step must run without effect, to build DDP's final buckets.
+        """Return True if the next step must first run without effect (a rehearsal), so that DDP gets its final buckets.
 
-        DDP rebuilds its buckets after its first passes, and the buckets decide the order of sums. In such a rehearsal
-        collectives complete on local data (*loopback*). Each loop over steps begins with it where a wrapper has no
-        final buckets: otherwise a newcomer, which rehearses, would have other buckets than its peers for a module that
-        this loop is the first one to train, and for one that an earlier loop has trained.
+        DDP rebuilds its buckets after its first backward passes, and the buckets decide the order of sums. In a
+        rehearsal collectives complete on local data (*loopback*). A newcomer always rehearses. So all ranks rehearse at
+        the start of each loop over steps in which a DDP module has no final buckets. Otherwise the newcomer's buckets
+        would differ from those of its peers.
         """
         if self._rehearsed:
             return False
@@ -540,17 +555,21 @@ class TorchAdapter:
         return True
 
     def _build_rehearsed(self) -> None:
-        """Build the buckets of what the rehearsal has used. If that was nothing, further rehearsals are no use."""
+        """Build the buckets of the DDP modules that the rehearsal has used.
+
+        If a rehearsal brought no new buckets, no further rehearsal is made.
+        """
         before = self._unready()
         self._rebuild_buckets()
-        counts = any(wrapper.static_graph for wrapper in self._ddp)  # such a wrapper counts several passes
+        counts = any(wrapper.static_graph for wrapper in self._ddp)  # such a wrapper needs several passes
         if self._computed and not counts and self._unready() == before:
             self._rehearsals = REHEARSALS_MAX
 
     def end_rehearsal(self) -> None:
         """Leave loopback and communicate with the peers again, over the same connections.
 
-        The peers rebuild their buckets at their next passes, so this process forgets its passes and does the same.
+        The peers rebuild their buckets at their next backward passes. So DDP forgets the rehearsal's passes and
+        rebuilds its buckets together with the peers.
         """
         self._fabric.reconfigure(self._fabric.generation)
         if self._proving != "sampled":
@@ -558,15 +577,19 @@ class TorchAdapter:
         self._proving = ""
 
     def go_alone(self, *, first: bool, suspected: bool) -> bool:
-        """Make the coming block run without peers, to check the block (``ProvesBlocks``).
+        """Make the coming block run without peers and without effect, to check it (``ProvesBlocks``).
+
+        Args:
+            first: True if this process has not committed a block yet.
+            suspected: True if two runs of the block differed; this run then searches for the cause.
 
         Returns:
-            False if that is not possible at this step.
+            False if such a run is not possible at this step.
         """
         if self._unready() and any(wrapper.static_graph for wrapper in self._ddp):
             return False  # ``static_graph`` counts the first passes, and they differ from later ones
         if self._ddp and ((self.partial and not first) or 0 < self._passed < SETTLED):
-            return False  # all ranks must still build their buckets together; a run that is left early resets them
+            return False  # all ranks must still build their buckets together, and this run would reset them
         self._proving = "sampled" if self._passed else "first"
         if suspected:
             self._suspicion.begin()
@@ -580,27 +603,27 @@ class TorchAdapter:
 
     @property
     def others(self) -> OtherRanksBlocks | None:
-        """The object that runs other ranks' blocks here; None if ranks hold only parts of a copy of the model."""
+        """The object that runs blocks of other ranks here; None if ranks hold only parts of a copy of the model."""
         return None if self.partial else OtherRanksBlocks(self._fabric, self.state, self._seed, self.copy)
 
     def found(self) -> Mapping[str, int]:
-        """Return digests of the state that a block starts from."""
+        """Return digests of the state from which a block starts, keyed by a description of each value."""
         return found_by(self.state)
 
     def computed(self) -> Mapping[str, int]:
-        """Return digests of the results of the block so far."""
+        """Return digests of the results of the block so far, keyed by a description of each value."""
         return computed_in(self.state)
 
     def cause(self) -> str:
-        """Return the likely cause of the difference between the last two runs of the block; empty if none was seen."""
+        """Return the likely cause of the difference between the last two runs of the block; empty if none was found."""
         return self._suspicion.cause
 
     def finder(self) -> UndeclaredTensors:
-        """Return a new finder of tensors of the script that change and are not part of the session."""
+        """Return a new object that finds tensors of the script that change and are not part of the session."""
         return UndeclaredTensors(self.state, self._model)
 
     def _end_proof(self) -> None:
-        """Reset DDP's count of passes after a first run without effect, which must not decide the buckets."""
+        """Reset DDP's count of passes after a first run without effect: that run must not decide the buckets."""
         if self._proving == "first":
             self._forget_pass()
 
@@ -618,9 +641,9 @@ class TorchAdapter:
             rebuild_buckets(module)
 
     def _rebuilt_alone(self) -> bool:
-        """Build DDP's buckets without a pass and without peers; return True if none remains to be built.
+        """Build DDP's buckets without a backward pass and without peers; return True if none remains to be built.
 
-        This works in a process that has trained its first step, because it knows the buckets.
+        This works in a process that has trained its first step: DDP has then recorded the order of the gradients.
         """
         if self._fabric.looped or self._fabric.poisoned:
             return False  # a newcomer has made no pass; a poisoned process is reset first
@@ -628,7 +651,7 @@ class TorchAdapter:
         try:
             self._rebuild_buckets()
         except RuntimeError:
-            return False  # the step before had a parameter without gradient: the next forward reports it
+            return False  # the last step had a parameter without gradient; the next forward pass reports it
         ready = not self._unready()
         try:
             self._fabric.reconfigure(self._fabric.generation)
@@ -638,11 +661,14 @@ class TorchAdapter:
 
 
 def _place(own_groups: bool) -> tuple[int, int]:
-    """Return rank and world size of the default process group, which must be Holdfast's with ``own_groups``.
+    """Return rank and world size of the default process group.
+
+    Args:
+        own_groups: True if that group must be one of Holdfast's.
 
     Raises:
-        UsageError: the launcher's variables name several processes, but there is no process group, or a different one.
-        UnsupportedError: the process groups were made before Holdfast's were installed.
+        UsageError: the launcher's variables name several processes and there is no process group; or they contradict
+        it. UnsupportedError: the process groups were made before Holdfast's were installed.
     """
     if not (dist.is_available() and dist.is_initialized()):
         seat = seat_here()

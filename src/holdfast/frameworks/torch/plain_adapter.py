@@ -1,8 +1,9 @@
-"""The adapter for PyTorch with its own process groups: a fault restarts all workers.
+"""The adapter for PyTorch with torch's own process groups: a fault restarts all workers.
 
 It is used where Holdfast's groups cannot be installed. A process cannot leave a broken collective, and a group cannot
-be rebuilt. So no block runs again in the same process: a block is neither rehearsed nor checked by a second run. Votes
-use a group of torch's own. The state of a rank at the start of its step can still be saved before all workers restart.
+be rebuilt. So no block runs twice in one process: it is neither rehearsed nor checked by a second run. Votes use a
+separate gloo group of torch. The state of a rank at the start of its step can still be saved before all workers
+restart.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from holdfast.frameworks.torch.adapter import TorchAdapter
 from holdfast.frameworks.torch.state.parameter_names import Models
 
 _TRANSPORTS = ("gloo/", "NCCL", "store")
-"""Texts in torch's error for a lost connection, which is a plain RuntimeError."""
+"""Texts that identify torch's error for a lost connection, which is a plain RuntimeError."""
 
 
 class PlainTorchAdapter(TorchAdapter):
-    """:class:`TorchAdapter` on torch's own process groups; arguments and errors are the same."""
+    """The :class:`TorchAdapter` for torch's own process groups; arguments and errors are the same."""
 
     own_groups: ClassVar[bool] = False
 
@@ -33,7 +34,7 @@ class PlainTorchAdapter(TorchAdapter):
         self._voters = dist.new_group(backend="gloo") if self.world_size > 1 else None
 
     def is_fault(self, error: BaseException) -> bool:
-        """Return True if ``error`` means that a peer is lost, after it has been reported to the other ranks at once."""
+        """Return True if ``error`` means that a peer is lost. The fault is reported to the other ranks first."""
         if self.world_size == 1 or not _lost_peer(error):
             return False
         self._fabric.broke("a collective", error, self._fabric.epoch)

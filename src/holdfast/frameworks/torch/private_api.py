@@ -1,11 +1,12 @@
-"""All uses of torch's private names: no other module touches them.
+"""All uses of torch's private names: no other module uses them.
 
-torch may change a name that begins with an underscore at any time, and recovery in place needs some of them: the
+torch may change a name that begins with an underscore at any time. Recovery in place needs some of these names: the
 function that makes process groups, and the states of DDP's reducer, of FSDP2 and of pipeline schedules. :data:`USES`
 lists each name with its purpose, the versions that have it and the feature that needs it. :func:`failures` looks every
-name up in the installed torch; ``holdfast doctor`` prints the result, and a test names what is missing in a tested
-version.
-Each function below is one small step that uses private names. Its purpose is explained where it is called.
+name up in the installed torch. ``holdfast doctor`` prints the result, and a test reports names that are missing in a
+tested version.
+
+Each function below is one small step that uses private names. The purpose of the step is explained where it is called.
 """
 
 from __future__ import annotations
@@ -55,19 +56,20 @@ _SCHEME = "env"
 
 
 def uses_of(version: Version, feature: Feature | None = None) -> list[Use]:
-    """Return the names that this version of torch should have."""
+    """Return the private names that this version of torch should have; with ``feature``, only the names for it."""
     return [use for use in USES if use.in_version(version) and feature in (None, use.feature)]
 
 
 def failures(feature: Feature) -> list[str]:
-    """Return the problem of each name of ``feature`` that fails its check on the installed torch."""
+    """Return one text for each name of ``feature`` that fails its check on the installed torch."""
     return [wrong for use in uses_of(version_of(torch.__version__), feature) if (wrong := probe(use))]
 
 
 def probed() -> tuple[int, list[tuple[str, str]]]:
-    """Return how many names pass their check on the installed torch, and the problem and feature of each that fails.
+    """Return the number of names that pass their check on the installed torch, and the names that fail.
 
-    Names of NCCL count only if this build has NCCL.
+    Each failure is a pair: a text with the name, and the feature that needs the name. Names of NCCL count only if this
+    build of torch has NCCL.
     """
     uses = [
         use
@@ -82,14 +84,14 @@ def probed() -> tuple[int, list[tuple[str, str]]]:
 
 
 def helper() -> Any:
-    """Return the function of torch that makes every process group."""
+    """Return the function of torch that makes every process group; None if this torch has no such function."""
     return getattr(c10d, _HELPER, None)
 
 
 def replace_helper(make: Callable[..., Any], outer: type[dist.ProcessGroup]) -> None:
-    """Replace torch's helper by ``make``, and keep torch's flight recorder away from groups of type ``outer``.
+    """Replace torch's function that makes groups by ``make``, and keep torch's flight recorder off ``outer`` groups.
 
-    The hook of the recorder reads the C++ backend of the group that user code holds; an outer group has none.
+    The recorder's hook reads the C++ backend of the group that user code holds. A group of type ``outer`` has none.
     """
     setattr(c10d, _HELPER, make)
     recorder = getattr(c10d, _RECORDER, None)
@@ -111,10 +113,10 @@ def note_backend(group: dist.ProcessGroup, asked: str, store: Any, config: str) 
 
 
 def coalesce_batches(outer: type[dist.ProcessGroup]) -> None:
-    """Let ``batch_isend_irecv`` coalesce on groups of type ``outer``; from torch 2.14 on it does so anyway.
+    """Make ``batch_isend_irecv`` coalesce its calls on groups of type ``outer``; torch 2.14 does so without help.
 
-    Older versions coalesce only on groups of exactly torch's own type. Sends and receives that are launched one by one
-    on one stream of NCCL can wait for each other: each side for the other's first one.
+    Older versions coalesce only on groups of exactly torch's own type. Without coalescing, sends and receives are
+    launched one by one on one stream of NCCL. Two ranks can then wait for each other: each for the other's first call.
     """
     original = getattr(c10d, _BATCHED)
     if version_of(torch.__version__) >= (2, 14):
@@ -140,7 +142,7 @@ def coalesce_batches(outer: type[dist.ProcessGroup]) -> None:
 
 
 def new_inner_group(store: Store, rank: int, world_size: int, name: str, nccl: bool) -> dist.ProcessGroup:
-    """Return a plain C++ group that has no backends yet."""
+    """Return a plain C++ process group that has no backends yet."""
     group = dist.ProcessGroup(store, rank, world_size)
     kinds = dist.ProcessGroup.BackendType
     group._set_default_backend(kinds.NCCL if nccl else kinds.GLOO)
@@ -150,7 +152,7 @@ def new_inner_group(store: Store, rank: int, world_size: int, name: str, nccl: b
 
 
 def give_backend(group: dist.ProcessGroup, device: str, backend: Backend, nccl: bool) -> None:
-    """Make collectives on tensors of ``device`` use ``backend``."""
+    """Make collectives of ``group`` on tensors of ``device`` use ``backend``."""
     kinds = dist.ProcessGroup.BackendType
     group._register_backend(torch.device(device), kinds.NCCL if nccl else kinds.GLOO, backend)
 
@@ -162,22 +164,22 @@ _OLD_NAMES = {
     "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
     "all_to_all_single": "alltoall_base",
 }
-"""Names that torch used before 2.13 for collectives of a group, and still uses in places, by today's names."""
+"""The names of collectives since torch 2.13, with their names before; code inside torch still calls some old names."""
 
 
 def collective(group: dist.ProcessGroup, name: str) -> Callable[..., Work]:
-    """Return a method of an inner group by its present name, also if this version of torch has it under the old one."""
+    """Return the method ``name`` of an inner group; in an older torch, the method with the old name."""
     return cast(Callable[..., Work], getattr(group, name, None) or getattr(group, _OLD_NAMES[name]))
 
 
 def give_old_names(outer: type[dist.ProcessGroup]) -> None:
-    """Give ``outer`` the old method names too, because code inside torch calls both."""
+    """Add the old method names to ``outer``, because code inside torch calls both."""
     for name, old in _OLD_NAMES.items():
         setattr(outer, old, getattr(outer, name))
 
 
 def number_collectives(backend: Backend) -> None:
-    """Start the count of a backend's collectives; from torch 2.14 on it is started at once."""
+    """Start the count of a backend's collectives; torch 2.14 and later start it on their own."""
     if version_of(torch.__version__) < (2, 14):
         backend._set_sequence_number_for_group()
 
@@ -189,12 +191,12 @@ def name_backend(backend: Any, ranks: Sequence[int], name: str) -> None:
 
 
 def bound_work(backend: Any, timeout: timedelta) -> None:
-    """Set the time-out of all later collectives."""
+    """Set the time-out of all later collectives of ``backend``."""
     backend._set_default_timeout(timeout)
 
 
 def rehearsal_backend(rank: int, world_size: int) -> Backend:
-    """Return a backend that communicates with no peer."""
+    """Return a backend for rehearsals, which communicates with no peer."""
     fake: Any = torch._C._distributed_c10d.FakeProcessGroup
     return cast(Backend, fake._create_internal(rank, world_size))
 
@@ -205,7 +207,7 @@ def set_global_rank(rank: int) -> None:
 
 
 def rendezvous_handlers() -> tuple[dict[str, Any], str]:
-    """Return the table of rendezvous handlers by scheme, and the scheme of ``env://``.
+    """Return torch's table of rendezvous handlers by URL scheme, and the scheme of ``env://``.
 
     Raises:
         UnsupportedError: this torch has no such table.
@@ -226,7 +228,7 @@ def rendezvous_handlers() -> tuple[dict[str, Any], str]:
 
 
 def new_nccl(store: Store, rank: int, world_size: int, options: Any, device: torch.device | None) -> Any:
-    """Return a new backend of the class that torch uses for ``nccl``; its construction may connect and block.
+    """Return a new backend of the class that torch uses for ``nccl``; its constructor may connect and block.
 
     Args:
         device: result of :func:`nccl_device`.
@@ -237,13 +239,13 @@ def new_nccl(store: Store, rank: int, world_size: int, options: Any, device: tor
 
 
 def nccl_device(bound: torch.device | None) -> torch.device | None:
-    """Return the device that a new NCCL backend is bound to; None if the backend finds it at each collective.
+    """Return the device to bind a new NCCL backend to; None if the backend finds its device at each collective.
 
-    From 2.14 on torch makes ``ProcessGroupNCCL2``, which is bound to a device, unless the user has chosen the old class
-    with TORCH_DIST_USE_NCCL2=0.
+    From 2.14 on torch uses ``ProcessGroupNCCL2``, which is bound to a device. With TORCH_DIST_USE_NCCL2=0 it uses the
+    older class.
 
     Args:
-        bound: the device that the default group is bound to; None: the current device of this thread is used.
+        bound: the device that the default group is bound to; None: the current device of this thread.
     """
     if not hasattr(c10d, "ProcessGroupNCCL2") or os.environ.get("TORCH_DIST_USE_NCCL2") == "0":
         return None
@@ -262,7 +264,7 @@ def nccl_options(options: Any, timeout: timedelta, ranks: Sequence[int], name: s
 
 
 def recorded_collectives() -> dict[str, bytes]:
-    """Return the content of torch's flight recorders of this process, as JSON by recording backend."""
+    """Return the content of torch's flight recorders of this process: recorder name (``cpu``, ``nccl``) -> JSON."""
     native: Any = torch._C._distributed_c10d
     found = {"cpu": native._dump_fr_trace_json()}
     if hasattr(native, "_dump_nccl_trace_json"):  # only in a build with NCCL
@@ -273,7 +275,7 @@ def recorded_collectives() -> dict[str, bytes]:
 
 
 def begin_together(backend: Any) -> Callable[[], None]:
-    """Launch this thread's calls to NCCL together until the returned function is called.
+    """Begin an NCCL group call in this thread; the returned function ends it and launches all calls together.
 
     ``ProcessGroupNCCL2`` needs this for the communicators that it aborts.
     """
@@ -291,7 +293,7 @@ def is_connected(backend: Any) -> bool:
 def record_collectives(group: dist.ProcessGroup, nccl: Backend, ranks: Sequence[int]) -> Any:
     """Attach torch's flight recorder to an NCCL group that does not record on its own.
 
-    Returns: the recorder's handle, to be kept with the group; None if there is nothing to attach.
+    Returns: the recorder's handle, which the caller keeps as long as the group; None if the group needs no recorder.
     """
     newer = getattr(c10d, "ProcessGroupNCCL2", None)
     if newer is None or not isinstance(nccl, newer) or _recorder_size() == 0:
@@ -301,7 +303,10 @@ def record_collectives(group: dist.ProcessGroup, nccl: Backend, ranks: Sequence[
 
 
 def _recorder_size() -> int:
-    """Return the recorder's size as torch reads it: the first variable that is set wins; 0 turns it off."""
+    """Return the size of torch's flight recorder in entries; 0: it is off.
+
+    As in torch, two environment variables are read, and the first that is set counts.
+    """
     names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
     return int(next((value for name in names if (value := os.environ.get(name))), "2000"))
 
@@ -323,7 +328,10 @@ def before_first_use_of_cuda(wait: Callable[[], None]) -> None:
 
 
 def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return indices and values of a sparse tensor as they are: :meth:`torch.Tensor.indices` needs a coalesced one."""
+    """Return indices and values of a sparse tensor, which may be uncoalesced.
+
+    :meth:`torch.Tensor.indices` refuses an uncoalesced one.
+    """
     return tensor._indices(), tensor._values()
 
 
@@ -333,10 +341,11 @@ def largest(values: list[torch.Tensor]) -> torch.Tensor:
 
 
 def are_finite(values: Sequence[torch.Tensor]) -> bool:
-    """Return True if all numbers of dense tensors of one device and dtype are finite. Their bits stay as they are.
+    """Return True if all numbers in dense tensors of one device and dtype are finite; the tensors are not changed.
 
-    A few kernels and one wait, whatever the number of tensors: the check of ``GradScaler``, with a factor of one. It
-    writes what it has read, so torch's counts of writes are put back. A norm of many tensors is a kernel for each.
+    It takes a few kernels and one wait for any number of tensors, by the check of ``GradScaler`` with a factor of one.
+    (A norm would take one kernel per tensor.) That check writes each number back unchanged, so torch's write counts are
+    restored.
     """
     real = [torch.view_as_real(v.resolve_conj()) if v.is_complex() else v for v in values]
     found, factor = (make((), device=real[0].device) for make in (torch.zeros, torch.ones))
@@ -352,7 +361,7 @@ def are_finite(values: Sequence[torch.Tensor]) -> bool:
 
 
 def in_backward() -> bool:
-    """Return True inside of a backward pass of this thread."""
+    """Return True if this thread is inside a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -360,22 +369,22 @@ def in_backward() -> bool:
 
 
 def comm_hooks(ddp: DistributedDataParallel) -> list[tuple[Any, Any]]:
-    """Return the communication hooks of a DDP module and their states."""
+    """Return the communication hooks of a DDP module, each as a pair (hook, state)."""
     return list(ddp._comm_hooks)
 
 
 def reset_reducer(ddp: DistributedDataParallel) -> None:
-    """Forget the gradients that the reducer has received so far; keep the buckets."""
+    """Make DDP's reducer forget the gradients that it has received so far, and keep its buckets."""
     ddp.reducer._reset_state()
 
 
 def has_rebuilt_buckets(ddp: DistributedDataParallel) -> bool:
-    """Return True if the layout of the buckets is final."""
+    """Return True if the layout of DDP's buckets is final."""
     return bool(ddp._has_rebuilt_buckets)
 
 
 def rebuild_buckets(ddp: DistributedDataParallel) -> None:
-    """Set the final layout of the buckets now; a collective."""
+    """Set the final layout of DDP's buckets now. All ranks must call it, because it communicates."""
     if ddp.reducer._rebuild_buckets():
         ddp._has_rebuilt_buckets = True
 
@@ -403,14 +412,14 @@ def sharded_groups(module: FSDPModule) -> list[Any]:
 
 
 def reset_sharded(modules: Sequence[FSDPModule]) -> None:
-    """Reset FSDP2 modules to their state after a finished backward, sharded again.
+    """Reset FSDP2 modules to their state after a finished backward pass, with sharded parameters.
 
-    torch's own ``FSDPModule.reset_iter_state`` (2.13) runs first, for each root, because it waits for the events of
-    side streams before it drops the memory that they write to. It does not reset gradients of an aborted backward or
-    modules without a root. The state that the modules of one root share is reset last.
+    torch's own ``FSDPModule.reset_iter_state`` (2.13) runs first for each root, because it waits for the events of side
+    streams before it drops the memory that they write to. It resets neither the gradients of an aborted backward pass
+    nor modules without a root. The state that the modules of one root share is reset last.
 
     Raises:
-        AttributeError: this torch keeps FSDP2's state in another way.
+        AttributeError: this torch keeps FSDP2's state in an unknown way.
     """
     common = importlib.import_module(f"{SHARD}._fsdp_common")
     idle = common.TrainingState.IDLE
@@ -456,7 +465,7 @@ def _clear(owner: Any, name: str) -> None:
 
 
 def replicate(model: nn.Module, mesh: Any) -> nn.Module:
-    """Return the model with data parallelism by FSDP2's code, inside a mesh that also has other dimensions."""
+    """Return the model with FSDP2's data parallelism (``replicate``), for a mesh that also has other dimensions."""
     module = importlib.import_module("torch.distributed._composable.replicate_with_fsdp")
     return cast(nn.Module, module.replicate(model, mesh=mesh))
 
@@ -465,18 +474,18 @@ def replicate(model: nn.Module, mesh: Any) -> nn.Module:
 
 PIPELINE_SCHEDULE = (SCHEDULES, "_PipelineSchedule")
 PIPELINE_STAGE = (STAGE, "_PipelineStageBase")
-"""Module and class name, for a search for objects without the import of a slow module."""
+"""Module and class name of a pipeline's objects. They are searched by name, because the module is slow to import."""
 
 
 def reset_schedule(schedule: Any) -> None:
-    """Forget the losses, receives and activations of an aborted step.
+    """Make a pipeline schedule forget the losses, receives and activations of an aborted step.
 
     Raises:
-        AttributeError: this torch keeps a schedule's state in another way.
+        AttributeError: this torch keeps a schedule's state in an unknown way.
     """
     schedule._internal_losses.clear()
     for name in ("fwd_recv_ops", "bwd_recv_ops", "unshard_ops", "unsharded_stages"):
-        if hasattr(schedule, name):  # only schedules with several stages per rank
+        if hasattr(schedule, name):  # only schedules with several stages per rank have these
             getattr(schedule, name).clear()
     several = hasattr(schedule, "_stages")
     word = "stages" if several else "stage"
@@ -492,7 +501,7 @@ def reset_schedule(schedule: Any) -> None:
 
 
 def _forget_transfers(stage: Any) -> None:
-    """Drop the receive buffers and the reduction that a stage owns during a step, from torch 2.15 on."""
+    """Drop the receive buffers and the gradient reduction that a pipeline stage owns during a step (torch 2.15)."""
     for received in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
         for info in received:
             if hasattr(info, "take_buffer"):  # in older versions the buffer is used again in the next step
@@ -507,25 +516,28 @@ def _forget_transfers(stage: Any) -> None:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of a DTensor, which has a separate write count; a plain tensor is returned itself."""
+    """Return the local tensor of a DTensor; a plain tensor is returned itself.
+
+    A DTensor and its local tensor have separate write counts.
+    """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def write_count(tensor: torch.Tensor) -> int:
     """Return torch's count of writes to a tensor.
 
-    A DTensor counts writes made through it, and its local tensor counts the others; the sum is returned.
+    For a DTensor this is a sum: the DTensor counts writes made through it, and its local tensor counts the others.
     """
     return tensor._version + (tensor._local_tensor._version if isinstance(tensor, DTensor) else 0)
 
 
 def write_counts(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """Return :func:`write_count` of many tensors, without a function call per tensor: it runs at each step."""
+    """Return :func:`write_count` of many tensors. It runs at each step, so it makes no function call per tensor."""
     return [t._version + t._local_tensor._version if isinstance(t, DTensor) else t._version for t in tensors]
 
 
 def split_tensor(placement: Any, tensor: torch.Tensor, parts: int) -> list[torch.Tensor]:
-    """Return ``tensor`` split by the placement's own rule, without padding."""
+    """Return ``tensor`` split into ``parts`` by the placement's own code, without padding."""
     cut, _ = placement._split_tensor(tensor, parts, with_padding=False)
     return cast(list[torch.Tensor], cut)
 
@@ -536,12 +548,12 @@ def copy_many(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> 
 
 
 def unlisted_buffers(module: nn.Module) -> set[str]:
-    """Return the names of the buffers that ``state_dict`` leaves out."""
+    """Return the names of the buffers that the module's ``state_dict`` leaves out."""
     return module._non_persistent_buffers_set
 
 
 def buffers_of(module: nn.Module) -> Mapping[str, torch.Tensor | None]:
-    """Return the module's own buffers by name."""
+    """Return the module's own buffers by name, without those of its children."""
     return module._buffers
 
 
@@ -550,17 +562,17 @@ WRAPPERS: Mapping[str, str] = {
     "CheckpointWrapper": "_checkpoint_wrapped_module",
     "_FabricModule": "_forward_module",
 }
-"""Wrapper class name -> attribute with the wrapped module; names, because the classes' modules are slow to import.
+"""Class name of a wrapper -> attribute with the wrapped module; the classes are slow to import, so names are compared.
 
-Fabric's public ``module`` is the user's own module: it would hide a ``FullyShardedDataParallel`` around it.
+Fabric's public attribute ``module`` would skip a ``FullyShardedDataParallel`` around the user's own module.
 """
 
 UPCAST_HOOK_STATE = "_AllreduceUpcastHookState"
-"""State class of DDP's own hook for mixed precision, which is stateless between steps; its module is slow to import."""
+"""Name of the state class of DDP's own hook for mixed precision. Between two steps this hook keeps no state."""
 
 
 def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
-    """Forget that gradients were unscaled."""
+    """Make a GradScaler forget that it has unscaled gradients."""
     scaler._per_optimizer_states.clear()
 
 
@@ -570,20 +582,20 @@ def scales(scaler: torch.amp.GradScaler, optimizer: Optimizer) -> bool:
 
 
 def step_hooks(optimizer: Optimizer) -> list[Any]:
-    """Return all functions that are called before and after a step of this optimizer."""
+    """Return all hooks that run before or after a step of this optimizer."""
     of_all = (optim._global_optimizer_pre_hooks, optim._global_optimizer_post_hooks)
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     return [hook for hooks in (*of_all, *own) for hook in hooks.values()]
 
 
 def is_replaced(optimizer: Optimizer) -> bool:
-    """Return True if the ``step()`` of this object was replaced; a schedule's counting wrapper is accepted."""
+    """Return True if user code has replaced this optimizer's ``step()``; the wrapper of a schedule does not count."""
     step = vars(optimizer).get("step")
     return step is not None and not hasattr(step, "_wrapped_by_lr_sched")
 
 
 def steps_in_backward(parameter: torch.Tensor) -> bool:
-    """Return True for a parameter that ``_apply_optimizer_in_backward`` updates during backward."""
+    """Return True if ``_apply_optimizer_in_backward`` updates this parameter during the backward pass."""
     return bool(getattr(parameter, "_in_backward_optimizers", None))
 
 
@@ -591,12 +603,12 @@ def steps_in_backward(parameter: torch.Tensor) -> bool:
 
 
 def stop_workers(iterator: Any) -> None:
-    """End the worker processes of a DataLoader's iterator."""
+    """End the worker processes of a DataLoader's iterator, if it has any."""
     stop = getattr(iterator, "_shutdown_workers", None)
     if stop is not None:
         stop()
 
 
 def wrap_distributed_settings(wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace the function through which a loader's iterator asks for the rank by ``wrap(function)``."""
+    """Replace the function by which a loader's iterator asks for the rank by ``wrap(function)``."""
     dataloader._get_distributed_settings = wrap(dataloader._get_distributed_settings)

@@ -1,4 +1,4 @@
-"""The table of torch's private names: purpose, versions and dependent feature of each.
+"""The table of torch's private names that Holdfast uses: purpose, versions and dependent feature of each.
 
 Only the functions of ``private_api.py`` use these names.
 """
@@ -120,6 +120,6 @@ def _each(owner: str, names: Sequence[str], purpose: str, feature: Feature) -> I
 
 
 SCALER_TENSORS = ("_scale", "_growth_tracker")
-"""Attributes of a ``GradScaler`` with the state that is on the device."""
+"""Attributes of a ``GradScaler`` that hold its tensors on the device."""
 
 USES: tuple[Use, ...] = (*_of_groups(), *_of_models(), *_of_state())

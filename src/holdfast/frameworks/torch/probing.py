@@ -1,4 +1,4 @@
-"""Records of private names of another package, and their check: see ``private_api.py``."""
+"""Records of private names of another package, and the check that the package has them; used by ``private_api.py``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from holdfast.runtime.node.torch_build import Version
 
 
 class Feature(Enum):
-    """The feature that is lost if a name is missing."""
+    """The feature of Holdfast that is lost if a private name is missing."""
 
     GROUPS = "recovery in place"
     DDP = "recovery in place of DDP"
@@ -24,13 +24,13 @@ class Feature(Enum):
 
 
 class Use(NamedTuple):
-    """A private name and what Holdfast needs it for.
+    """A private name of another package, and the purpose for which Holdfast needs it.
 
     Attributes:
-        path: ``module:name`` or ``module:Class.name``; the attribute of a class may be one of its instances.
-        purpose: what Holdfast does with it.
-        feature: the feature that needs it.
-        since, until: first and last version that has it; without ``until``, the newest version also has it.
+        path: ``module:name`` or ``module:Class.name``; a name in a class may be an attribute of its instances only.
+        purpose: what Holdfast does with the name.
+        feature: the feature that needs the name.
+        since, until: first and last version that has the name; without ``until``, the newest version also has it.
         takes: parameters that a function must have at least.
     """
 
@@ -42,12 +42,12 @@ class Use(NamedTuple):
     takes: tuple[str, ...] = ()
 
     def in_version(self, version: Version) -> bool:
-        """Return True if this version should have the name."""
+        """Return True if this version of the package should have the name."""
         return self.since <= version and (self.until is None or version <= self.until)
 
 
 def probe(use: Use) -> str:
-    """Check that the installed torch has the name as it is used here; return the problem, or an empty text."""
+    """Check that the installed package has the name as Holdfast uses it; return the problem, or an empty text."""
     module, _, rest = use.path.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -68,7 +68,7 @@ def probe(use: Use) -> str:
 
 
 def _speaks_of(kind: type, name: str) -> bool:
-    """Return True if instances have the attribute: a method's code names it, or an annotation does."""
+    """Return True if instances of ``kind`` probably have attribute ``name``: a method or an annotation names it."""
     return any(
         name in getattr(base, "__annotations__", {})
         or any(

@@ -1,7 +1,7 @@
 """The installation of Holdfast's process groups under the names gloo and nccl.
 
 :func:`install` replaces the one function of torch that makes groups. From then on ``init_process_group``,
-``new_group``, ``init_device_mesh`` and everything built on them (DDP, FSDP2, DTensor, pipelines) hold a
+``new_group``, ``init_device_mesh`` and everything built on them (DDP, FSDP2, DTensor, pipelines) get a
 :class:`~holdfast.frameworks.torch.comm.reconfigurable_group.ReconfigurableGroup` if the requested backend consists of
 gloo and nccl. Other backends are not changed. ``dist.get_backend()`` still returns the name that the user asked for.
 """
@@ -50,7 +50,7 @@ log = logging.getLogger("holdfast")
 
 @dataclass(frozen=True)
 class _GroupRequest:
-    """The user's arguments for a group; torch passes them on as the backend's options."""
+    """The user's arguments for a new process group; torch passes them to :func:`_create` as the backend's options."""
 
     backends: tuple[tuple[str, str], ...]
     options: Any
@@ -58,24 +58,24 @@ class _GroupRequest:
 
 
 def installed() -> bool:
-    """Return True after :func:`install`."""
+    """Return True if :func:`install` has replaced torch's own process groups."""
     return bool(getattr(private_api.helper(), "holdfast", False))
 
 
 def untouched() -> str:
-    """Return the reason why :func:`install` has not replaced torch's own groups; empty if it has."""
+    """Return the reason why :func:`install` has kept torch's own process groups; empty if it has replaced them."""
     return _untouched[0] if _untouched else ""
 
 
 def install() -> None:
-    """Put reconfigurable groups behind the names gloo and nccl. Idempotent.
+    """Make torch create reconfigurable groups for the backends gloo and nccl. Idempotent.
 
-    It starts nothing, so a zygote may call it. A newcomer to a running job has no peers until the job resumes: its
-    collectives complete on local data. torch's own groups stay if the self-test of this torch has failed, or if torch
-    makes its groups in an unknown way.
+    It opens no connection and starts no thread, so a zygote may call it. torch's own groups stay if the self-test of
+    this torch version has failed, or if this version makes groups in an unknown way. In the replacement of a lost rank,
+    collectives complete on local data (loopback) until the job resumes.
 
     Raises:
-        ScriptError: this torch cannot work.
+        ScriptError: this version of torch cannot work with Holdfast.
         UsageError: rank 0 has started this process, see :func:`refuse_started_by_script`.
     """
     refuse_started_by_script()
@@ -104,7 +104,10 @@ def install() -> None:
 
 
 def _why_untouched() -> list[str]:
-    """Return the reason to keep torch's own groups, or an empty list; warn once if the launcher has not."""
+    """Return a list with the reason to keep torch's own groups, or an empty list.
+
+    Rank 0 logs the reason as a warning, unless the launcher has already done so.
+    """
     told = VARIABLE in os.environ
     if not (reason := why_untouched()):
         reason, told = next(iter(private_api.failures(Feature.GROUPS)), ""), False
@@ -134,7 +137,7 @@ def _wrap_helper(helper: Callable[..., Any]) -> Callable[..., Any]:
             backends, call.arguments.get("backend_options"), device
         )
         call.arguments["device_id"] = (
-            None  # torch would look for the backend in our group; ``group_builder.build`` binds the device
+            None  # torch would look for the backend in Holdfast's group; ``group_builder.build`` binds the device
         )
         call.arguments["backend"] = BACKEND
         group, store = helper(*call.args, **call.kwargs)
@@ -147,9 +150,13 @@ def _wrap_helper(helper: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _create(asked: Any, request: _GroupRequest) -> ReconfigurableGroup:
-    """Return a reconfigurable group; torch calls this for every group of this process.
+    """Return a reconfigurable group; torch calls this function for every group of this process.
 
-    It is registered by ``dist.Backend.register_backend``, in the extended form.
+    :func:`install` registers it by ``dist.Backend.register_backend(..., extended_api=True)``.
+
+    Args:
+        asked: torch's options: ranks, size, timeout and store of the group.
+        request: the user's arguments.
     """
     state = fabric()
     client = control_client()
@@ -174,9 +181,13 @@ def _create(asked: Any, request: _GroupRequest) -> ReconfigurableGroup:
 
 
 def _name(ranks: tuple[int, ...], ordinal: int) -> str:
-    """Return a group name that is equal on all members, whatever other groups each has made.
+    """Return a group name that is equal on all members of the group.
 
-    torch's own counter is not equal on them.
+    torch's own counter differs between ranks that have made different numbers of groups.
+
+    Args:
+        ranks: the global ranks of the members; empty for the default group.
+        ordinal: number of earlier groups with the same ranks.
     """
     members = "-".join(map(str, ranks)) if ranks else "world"
     if len(members) > _NAME_SIZE_MAX:
@@ -196,9 +207,9 @@ def _builtin_hook(kind: Any) -> UnsupportedError:
 
 
 def _refuse_buffers_of_groups() -> None:
-    """Make FSDP2 refuse to allocate its buffers from the communicator.
+    """Make FSDP2 refuse to allocate its buffers from the communicator's memory pool.
 
-    Such buffers are lost with the communicator, and its memory pool would hand them out again.
+    Such buffers are lost when a recovery replaces the communicator.
     """
     name = "set_allocate_memory_from_process_group_for_comm"
     original: Callable[[FSDPModule, bool], None] = getattr(FSDPModule, name)
@@ -235,7 +246,7 @@ def _alone_scatter(
 
 
 def _alone_nothing(*args: Any, **kwargs: Any) -> None:
-    """Leave the lists unchanged, in loopback."""
+    """Leave the object lists unchanged: in loopback they already hold this rank's objects."""
 
 
 _OBJECT_CALLS: dict[str, Callable[..., None]] = {
@@ -246,7 +257,10 @@ _OBJECT_CALLS: dict[str, Callable[..., None]] = {
     "send_object_list": _alone_nothing,
     "recv_object_list": _alone_nothing,
 }
-"""Calls that size memory by what peers sent, with their replacement in loopback; after a poison they end at once."""
+"""Functions of ``torch.distributed`` that send Python objects, each with its replacement in loopback.
+
+They allocate memory of a size that a peer sent. In a poisoned process they therefore end at once.
+"""
 
 
 def _guard_objects(name: str, alone: Callable[..., None]) -> None:

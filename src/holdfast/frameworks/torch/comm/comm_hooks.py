@@ -1,8 +1,9 @@
 """The refusal of DDP communication hooks that keep state.
 
-Such state is in no checkpoint, and no newcomer receives it. PowerSGD, for example, begins with plain sums and
-compresses after some steps. The survivors would compress while a replacement sums, and both would wait for each other
-for ever. Its rounding errors belong to one rank and are lost with it.
+The state of a hook is in no checkpoint, and no replacement receives it. PowerSGD, for example, starts with plain sums
+and compresses gradients after some steps. The survivors would then send compressed gradients while a replacement sends
+plain sums, and each would wait for the other for ever. PowerSGD also keeps rounding errors, which are lost with their
+rank.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _NO_STATE = (type(None), dist.ProcessGroup, bool, int, float, str, torch.dtype, 
 
 
 def refuse_stateful_hooks(modules: Sequence[DistributedDataParallel]) -> None:
-    """Refuse a hook that was registered with an object that may change from step to step.
+    """Refuse a DDP communication hook whose state object may change from step to step.
 
     Raises: UnsupportedError: names the hook.
     """

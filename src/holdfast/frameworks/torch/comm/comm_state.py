@@ -1,18 +1,23 @@
 """The state that all process groups of one process share: poison, shield, seal, loopback, generation.
 
 Theory. A fault concerns the whole process: a rank with one broken group would send wrong data through its healthy
-groups. The first error therefore poisons every group. The effect of a poison on a collective depends on where the
-collective is called. Inside a step before its vote (*shield*), each collective completes at once on local data. DDP's
-reducer and FSDP2's hooks then end in order, and the vote rejects the step. Anywhere else the collective raises
-:class:`~holdfast.errors.PeerLost`. Between the vote and the end of the block (*seal*), collectives of user code are
-refused. In *loopback* there are no peers: collectives complete on local data, for rehearsals.
+groups. The first error therefore *poisons* all groups of the process. What a collective does then depends on the place
+of its call:
+
+- Inside a step, before its vote (*shield*): the collective completes at once on local data. So DDP's reducer and
+  FSDP2's hooks end in order, and the vote rejects the step.
+- Anywhere else: the collective raises :class:`~holdfast.errors.PeerLost`.
+
+Two modes are independent of faults. Between the vote and the end of the block (*seal*), collectives of user code are
+refused. In *loopback* there are no peers: collectives complete on local data, for example in a rehearsal.
 
 Invariants:
 1. ``poisoned`` is set by the first error, cleared only by :meth:`CommState.reconfigure`, and read lock-free.
-2. Two inner groups never share a key space: it is named by the generation, and a generation is built at most once.
-3. No caller waits for the end of a poisoned inner group. It is destroyed in a separate thread, which joins gloo's
-   threads, and one of those may be in a wait that ends much later.
-4. Nothing here is specific to a process before the first group is made: a zygote may fork after ``install()``.
+2. Two inner groups never share a key space. The generation names the key space, and each rank builds the groups of a
+   generation at most once.
+3. No caller waits for the end of a poisoned inner group. A separate thread destroys the group, because the destructor
+   joins gloo's threads, and one of them may be in a long wait.
+4. Before the first group is made, nothing here belongs to one process: a zygote may fork after ``install()``.
 """
 
 from __future__ import annotations
@@ -38,64 +43,71 @@ SLICE = timedelta(milliseconds=50)
 
 QUIESCE_S = 0.5
 ABORTS_S = 20.0
-"""Bound of an abort of NCCL, in seconds: tens of communicators take seconds to abort."""
+"""Longest wait for an abort of NCCL, in seconds: to abort tens of communicators takes several seconds."""
 REBUILD_TIMEOUT_S = 60.0
 BURIALS_S = 1.0
 _PENDING_PRUNE = 512
 
 
 class GroupAborted(Aborted):
-    """The exception that leaves a step, to run it again, because a call in it must return data of a lost peer."""
+    """The exception that leaves the block of a step, which then runs again.
+
+    It is raised by a call that must return data of a peer when that peer is lost.
+    """
 
 
 class Inner(Protocol):
-    """A built group: the C++ process group and the means to abort it."""
+    """An inner group: the C++ process group of one generation, and the means to abort it."""
 
     @property
     def group(self) -> dist.ProcessGroup: ...
 
     def unsevered(self) -> Sequence[Abortable]:
-        """Return the backends whose abort may block and has not begun."""
+        """Return the NCCL backends whose abort has not begun; such an abort may block."""
 
     def sever(self, abort: Abort | None = None) -> None:
         """Make every collective in progress end with an error; idempotent, from any thread, returns at once.
 
         Args:
-            abort: aborts the backends of :meth:`unsevered` together with those of other groups.
+            abort: an abort of the backends of :meth:`unsevered` together with those of other groups; None makes a new
+                one.
         """
 
     def severed(self) -> bool:
         """Return False while an NCCL abort begun by :meth:`sever` is still running."""
 
     def error(self) -> str:
-        """Return an error that the backends found outside of the collectives, or an empty text."""
+        """Return an error that NCCL found outside of the collectives, or an empty text."""
 
     def close(self) -> None:
-        """End a healthy group in order; complete when the caller drops its last reference."""
+        """End a healthy group in order; gloo's threads end when the caller drops its last reference."""
 
     def bury(self) -> None:
-        """Begin to destroy a severed group; returns at once."""
+        """Begin to destroy a severed group in the background; returns at once."""
 
     def buried(self, timeout_s: float = 0.0) -> bool:
-        """Return True if the destruction has ended, after a wait of at most ``timeout_s``."""
+        """Return True if the destruction that :meth:`bury` began has ended, after a wait of at most ``timeout_s``."""
 
 
 class Handle(Protocol):
-    """A process group that user code holds and that exists across generations."""
+    """A process group that user code holds. It stays the same object when a new generation replaces its inner group."""
 
     @property
     def order(self) -> tuple[tuple[int, ...], int]:
-        """Position in the order in which all ranks rebuild their groups (global ranks, ordinal)."""
+        """The sort key by which all ranks rebuild their groups in the same order: (global ranks, ordinal).
+
+        The global ranks are empty for the default group.
+        """
 
     @property
     def inner(self) -> Inner | None: ...
 
     @property
     def built_in(self) -> Generation | None:
-        """The generation of ``inner``."""
+        """The generation in which ``inner`` was built; None: there is no inner group."""
 
     def meet(self, generation: Generation) -> None:
-        """Wait until every rank is about to rebuild. Raises: GroupError."""
+        """Wait until every rank is about to rebuild its groups. Raises: GroupError."""
 
     def rebuild(self, generation: Generation) -> None:
         """Replace the inner group by a new one of ``generation``.
@@ -108,20 +120,20 @@ class Handle(Protocol):
         """Take over ``rank`` in this process, which was a spare until now."""
 
     def replaceable(self) -> str:
-        """Return the reason why this group cannot be rebuilt; empty if it can."""
+        """Return the reason why the inner group cannot be replaced; empty if it can."""
 
     def build_vote(self, generation: Generation) -> Inner:
-        """Return a new private gloo group over the same ranks. Raises: GroupError."""
+        """Return a new gloo group over the same ranks, used only for votes. Raises: GroupError."""
 
     def open_board(self, generation: Generation) -> SharedMemoryAllReduce | None:
-        """Return the shared-memory all-reduce of these ranks; None if they are on several nodes. Raises: StateError."""
+        """Return the board of these ranks (a shared-memory all-reduce); None on several nodes. Raises: StateError."""
 
     def leave(self) -> None:
-        """End all threads of this group that use Python objects, because the process ends."""
+        """End the threads of this group that use Python objects, because the process is about to end."""
 
 
 class Pending(Protocol):
-    """A collective in progress."""
+    """A collective in progress, as :class:`CommState` sees it."""
 
     def settled(self) -> bool:
         """Return True if the collective can no longer write into memory of this process."""
@@ -131,9 +143,9 @@ class Pending(Protocol):
 
 
 class WaitTime:
-    """The time that this process has waited for its last collectives, from the first that began to the last that ended.
+    """The time that this process has spent in its last collectives: from the first begin to the last end.
 
-    Other work of the process in that time is not known.
+    This span may include other work of the process.
     """
 
     def __init__(self) -> None:
@@ -141,15 +153,15 @@ class WaitTime:
         self._ended_ns = 0
 
     def begin(self) -> None:
-        """Note that a collective begins now."""
+        """Record that a collective begins now."""
         self._begun_ns = time.monotonic_ns()
 
     def end(self) -> None:
-        """Note that the last collective in progress has ended now."""
+        """Record that the last collective in progress has ended now."""
         self._ended_ns = time.monotonic_ns()
 
     def take(self) -> tuple[int, int] | None:
-        """Return the begin and the end in ns, once; None if no collective has ended since."""
+        """Return begin and end of the span (monotonic ns); None if no collective has ended since the last call."""
         if self._ended_ns <= self._begun_ns:
             return None
         since_ns, self._begun_ns = self._begun_ns, self._ended_ns
@@ -168,12 +180,12 @@ class CommState:
         self.shielded = False
         self.sealed = False
         self.looped = False
-        self.aside_thread = 0  # its collectives complete on local data; 0: none
-        self.calm = True  # nothing above is set, so collectives take the fast path
+        self.aside_thread = 0  # thread whose collectives complete on local data (``set_aside``); 0: none
+        self.calm = True  # none of the modes above is on, so collectives take the fast path
         self.collectives = 0
         self.flight: Flight | None = None  # set from the first group on, if the process has a status page
         self.generation = NO_GENERATION
-        # Name of the ranks' start, used where torch's store connects the groups: see ``control_store.agree_on_start``.
+        # Name of this start of the ranks, for groups that torch's store connects (``control_store.agree_on_start``).
         self.start = ""
         self._lock = threading.RLock()
         self.epoch = 0  # grows with every reconfigure; a late error of an older epoch is ignored
@@ -184,7 +196,7 @@ class CommState:
         self._graveyard: list[Inner] = []
         self._vote: Inner | None = None
         self._board: SharedMemoryAllReduce | None = None
-        self._boarded = False  # a board was looked for in this generation
+        self._boarded = False  # True once ``board`` has looked for a board in this generation
         self._on_poison: list[Callable[[str], None]] = []
         self._on_collective: Callable[[int, str], None] | None = None
         self._on_wait: Callable[[int, int], None] | None = None
@@ -196,7 +208,7 @@ class CommState:
     def shield(self, on: bool) -> None:
         """Switch the shield, which is on inside a step before its vote.
 
-        While it is on, broken collectives complete on local data instead of raising.
+        While the shield is on, broken collectives complete on local data instead of raising.
         """
         self.shielded = on
 
@@ -210,38 +222,41 @@ class CommState:
             self._refresh()
 
     def loopback(self) -> None:
-        """Make collectives complete on local data until :meth:`reconfigure`."""
+        """Make all collectives complete on local data until :meth:`reconfigure`."""
         with self._lock:
             self.looped = True
             self._refresh()
 
     def set_aside(self, on: bool) -> None:
-        """Make the collectives of this thread complete on local data, or no longer.
+        """Make the collectives of the calling thread complete on local data (``on``), or communicate again.
 
-        The code that the thread runs now is run again. Other threads of the script may be in the middle of a save.
+        It is used for the script's code after a block that has not committed: each rank runs that code a different
+        number of times, so a collective in it has no peers. Other threads still communicate; they may be in the middle
+        of a save.
         """
         with self._lock:
             self.aside_thread = threading.get_ident() if on else 0
             self._refresh()
 
     def on_poison(self, callback: Callable[[str], None]) -> None:
-        """Call ``callback(reason)`` at the first broken collective of this process, in the thread that saw it.
+        """Call ``callback(reason)`` at the first broken collective of this process, in the thread that found the error.
 
-        It is not called for :meth:`poison`, whose caller knows the reason.
+        :meth:`poison` does not call it, because its caller knows the reason.
         """
         self._on_poison.append(callback)
 
     def on_collective(
         self, callback: Callable[[int, str], None] | None, on_wait: Callable[[int, int], None] | None = None
     ) -> None:
-        """Call ``callback(count, what)`` at the start of every collective (for the status page); None removes it.
+        """Call ``callback(count, what)`` at the start of every collective; None removes the callback.
 
-        ``on_wait(since_ns, until_ns)`` is called later with the time that this process spent in the last collectives.
+        The status page shows these values. ``on_wait(since_ns, until_ns)`` is called later, with the span that this
+        process has spent in its last collectives.
         """
         self._on_collective, self._on_wait = callback, on_wait
 
     def note_wait(self) -> None:
-        """Report the time in which the process waited for its last collectives, if none is in progress."""
+        """Report the span of the last collectives to the ``on_wait`` callback, unless a collective is in progress."""
         if self._on_wait is not None and not self._pending and (span := self._waited.take()) is not None:
             self._on_wait(*span)
 
@@ -251,7 +266,7 @@ class CommState:
     # ------------------------------------------------------------------ poison
 
     def poison(self, reason: str) -> None:
-        """Break every group of this process.
+        """Break all process groups of this process.
 
         Waits end, sockets of gloo are shut down, and NCCL is aborted in the background. Idempotent; returns at once.
         """
@@ -268,7 +283,7 @@ class CommState:
             work.release()
 
     def sever(self, inners: Sequence[Inner]) -> None:
-        """Make every collective in progress in these groups end; one abort for all backends of NCCL."""
+        """Make every collective in progress in these groups end, with one common abort for all NCCL backends."""
         with self._lock:
             abort = Abort([backend for inner in inners for backend in inner.unsevered()])
             for inner in inners:
@@ -276,10 +291,11 @@ class CommState:
         abort.start()
 
     def broke(self, what: str, error: BaseException, epoch: int) -> None:
-        """Poison this process after a failed collective, and call the registered callbacks, once.
+        """Poison this process after a failed collective, and call the callbacks of :meth:`on_poison`, once.
 
         Args:
-            epoch: the epoch in which the collective was begun. A fault of an older epoch is ignored.
+            what: name of the collective.
+            epoch: value of ``self.epoch`` when the collective began. A fault of an older epoch is ignored.
         """
         with self._lock:
             if self.poisoned or epoch != self.epoch:
@@ -290,15 +306,15 @@ class CommState:
             callback(reason)
 
     def check(self, what: str) -> bool:
-        """Return True if a collective must complete on local data; called if :attr:`calm` is False.
+        """Return True if a collective must complete on local data. Call this only while :attr:`calm` is False.
 
         Args:
             what: the collective, for the error.
 
         Raises:
             StepError: the step has voted (see :meth:`seal_updates`).
-            PeerLost: the process is poisoned, outside a shield.
-            GroupAborted: see :meth:`returning_data`.
+            PeerLost: the process is poisoned, and the shield is off.
+            GroupAborted: the process is poisoned, and the call must return data of a peer (:meth:`returning_data`).
         """
         if self.sealed:
             raise StepError(
@@ -314,7 +330,7 @@ class CommState:
         return self.looped
 
     def give_up(self, what: str) -> None:
-        """Return if a poisoned collective may complete on local data. Raises: PeerLost, GroupAborted."""
+        """Return if a collective of a poisoned process may complete on local data. Raises: PeerLost, GroupAborted."""
         if not self.shielded:
             raise PeerLost(
                 f"{what}: a peer is lost ({self.reason})",
@@ -324,7 +340,7 @@ class CommState:
             raise GroupAborted(f"{what}: {self.reason}")
 
     def returning_data(self, on: bool) -> None:
-        """Mark the begin or the end of a call whose result depends on the peers' data; counted per thread.
+        """Mark the begin (``on``) or the end of a call that must return data of a peer; calls are counted per thread.
 
         In a poisoned process such a call aborts the step.
         """
@@ -333,7 +349,7 @@ class CommState:
     # ------------------------------------------------------------------ works
 
     def begin(self, what: str) -> bool:
-        """Count a collective; return True if it must complete on local data without peers. Raises as :meth:`check`."""
+        """Count a collective. Return True if it must complete on local data. Raises: as :meth:`check`."""
         self.collectives += 1
         if self._on_collective is not None:
             self.note_wait()
@@ -349,7 +365,7 @@ class CommState:
             self.flight.end(count, broken)
 
     def track(self, work: Pending) -> None:
-        """Remember a collective until it has ended, because its memory must not be reused before."""
+        """Remember a collective until it has ended: its memory must not be reused before that."""
         if len(self._pending) >= _PENDING_PRUNE:
             with self._lock:
                 self._pending = {k: w for k, w in self._pending.items() if not w.settled()}
@@ -367,10 +383,10 @@ class CommState:
         """Wait until no collective of the poisoned generation can still write into memory of this process.
 
         Call it after a poison and before buffers are restored. A gloo collective that has not ended after ``QUIESCE_S``
-        is in a wait whose sockets are shut down: it ends later with an error and writes nothing. An abort of NCCL may
-        take ``ABORTS_S``.
+        waits on sockets that are shut down: it ends later with an error and writes nothing. An abort of NCCL may take
+        ``ABORTS_S``.
 
-        Returns: False if an NCCL abort did not return: kill and replace this process.
+        Returns: False if an NCCL abort did not return. This process must then be replaced.
         """
         begun_s = time.monotonic()
         while True:
@@ -389,19 +405,19 @@ class CommState:
     # ------------------------------------------------------------------ groups
 
     def add(self, group: Handle) -> None:
-        """Register a new group."""
+        """Register a new group of this process."""
         with self._lock:
             self._groups.append(group)
 
     def groups(self) -> list[Handle]:
-        """Return all registered groups."""
+        """Return all registered groups of this process."""
         with self._lock:
             return list(self._groups)
 
     def drop(self, group: Handle) -> None:
         """Unregister a group that the user destroyed.
 
-        With the default group, the vote group and the shared-memory board are also closed.
+        For the default group, this also closes the vote group and the board.
         """
         with self._lock:
             if group in self._groups:
@@ -416,11 +432,11 @@ class CommState:
     def leave(self) -> None:
         """End the threads of healthy groups before Python ends.
 
-        A thread of gloo drops its collective after the waiter has continued. If it then frees a tensor's Python object
-        while the interpreter is ending, the whole process is aborted (signal 6, seen once in some hundred runs). If a
-        collective without a waiter is in progress, no thread is ended, because the collective may never end. Threads
-        that destroy broken groups are waited for, at most ``BURIALS_S``, because the end of Python would interrupt
-        them.
+        A thread of gloo frees its collective after the waiter has continued. If it frees a tensor's Python object while
+        the interpreter is ending, the whole process aborts (signal 6, seen once in some hundred runs). If a collective
+        without a waiter is in progress, no thread is ended, because the collective may never end.
+        Threads that destroy broken groups are waited for first, at most ``BURIALS_S``, because the end of Python would
+        interrupt them.
         """
         deadline_s = time.monotonic() + BURIALS_S
         for inner in self._graveyard:
@@ -439,21 +455,21 @@ class CommState:
         return next((g for g in reversed(self._groups) if not g.order[0]), None)
 
     def bury(self, inner: Inner) -> None:
-        """Destroy a broken inner group in the background (invariant 3)."""
+        """Destroy a broken inner group in the background, because its destructor may wait for a long time."""
         self.sever([inner])
         inner.bury()
         self._graveyard = [each for each in (*self._graveyard, inner) if not each.buried()]
 
     def stopped(self) -> Callable[[], str]:
-        """Return a function that returns an empty text, and the reason once the process is poisoned again."""
+        """Return a function that returns the reason of a poisoning after this call; empty while there was none."""
         seen = self._poisonings
         return lambda: self._news if self._poisonings != seen else ""
 
     def reconfigure(self, generation: Generation) -> None:
-        """Give every group new connections under ``generation``; clears poison and loopback.
+        """Give every group new connections under ``generation``, and clear poison and loopback.
 
-        All ranks of the generation call it. With the current generation, in a process that is not poisoned, it only
-        ends loopback.
+        All ranks of the generation call it. If the groups of this generation exist and the process is not poisoned, it
+        only ends loopback.
 
         Raises: GroupError if the process has no control plane, a group cannot be rebuilt, the generation does not grow,
         or another fault arrives before the end (the process stays poisoned; call it again with the next generation).
@@ -498,7 +514,10 @@ class CommState:
     # ------------------------------------------------------------------ vote
 
     def vote_group(self) -> dist.ProcessGroup:
-        """Return the private gloo group over all ranks, which all of them make at first use. Raises: GroupError."""
+        """Return the gloo group over all ranks that is used only for votes. Raises: GroupError.
+
+        All ranks must call this together when the group does not exist yet.
+        """
         with self._lock:
             default = self._default()
             vote = self._vote
@@ -515,7 +534,7 @@ class CommState:
         return vote.group
 
     def board(self) -> SharedMemoryAllReduce | None:
-        """Return the shared-memory all-reduce for votes; None if the job has several nodes or no launcher.
+        """Return the board for votes; None if the job has several nodes or no launcher.
 
         Raises: StateError.
         """
@@ -533,11 +552,11 @@ class CommState:
             board.close()
 
     def share(self, source: int, data: bytes) -> bytes:
-        """Broadcast a small value from rank ``source`` through shared memory (the *board* of the node).
+        """Broadcast a small value from rank ``source`` over the board, the shared memory of the node.
 
         Each call must be followed by a vote before the next call.
 
-        Returns: the data of ``source``; the own ``data`` if the communication is broken.
+        Returns: the data of ``source``; this rank's ``data`` if the communication is broken.
 
         Raises: as :meth:`check`; InternalError without a board.
         """
@@ -558,12 +577,12 @@ class CommState:
             return data
 
     def reduce_vote(self, vector: list[int]) -> list[int]:
-        """Sum ``vector`` (int64) over all ranks, over the board or a private group.
+        """Sum the vote ``vector`` (int64) over all ranks, over the board or the group of :meth:`vote_group`.
 
         Returns: the sums; the vector itself if there is one process and no default group.
 
-        Raises: PeerLost if the vote breaks, the process is poisoned, or it is in loopback. If it was poisoned during
-        the vote, the outcome is in doubt.
+        Raises: PeerLost if the vote breaks, or the process is poisoned or in loopback. If the process was poisoned
+        during the vote, the step is in doubt.
         """
         self._refuse_vote()
         if self._default() is None:
@@ -596,13 +615,13 @@ class CommState:
 
 
 def _ended(work: dist.Work) -> bool:
-    """Wait one slice; return True if the collective ended without error. Raises: the error of the collective."""
+    """Wait one ``SLICE`` for a collective; return True if it ended without error. Raises: the collective's error."""
     try:
         work.wait(SLICE)
     except RuntimeError:
         if not work.is_completed():
             return False
-        work.wait()  # it ended after the slice, or with an error: this call shows which
+        work.wait()  # raises if the collective failed; returns if it ended after the slice
     return True
 
 

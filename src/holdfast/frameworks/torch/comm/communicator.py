@@ -1,14 +1,14 @@
-"""The connections of one process group, and how they are replaced.
+"""The connections of one process group, and the means to replace them.
 
-torch 2.14 gave its backends an API to be connected again: ``supports_reconfigure``, ``get_reconfigure_handle()``,
-``reconfigure(uuid, handles, timeout)`` and ``abort()``. :class:`Communicator` has the same methods, so that torch's
-implementation and Holdfast's can be measured against each other (``bench/communicators.py``) and exchanged. On torch
-2.15 Holdfast's is the better one for gloo: torch's ``abort()`` frees no rank from a collective, and connecting again
-takes three times as long. The figures and the decision are in ``docs/design/0024-communicators.md``.
+torch 2.14 gave its backends an interface for new connections: ``supports_reconfigure``, ``get_reconfigure_handle()``,
+``reconfigure(uuid, handles, timeout)`` and ``abort()``. :class:`Communicator` has the same methods, so torch's
+implementation and Holdfast's can be compared (``bench/communicators.py``) and exchanged. For gloo on torch 2.15
+Holdfast's is better: torch's ``abort()`` frees no rank from a collective, and its new connections take three times as
+long. The figures and the decision are in ``docs/design/0024-communicators.md``.
 
 Invariants:
 1. A refused attempt to connect (:class:`~holdfast.errors.GroupError`) leaves the previous group unchanged.
-2. A uuid is used for one attempt: the addresses that the ranks exchange while they connect are stored under it.
+2. A uuid is used for one attempt: the ranks exchange their addresses under it while they connect.
 3. No caller waits for the end of a group that was replaced: see ``CommState.bury``.
 """
 
@@ -28,29 +28,29 @@ from holdfast.frameworks.torch.private_api import Store
 
 
 class Communicator(Protocol):
-    """The connections of one group, with the methods of torch's own reconfigure API (2.14)."""
+    """The connections of one group, with the methods of torch's reconfigure interface (2.14)."""
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The C++ group of the newest attempt that succeeded. Raises: GroupError before the first one."""
+        """The C++ group of the newest successful attempt to connect. Raises: GroupError before the first success."""
 
     @property
     def supports_reconfigure(self) -> bool:
         """True if :meth:`reconfigure` can replace the connections."""
 
     def get_reconfigure_handle(self) -> str:
-        """Return the handle (a name) of this rank for :meth:`reconfigure`."""
+        """Return the handle of this rank, a text that identifies it in :meth:`reconfigure`."""
 
     def reconfigure(self, uuid: str, handles: Sequence[str], timeout: timedelta) -> None:
-        """Connect to the peers. All ranks call it.
+        """Replace the connections of this rank to its peers. All ranks call it.
 
         Args:
-            uuid: equal on all ranks, new in each attempt to connect.
+            uuid: name of the attempt: equal on all ranks, new in each attempt.
             handles: handles of all ranks, by rank.
             timeout: bound of the attempt.
 
         Raises:
-            GroupError: refused, or the peers did not find each other; the previous group is unchanged.
+            GroupError: the attempt was refused, or the peers did not find each other; the previous group is unchanged.
         """
 
     def abort(self) -> None:
@@ -85,7 +85,7 @@ class FreshGroups:
         return True
 
     def get_reconfigure_handle(self) -> str:
-        """Return the handle of this rank: a name, not an address. Addresses are exchanged through the store."""
+        """Return the handle of this rank: a name, not an address. The ranks exchange addresses through the store."""
         return _handle(self.spec, self.spec.rank)
 
     def all_handles(self) -> list[str]:
@@ -117,7 +117,7 @@ class FreshGroups:
     def _connect_on(self) -> torch.device | None:
         """Return the device on which NCCL connects at once; None if it connects at its first collective.
 
-        A fault can stop a connection that is made at once. Nothing can stop one that is made in the first collective.
+        A fault can stop NCCL only while it connects at once, not while it connects in its first collective.
         """
         if self.spec.device is not None:
             return self.spec.device

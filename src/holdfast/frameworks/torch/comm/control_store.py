@@ -1,8 +1,9 @@
 """The control plane's key-value store as a ``dist.Store``, through which the ranks of a process group find each other.
 
-A TCPStore lives on one rank, dies with it, and its clients never reconnect. If this process has a control client,
-``env://`` and every inner group use the control plane instead, with a separate key space per generation. No rank is
-then special. Without a client torch's own rendezvous is used, and groups cannot be rebuilt in place.
+A TCPStore lives on one rank, dies with that rank, and its clients never reconnect. If this process has a control client
+(a connection to its agent), ``env://`` and every inner group use the key-value store of the agents instead. Each
+generation has its own key space. No rank is special. Without a control client, torch's own rendezvous is used, and
+groups cannot be rebuilt in place.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from holdfast.runtime.worker.worker_client import KvOp, WorkerClient
 
 DEFAULT_TIMEOUT_S = 300.0
 WAIT_SLICE_S = 0.25
-"""Longest time for which a blocking key wait does not notice a fault."""
+"""Longest time, in seconds, for which a blocking wait for a key does not notice a fault."""
 
 POLL_S = 0.005
 
-_kept: list[Store] = []  # torch keeps only the C++ half; its methods end with the Python half
+_kept: list[Store] = []  # torch keeps only the C++ object of a store, whose methods need the Python object
 
 
 class ControlClient(Protocol):
@@ -60,13 +61,13 @@ class ControlClient(Protocol):
 def control_client() -> ControlClient | None:
     """Return the control client of this process, or None.
 
-    It is looked up at each use, because a session may start a client late.
+    It is looked up at each use, because a session may start the client late.
     """
     return WorkerClient.current()
 
 
 def never() -> str:
-    """Return an empty text: the stop function of a store that nothing stops."""
+    """Return an empty text: the stop function of a store whose waits nothing interrupts."""
     return ""
 
 
@@ -76,8 +77,8 @@ class ControlStore(Store):
     Args:
         client: the control client.
         prefix: key space, e.g. ``g1.4/default.0/``.
-        stop: called at least every ``WAIT_SLICE_S`` while waiting; a non-empty result ends the wait with
-            :class:`GroupError`.
+        stop: called at least every ``WAIT_SLICE_S`` during a wait; a non-empty result (the reason) ends the wait
+            with :class:`GroupError`.
 
     Raises (from its methods): GroupError if stopped, ``dist.DistStoreError`` on timeout.
     """
@@ -159,9 +160,9 @@ class ControlStore(Store):
         return timedelta(seconds=self._timeout_s)
 
     def clone(self) -> ControlStore:
-        """Return this store.
+        """Return this store itself, not a copy.
 
-        It has no connection that a copy would need, and C++ would lose the Python half of a copy at once.
+        The store has no connection of its own to copy, and C++ would lose the Python object of a copy at once.
         """
         return self
 
@@ -171,11 +172,12 @@ def _as_bytes(value: str | bytes) -> bytes:
 
 
 def agree_on_start(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
-    """Return a name for this start of the ranks that no earlier start has used in this store. All ranks call it.
+    """Return a name for this start of the ranks that no earlier start has used in ``store``. All ranks call it.
 
-    torchrun's agent keeps one store for all starts, with the addresses of dead processes in it. The agent's restart
-    count differs on a node that joined later. So rank 0 draws a name and answers every hello with it, under a key that
-    only the sender knows. The hello of a dead process is also answered, and no process reads that answer.
+    torchrun's agent keeps one store for all starts, which still holds addresses of dead processes. The agent's restart
+    count cannot serve as the name, because it differs on a node that joined later. So every other rank stores a random
+    value (its hello), and rank 0 draws the name. Rank 0 answers each hello with the name, under a key that contains the
+    hello. An answer to the hello of a dead process is never read.
 
     Raises:
         GroupError: not all ranks called it within ``timeout``.
@@ -207,9 +209,9 @@ def agree_on_start(store: Store, rank: int, world_size: int, timeout: timedelta)
 
 
 def install_rendezvous() -> None:
-    """Make ``env://`` return the control store whenever this process has a control client. Idempotent.
+    """Make ``env://`` return the control plane's store whenever this process has a control client. Idempotent.
 
-    Raises: UnsupportedError if this torch has no handler table.
+    Raises: UnsupportedError if this torch has no table of rendezvous handlers.
     """
     handlers, scheme = private_api.rendezvous_handlers()
     original = handlers[scheme]

@@ -1,10 +1,11 @@
-"""Stand-in answers for torch code that asks for the rank in a spare, a process whose rank is not known yet.
+"""Placeholder answers for torch code that asks for the rank in a spare, a process whose rank is not known yet.
 
-``init_process_group``, DDP's constructor and a loader's iterator only pass the rank on. They get a stand-in, which is
-replaced when the spare is called. A ``DistributedSampler`` made without a rank asks for the rank and stores it, so its
-rank is corrected then. All other code that asks, torch's or the user's, waits for the call
-(``runtime/node/deferred_rank.py``). The first use of a GPU waits too, because the rank that trains there fills its
-memory.
+The rank becomes known when the spare is *called*: it then becomes a member of the job.
+``init_process_group``, DDP's constructor and a loader's iterator only pass the rank on. They get a placeholder, which
+is replaced at the call. A ``DistributedSampler`` made without a rank asks for the rank and stores the answer, so its
+rank is corrected at the call. All other code that asks for the rank waits for the call
+(``runtime/node/deferred_rank.py``). The first use of a GPU also waits, because the memory of the GPU is full with the
+state of the rank that trains there.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _samplers: WeakSet[DistributedSampler[Any]] = WeakSet()
 
 
 def install(stand_in: DeferredRank) -> None:
-    """Install the stand-in answers for code that asks for the rank. Call this once, in a spare."""
+    """Install the placeholder answers for code that asks for the rank. Call this once, in a spare."""
     hold_before_device(stand_in)
     if not stand_in.fixed:
         _answer_later(stand_in)
@@ -40,7 +41,7 @@ def hold_before_device(stand_in: DeferredRank) -> None:
 
 
 def _answer_later(stand_in: DeferredRank) -> None:
-    """Install the answers for a spare that may become any rank."""
+    """Install the placeholder answers in a spare that may become any rank."""
     before = sys.excepthook
 
     def become(rank: int) -> None:
@@ -50,7 +51,7 @@ def _answer_later(stand_in: DeferredRank) -> None:
             sampler.rank = rank
         private_api.set_global_rank(rank)
         if sys.excepthook.__module__ == c10d.__name__:
-            sys.excepthook = before  # torch's hook would write the stand-in's rank before each line
+            sys.excepthook = before  # torch's hook would write the placeholder rank before each line
 
     def exempt(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -1,8 +1,9 @@
-"""The positions of this process's devices in their collectives, from torch's flight recorder.
+"""The progress of this process's devices through their NCCL collectives, from torch's flight recorder.
 
 A host queues collectives of NCCL and continues. If all hosts wait for their devices, only torch's record of the devices
-differs between the ranks. It is read as JSON. A device holds the others up if it was not given, or has not begun, the
-collective in which the others are. The start of a collective is recorded only with ``TORCH_NCCL_ENABLE_TIMING=1``.
+differs between the ranks; it is read as JSON. The device of a rank holds up the others in two cases: the rank has not
+queued the collective in which the others wait, or its device has not begun that collective. The start of a collective
+is recorded only with ``TORCH_NCCL_ENABLE_TIMING=1``.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ class FlightEntry(msgspec.Struct):
 
 
 class Dump(msgspec.Struct):
-    """The part of torch's record that is read here."""
+    """The part of torch's flight record that this module reads."""
 
     entries: list[FlightEntry] = []
 
 
 def records() -> Records:
-    """Return the content of torch's recorders. From any thread; may wait for the device."""
+    """Return the content of torch's flight recorders. Callable from any thread; may wait for the device."""
     recorders: dict[str, msgspec.Raw] = {}
     devices: list[DeviceSeen] = []
     for name, data in private_api.recorded_collectives().items():
@@ -55,7 +56,10 @@ def records() -> Records:
 
 
 def summary(entries: Iterable[FlightEntry]) -> list[DeviceSeen]:
-    """Return the position of the device in each recorded NCCL group, in the group's newest generation."""
+    """Return the progress of the device in each NCCL group of ``entries``: last collective queued, begun and ended.
+
+    Only the newest generation of each group counts.
+    """
     by_group: dict[str, dict[int, list[FlightEntry]]] = {}
     for entry in entries:
         if entry.profiling_name.startswith(ON_DEVICES) and entry.process_group and not entry.is_p2p:

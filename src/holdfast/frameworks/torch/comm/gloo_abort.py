@@ -1,12 +1,12 @@
 """The abort of gloo's collectives: gloo's connected sockets are identified and shut down from any thread.
 
-gloo's ``abort()`` does nothing. A blocked collective ends at once when its sockets are shut down, even if the peer is
-only stopped. Sockets that the process opened while the backend was made are candidates. Another thread may have opened
-some of them, so a candidate counts only if one of its ends is a listener of gloo, here or at a peer (the ranks exchange
-their ports). Listeners are not shut down: gloo ends the process if one fails.
+gloo's ``abort()`` does nothing. But a blocked collective ends at once when its sockets are shut down, even if the peer
+is only stopped. The candidates are the sockets that the process opened while the backend was made. Another thread may
+have opened some of them. So a candidate counts only if one of its two ends is a listener of gloo, here or at a peer;
+the ranks exchange the ports of their listeners. Listeners are not shut down: gloo ends the process if one fails.
 
-While gloo connects there is nothing to shut down: it dials a peer that is gone, or waits for that peer's call, until
-its time-out. So it connects in a separate thread, which is abandoned if a fault comes first.
+While gloo connects there is nothing to shut down: it dials a lost peer, or waits to be dialled, until its time-out. So
+gloo connects in a separate thread, which is abandoned if a fault comes first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ STOP_POLL_S = 0.02
 
 
 class Endpoints:
-    """The connected sockets of one gloo backend, held as duplicates so that a descriptor number is never mistaken."""
+    """The connected sockets of one gloo backend.
+
+    They are duplicates, because gloo may close its own descriptor and another file may then get the same number.
+    """
 
     def __init__(self, sockets: list[socket.socket]) -> None:
         self._sockets = sockets
@@ -42,7 +45,7 @@ class Endpoints:
                     continue
 
     def close(self) -> None:
-        """Drop the duplicates; gloo's own descriptors stay as they are."""
+        """Close the duplicates; gloo's own descriptors stay open."""
         with self._lock:
             for sock in self._sockets:
                 sock.close()
@@ -50,11 +53,11 @@ class Endpoints:
 
 
 class Recorder:
-    """A context manager around the building of a backend that finds the backend's sockets.
+    """A context manager around the building of a gloo backend that finds the backend's sockets.
 
-    Use: ``with Recorder() as made:`` build the backend, then :meth:`endpoints`. It takes no lock. Two threads that
-    build at the same time each hold both groups' sockets, which is harmless, because poison shuts down all of them. A
-    lock around a blocking rendezvous could deadlock two ranks.
+    Use: build the backend inside ``with Recorder() as made:``, then call :meth:`endpoints`. It takes no lock, because a
+    lock around a blocking rendezvous could deadlock two ranks. Two threads that build at the same time each hold the
+    sockets of both groups. That is harmless, because a poison shuts down all of them.
     """
 
     def __enter__(self) -> Recorder:
@@ -69,7 +72,7 @@ class Recorder:
         """Return duplicates of the connections that gloo made.
 
         Args:
-            store: a store that all members reach, used for one key per rank.
+            store: a store that all members reach; each rank sets one key, the ports of its listeners.
             rank, world_size: rank in this group, and its size.
         """
         if world_size == 1:
@@ -102,11 +105,11 @@ class Recorder:
 def connect(make: Callable[[], Backend], stop: Callable[[], str]) -> Backend:
     """Return the result of ``make``, run in a separate thread, unless ``stop`` returns a reason first.
 
-    An abandoned thread ends at gloo's time-out at the latest. Its result or error is ignored, because no caller waits
-    for that group.
+    After a stop the thread is abandoned; it ends at gloo's time-out at the latest. Its result or error is ignored,
+    because no caller waits for that group.
 
     Raises:
-        GroupError: stopped.
+        GroupError: ``stop`` has returned a reason.
     """
     made: list[Backend] = []
     failed: list[BaseException] = []
@@ -129,7 +132,7 @@ def connect(make: Callable[[], Backend], stop: Callable[[], str]) -> Backend:
 
 
 def _socket_inodes() -> dict[str, int]:
-    """Return the descriptor of every socket of this process by link target (``socket:[inode]``)."""
+    """Return the file descriptor of every socket of this process, by its link target (``socket:[inode]``)."""
     found: dict[str, int] = {}
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -149,7 +152,7 @@ def _duplicate(fd: int) -> socket.socket | None:
 
 
 def _sort(found: list[socket.socket | None]) -> tuple[list[socket.socket], list[socket.socket]]:
-    """Return the listening and the connected internet stream sockets; close all others."""
+    """Return the listening and the connected TCP sockets; close all others."""
     listeners: list[socket.socket] = []
     connected: list[socket.socket] = []
     for sock in found:

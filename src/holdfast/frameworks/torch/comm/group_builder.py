@@ -1,7 +1,7 @@
 """The construction of inner groups: plain C++ ``ProcessGroup`` objects with gloo and/or NCCL backends.
 
-An inner group carries the collectives of a reconfigurable group for one generation. A bare backend lacks methods of a
-group, and a missing method would look like a fault; so every inner group is a C++ group.
+An inner group carries the collectives of a reconfigurable group for one generation. It is a C++ group and not a bare
+backend: a backend lacks some methods of a group, and a missing method would look like a fault.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class GroupSpec:
     """The parameters from which a group can be built again.
 
     Attributes:
-        name: key space inside a generation, equal on all members: ordinal and global ranks.
+        name: key space inside a generation, equal on all members: global ranks and ordinal.
         order: sort key by which all ranks rebuild their groups: (global ranks, empty for the default group; ordinal).
         rank, world_size: rank of this process in the group, and size of the group.
-        backends: device type -> ``gloo`` or ``nccl``.
+        backends: pairs (device type, ``gloo`` or ``nccl``).
         timeout: timeout of collectives.
         options: the user's ``pg_options`` (NCCL only), or None.
         device: the device that the default group was bound to, or None.
@@ -65,7 +65,7 @@ class BuiltGroup:
         self._kept = (
             store,
             recorder,
-        )  # NCCL connects late, and C++ keeps neither the Python half of a store nor a hook
+        )  # NCCL connects late, and C++ keeps neither the Python object of a store nor a hook
         self._endpoints = endpoints
         self._abortable = abortable
         self._lock = threading.Lock()
@@ -74,21 +74,22 @@ class BuiltGroup:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The C++ group."""
+        """The C++ process group."""
         return self._group
 
     def unsevered(self) -> Sequence[Abortable]:
-        """Return the backends of NCCL whose abort has not begun."""
+        """Return the NCCL backends whose abort has not begun."""
         return self._abortable if self._abort is None else ()
 
     def sever(self, abort: Abort | None = None) -> None:
         """Shut down gloo's sockets and begin the abort of NCCL. Idempotent, from any thread.
 
-        Afterwards the group is not destroyed with its last reference, because its destructor joins threads that may
+        Afterwards dropping the last reference does not destroy the group, because its destructor joins threads that may
         wait for a long time.
 
         Args:
-            abort: aborts the backends of :meth:`unsevered` together with other groups; None aborts only this group's.
+            abort: an abort of the backends of :meth:`unsevered` together with those of other groups; None aborts only
+                this group's.
         """
         with self._lock:
             if self._abort is None:
@@ -98,7 +99,7 @@ class BuiltGroup:
             endpoints.shutdown()
 
     def severed(self) -> bool:
-        """Return False while an abort is running."""
+        """Return False while an abort of NCCL is running."""
         return self._abort is None or self._abort.done
 
     def error(self) -> str:
@@ -106,7 +107,7 @@ class BuiltGroup:
         return next(filter(None, map(error_of, self.unsevered())), "")
 
     def connected(self) -> bool:
-        """Return True if a communicator of NCCL exists."""
+        """Return True if NCCL has already connected this group."""
         return any(private_api.is_connected(backend) for backend in self._abortable)
 
     def close(self) -> None:
@@ -117,7 +118,7 @@ class BuiltGroup:
             endpoints.close()
 
     def bury(self) -> None:
-        """Release the resources of a severed group: duplicated sockets at once, those of gloo and NCCL in a thread."""
+        """Release the resources of a severed group: duplicated sockets at once, the C++ group in a thread."""
         self.close()
         self._burial = threading.Thread(target=self._destroy, name="holdfast-burial", daemon=True)
         self._burial.start()
@@ -129,10 +130,10 @@ class BuiltGroup:
         return self._burial is not None and not self._burial.is_alive()
 
     def _destroy(self) -> None:
-        """Drop the last reference to the C++ group, whose destructor then runs here without the interpreter's lock.
+        """Drop the last reference to the C++ group; its destructor runs in this thread, without Python's lock.
 
-        A group of NCCL holds device memory and the tensors of its collectives. Its destructor would wait for an abort
-        in progress. If an abort never returns, the group is never destroyed.
+        A group of NCCL holds device memory and the tensors of its collectives. The destructor would wait for an abort
+        in progress, so this method waits first. If an abort never returns, the group is never destroyed.
         """
         if self._abort is not None:
             self._abort.wait()
@@ -153,14 +154,14 @@ def build(
 
     Args:
         connect_timeout: bound of the connection phase.
-        connect_on: the device on which NCCL connects at once; None: it connects at its first collective.
         stop: returns a reason to stop waiting for the peers, or an empty text.
+        connect_on: the device on which NCCL connects at once; None: it connects at its first collective.
 
     Returns:
         The connected group.
 
     Raises:
-        GroupError: the members did not find each other, or the building was stopped.
+        GroupError: the members did not find each other, or ``stop`` has returned a reason.
     """
     nccl = any(backend == NCCL for _, backend in spec.backends)
     group = private_api.new_inner_group(store, spec.rank, spec.world_size, spec.name, nccl)
@@ -218,7 +219,7 @@ def _nccl(
 ) -> Backend:
     """Make an NCCL backend in a separate thread, which is abandoned if a fault comes first (:func:`connect`).
 
-    While NCCL connects it waits for its peers, and only an abort ends that wait.
+    While NCCL connects, it waits for its peers. Only an abort ends that wait.
     """
     options = private_api.nccl_options(spec.options, spec.timeout, spec.order[0], spec.name)
     device = private_api.nccl_device(spec.device or connect_on)

@@ -1,7 +1,7 @@
 """Local results of collectives that have no peers: every output is filled from local data, none stays uninitialised.
 
-They are used in loopback and for collectives of a poisoned step, whose results are thrown away. Shapes, sizes and
-memory must be valid so that the step ends in order. In-place collectives keep their tensor as it is.
+They are used in loopback, and for collectives of an aborted step, whose results are thrown away. Shapes, sizes and
+memory must be valid so that the step ends in order. In-place collectives leave their tensor unchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Tensors = Sequence[torch.Tensor]
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy ``source`` into ``target`` if the element counts agree; otherwise fill ``target`` with zero."""
+    """Copy ``source`` into ``target`` if both have the same number of elements; otherwise set ``target`` to zero."""
     target = target.detach()
     if target.numel() == source.numel():
         target.copy_(source.detach().reshape(target.shape))
@@ -37,7 +37,7 @@ def fill_by_rank(outputs: Sequence[Tensors], inputs: Tensors) -> None:
 
 
 def pick(outputs: Tensors, inputs: Sequence[Tensors], rank: int) -> None:
-    """Set ``outputs[i] = inputs[i][rank]`` (scatter, reduce-scatter); zero where this rank has no input."""
+    """Set ``outputs[i] = inputs[i][rank]`` (scatter, reduce-scatter), or zeros if this rank gave no ``inputs[i]``."""
     for i, target in enumerate(outputs):
         if i < len(inputs) and inputs[i]:
             copy(target, inputs[i][rank])
@@ -65,9 +65,9 @@ def zip_copy(outputs: Tensors, inputs: Tensors) -> None:
 
 
 def one(outputs: Tensors) -> None:
-    """Fill all output tensors of a receive with the number 1.
+    """Fill the output tensors of a receive with the number 1.
 
-    A pipeline stage receives from its neighbours whether they know their shapes. The number 1 means yes.
+    A pipeline stage asks its neighbours in this way if they know the shapes of their tensors; 1 means yes.
     """
     for target in outputs:
         target.detach().fill_(1)

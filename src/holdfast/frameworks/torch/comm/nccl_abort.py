@@ -1,9 +1,9 @@
 """The abort of NCCL's collectives: ``abort()`` on each communicator, in a helper thread, because it may never return.
 
-torch has threads that watch NCCL, and with torch's defaults they end the process when a peer is gone. No survivor would
-be left to continue. Holdfast finds the same conditions by other means: the agent finds a death, the progress watch
-finds a collective that does not end, and a time limit finds an abort that does not return.
-It has not been run on a GPU: the tests of this repository cover only the bookkeeping.
+torch's own threads watch NCCL, and with torch's defaults they end the process when a peer is gone. No survivor would be
+left. Holdfast switches this off and finds the same conditions by other means: the agent detects a death, the progress
+watcher detects a collective that does not end, and a time limit detects an abort that does not return.
+The abort has not been run on a GPU: the tests of this repository cover only the bookkeeping.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ SURVIVE: Mapping[str, str] = {
 
 
 def outlive_peers() -> None:
-    """Set torch's variables so that an NCCL error does not end the process, unless the user has set them.
+    """Set torch's environment variables so that an NCCL error does not end the process; keep values set by the user.
 
-    It must run before the first group is made.
+    Call it before the first group is made.
     """
     for name, value in SURVIVE.items():
         os.environ.setdefault(name, value)
@@ -42,7 +42,7 @@ class Abortable(Protocol):
 
 
 class Abort:
-    """One abort of several backends, running in a daemon thread; its caller decides how long to wait.
+    """One abort of several NCCL backends, run in a daemon thread; its caller decides how long to wait.
 
     Communicators that are aborted one after the other can wait for each other (nccl issue 1013, torch issue 119797).
     All communicators of a process are therefore aborted inside one NCCL group call.
@@ -55,11 +55,11 @@ class Abort:
 
     @property
     def done(self) -> bool:
-        """True after every backend was aborted."""
+        """True after every backend has been aborted."""
         return self._ended.is_set()
 
     def wait(self) -> None:
-        """Wait until every backend is aborted, which may be never."""
+        """Wait until every backend has been aborted; this may never return."""
         self._ended.wait()
 
     def start(self) -> Abort:
@@ -81,7 +81,7 @@ class Abort:
 
 
 def error_of(backend: Abortable) -> str:
-    """Return the error that a backend found outside of the collectives (a link, another rank), or an empty text."""
+    """Return the error that NCCL found outside of the collectives (a link, another rank), or an empty text."""
     found = backend.get_error()
     name: str = getattr(found, "name", str(found))
     return "" if name == "SUCCESS" else name

@@ -1,7 +1,7 @@
 """The identity of a process group that user code holds: rank, size, name, backend, and the calls that it refuses.
 
-It is the base of :class:`~holdfast.frameworks.torch.comm.reconfigurable_group.ReconfigurableGroup`. torch calls these
-methods from C++ and from Python, also before the group has connections.
+:class:`OuterGroup` is the base of :class:`~holdfast.frameworks.torch.comm.reconfigurable_group.ReconfigurableGroup`.
+torch calls its methods from C++ and from Python, even before the group has connections.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class OuterGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:
         """Return ``holdfast``.
 
-        Only C++ calls this. A caller that read ``gloo`` here would look for the C++ backend inside this group.
+        Only C++ calls this. With ``gloo`` as the answer, C++ would look for gloo's backend object inside this group.
         """
         return "holdfast"
 
@@ -84,7 +84,7 @@ class OuterGroup(dist.ProcessGroup):
 
     @property
     def supports_reconfigure(self) -> bool:
-        """False: the control plane decides about the generations of the group."""
+        """False: the control plane decides when this group gets new connections."""
         return False
 
     @property
@@ -94,12 +94,12 @@ class OuterGroup(dist.ProcessGroup):
 
     @property
     def supports_abort_hooks(self) -> bool:
-        """False: a hook belongs to one generation of the connections."""
+        """False: a hook is lost when the connections are replaced."""
         return False
 
     @property
     def supports_completion_hooks(self) -> bool:
-        """False: a hook belongs to one generation of the connections."""
+        """False: a hook is lost when the connections are replaced."""
         return False
 
     def get_reconfigure_handle(self) -> NoReturn:

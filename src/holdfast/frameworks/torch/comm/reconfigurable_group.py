@@ -1,13 +1,13 @@
 """The process group that user code holds: a Python ``ProcessGroup`` whose inner group can be replaced.
 
-DDP, FSDP2, DeviceMesh and user code keep references to a group as long as they live, so a new generation replaces the
-inner group. The methods are those of torch 2.13, old names included. C++ callers reach those that torch's trampoline
-routes, Python callers all of them.
+DDP, FSDP2, DeviceMesh and user code keep their references to a group, so the group stays and a new generation replaces
+its inner group. The methods are those of torch 2.13, old names included. Python callers reach all of them; C++ callers
+reach those that torch forwards to Python subclasses.
 
 Invariants:
-1. Every collective goes through :meth:`ReconfigurableGroup._run`. It is counted, checked against the fabric's modes
-   (``comm_state.py``), and guarded. An exception that shows a wrong call is passed on unchanged.
-2. ``inner`` was built in the generation of the fabric, or is None (before a loopback ends).
+1. Every collective goes through :meth:`ReconfigurableGroup._run`. There each collective is counted, checked against the
+   modes of the process (``comm_state.py``), and guarded. An exception that shows a wrong call is passed on unchanged.
+2. ``inner`` was built in the current generation of the process, or is None (before a loopback ends).
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _SAME_SIZE = frozenset({"all_reduce", "broadcast", "reduce", "all_gather_into_te
 
 
 class ReconfigurableGroup(OuterGroup):
-    """One process group of the job, whose connections belong to a generation.
+    """One process group of the job, with connections that each generation replaces.
 
     Args:
-        fabric: the state shared by all groups.
-        spec: the parameters by which the group is built, also after a fault.
+        fabric: the state shared by all groups of the process.
+        spec: the parameters from which the inner group is built, now and after a fault.
         store: the store that torch gave for the group; used if this process has no control client.
     """
 
@@ -60,7 +60,7 @@ class ReconfigurableGroup(OuterGroup):
         self._ways = {
             device: Wait.SLICES if backend == GLOO else Wait.STREAM for device, backend in spec.backends
         }
-        # For operations without a tensor (barrier): C++ passes them to NCCL if the group has it.
+        # For operations without a tensor (barrier): C++ passes them to NCCL if the group has an NCCL backend.
         self._default_way = Wait.STREAM if Wait.STREAM in self._ways.values() else Wait.SLICES
         self._coalescing: dict[int, dist.ProcessGroup] = {}  # by thread: the group in which coalescing began
         self._begun = 0  # collectives begun in this generation
@@ -83,7 +83,7 @@ class ReconfigurableGroup(OuterGroup):
     def _asked(self, stand_in: DeferredRank) -> int:
         """Return the rank of this process in the group.
 
-        In a spare, wait until the rank is known, unless a stand-in is enough.
+        In a spare, wait until the rank is known, unless a placeholder is enough for the caller.
         """
         stand_in.ask()
         return self.spec.rank
@@ -91,7 +91,7 @@ class ReconfigurableGroup(OuterGroup):
     def become(self, rank: int) -> None:
         """Take over ``rank`` in this process, which was a spare until now.
 
-        Until then only groups of all ranks exist, because making any other group asks for the rank.
+        A spare has only groups of all ranks until then, because making any other group asks for the rank.
         """
         self.spec = self.communicator.spec = dataclasses.replace(self.spec, rank=rank)
 
@@ -118,10 +118,10 @@ class ReconfigurableGroup(OuterGroup):
         return ""
 
     def meet(self, generation: Generation) -> None:
-        """Wait until every rank is about to rebuild.
+        """Wait until every rank is about to rebuild its groups.
 
-        A rank may come late, from code between two steps. A peer that dialled it earlier would give up at gloo's
-        time-out.
+        A rank may arrive late, from code between two steps. Without this wait, a peer that dials the late rank would
+        give up at gloo's time-out.
         """
         store = self._store_in(str(generation), self.spec.timeout)
         store.set(f"here/{self.spec.rank}", "")
@@ -166,7 +166,7 @@ class ReconfigurableGroup(OuterGroup):
         return self._store_of(generation, self.spec.name, limit)
 
     def _store_of(self, generation: str, name: str, limit: timedelta) -> Store:
-        """Return the key-value store for one generation of a group."""
+        """Return the key-value store in which group ``name`` connects in ``generation``; waits end after ``limit``."""
         client = control_store.control_client()
         if client is None or self.replaceable():
             return PrefixStore(f"holdfast/{self._fabric.start}/{name}/", self._store)
@@ -190,12 +190,13 @@ class ReconfigurableGroup(OuterGroup):
         """Begin a collective and return its work.
 
         Args:
+            what: name of the collective.
             issue: begins the collective on the inner group.
             outputs: value of the work's future.
             fill: completes the collective on local data.
-            on: a tensor of the collective, which determines the backend.
+            on: a tensor of the collective, whose device determines the backend.
             after: called once the collective has succeeded.
-            p2p: a point-to-point call, whose work cannot be waited for in slices.
+            p2p: True for a point-to-point call, whose work cannot be waited for in slices.
         """
         fabric = self._fabric
         results = list(outputs)
@@ -221,14 +222,14 @@ class ReconfigurableGroup(OuterGroup):
             fabric.broke(what, error, epoch)
             fabric.give_up(what)
             return _complete(results, fill)
-        if work is None:  # NCCL returns one work for all calls, at the end of coalescing
+        if work is None:  # while calls are coalesced, NCCL returns one work for all of them, at the end
             return LocalWork(results)
         return GuardedWork(fabric, what, work, results, way, fill, after, count)
 
     def _record(self, flight: Flight, count: int, what: str, on: Tensor | None, p2p: bool) -> None:
         """Record the start of a collective in the flight recorder.
 
-        Where all ranks pass the same size, the size is recorded too, because the ranks must agree on it.
+        The size is recorded only for collectives in which all ranks must pass the same size.
         """
         key = (what, on.numel(), on.dtype) if on is not None and what in _SAME_SIZE else (what, 0, None)
         text = self._texts.get(key)
@@ -290,7 +291,7 @@ class ReconfigurableGroup(OuterGroup):
                     works.append(group.reduce([part], reduction))
             return Several(works)
 
-        # Part by part, as gloo does it, because gloo's own work cannot be waited for in slices.
+        # One reduce for each part, as gloo does it, because gloo's own work cannot be waited for in slices.
         after = lambda: loopback_ops.pick(outs, parts, self.spec.rank)  # noqa: E731
         return self._run("reduce_scatter", issue, outs, fill, on=outs[0], after=after)
 
@@ -330,7 +331,7 @@ class ReconfigurableGroup(OuterGroup):
     def _scatter_sums(
         self, what: str, outputs: list[Tensor], buffers: list[Tensor], opts: Any, fill: Fill
     ) -> Work:
-        """Run a reduce-scatter as gloo does it: an all-reduce and a copy.
+        """Run a reduce-scatter as gloo does it: an all-reduce, then a copy of this rank's part.
 
         gloo's own reduce-scatter is not used, because its work cannot be waited for in slices.
         """
@@ -489,7 +490,7 @@ class ReconfigurableGroup(OuterGroup):
         return self._run("barrier", lambda g: g.barrier(*args, **kwargs), [])
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Run gloo's barrier that names a missing rank; its error goes to the user and is not a fault."""
+        """Run gloo's barrier that names a missing rank. Its error goes to the user and does not count as a fault."""
         if not self._fabric.begin("monitored_barrier"):
             group: Any = self.communicator.group
             group.monitored_barrier(timeout or self.spec.timeout, wait_all_ranks)
@@ -501,7 +502,10 @@ class ReconfigurableGroup(OuterGroup):
             self._coalescing[threading.get_ident()] = group
 
     def _end_coalescing(self, device: torch.device) -> Work:
-        """End coalescing in the group in which it began, even if that was aborted since: NCCL counts by thread."""
+        """End coalescing in the inner group in which this thread began it, even if that group was aborted since.
+
+        NCCL counts the begins and ends per thread.
+        """
         group = self._coalescing.pop(threading.get_ident(), None)
         if group is None:
             return LocalWork([])
@@ -542,9 +546,9 @@ class ReconfigurableGroup(OuterGroup):
         self.communicator.close()
 
     def leave(self) -> None:
-        """Join gloo's threads, because the process ends.
+        """Join gloo's threads, because the process is about to end.
 
-        A group with NCCL is left as it is: its end could wait for peers.
+        A group with NCCL is left as it is, because its end could wait for peers.
         """
         if all(backend == GLOO for _, backend in self.spec.backends):
             self.shutdown()
@@ -556,7 +560,7 @@ COLLECTIVES = (
     *("all_gather_single_coalesced", "scatter", "all_to_all_single", "alltoall", "send", "recv", "barrier"),
     *("recv_anysource", "monitored_barrier", "_start_coalescing", "_end_coalescing"),
 )
-"""Methods that dynamo must call without tracing into them."""
+"""Methods that ``torch.compile`` must call without tracing into them."""
 
 
 def _finish_methods() -> None:
@@ -587,7 +591,7 @@ def _complete(outputs: list[Any], fill: Fill | None) -> LocalWork:
 
 
 def _reduction(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the options of a reduce-scatter call. The caller may have passed a reduce operation instead of options."""
+    """Return the options of a reduce-scatter call; the caller may have passed only a reduce operation."""
     given = args[0] if args else kwargs.get("opts", kwargs.get("op"))
     if isinstance(given, dist.ReduceScatterOptions):
         return given

@@ -1,9 +1,13 @@
 """The ``Work`` objects of the process groups: their waits end when the process is poisoned.
 
-Theory. A collective of gloo runs on its own thread, and waiting for it in short slices costs nothing. A slice that runs
-out is not a fault: a fault is ``is_completed()`` followed by the collective's own exception. Point-to-point works are
-different: gloo closes the connection when a wait times out, and its work has no callback. Their one blocking wait
-therefore happens in a helper thread. NCCL works are ordered on the device's stream and never waited for in slices.
+Theory. There are three ways to wait (:class:`Wait`):
+
+- A collective of gloo runs on its own thread, so short waits (slices of ``SLICE``) cost nothing. The end of a slice is
+  not a fault. A fault is ``is_completed()`` followed by the collective's own exception.
+- A point-to-point call of gloo is different: gloo closes the connection when a wait times out, and the work has no
+  callback. So its one blocking wait runs in a helper thread.
+- A work of NCCL is ordered on the device's stream. It is never waited for in slices.
+
 Errors of lost peers are distinguished from wrong calls (:func:`is_bug`).
 """
 
@@ -35,7 +39,7 @@ _COMPLAINTS = (
 
 
 class Wait(Enum):
-    """The ways in which a work can be waited for."""
+    """The ways to wait for a work: in short slices, in a helper thread, or on the device's stream."""
 
     SLICES = "slices"
     THREAD = "thread"
@@ -50,7 +54,7 @@ def is_bug(error: BaseException) -> bool:
 
 
 class InnerWork(Protocol):
-    """The methods of an inner group's work that are used here."""
+    """The methods of an inner group's work that this module uses."""
 
     def wait(self, timeout: timedelta = ...) -> bool: ...
     def is_completed(self) -> bool: ...
@@ -88,7 +92,7 @@ class Several:
 
 
 class LocalWork(Work):
-    """A collective that completed at once, on local data."""
+    """The work of a collective that completed at once, on local data."""
 
     def __init__(self, outputs: list[Any]) -> None:
         super().__init__()
@@ -125,7 +129,7 @@ class LocalWork(Work):
 
 
 class GuardedWork(Work):
-    """A collective in progress on the inner group.
+    """The work of a collective in progress on the inner group.
 
     Args:
         fabric: receives the first fault.
@@ -134,7 +138,7 @@ class GuardedWork(Work):
         outputs: the value of the future.
         way: the way to wait for ``inner``.
         fill: completes the outputs on local data if the collective breaks inside a shield.
-        after: finishes a collective that succeeded (e.g. copies this rank's part), run once.
+        after: finishes a successful collective, for example by a copy of this rank's part; run once.
         count: number of this collective, for the flight recorder.
     """
 
@@ -257,14 +261,14 @@ class GuardedWork(Work):
             future.set_result(self._outputs)
 
     def release(self) -> None:
-        """End the collective for all waiters of its future, because the process is poisoned."""
+        """End the collective for all code that waits on its future, because the process is poisoned."""
         if self._future is not None:
             self._end_broken()
 
     def settled(self) -> bool:
         """Return True if the collective can no longer write into memory of this process.
 
-        This holds after its sockets were shut down.
+        Once the sockets of a collective are shut down, it becomes settled.
         """
         if self._way is Wait.THREAD:
             return self._waiting is None or self._waiting.ended.is_set()
@@ -275,8 +279,8 @@ class GuardedWork(Work):
     def get_future(self) -> Future:
         """Return a future of the outputs that also completes when the process is poisoned.
 
-        An error reaches it by ``then``: ``Future.set_exception`` would store the Python exception as the *value*, and
-        DDP's C++ reducer would read it as tensors and crash.
+        An error is raised in a ``then`` callback of an inner future. ``Future.set_exception`` would store the Python
+        exception as the *value*; DDP's C++ reducer would read it as tensors and crash.
         """
         if self._way is Wait.STREAM:
             return self._inner.get_future()
@@ -343,15 +347,15 @@ class GuardedWork(Work):
 
 
 class _UserTimeout(RuntimeError):
-    """The caller's own timeout ran out: not a fault."""
+    """The error that the caller's own timeout ran out, which is not a fault."""
 
 
 class _Interrupted(FaultError, RuntimeError):
-    """The process was poisoned during a point-to-point wait."""
+    """The error that the process was poisoned during a point-to-point wait."""
 
 
 class Blocking:
-    """A wait that cannot be interrupted, run by a helper thread."""
+    """A wait for one work that cannot be interrupted; a helper thread runs it."""
 
     def __init__(self, inner: InnerWork) -> None:
         self._inner = inner
@@ -381,7 +385,7 @@ class Blocking:
         callback(self)
 
     def join(self, stopped: Callable[[], bool], deadline_s: float | None, what: str) -> None:
-        """Wait for the helper thread.
+        """Wait until the helper thread has ended its wait.
 
         Raises: the work's own error, FaultError if ``stopped``, RuntimeError past ``deadline_s``.
         """
@@ -395,7 +399,7 @@ class Blocking:
 
 
 class _Waiters:
-    """Daemon threads that run :class:`Blocking` waits; another one is started if none is idle."""
+    """A pool of daemon threads that run :class:`Blocking` waits; a new one is started if none is idle."""
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Blocking] = queue.SimpleQueue()

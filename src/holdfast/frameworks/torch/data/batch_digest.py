@@ -1,8 +1,12 @@
 """A digest of a batch that a loader drew: cheap, and equal in every process that draws the same batch.
 
-It covers, of a tensor or an array, shape, type and up to 512 of its elements, evenly spread; of a tensor on a device
-only shape and type, since reading it would wait for the device; of numbers, texts and bytes the value; of containers
-their items, up to 64 in all; of other objects the type.
+It covers, by type:
+
+- a tensor or an array: shape, dtype and fewer than 512 of its elements, evenly spread;
+- a tensor on a device: shape and dtype only, because reading it would wait for the device;
+- numbers, texts and bytes: the value (of long texts the length and the beginning);
+- containers: their items, up to 64 in all;
+- other objects: the type.
 """
 
 from __future__ import annotations
@@ -69,7 +73,7 @@ def _is_plain(leaf: torch.Tensor) -> bool:
 
 
 def _elements(leaf: torch.Tensor) -> Any:
-    """Return the elements of a tensor as an array, or its bytes if numpy lacks the type."""
+    """Return the elements of a tensor as a flat array, or its bytes if numpy lacks the dtype."""
     flat = leaf.detach().resolve_conj().resolve_neg().reshape(-1)
     try:
         return flat.numpy()
@@ -78,8 +82,8 @@ def _elements(leaf: torch.Tensor) -> Any:
 
 
 def _sampled(flat: Any) -> Any:
-    """Return about ``ELEMENTS_MAX`` elements at an odd distance.
+    """Return about ``ELEMENTS_MAX`` elements of a flat array, fewer than twice that, at an equal odd distance.
 
-    With an odd distance the elements do not all come from one column of rows of a usual width.
+    With an even distance, all elements could come from one column of rows of a usual width.
     """
     return flat[:: len(flat) // ELEMENTS_MAX | 1]

@@ -1,9 +1,9 @@
-"""The identity of a dataset as far as it is known without running the user's code: its length, sometimes its content.
+"""The identity of a dataset: its length, and its content if that can be read without running the user's code.
 
-Reading samples to compare them would run ``__getitem__`` at a time that the user does not expect: it may draw from its
-own generator, or open files before loader workers are forked. So content is read only where that is memory (tensors,
-lists, ``Subset`` and ``ConcatDataset`` of them, the file lists of image folders), or where the dataset has an attribute
-``fingerprint``, for instance the checksum of a file.
+To read samples would run ``__getitem__`` at a time that the user does not expect. It may draw from the user's own
+generator, or open files before loader workers are forked. So content is read only in two cases. It lies in memory
+(tensors, lists, ``Subset`` and ``ConcatDataset`` of them, the file lists of image folders). Or the dataset has an
+attribute ``fingerprint``, for example the checksum of a file.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from holdfast.frameworks.common.adapter import DataIdentity
 from holdfast.frameworks.torch.state.boxes import byte_view
 
 LOOKED_AT = 16
-"""Number of rows or entries that are read, spread over the whole."""
+"""Number of rows or entries of a dataset that are read, evenly spread."""
 
 
 def identity(dataset: Any, shared: bool) -> DataIdentity | None:
     """Return length and, if known, content digest of a map-style dataset; None if it has no length.
 
     Args:
-        shared: ranks draw different samples of it, so all must have the same dataset.
+        shared: True if ranks draw different samples of it, so that all must have the same dataset.
     """
     try:
         length = len(dataset)
@@ -39,7 +39,7 @@ def identity(dataset: Any, shared: bool) -> DataIdentity | None:
 
 
 def _look(item: Any, total: xxhash.xxh3_64) -> bool:
-    """Add the content of ``item`` to the digest; return False if the content cannot be read."""
+    """Add the content of ``item`` to the digest ``total``; return False if the content cannot be read."""
     said = getattr(item, "fingerprint", None)
     if isinstance(said, str | int):
         total.update(str(said).encode())
@@ -76,7 +76,7 @@ def _look_at_entry(entry: Any, total: xxhash.xxh3_64) -> bool:
 
 
 def _some(length: int) -> Sequence[int]:
-    """Return up to :data:`LOOKED_AT` indices, the first and the last included."""
+    """Return up to :data:`LOOKED_AT` indices below ``length``, the first and the last included."""
     if length <= LOOKED_AT:
         return list(range(length))
     return [i * (length - 1) // (LOOKED_AT - 1) for i in range(LOOKED_AT)]

@@ -1,17 +1,17 @@
-"""The position of the job in its data, and the return to a position without reading what was already used.
+"""The position of the job in its data, and the return to a position without reading samples that were already used.
 
 Theory. A position is (epoch, batches drawn in that epoch). The draws of a sampler in an epoch are made a function of
-(seed, epoch): for a ``DistributedSampler`` by ``set_epoch``, for any other by seeding before it draws. To go to a
-position, index lists are skipped; no skipped sample is loaded. If the rule that deals samples to ranks is known
-(``sampler_order.py``), the position also holds how many samples of the epoch the whole job has drawn. A job with
-another number of ranks or another batch size can then continue there. Each sample is seeded from (seed, epoch, index)
-in the process that loads it. Random augmentation therefore depends neither on the number of loader workers nor on a
-restart.
+(seed, epoch): for a ``DistributedSampler`` by ``set_epoch``, for any other sampler by seeding the generators before it
+draws. To go to a position, index lists are skipped; no skipped sample is loaded. If the rule that deals samples to
+ranks is known (``sampler_order.py``), the position also holds the number of samples of the epoch that the whole job has
+drawn. A job with another number of ranks or another batch size can then continue there. Each sample is seeded from
+(seed, epoch, index) in the process that loads it. Random augmentation therefore depends neither on the number of loader
+workers nor on a restart.
 
 Sources, by the type of the user's loader:
 - a ``DataLoader`` over a map-style dataset is rebuilt around the same dataset, sampler and settings (``MapSource``);
-- a loader with ``state_dict`` (torchdata's ``StatefulDataLoader``) is positioned by that (``StatefulSource``); its
-  state belongs to one rank and travels in the status page;
+- a loader with ``state_dict`` (torchdata's ``StatefulDataLoader``) goes to a position by ``load_state_dict``
+  (``StatefulSource``); its state belongs to one rank, whose status page carries it;
 - any other iterable is read again from the start of the epoch up to the position, with a warning (``ReplaySource``).
 """
 
@@ -44,7 +44,7 @@ log = logging.getLogger("holdfast")
 
 @dataclass(frozen=True)
 class Position:
-    """A position: ``batch`` batches of epoch ``epoch`` were drawn."""
+    """A position in the data of one rank: ``batch`` batches of epoch ``epoch`` were drawn."""
 
     epoch: int = 0
     batch: int = 0
@@ -61,7 +61,7 @@ class Source(ABC):
         rank: number of the copy of the model that the batches are for.
 
     Attributes:
-        length: batches per epoch of this rank, if known.
+        length: batches per epoch of this rank; None if not known.
         device: device to which the user's loader moves batches; None: it does not move them.
     """
 
@@ -75,7 +75,7 @@ class Source(ABC):
 
     @abstractmethod
     def open(self, epoch: int, skip: int) -> Iterator[Any]:
-        """Iterate over ``epoch`` without its first ``skip`` batches."""
+        """Return an iterator over ``epoch`` without its first ``skip`` batches."""
 
     def placed(self, batch: Any) -> Any:
         """Return ``batch`` moved to the device of the user's loader."""
@@ -84,15 +84,15 @@ class Source(ABC):
         return private_api.tree_map_only(torch.Tensor, lambda t: t.to(self.device), batch)
 
     def identity(self) -> DataIdentity | None:
-        """Return the identity of the dataset, or None."""
+        """Return the identity of the dataset; None if it is not known."""
         return None
 
     def words(self, position: Position) -> dict[str, int]:
-        """Return the entries of a place that a job of another size needs, besides epoch and batch."""
+        """Return the values of a position, besides epoch and batch, that a job with another number of ranks needs."""
         return {}
 
     def find(self, place: Mapping[str, int]) -> int:
-        """Return the number of the batch that comes next at a place."""
+        """Return the number, in its epoch, of the next batch after the position ``place``."""
         return place["batch"]
 
     def local_state(self) -> Plain:
@@ -103,15 +103,15 @@ class Source(ABC):
         """Make the next :meth:`open` continue from ``state``. Do nothing if the position alone is enough."""
 
     def close(self) -> None:
-        """Stop loader workers."""
+        """Stop the worker processes of the loader."""
         private_api.stop_workers(self._iterator)
         self._iterator = None
 
     def _read(self, epoch: int, first: int, skip: int) -> Iterator[Any]:
-        """Yield batches in the user's own order, from batch ``first``; drop those below ``skip``.
+        """Yield batches in the user's own order, from batch ``first`` on; drop those below ``skip``.
 
-        The random draws of an iterable in this process must not depend on random draws of the steps in between. A
-        sampler draws its order at the first item.
+        The generators are seeded before each batch. So the random draws of an iterable in this process do not depend on
+        random draws of the steps in between. A sampler draws its order at the first batch.
         """
         seed_all(order_seed(self._seed, epoch, self._rank))
         self._iterator = iter(self._user)
@@ -146,9 +146,10 @@ class TorchFeed:
         self.rewinds = True
 
     def become(self, rank: int) -> None:
-        """Start over as ``rank`` in this process, which was a spare until now.
+        """Start again at the first batch as ``rank``, in this process, which was a spare until now.
 
-        The batches drawn before were for no rank. Loader workers that were started continue to work for the new rank.
+        The batches drawn before this call were for no rank. Loader workers that are running continue to work for the
+        new rank.
         """
         self._iterator = None
         self.position = Position()
@@ -161,14 +162,14 @@ class TorchFeed:
         return {"epoch": at.epoch, "batch": at.batch, **self._source.words(at)}
 
     def seek(self, place: Mapping[str, int], local: Plain = None) -> None:
-        """Go to a place; ``local`` is the result of :meth:`local_state` at that place, if any."""
+        """Go to a position that :meth:`place` returned; ``local`` is the result of :meth:`local_state` there."""
         self._iterator = None
         self.position = Position(place["epoch"], self._source.find(place))
         if local is not None:
             self._source.restore_local(local)
 
     def identity(self) -> DataIdentity | None:
-        """Return the identity of the dataset, or None."""
+        """Return the identity of the dataset; None if it is not known."""
         return self._source.identity()
 
     def local_state(self) -> Plain:
@@ -176,11 +177,14 @@ class TorchFeed:
         return self._source.local_state()
 
     def draw(self, epochs: int | None = None) -> Any:
-        """Return the next batch; after the last one of an epoch, the first of the next epoch.
+        """Return the next batch; after the last batch of an epoch, the first of the next epoch.
+
+        Args:
+            epochs: number of epochs to draw; None: no limit.
 
         Raises:
             StopIteration: ``epochs`` epochs are over.
-            EmptyLoaderError: an epoch yields nothing.
+            EmptyLoaderError: an epoch yields no batch.
         """
         while epochs is None or self.position.epoch < epochs:
             position = self.position
@@ -204,7 +208,7 @@ class TorchFeed:
         raise StopIteration
 
     def close(self) -> None:
-        """Stop loader workers."""
+        """Stop the worker processes of the loader."""
         self._iterator = None
         self._source.close()
 
@@ -213,7 +217,9 @@ def make_source(loader: Any, seed: int, rank: int, *, spare: bool = False) -> So
     """Return the source for the loader that the user gave to ``steps``.
 
     Args:
-        spare: this process has no rank yet; see :meth:`TorchFeed.become`.
+        seed: seed of the session.
+        rank: number of the copy of the model that the batches are for.
+        spare: True if this process has no rank yet; see :meth:`TorchFeed.become`.
 
     Raises:
         UsageError: ``loader`` is not iterable, or is an iterator.
@@ -249,7 +255,7 @@ def make_source(loader: Any, seed: int, rank: int, *, spare: bool = False) -> So
 
 
 def unwrapped(loader: Any) -> tuple[Any, torch.device | None]:
-    """Return the loader inside Fabric's wrapper and its device; any other loader with None.
+    """Return the loader inside Fabric's wrapper and its device; any other loader is returned itself, with None.
 
     Fabric's wrapper sets its sampler's epoch from a counter that starts at 0 in each process. In a replacement this
     epoch would be wrong.
@@ -262,7 +268,7 @@ def unwrapped(loader: Any) -> tuple[Any, torch.device | None]:
 def _prepared_source(loader: Any, seed: int) -> Source:
     """Return the source for a DataLoader from ``accelerator.prepare``.
 
-    The sampler of such a loader draws for the whole job on every rank, as on rank 0.
+    The sampler of such a loader draws the order of the whole job on every rank, so it is seeded equally on all ranks.
     """
     if isinstance(loader.dataset, IterableDataset) or not isinstance(loader, DataLoader):
         raise UsageError(
@@ -290,7 +296,7 @@ def _length(loader: Any) -> int | None:
 
 
 class MapSource(Source):
-    """A ``DataLoader`` over a map-style dataset, rebuilt so that it can start anywhere.
+    """A ``DataLoader`` over a map-style dataset, rebuilt so that it can start at any batch.
 
     Every setting of the user's loader is kept. The seed of its ``generator`` only selects the order, because the
     generator is seeded again in each epoch.
@@ -307,7 +313,7 @@ class MapSource(Source):
         self._lent = spare and loader.num_workers > 0
         self._loader = self._rebuild(loader, keep=self._lent)
         self._start: tuple[Position, int] | None = (
-            None  # dealt again from this position, after this number of samples of the job
+            None  # the rest of the epoch is dealt again from this position, after this number of samples of the job
         )
 
     def _rebuild(self, loader: DataLoader[Any], *, keep: bool) -> DataLoader[Any]:
@@ -338,15 +344,15 @@ class MapSource(Source):
         self._order.become(rank)
 
     def identity(self) -> DataIdentity | None:
-        """Return the dataset's identity, shared if a sampler deals one dataset to the ranks."""
+        """Return the dataset's identity; it is marked as shared if a sampler deals one dataset to the ranks."""
         deal = self._order.deal
         return identity(self._user.dataset, shared=deal is not None and deal.copies > 1)
 
     def words(self, position: Position) -> dict[str, int]:
-        """Return two numbers of samples for a place.
+        """Return two numbers of samples for a position.
 
-        ``seen`` is the samples of the epoch that the job has drawn. ``share`` is the samples that the job draws with
-        one batch of each copy.
+        ``seen`` is the number of samples of the epoch that the whole job has drawn. ``share`` is the number of samples
+        that the job draws with one batch of each copy of the model.
         """
         deal = self._order.deal
         return {} if deal is None else {"seen": self._seen(deal, position), "share": deal.share}
@@ -359,7 +365,7 @@ class MapSource(Source):
     def find(self, place: Mapping[str, int]) -> int:
         """Return the number of the next batch, after the samples that the job has drawn.
 
-        If these samples end inside a batch of the present size, the rest of the epoch is dealt again from there.
+        If these samples end inside a batch of the present size, the rest of the epoch is dealt again from their end.
         """
         deal = self._order.deal
         self._start = None
@@ -372,7 +378,7 @@ class MapSource(Source):
         return batch
 
     def open(self, epoch: int, skip: int) -> Iterator[Any]:
-        """Iterate over ``epoch`` without loading its first ``skip`` batches."""
+        """Return an iterator over ``epoch`` that does not load the first ``skip`` batches."""
         user = self._user
         _set_epoch(
             epoch, user, user.sampler, user.batch_sampler, getattr(user.batch_sampler, "sampler", None)
@@ -393,19 +399,19 @@ class MapSource(Source):
 
 
 def _init_of(loader: DataLoader[Any]) -> Callable[[int], None] | None:
-    """Return the first function of a loader worker: end if its parent was killed, then run the user's function.
+    """Return the init function for loader workers: end if the parent was killed, then run the user's function.
 
-    torch's own watch of the parent begins later, and does not notice a parent that was killed before.
+    torch's own watch of the parent begins later, and does not notice a parent that was killed before that.
     """
     init = loader.worker_init_fn
     context = loader.multiprocessing_context
-    if context is None:  # asked in a way that does not fix the method
+    if context is None:  # ask in a way that does not fix the start method for the whole process
         method = (
             multiprocessing.get_start_method(allow_none=True) or multiprocessing.get_all_start_methods()[0]
         )
     else:
         method = context.get_start_method()
-    if method != "fork":  # started by a server or by a command: the parent shows nothing
+    if method != "fork":  # started by a fork server or by a command: the parent cannot be checked
         return init
     parent = os.getpid()
 
@@ -422,18 +428,18 @@ class _PreparedSource(MapSource):
     """A :class:`MapSource` for loaders from ``accelerator.prepare``."""
 
     def become(self, rank: int) -> None:
-        """Do nothing: every rank draws what rank 0 draws."""
+        """Do nothing: every rank draws the same order as rank 0."""
 
 
 class StatefulSource(Source):
-    """A loader that keeps its position (``state_dict``) on each rank."""
+    """A loader that has its own position (``state_dict``), different on each rank."""
 
     def __init__(self, loader: Any, seed: int, rank: int) -> None:
         super().__init__(loader, seed, rank)
         self._restored = False
 
     def open(self, epoch: int, skip: int) -> Iterator[Any]:
-        """Iterate over ``epoch`` from the restored state, or from its start if there is none.
+        """Return an iterator over ``epoch`` from the restored state, or from the start if there is none.
 
         From the start, the first ``skip`` batches are read and dropped.
         """
@@ -453,13 +459,13 @@ class StatefulSource(Source):
         return split(self._user.state_dict(), "loader", _inline)
 
     def restore_local(self, state: Plain) -> None:
-        """Load the loader's ``state_dict``."""
+        """Load ``state`` as the loader's ``state_dict``."""
         self._user.load_state_dict(join(state, _from_inline))
         self._restored = True
 
 
 class ReplaySource(Source):
-    """An iterable whose position is reached by reading up to it."""
+    """An iterable without a position of its own, which is read again up to the position."""
 
     def __init__(self, loader: Any, seed: int, rank: int) -> None:
         super().__init__(loader, seed, rank)
@@ -467,7 +473,7 @@ class ReplaySource(Source):
             loader.generator = torch.Generator()
 
     def open(self, epoch: int, skip: int) -> Iterator[Any]:
-        """Iterate over ``epoch``; the first ``skip`` batches are read and dropped."""
+        """Return an iterator over ``epoch``; it reads the first ``skip`` batches and drops them."""
         loader = self._user
         _set_epoch(epoch, loader, getattr(loader, "dataset", None))
         if isinstance(loader, DataLoader) and isinstance(loader.generator, torch.Generator):

@@ -1,19 +1,20 @@
-"""The order of a map-style loader, which can start at any place and be dealt again to another number of ranks.
+"""The order of a map-style loader, which can start at any sample and be dealt again to another number of ranks.
 
 Each index carries its epoch.
 
-Theory. A sampler draws the order of an epoch from (seed, epoch). A ``DistributedSampler`` deals it: entry i belongs to
-copy i modulo the number of copies. When every copy has drawn k batches of b samples, the job has drawn the first k * b
-* copies entries. That number is the place of the job in the epoch, for any number of copies and any batch size. The
-entries after it are dealt to the present copies, as the sampler would deal a shorter epoch.
+Theory. A sampler draws the order of an epoch, a list of sample indices (*entries*), from (seed, epoch). A
+``DistributedSampler`` deals this order: entry i belongs to copy (of the model) i modulo the number of copies. When
+every copy has drawn k batches of b samples, the job has drawn the first k * b * copies entries. That number is the
+position of the job in the epoch, for any number of copies and any batch size. The later entries are dealt to the
+present copies, as the sampler would deal a shorter epoch.
 
 Invariants:
-1. From a place that this number of copies and this batch size can reach, dealing again gives the order that skipping
-   batches gives.
-2. What a ``DistributedSampler`` (or a sampler whose order it deals) draws from the default generators is the same on
+1. At a position that this number of copies and this batch size can reach, dealing again gives the same order as
+   skipping batches.
+2. A ``DistributedSampler`` (or a sampler whose order it deals) draws the same numbers from the default generators on
    all ranks. Otherwise each rank would take its part of another order.
-3. No entry after the place is left out or given twice, except by the sampler's own rule for the end of an epoch: to
-   give all copies the same number it repeats the first entries, or leaves out the last ones (``drop_last``).
+3. No entry after the position is left out or given twice, except by the sampler's own rule for the end of an epoch. To
+   give all copies the same number, the sampler repeats the first entries, or leaves out the last ones (``drop_last``).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from holdfast.frameworks.torch.state.rng import isolated, order_seed, sample_see
 
 
 def chain(sampler: Any) -> Iterator[Any]:
-    """Yield a (batch) sampler and the samplers that it draws from."""
+    """Yield a sampler or batch sampler, and the samplers from which it draws."""
     while sampler is not None:
         yield sampler
         sampler = (
@@ -49,9 +50,9 @@ def chain(sampler: Any) -> Iterator[Any]:
 
 
 def _dealt_by(sampler: Any) -> Any:
-    """Return the sampler whose order a ``DistributedSampler`` deals, as in Fabric and Lightning; None: there is none.
+    """Return the sampler whose order a ``DistributedSampler`` deals; None: it deals a dataset.
 
-    Their wrapper gives it the place of the dataset.
+    Fabric and Lightning pass a wrapper of such a sampler to it as the dataset.
     """
     order = getattr(sampler, "dataset", None) if isinstance(sampler, DistributedSampler) else None
     found = (getattr(order, name, None) for name in ("_sampler", "sampler"))
@@ -60,7 +61,10 @@ def _dealt_by(sampler: Any) -> Any:
 
 @dataclass(frozen=True)
 class OrderDeal:
-    """The rule that deals the order of an epoch to this rank: ``copy`` of ``copies``, ``batch`` samples at a time."""
+    """The rule that deals the order of an epoch to this rank, which is number ``copy`` of ``copies``.
+
+    ``batch`` is the number of samples in one of its batches.
+    """
 
     sampler: Any
     copies: int
@@ -70,7 +74,7 @@ class OrderDeal:
 
     @staticmethod
     def of(inner: Any, batched: bool) -> OrderDeal | None:
-        """Return the rule of a (batch) sampler; None if the rule is not known here."""
+        """Return the rule of a sampler, or (``batched``) of a batch sampler; None for a sampler of another type."""
         batch, drop_last = 1, False
         if batched:
             if type(inner) is not BatchSampler:
@@ -84,26 +88,26 @@ class OrderDeal:
 
     @property
     def share(self) -> int:
-        """Samples that the job draws with one batch of each copy."""
+        """The number of samples that the job draws with one batch of each copy."""
         return self.copies * self.batch
 
     def left(self, seen: int) -> int:
-        """Return this rank's number of remaining batches of an epoch after ``seen`` samples of the job."""
+        """Return this rank's number of remaining batches of an epoch after the job has drawn ``seen`` samples."""
         each = self._each(seen)
         return each // self.batch if self.drop_last else -(-each // self.batch)
 
     def rest(self, seen: int, seed: Callable[[], None]) -> list[Any]:
-        """Return this rank's entries of the epoch after ``seen`` samples of the job.
+        """Return this rank's entries of the epoch after the job has drawn ``seen`` samples.
 
         Args:
-            seed: seeds what the sampler draws from.
+            seed: seeds the generators from which the sampler draws.
         """
         order = self._order(seed)[: self._length()]
         each = self._each(seen) * self.copies
         return list(islice(joined(order[seen:], cycle(order)), self.copy, each, self.copies))
 
     def _each(self, seen: int) -> int:
-        """Return the number of entries that remain for each copy."""
+        """Return the number of entries that remain for each copy after the job has drawn ``seen`` samples."""
         left = max(0, self._length() - seen)
         return left // self.copies if getattr(self.sampler, "drop_last", False) else -(-left // self.copies)
 
@@ -170,7 +174,7 @@ class SeededDataset(Dataset[Any]):
 
 
 class SeededBatches(SeededDataset):
-    """A :class:`SeededDataset` that fetches a batch at once: one seed per batch, from its first sample."""
+    """A :class:`SeededDataset` that fetches a whole batch at once, seeded like the first sample of the batch."""
 
     def __getitems__(self, refs: list[Ref]) -> Any:
         if refs:
@@ -183,9 +187,9 @@ _SEEDED: MutableMapping[torch.Generator, tuple[int, int]] = (
     if torch.Generator.__weakrefoffset__
     else {}  # torch 2.12: no weak references to generators
 )
-"""The user's seed of each generator, and the seed that Holdfast last gave it.
+"""For each generator of a sampler: the seed that the user gave it, and the seed that Holdfast last gave it.
 
-A second loop over the same loader must find the user's seed, as a process that is resumed in that loop does.
+A second loop over the same loader must start from the user's seed, because a process that resumes in that loop does so.
 """
 
 
@@ -195,7 +199,7 @@ def _base_seed(generator: torch.Generator) -> int:
 
 
 class SamplerOrder:
-    """A (batch) sampler that starts anywhere in an epoch and adds the epoch to each index."""
+    """A sampler or batch sampler that starts anywhere in an epoch and adds the epoch to each index."""
 
     def __init__(self, inner: Any, batched: bool, seed: int, rank: int) -> None:
         self._inner = inner
@@ -210,7 +214,7 @@ class SamplerOrder:
         self.epoch = 0
         self.skip = 0
         self.seen: int | None = (
-            None  # start after this number of samples of the job, dealt again, instead of skipping
+            None  # number of samples of the job after which the rest is dealt again; None: skip batches instead
         )
 
     def become(self, rank: int) -> None:
@@ -233,7 +237,7 @@ class SamplerOrder:
             yield self._stamp(epoch, entries[first : first + batch] if self._batched else entries[first])
 
     def _seed_draws(self, epoch: int) -> None:
-        """Seed the samplers' generators, and the default ones, from which samplers without a generator draw."""
+        """Seed the samplers' generators, and the default generators, from which samplers without a generator draw."""
         for generator, base in self._own.values():
             generator.manual_seed(order_seed(base, epoch, 0))
             _SEEDED[generator] = (base, generator.initial_seed())

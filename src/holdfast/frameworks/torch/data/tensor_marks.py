@@ -1,4 +1,4 @@
-"""Marks that show whether a tensor of a batch was changed: torch's count of writes, and other visible changes."""
+"""Marks that show if a tensor of a batch was changed: torch's count of writes, and other visible changes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def mark(item: Any) -> object:
     """Return a mark that changes when the tensor is written, reshaped in place, or becomes part of a graph.
 
     Returns:
-        None if ``item`` is no tensor. If torch does not count writes (tensors made in inference mode), no two marks are
-        equal.
+        None if ``item`` is no tensor. For a tensor whose writes torch does not count (inference mode), each mark
+        differs from all others.
     """
     if not isinstance(item, torch.Tensor):
         return None
@@ -24,12 +24,12 @@ def mark(item: Any) -> object:
 
 
 def duplicate(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a copy of a tensor that requires a gradient if the tensor does."""
+    """Return a copy of a tensor; the copy requires a gradient if the tensor does."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def share_memory(item: Any, tensor: torch.Tensor) -> bool:
-    """Return True if both are the same tensor or use one storage."""
+    """Return True if ``item`` and ``tensor`` are the same tensor or use one storage."""
     if not isinstance(item, torch.Tensor):
         return False
     if item is tensor:

@@ -1,13 +1,13 @@
-"""Recording dictionary keys and types that a torch DCP directory cannot hold.
+"""The record of dictionary keys and types that a torch DCP directory cannot hold.
 
-Theory. DCP flattens dictionaries. Every key is written as text (``{1: "a"}`` comes back as ``{"1": "a"}``), a
-``Counter`` becomes a dict, and an empty dictionary vanishes. The milestones of a ``MultiStepLR`` are a ``Counter`` of
-numbers: as text none of them would match a step again. So the original keys and types are noted beside the tree, as one
-value under :data:`KEYS`. torch reads such a directory as before.
+Theory. DCP flattens dictionaries. It writes every key as text (``{1: "a"}`` comes back as ``{"1": "a"}``), a
+``Counter`` becomes a dict, and an empty dictionary vanishes. The milestones of a ``MultiStepLR``, for example, are a
+``Counter`` with numbers as keys: as text, no key would ever match a step. So the original keys and types are saved
+beside the tree, in one value under :data:`KEYS` (the *note*). torch reads such a directory as before.
 
 Invariants:
-1. ``restore_keys`` of DCP's result for ``{**tree, KEYS: note_keys(tree)}`` has the containers and keys of ``tree``.
-   Without a note the result stays as it was read.
+1. DCP's result for ``{**tree, KEYS: note_keys(tree)}``, passed through ``restore_keys``, has the containers and keys of
+   ``tree``. Without a note, ``restore_keys`` changes nothing.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any
 from holdfast.errors import CheckpointInvalid, StateError
 
 KEYS = "holdfast.keys"
-"""Key of the note, beside ``model`` and the other parts."""
+"""Key of the note in the tree, beside ``model`` and ``optimizer``."""
 _Note = dict[tuple[str, ...], tuple[str, list[Any]]]
 
 
 def note_keys(tree: Mapping[Any, Any]) -> list[Any]:
-    """Return path, kind and keys of every container that DCP would change; empty if there is none.
+    """Return path, type name and keys of every container that DCP would change; empty if there is none.
 
     Raises:
-        StateError: two keys of one dictionary are the same text.
+        StateError: two keys of one dictionary are the same as text.
     """
     return list(_noted(tree, ()))
 
@@ -57,16 +57,16 @@ def _items(node: Any) -> dict[Any, Any] | None:
 
 
 def _vanishes(node: Any) -> bool:
-    """Return True if DCP writes nothing for a container."""
+    """Return True if DCP writes nothing for a container, because it holds no leaf; an empty list counts as a leaf."""
     items = _items(node)
     return items is not None and node != [] and all(map(_vanishes, items.values()))
 
 
 def restore_keys(tree: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return the tree with the noted keys and types, without the note.
+    """Return the tree with the original keys and types from its note, without the note.
 
     Raises:
-        CheckpointInvalid: the note is not one of Holdfast's.
+        CheckpointInvalid: the note does not fit the tree; the error names ``where``.
     """
     rest = dict(tree)
     noted = rest.pop(KEYS, [])
@@ -87,7 +87,7 @@ def _restored(node: Any, path: tuple[str, ...], note: _Note) -> Any:
     made: dict[Any, Any] = {}
     for key in keys:
         inner = (*path, str(key))
-        # A container that vanished is in the note, and was empty.
+        # The note has this container and DCP's result does not: it was an empty dict.
         value = by_text[str(key)] if inner not in note else by_text.get(str(key), {})
         made[key] = _restored(value, inner, note)
     if kind == "list":

@@ -1,9 +1,9 @@
-"""Reading torch DCP directories without executing their content.
+"""The reading of torch DCP directories without executing their content.
 
 Theory. ``.metadata`` is a pickle. It is read as inert records (``pickle_records.py``): no class or function of torch or
-Python is reachable from it. The records are then checked like any other untrusted data. The data are small
-``torch.save`` files inside the ``.distcp`` files. Their zip checksums are verified (torch does not verify them); then
-they go through ``torch.load(weights_only=True)``.
+Python can be reached from it. The records are then checked like any other untrusted data. The tensors and values are
+small ``torch.save`` files inside the ``.distcp`` files. First their zip checksums are verified, which torch does not
+do. Then ``torch.load(weights_only=True)`` reads them.
 
 Invariants:
 1. Files are opened by plain names inside the directory; no symbolic link is followed.
@@ -46,7 +46,7 @@ _ADMITTED = frozenset({
     _PACKAGE + "metadata.StorageMeta", _PACKAGE + "metadata._MEM_FORMAT_ENCODING",
     _PACKAGE + "filesystem._StorageInfo", "torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath",
     "pathlib._local.PosixPath",
-    # The plan of a save, which Megatron leaves in its metadata: not looked at.
+    # Megatron leaves the plan of a save in its metadata. The plan is admitted and ignored.
     _PACKAGE + "planner.SavePlan", _PACKAGE + "planner.WriteItem", _PACKAGE + "planner.WriteItemType",
     _PACKAGE + "planner.TensorWriteData",
 })  # fmt: skip
@@ -54,7 +54,10 @@ Key = str | int
 
 
 class Chunk(NamedTuple):
-    """A stored piece: bytes ``start`` to ``start + size_bytes`` of ``file``; ``box`` is None for a plain value."""
+    """A stored piece of a tensor or value: bytes ``start`` to ``start + size_bytes`` of ``file``.
+
+    ``box`` is its region of the tensor; None for a plain value.
+    """
 
     box: Box | None
     file: str
@@ -77,8 +80,9 @@ def read_dcp(
     """Return the tree of tensors and plain values of a DCP directory.
 
     Args:
+        folder: the DCP directory.
         scratch: directory for a temporary file that holds the tensors.
-        wanted: returns True for a leaf (its name and its metadata) that is read. The other leaves are left out.
+        wanted: gets the name and the metadata of a leaf; returns True to read the leaf, False to leave it out.
 
     Raises:
         CheckpointInvalid: the directory is damaged, incomplete, or has content that DCP does not write.
@@ -105,7 +109,7 @@ def read_dcp(
 
 
 def read_items(directory: Directory) -> dict[str, Item]:
-    """Return the checked content of the metadata, by name.
+    """Return the leaves that the metadata describes, by name, after all checks.
 
     Raises:
         CheckpointInvalid: see :func:`read_dcp`.
@@ -120,7 +124,7 @@ def read_items(directory: Directory) -> dict[str, Item]:
 
 
 def check_zip(file: IO[bytes], size_bytes: int, where: str) -> None:
-    """Verify the checksums of a ``torch.save`` file, and that nothing in it is compressed or larger than the file.
+    """Verify the checksums of a ``torch.save`` file; refuse compressed records and records larger than the file.
 
     Raises:
         CheckpointInvalid: names the damaged record.
@@ -140,10 +144,14 @@ def check_zip(file: IO[bytes], size_bytes: int, where: str) -> None:
 
 
 def load_plain(file: IO[bytes] | str, where: str, *, mapped: bool = False) -> Any:
-    """Return the result of ``torch.load`` for a file of tensors and plain values only.
+    """Return the result of ``torch.load`` for a file that must hold only tensors and plain values.
+
+    Args:
+        where: name of the file, for errors.
+        mapped: map the file into memory instead of reading it.
 
     Raises:
-        CheckpointInvalid: damaged, or with other objects, which torch names.
+        CheckpointInvalid: the file is damaged, or holds other objects, which torch names.
     """
     try:
         return torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
@@ -235,7 +243,7 @@ def _place(
 
 
 def _copy(directory: Directory, chunk: Chunk, target: torch.Tensor, where: str) -> None:
-    """Read one chunk into its region of the tensor."""
+    """Read one chunk into its region of the tensor ``target``."""
     assert chunk.box is not None
     data = _load(directory, chunk, where, None)
     box = chunk.box
@@ -271,14 +279,14 @@ def _is(record: Any, kind: str) -> bool:
 
 
 def _state(record: Any, kind: str) -> Any:
-    """Return the state of a record of this kind (a dict, or a tuple for classes with their own pickle form)."""
+    """Return the state of a record of class ``kind``: a dict, or a tuple for classes with their own pickle form."""
     if not _is(record, kind):
         raise ValueError(f"something else where a {kind} belongs")
     return record.state
 
 
 def _size(record: Any) -> Shape:
-    """Return the value of a ``torch.Size`` record."""
+    """Return the integers of a ``torch.Size`` record."""
     if not _is(record, "Size") or len(record.args) != 1:
         raise ValueError("something else where a torch.Size belongs")
     size = tuple(record.args[0])
@@ -288,11 +296,11 @@ def _size(record: Any) -> Shape:
 
 
 class _Node(dict[Key, Any]):
-    """A branch of the tree; a separate class, because a saved dict may be a leaf."""
+    """A branch of the tree. It is a separate class, because a leaf may be a plain dict."""
 
 
 def _insert(root: _Node, path: tuple[Key, ...], value: Any, where: str) -> None:
-    """Put a leaf into the tree."""
+    """Put a leaf into the tree at its key path."""
     node = root
     for key in path[:-1]:
         node = node.setdefault(key, _Node())
@@ -304,7 +312,7 @@ def _insert(root: _Node, path: tuple[Key, ...], value: Any, where: str) -> None:
 
 
 def _lists(node: Any) -> Any:
-    """Return the tree with lists in place of branches whose keys are all positions."""
+    """Return the tree, with a list for each branch whose keys are the numbers 0 to n - 1."""
     if not isinstance(node, _Node):
         return node
     made = {key: _lists(item) for key, item in node.items()}

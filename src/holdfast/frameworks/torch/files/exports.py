@@ -1,13 +1,15 @@
 """The export of checkpoints to other programs' formats: ``torch.save`` file, torch DCP directory, Hugging Face files.
 
-Theory. ``torch`` and ``dcp`` hold one tree: ``model`` (for ``module.load_state_dict``, extra state included),
-``optimizer`` (for ``torch.distributed.checkpoint.state_dict.set_optimizer_state_dict``; by name if there are several),
-``scheduler``, ``scaler``, ``state`` and ``step``. It contains only types that ``torch.load(weights_only=True)`` reads:
-arrays become tensors; sets and deques become lists. ``hf`` holds only the model's weights and buffers.
+Theory. The formats ``torch`` and ``dcp`` hold one tree: ``model`` (for ``module.load_state_dict``, extra state
+included), ``optimizer`` (for ``torch.distributed.checkpoint.state_dict.set_optimizer_state_dict``; by name if there are
+several), ``scheduler``, ``scaler``, ``state`` and ``step``. The tree contains only types that
+``torch.load(weights_only=True)`` reads: arrays become tensors, and sets and deques become lists. The format ``hf``
+holds only the model's weights and buffers.
 
 Invariants:
 1. Only verified bytes are written; an output appears whole or not at all.
-2. Memory stays small: the tensors are in a scratch file (``mmap_scratch.py``), so twice the size is needed on the disk.
+2. Memory stays small, because the tensors are in a scratch file (``mmap_scratch.py``). So the disk needs room for twice
+   the size of the output.
 """
 
 from __future__ import annotations
@@ -55,18 +57,18 @@ def export_checkpoint(
         path: a checkpoint, a directory of checkpoints, or ``DIRECTORY@STEP``.
         target: the file (``torch``) or directory (``dcp``, ``hf``) to make.
         to: the format.
-        file_size_bytes_max: for ``hf``: larger models are several files with an index.
-        progress: called with the size in bytes of every part read and verified.
+        file_size_bytes_max: for ``hf``: a larger model is written as several files with an index.
+        progress: called with the size in bytes of every part that was read and verified.
 
     Returns:
         The paths of the files or directories made.
 
     Raises:
         UsageError: no such checkpoint, or ``target`` exists.
-        NothingToResume: no valid checkpoint is there.
+        NothingToResume: the directory holds no valid checkpoint.
         CheckpointInvalid: the checkpoint is damaged.
-        StateError: a value that this format cannot hold, named.
-        StoreWriteError: the output cannot be written; nothing of it is left.
+        StateError: a value that this format cannot hold; the error names it.
+        StoreWriteError: the output cannot be written; no part of it remains.
     """
     goal = Path(target)
     parent = parent_of_new(goal)
@@ -92,7 +94,7 @@ def _write_file(state: Mapping[str, Any], fd: int, goal: Path) -> None:
     try:
         with open(fd, "wb", closefd=False) as file:
             torch.save(state, file)
-    except (OSError, RuntimeError) as error:  # torch's zip writer raises the second for the first
+    except (OSError, RuntimeError) as error:  # torch's zip writer raises RuntimeError for an OSError
         raise StoreWriteError(f"cannot write {goal}: {_cause(error)}") from error
 
 
@@ -112,7 +114,7 @@ def _write_dcp(state: dict[str, Any], folder: Path, goal: Path) -> None:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the first line of the innermost reason of an error."""
+    """Return the text of the first operating-system error in the chain of causes, or the first line of ``error``."""
     inner: BaseException | None = error
     while inner is not None:
         if isinstance(inner, OSError) and inner.strerror:
@@ -146,7 +148,7 @@ def _state(source: Opened, scratch: Path, progress: Progress) -> dict[str, Any]:
     model |= whole("modules")
     model |= {alias: model[fqn] for alias, fqn in values["aliases"].items() if fqn in model}
     optimizers = {name: _optimizer(saved) for name, saved in whole("optimizers").items()}
-    # A DCP directory holds the data of each name separately. The aliases show, when it is read, which were one tensor.
+    # A DCP directory holds the data of each name separately. The aliases show a reader which names were one tensor.
     state: dict[str, Any] = {"model": model, "step": step, "aliases": values["aliases"]}
     state["optimizer"] = _single(optimizers)
     state["scheduler"] = _single(whole("schedulers"))
@@ -156,7 +158,7 @@ def _state(source: Opened, scratch: Path, progress: Progress) -> dict[str, Any]:
 
 
 def _fill(source: Opened, tensors: Mapping[str, torch.Tensor], progress: Progress) -> None:
-    """Read and verify all tensors, some at a time."""
+    """Read and verify all tensors, in batches of about ``BATCH_SIZE_BYTES``."""
     catalogue = source.index.catalogue
     batch: list[LoadTarget] = []
     size_bytes = 0

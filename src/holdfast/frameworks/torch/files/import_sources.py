@@ -1,12 +1,12 @@
-"""Reading ``ckpt import``'s sources: ``torch.save``, torch DCP, Megatron and ``.safetensors``.
+"""The reading of the sources of ``ckpt import``: ``torch.save``, torch DCP, Megatron and ``.safetensors``.
 
-Theory. Each source gives one tree of tensors and plain values. Nothing in it is executed
+Theory. Each source gives one tree of tensors and plain values. No code in a source is executed
 (``torch.load(weights_only=True)``, ``dcp_reader.py``). The type of a file is recognised by its first bytes, because
 torch's own messages about a file of another type are not helpful.
 
 Invariants:
 1. Checksums are verified if the format has any.
-2. Memory stays small: a file is mapped; a directory goes through a scratch file.
+2. Memory stays small: a file is mapped, and the tensors of a directory are in a scratch file.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ OPTIMIZER_STATE = "optimizer."
 """Prefix of the names of an optimizer's tensors in a file that ``holdfast ckpt merge`` wrote."""
 _ZIP = b"PK\x03\x04"
 _BEFORE_ZIP = b"\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""The number with which torch.save files from before 1.6 begin, after two bytes of the pickle protocol."""
+"""The number with which files of torch.save before 1.6 begin, after the two bytes of the pickle protocol."""
 
 
 class _Index(msgspec.Struct):
-    """The index of a directory of weights: the file of each tensor, by tensor name."""
+    """The index of a directory of weights: tensor name -> name of the file that holds the tensor."""
 
     weight_map: dict[str, str]
 
@@ -51,8 +51,9 @@ def read_source(source: Path, scratch: Path, note: Callable[[str], object]) -> d
     """Return the tree of tensors and plain values in ``source``; a file of weights gives a tree with only ``model``.
 
     Args:
-        scratch: directory for a temporary file as large as the tensors of a directory; made if it is missing.
-        note: called with a line for the user about what is left out.
+        source: the file or directory.
+        scratch: directory for a temporary file as large as the tensors of ``source``; it is made if it is missing.
+        note: called with a line for the user about content that is left out.
 
     Raises:
         UsageError: there is no such file, or it is of another kind.
@@ -83,7 +84,7 @@ def _directory(source: Path, scratch: Path) -> dict[str, Any]:
 
 
 def _weights_of_files(source: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of a directory in Hugging Face's format: of one file, or of those that its index names.
+    """Return the tensors of a directory in Hugging Face's format: of one file, or of all that its index names.
 
     Raises:
         UsageError: the directory has another format, or more than weights.
@@ -117,7 +118,7 @@ def _weights_of_files(source: Path) -> dict[str, torch.Tensor]:
 
 
 def _is_zip(source: Path) -> bool:
-    """Return True for a torch.save file of 1.6 or later, whose checksums are verified here; False for an older one.
+    """Return True for a torch.save file of 1.6 or later, after verifying its checksums; False for an older one.
 
     Raises:
         UsageError: the file is no torch.save file.
@@ -158,7 +159,7 @@ def _weights(source: Path) -> dict[str, torch.Tensor]:
 
 
 def _tensor(mapped: mmap.mmap, stored: StoredTensor) -> torch.Tensor:
-    """Return one tensor in the memory of the file."""
+    """Return one tensor over the mapped memory of its file."""
     dtype = TORCH_DTYPES[stored.dtype]
     if stored.start == stored.stop:
         return torch.zeros(stored.shape, dtype=dtype)

@@ -2,13 +2,13 @@
 
 Theory. A source is one tree of tensors and plain values. Its parts are found by their usual names: the model under
 ``model`` (or the whole tree is the model), the optimizers under ``optimizer``, and so on. Other plain values go to the
-session's ``state``. A value that looks like an optimizer's state under another name is refused, because as plain state
-it would be lost to the optimizer. Names are those of the user's own module, as a session spells them
-(``parameter_names.py``). Optimizer state is mapped to parameter names by the names that it carries, or by position if
-the weights leave no doubt; otherwise it is refused.
+session's ``state``. A value under another name that looks like an optimizer's state is refused, because as plain state
+the optimizer would not get it. Names of tensors are those of the user's own module, as in a session
+(``parameter_names.py``). Optimizer state is assigned to parameters by the names that it carries. If it carries numbers
+only, it is assigned by position, but only if the shapes of the weights allow one assignment; otherwise it is refused.
 
 Invariants:
-1. The checkpoint has the bits of the source, under the names that the module gives them.
+1. The checkpoint has the bits of the source, under the names of the user's module.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from holdfast.text import plural
 
 log = logging.getLogger("holdfast")
 
-# The last name of each is Lightning's.
+# The last name in each tuple is Lightning's.
 MODEL = ("model", "model_state_dict", "state_dict")
 OPTIMIZER = ("optimizer", "optim", "optimizer_state_dict", "optimizer_states")
 SCHEDULER = ("scheduler", "lr_scheduler", "scheduler_state_dict", "lr_scheduler_state_dict", "lr_schedulers")
@@ -45,7 +45,7 @@ PARTS = {names[0]: names for names in (MODEL, OPTIMIZER, SCHEDULER, SCALER, STEP
 WRAPPER = "module."
 """Prefix that ``DistributedDataParallel`` adds to every name."""
 _COMPILED = re.compile(r"(?:^|(?<=\.))_orig_mod\.")
-"""Prefix that ``torch.compile`` adds to the names of a compiled module; users do not give this name to a module."""
+"""Prefix that ``torch.compile`` adds to the names in a compiled module; no user gives this name to a module."""
 
 
 def import_checkpoint(
@@ -65,7 +65,7 @@ def import_checkpoint(
             Hugging Face's format; or a directory of Megatron (``iter_NNNNNNN``, or of the run).
         root: directory of checkpoints, as a session's ``checkpoint=``.
         step: number of updates done; the default is the source's ``step`` or ``global_step``, and 0 for weights alone.
-        names: for keys of the source with unusual names, the key of ``PARTS`` that each stands for:
+        names: unusual keys of the source, each with the usual key of ``PARTS`` that replaces it:
             ``{"opt": "optimizer"}``.
         progress: called with the total size in bytes; the returned function is called with the size of each piece.
         note: called with a line for the user if tensors get other names than in the file.
@@ -74,7 +74,7 @@ def import_checkpoint(
         The new checkpoint.
 
     Raises:
-        UsageError: the source does not exist, has no weights or no step, or has state that cannot be mapped.
+        UsageError: the source does not exist, has no weights or no step, or has state that cannot be assigned.
         CheckpointInvalid: the source is damaged, or holds more than tensors and plain values.
         StateError: a checkpoint cannot hold a value; the error names it.
         StoreWriteError: ``root`` cannot be written.
@@ -94,7 +94,7 @@ def _renamed(tree: Mapping[str, Any], names: Mapping[str, str], source: Path) ->
     """Return the tree with the keys in the user's ``names`` replaced by the usual keys (``model``, ``optimizer``, ...).
 
     Raises:
-        UsageError: the tree does not have a key of ``names``, a usual key is unknown, or the tree would have it twice.
+        UsageError: the tree has no key of ``names``, a usual key is unknown, or the tree would have it twice.
     """
     found = dict(tree)
     for key, part in names.items():
@@ -117,7 +117,7 @@ def _renamed(tree: Mapping[str, Any], names: Mapping[str, str], source: Path) ->
 
 
 def _step(parts: _Parts, source: Path) -> int:
-    """Return the number of updates done according to the source.
+    """Return the number of updates done, as saved in the source; 0 for weights alone.
 
     Raises:
         UsageError: the source holds more than weights and no step, or its step is not a number of updates.
@@ -162,7 +162,7 @@ class _Parts:
         }
 
     def _optimizer(self, name: str, saved: Mapping[str, Any], out: TorchCollected) -> Plain:
-        """Return an optimizer's values as ``OptimizerState.split`` writes them."""
+        """Return an optimizer's values in the form of ``OptimizerState.split``."""
         path = f"optimizer.{name}"
         if not isinstance(saved, dict) or not isinstance(saved.get("param_groups"), list):
             raise UsageError(
@@ -182,7 +182,7 @@ class _Parts:
     def _names(
         self, name: str, groups: list[dict[str, Any]], keys: list[list[Any]], state: Mapping[Any, Any]
     ) -> dict[str, str]:
-        """Return the parameter name of each key of an optimizer's state dict.
+        """Return the parameter name for each key of an optimizer's state dict; the keys are names or numbers.
 
         Raises:
             UsageError: the names are ambiguous or unknown.
@@ -212,7 +212,7 @@ class _Parts:
     def _fitting(
         self, keys: Sequence[str], fqns: Sequence[str], shapes: Mapping[str, set[tuple[int, ...]]]
     ) -> dict[str, str] | None:
-        """Return one name for each key, in this order, if all shapes fit; otherwise None."""
+        """Return a dict of ``keys`` to ``fqns``, paired in order; None if their counts or shapes do not match."""
         if len(keys) != len(fqns) or any(
             not shapes.get(key, set()) <= {tuple(self.model[fqn].shape)}
             for key, fqn in zip(keys, fqns, strict=True)
@@ -223,10 +223,11 @@ class _Parts:
     def _dealt(
         self, groups: list[list[Any]], fqns: Sequence[str], shapes: Mapping[str, set[tuple[int, ...]]]
     ) -> dict[str, str] | None:
-        """Return a name for each key of parameter groups that each keep the model's order of parameters.
+        """Return a parameter name for each key, for parameter groups that each keep the model's order.
 
-        Two groups, with and without weight decay, are an example. The next name must fit the next parameter of exactly
-        one group. Otherwise None is returned.
+        An example is an optimizer with two groups, one with and one without weight decay. The names of the model are
+        assigned in order. Each name must fit the shape of the next parameter of exactly one group; otherwise None is
+        returned.
         """
         rest = [[str(key) for key in reversed(members)] for members in groups]
         found: dict[str, str] = {}
@@ -241,7 +242,10 @@ class _Parts:
         return None if any(rest) else found
 
     def _fqn(self, name: str) -> str:
-        """Return the first name of a tensor, found with or without wrapper prefixes; empty if there is none."""
+        """Return the model's name for ``name``, found with or without wrapper prefixes; empty if the model has none.
+
+        For a shared tensor this is its first name.
+        """
         bare = _COMPILED.sub("", name)
         while bare.startswith(WRAPPER):
             bare = bare.removeprefix(WRAPPER)
@@ -294,7 +298,7 @@ def _parts(tree: Mapping[str, Any], source: Path) -> _Parts:
 def _flatten(tree: Any, prefix: str, parts: _Parts, seen: dict[Any, str], source: Path) -> None:
     """Add the model's tensors and extra state to ``parts`` by dotted name.
 
-    A tensor that shares all its memory with an earlier one becomes an alias.
+    A tensor that shares all its memory with an earlier tensor becomes an alias.
     """
     for (key, value), name in zip(tree.items(), _own_names(map(str, tree)), strict=True):
         fqn = f"{prefix}{name}"
@@ -320,7 +324,7 @@ def _flatten(tree: Any, prefix: str, parts: _Parts, seen: dict[Any, str], source
 
 
 def _own_names(keys: Iterable[str]) -> list[str]:
-    """Return the names as the user's own module spells them, one per key."""
+    """Return the names without the prefixes of wrappers, one per key; unchanged if two would become equal."""
     given = list(keys)
     names = [_COMPILED.sub("", key) for key in given]
     while names and all(name.startswith(WRAPPER) for name in names):
@@ -335,7 +339,10 @@ def _may_be_trained(fqn: str, tensor: torch.Tensor) -> bool:
 
 
 def _named(saved: Any, sign: str) -> dict[str, Any]:
-    """Return state dicts by name as a session names them: ``default`` for a single one, numbers for a list."""
+    """Return state dicts by name as a session names them: ``default`` for a single one, numbers for a list.
+
+    ``sign`` is a key that identifies a single state dict.
+    """
     if isinstance(saved, list):
         return {"default": saved[0]} if len(saved) == 1 else {str(n): each for n, each in enumerate(saved)}
     if saved is None:

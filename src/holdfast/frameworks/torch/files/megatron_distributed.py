@@ -1,9 +1,10 @@
-"""Megatron's checkpoints in its distributed format (``torch_dist``): a DCP directory and ``common.pt``.
+"""The reading of Megatron's checkpoints in its distributed format (``torch_dist``): a DCP directory and ``common.pt``.
 
-Theory. Each weight is stored whole, in as many chunks as ranks wrote it, so the layout of the ranks does not matter.
-Layers of one kind are one tensor, with the number of the layer as its first dimension. A layer norm that Transformer
-Engine fuses with the projection after it has the name of the fused module, also where the model keeps it apart
-(``transformer_impl`` in Megatron's arguments). ``common.pt`` holds the arguments, the iteration and the schedule.
+Theory. Each weight is stored whole, as one chunk from each rank that wrote a part, so the layout of the ranks does not
+matter. The layers of one kind are one tensor, whose first dimension is the number of the layer. Transformer Engine
+fuses a layer norm with the projection after it. The file uses the name of the fused module, even if the model has a
+separate layer norm (``transformer_impl`` in Megatron's arguments). ``common.pt`` holds the arguments, the iteration and
+the schedule.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _FUSED_NORMS = (
     (".self_attention.linear_qkv.layer_norm_", ".input_layernorm."),
     (".mlp.linear_fc1.layer_norm_", ".pre_mlp_layernorm."),
 )
-"""Name of a layer norm in the file, and in a model without Transformer Engine."""
+"""Pairs: part of the name of a layer norm in the file, and in a model without Transformer Engine."""
 
 
 def read_distributed(folder: Path, scratch: Path, note: Callable[[str], object]) -> dict[str, Any]:
@@ -38,12 +39,12 @@ def read_distributed(folder: Path, scratch: Path, note: Callable[[str], object])
 
     Args:
         folder: directory of an iteration.
-        scratch: directory for a temporary file as large as the weights; made when it is missing.
-        note: called with a line for the user when the optimizer's state is left out.
+        scratch: directory for a temporary file as large as the weights; it is made if it is missing.
+        note: called with a line for the user if the optimizer's state is left out.
 
     Raises:
         UsageError: the files have another form of the distributed format, or no weights.
-        CheckpointInvalid: a file is damaged, or layers do not fit together.
+        CheckpointInvalid: a file is damaged, or two weights get the same name.
     """
     if not (folder / METADATA_NAME).is_file():
         raise UsageError(
@@ -84,14 +85,14 @@ def read_distributed(folder: Path, scratch: Path, note: Callable[[str], object])
 
 
 def _argument(common: dict[str, Any], name: str) -> Any:
-    """Return one of Megatron's stored arguments, or None if it is missing."""
+    """Return one of Megatron's arguments as saved in ``common.pt``; None if it is missing."""
     arguments = common.get("args")
     state = arguments.state if isinstance(arguments, PickleRecord) else None
     return state.get(name) if isinstance(state, dict) else None
 
 
 def _layers(name: str, tensor: torch.Tensor, folder: Path) -> list[tuple[str, torch.Tensor]]:
-    """Return the weights in one stored tensor, under the names of the whole model. Raises: CheckpointInvalid."""
+    """Return the weights in one stored tensor, by their names in the whole model. Raises: CheckpointInvalid."""
     match = _STACKED.fullmatch(name)
     if match is None:
         return [(name, tensor)]

@@ -1,16 +1,17 @@
-"""Reading Megatron's own periodic checkpoints: ``iter_NNNNNNN/mp_rank_XX[_YYY]/model_optim_rng.pt``.
+"""The reading of Megatron's own periodic checkpoints: ``iter_NNNNNNN/mp_rank_XX[_YYY]/model_optim_rng.pt``.
 
-Files of the distributed format: ``megatron_distributed.py``.
+Files of Megatron's distributed format are read by ``megatron_distributed.py``.
 
-Theory. Each file is one tensor-parallel part (XX) of one pipeline stage (YYY). Parts of a weight are joined along the
-dimension in which Megatron cuts it; the weight's name determines that dimension. All other values must be the same in
-all parts. Layers of a stage are numbered from 0; their numbers in the whole model follow from the previous stages. A
-file holds objects of Megatron's classes (arguments, random states): they are read as records (``torch_archive.py``) and
-left out.
-The optimizer state is taken if one file holds a torch optimizer's state over the weights themselves. Megatron's
-optimizers of 16-bit weights keep the state of 32-bit copies, and the distributed one keeps it in another file. In these
-cases the user is informed, and the checkpoint holds weights, schedule and step. A session that trains with an optimizer
-refuses to resume from it; ``holdfast.load(path, model)`` takes the weights.
+Theory. Each file is one tensor-parallel part (XX) of one pipeline stage (YYY). The parts of a weight are joined along
+the dimension in which Megatron splits it; the weight's name determines that dimension. All other values must be equal
+in all parts. The layers of a stage are numbered from 0; their numbers in the whole model follow from the previous
+stages. A file also holds objects of Megatron's classes (arguments, random states). They are read as inert records
+(``torch_archive.py``) and left out of the result.
+
+The optimizer state is taken if the checkpoint is one file with a torch optimizer's state of the weights themselves.
+Megatron's optimizers of 16-bit weights keep the state of 32-bit copies, and the distributed optimizer keeps its state
+in another file. In these cases the user is informed, and the result holds weights, schedule and step. A session that
+trains with an optimizer refuses to resume from it; ``holdfast.load(path, model)`` takes the weights.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ _CUTS = (
     (re.compile(r"(?:linear_qkv|linear_q|linear_kv|linear_fc1|query_key_value|dense_h_to_4h)\.(?:weight|bias)"), 0),
     (re.compile(r"(?:linear_proj|linear_fc2|(?:self|cross)_attention\.dense|dense_4h_to_h)\.weight"), 1),
 )  # fmt: skip
-"""Ends of the names of weights that tensor parallelism cuts, with the dimension of the cut."""
+"""Ends of the names of weights that tensor parallelism splits, each with the dimension of the split."""
 _GATED = re.compile(r"(?:linear_fc1|dense_h_to_4h)\.(?:weight|bias)")
 
 
 class _CheckpointPart(NamedTuple):
-    """One file of a checkpoint."""
+    """One file of a checkpoint: its path, its weights by name, and its whole tree."""
 
     path: Path
     model: dict[str, torch.Tensor]
     tree: dict[str, Any]
 
     def argument(self, name: str, default: Any) -> Any:
-        """Return one of Megatron's arguments."""
+        """Return one of Megatron's arguments as saved in the file, or ``default``."""
         arguments = self.tree.get("args")
         state = arguments.state if isinstance(arguments, PickleRecord) else None
         return state.get(name, default) if isinstance(state, dict) else default
@@ -66,12 +67,12 @@ def is_megatron(folder: Path) -> bool:
 
 
 def read_megatron(folder: Path, scratch: Path, note: Callable[[str], object]) -> dict[str, Any]:
-    """Return the tree of one iteration: ``model``, ``step``, ``scheduler``, and ``optimizer`` if it can be mapped.
+    """Return the tree of one iteration: ``model``, ``step``, ``scheduler``, and ``optimizer`` if it can be taken.
 
     Args:
         folder: directory of a run (its newest iteration is read), or of an iteration.
         scratch: directory for a temporary file, see :func:`read_distributed`.
-        note: called with a line for the user about what is left out.
+        note: called with a line for the user about content that is left out.
 
     Raises:
         UsageError: a part is missing, or its format is not supported.
@@ -123,7 +124,7 @@ def _is_distributed(folder: Path) -> bool:
 
 
 def _files(folder: Path) -> dict[tuple[int, int], Path]:
-    """Return the directories of parts by tensor-parallel rank and pipeline stage."""
+    """Return the directories of the parts by (tensor-parallel rank, pipeline stage)."""
     found = {}
     for path in folder.iterdir():
         match = _PART.fullmatch(path.name)
@@ -133,7 +134,7 @@ def _files(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def _parts(folder: Path) -> list[list[_CheckpointPart]]:
-    """Return all files by stage and tensor-parallel rank. Raises: UsageError: one is missing."""
+    """Return all files as lists: by stage, then by tensor-parallel rank. Raises: UsageError: one is missing."""
     paths = _files(folder)
     tensors, stages = (1 + max((place[n] for place in paths), default=-1) for n in (0, 1))
     read = {place: _read(path / FILE) for place, path in sorted(paths.items())}
@@ -187,7 +188,7 @@ def _flatten(tree: Any, prefix: str, model: dict[str, torch.Tensor], path: Path)
 
 
 def _model(stages: Sequence[Sequence[_CheckpointPart]]) -> dict[str, torch.Tensor]:
-    """Return the weights of the whole model."""
+    """Return the weights of the whole model by name, joined from all stages and parts."""
     whole: dict[str, torch.Tensor] = {}
     layers = 0
     for parts in stages:
@@ -207,7 +208,7 @@ def _model(stages: Sequence[Sequence[_CheckpointPart]]) -> dict[str, torch.Tenso
 
 
 def _join(name: str, parts: Sequence[_CheckpointPart]) -> torch.Tensor:
-    """Return one weight, joined from its parts."""
+    """Return one weight, joined from its tensor-parallel parts."""
     tensors = [part.model[name] for part in parts]
     if len(tensors) == 1:
         return tensors[0]
@@ -228,12 +229,12 @@ def _join(name: str, parts: Sequence[_CheckpointPart]) -> torch.Tensor:
 
 
 def _is_torch_s(saved: Any) -> bool:
-    """Return True for a torch optimizer's state dict."""
+    """Return True if ``saved`` is the state dict of a torch optimizer."""
     return isinstance(saved, dict) and isinstance(saved.get("param_groups"), list) and "state" in saved
 
 
 def _plain(value: Any, where: str, path: Path) -> Any:
-    """Return a copy of ``value``; refuse a record in it, which stands for an object. Raises: UsageError."""
+    """Return a copy of ``value``. Raises: UsageError: it contains the record of an object."""
     if isinstance(value, Mapping):
         return {key: _plain(item, f"{where}.{key}", path) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,8 +1,8 @@
 """Tensors in a temporary file, so that they may be as large as the disk while the memory stays small.
 
-Theory. torch writes and reads whole state dicts. Their memory is a mapped temporary file beside the output: the kernel
-writes its pages to the disk if memory is short. The file has no name, so it disappears in every case. Its blocks are
-allocated before it is mapped, so a full disk gives a typed error and not a SIGBUS.
+Theory. torch writes and reads whole state dicts. Here their memory is a mapped temporary file beside the output: the
+kernel writes its pages to the disk if memory is short. The file has no name, so it disappears even if the process is
+killed. Its blocks are allocated before it is mapped, so a full disk gives a typed error and not a SIGBUS.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALIGNMENT = 64
 def scratch_tensors(
     wanted: Mapping[str, tuple[torch.dtype, Sequence[int]]], folder: Path
 ) -> dict[str, torch.Tensor]:
-    """Return zeroed tensors of these dtypes and shapes (elements), in one file in ``folder``.
+    """Return zeroed tensors of these dtypes and shapes, by name, in one temporary file in ``folder``.
 
     Each tensor has separate storage.
 

@@ -1,16 +1,17 @@
-"""Reading a pickle as inert records: nothing in it is looked up, called or changed.
+"""The reading of a pickle as inert records: no name in it is looked up, and no function is called.
 
-Theory. A pickle is a program for a stack machine. The standard library's disassembler lists its instructions and makes
-only numbers and text of it. The machine in this module knows the two dozen instructions that plain data and dataclasses
-need. A class is only a name here. "Calling" it makes a :class:`PickleRecord` with the name and the arguments, and
-"setting its state" stores the state in that record. The result is read like any other untrusted data.
+Theory. A pickle is a program for a stack machine. The standard library's disassembler lists its instructions and turns
+their arguments into numbers and text only. The machine in this module knows the two dozen instructions that plain data
+and dataclasses need. A class is only a name here. To "call" it makes a :class:`PickleRecord` with the name and the
+arguments, and to "set its state" stores the state in that record. The result is then checked like any other untrusted
+data.
 
 Invariants:
 1. The result consists of None, bool, int, float, str, bytes, tuple, list, dict and :class:`PickleRecord`. An
-   ``OrderedDict`` is a dict. A reference to data outside of the pickle is a :class:`PickleRecord` called
+   ``OrderedDict`` becomes a dict. A reference to data outside of the pickle becomes a :class:`PickleRecord` called
    :data:`PERSISTENT`.
 2. Any other instruction, and any name that is not admitted, is refused.
-3. Memory is in proportion to the size of the data.
+3. Memory use is proportional to the size of the data.
 """
 
 from __future__ import annotations
@@ -34,13 +35,13 @@ _TUPLES = {"TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3}
 
 
 class Name(str):
-    """The dotted name of a class or function, which is never looked up."""
+    """The dotted name of a class or function in a pickle, which is never looked up."""
 
     __slots__ = ()
 
 
 class PickleRecord:
-    """The description of an object: the ``name`` of its class, its constructor arguments, and its state."""
+    """The description of an object in a pickle: the ``name`` of its class, its constructor arguments, and its state."""
 
     __slots__ = ("args", "name", "state")
 
@@ -54,10 +55,12 @@ def read_records(data: bytes, admitted: Container[str], where: str) -> Any:
     """Return the value that a pickle describes.
 
     Args:
+        data: the pickle.
         admitted: dotted names that may occur.
+        where: name of the file, for errors.
 
     Raises:
-        CheckpointInvalid: the pickle is damaged, or has more than plain data; the error names ``where``.
+        CheckpointInvalid: the pickle is damaged, or has more than plain data.
     """
     machine = _Machine(admitted)
     try:
@@ -110,7 +113,7 @@ class _Machine:
             self._top(list).extend(items)
         elif name in ("SETITEM", "SETITEMS"):
             items = self._pop_to_mark() if name == "SETITEMS" else self._pop(2)
-            # The hash of a deeply nested tuple as a key would recurse without a limit.
+            # To hash a deeply nested tuple as a key would recurse without a limit.
             if any(type(key) not in (str, int, PickleRecord) for key in items[::2]):
                 raise ValueError("a key that is neither text nor a number")
             self._top(dict).update(zip(items[::2], items[1::2], strict=True))

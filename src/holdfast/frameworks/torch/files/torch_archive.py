@@ -1,9 +1,9 @@
-"""Reading ``torch.save`` files with more than plain data, without executing their content.
+"""The reading of ``torch.save`` files with more than plain data, without executing their content.
 
-Theory. Such a file is a zip: a pickle, and the bytes of each storage beside it. The pickle is read as inert records
-(``pickle_records.py``), so names of classes that are not installed do no harm: they remain names. A tensor is made from
-the record of its construction, over the mapped bytes of its storage. A user of the tree takes the keys that it knows,
-and refuses records in them.
+Theory. Such a file is a zip with a pickle and the bytes of each storage. The pickle is read as inert records
+(``pickle_records.py``), so names of classes that are not installed do no harm: they remain names. A tensor is built
+from the record that describes it, over the mapped bytes of its storage. Callers take only the keys that they know, and
+refuse records under these keys.
 
 Invariants:
 1. No name in the file is looked up, except the dtypes in :data:`STORAGES`.
@@ -37,18 +37,18 @@ _LOCAL_HEADER_SIZE_BYTES = 30  # of a zip entry; its name and an extra field fol
 
 
 class _Anything:
-    """A container that admits every name, because no name is looked up."""
+    """A container that contains every name, because no name is looked up."""
 
     def __contains__(self, name: object) -> bool:
         return True
 
 
 def read_archive(path: Path) -> dict[str, Any]:
-    """Return the tree in a ``torch.save`` file: tensors over the mapped file, plain values, and records of the rest.
+    """Return the tree in a ``torch.save`` file: tensors over the mapped file, plain values, records of other objects.
 
     Raises:
         UsageError: the file does not exist.
-        CheckpointInvalid: the file is damaged, or holds no tree.
+        CheckpointInvalid: the file is damaged, or holds no dict.
     """
     if not path.is_file():
         raise UsageError(f"{path} does not exist", hint="copy the whole directory of the checkpoint")
@@ -72,7 +72,7 @@ def read_archive(path: Path) -> dict[str, Any]:
 
 
 class _Tree:
-    """The tensors of one file, made from the records in its pickle."""
+    """The tensors of one file, built from the records in its pickle."""
 
     def __init__(self, mapped: mmap.mmap, entries: dict[str, zipfile.ZipInfo], where: str) -> None:
         self._mapped = mapped

@@ -1,11 +1,12 @@
-"""The regions of global tensors that this rank holds, and their bytes.
+"""The regions (boxes) of global tensors that this rank holds, and their bytes.
 
-A plain tensor is a whole tensor, unless it is declared to be a region of a larger one (:func:`declare`: Megatron's
-tensor-parallel weights, a flat optimizer shard), or has the attributes of DCP's ``CheckpointableTensor`` (torch 2.15:
-several regions, and padding, which is not saved). A ``DTensor`` is cut by its placements, each mesh dimension in order;
-a strided placement (fully sharded on top of tensor parallel) gives several regions. The regions are found by cutting an
-index range with the placement's own rule, so they are right for any placement. That takes 30 microseconds, and a model
-has few combinations of shape, mesh and placements: each combination is cut once.
+A plain tensor is a whole tensor, with two exceptions. It may be declared to be a region of a larger tensor
+(:func:`declare`: Megatron's tensor-parallel weights, a flat optimizer shard). Or it has the attributes of DCP's
+``CheckpointableTensor`` (torch 2.15: several regions, and padding, which is not saved).
+A ``DTensor`` is split by its placements, in the order of the mesh dimensions. A strided placement (fully sharded on top
+of tensor parallel) gives several regions. The regions are found by splitting an index range with the placement's own
+code, so they are right for any placement. That takes 30 microseconds. A model has few combinations of shape, mesh and
+placements, and the result for each combination is cached.
 """
 
 from __future__ import annotations
@@ -50,11 +51,11 @@ TORCH_DTYPES: dict[str, torch.dtype] = {name: dtype for dtype, name in DTYPES.it
 FORMS_MAX = 4096
 
 _Run: TypeAlias = tuple[int, int, int]
-"""Consecutive elements of one dimension: start in the global tensor, start in the local one, number."""
+"""Consecutive elements of one dimension: start in the global tensor, start in the local tensor, number of elements."""
 
 
 class _ShardForm(NamedTuple):
-    """The properties that decide how a ``DTensor`` is cut.
+    """The properties of a ``DTensor`` that decide which regions this rank holds.
 
     The types are included because torch calls placements of different types equal.
     """
@@ -67,7 +68,7 @@ class _ShardForm(NamedTuple):
 
 
 class LocalPart(NamedTuple):
-    """A region of a tensor: ``box`` in the global tensor, ``where`` in the local one."""
+    """A region of a tensor: ``box`` in the global tensor, ``where`` in this rank's local tensor."""
 
     box: Box
     where: tuple[slice, ...]
@@ -75,30 +76,30 @@ class LocalPart(NamedTuple):
 
 _DECLARED = "_holdfast_region"
 CHECKPOINTABLE = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
-"""Attributes of a tensor that DCP of torch 2.15 saves as shards.
+"""Names of the attributes of a tensor that DCP of torch 2.15 saves as shards.
 
-They are the global shape, and three lists with one entry per shard: offsets in the global tensor, offsets in the local
-one, sizes.
+They hold the global shape, and three lists with one entry per shard: offsets in the global tensor, offsets in the local
+tensor, sizes.
 """
 
 
 class TensorRegion(NamedTuple):
-    """The regions of a global tensor of ``shape``, in elements, that a plain tensor holds."""
+    """The regions of a global tensor of ``shape`` that a plain tensor holds."""
 
     shape: tuple[int, ...]
     parts: tuple[LocalPart, ...]
 
 
 def declare(tensor: torch.Tensor, shape: Sequence[int], offsets: Sequence[int]) -> None:
-    """Declare this rank's plain ``tensor`` to be a region of a global tensor, before the session sees it.
+    """Declare this rank's plain ``tensor`` to be a region of a global tensor, before the session is made.
 
     Ranks that declare the same region hold copies of each other. Optimizer state of the tensor's shape has the same
-    region. State that an optimizer cuts in another way is declared where the optimizer makes it.
+    region. If an optimizer splits its state in another way, declare that state where the optimizer creates it.
 
     Args:
         tensor: a parameter, a buffer or a tensor of an optimizer's state, not a DTensor.
         shape: shape of the global tensor, in elements.
-        offsets: begin of ``tensor`` in the global tensor, in elements.
+        offsets: begin of ``tensor`` in the global tensor, in elements per dimension.
 
     Raises:
         StateError: the region does not lie inside ``shape``.
@@ -125,7 +126,7 @@ def region_of(tensor: torch.Tensor) -> TensorRegion | None:
         None if nothing is declared.
 
     Raises:
-        StateError: the attributes name shards that do not lie in the tensor, or in the global one.
+        StateError: the attributes name shards that lie outside of the local tensor or of the global tensor.
     """
     declared: TensorRegion | None = getattr(tensor, _DECLARED, None)
     if declared is not None or isinstance(tensor, DTensor) or not hasattr(tensor, CHECKPOINTABLE[0]):
@@ -155,7 +156,7 @@ def region_of(tensor: torch.Tensor) -> TensorRegion | None:
 
 
 def is_padded(tensor: torch.Tensor) -> bool:
-    """Return True if some elements lie in no declared region, so that no checkpoint holds them."""
+    """Return True if some elements of the tensor lie in no declared region, so that no checkpoint holds them."""
     region = region_of(tensor)
     return region is not None and sum(part.box.numel for part in region.parts) < tensor.numel()
 
@@ -168,7 +169,7 @@ def _lies_in(sizes: Sequence[int], offsets: Sequence[int], whole: Sequence[int])
 
 
 def refuse_undeclared(parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raise StateError for weights that Megatron split and no code declared: their parts would pass for copies."""
+    """Raise StateError for weights that Megatron split and that no code declared: they would pass for whole copies."""
     for fqn, parameter in parameters.items():
         if getattr(parameter, "tensor_model_parallel", False) and region_of(parameter) is None:
             raise StateError(
@@ -178,25 +179,25 @@ def refuse_undeclared(parameters: Mapping[str, torch.Tensor]) -> None:
 
 
 def global_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return the shape of the global tensor that ``tensor`` is, or is a region of."""
+    """Return the shape of the global tensor of which ``tensor`` is a region; without a region, its own shape."""
     region = region_of(tensor)
     return tuple(tensor.shape) if region is None else region.shape
 
 
 def placed(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, declared to have the region of ``like`` if it has the same shape."""
+    """Return ``tensor``; if it has the shape of ``like``, declare it to have the same region."""
     if tensor is not like and tensor.shape == like.shape and (region := region_of(like)) is not None:
         setattr(tensor, _DECLARED, region)
     return tensor
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the local tensor of this rank, without autograd; shares storage."""
+    """Return the local tensor of this rank, without autograd; it shares storage with ``tensor``."""
     return private_api.local_tensor(tensor).detach()
 
 
 def writes_of(tensor: torch.Tensor) -> int:
-    """Return torch's count of writes to a tensor, for a DTensor with those to its local tensor."""
+    """Return torch's count of writes to a tensor; for a DTensor this includes writes to its local tensor."""
     return private_api.write_count(tensor)
 
 
@@ -204,7 +205,7 @@ def parts_of(tensor: torch.Tensor, name: str) -> list[LocalPart]:
     """Return the regions of ``tensor`` that this rank holds; none if the rank is outside of the tensor's mesh.
 
     Raises:
-        StateError: a pending reduction, or a placement whose local shape does not match its cut.
+        StateError: the tensor has a pending reduction, or a placement that does not fit the shape of its local tensor.
     """
     if not isinstance(tensor, DTensor):
         try:
@@ -234,7 +235,7 @@ def parts_of(tensor: torch.Tensor, name: str) -> list[LocalPart]:
 
 
 def _form_of(tensor: DTensor) -> _ShardForm | None:
-    """Return how the tensor is cut; None on a rank outside of the tensor's mesh."""
+    """Return the properties that decide how the tensor is split; None on a rank outside of the tensor's mesh."""
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:
@@ -246,7 +247,7 @@ def _form_of(tensor: DTensor) -> _ShardForm | None:
 
 @functools.lru_cache(FORMS_MAX)
 def _cut(form: _ShardForm) -> tuple[tuple[tuple[_Run, ...], ...], tuple[LocalPart, ...]]:
-    """Return the runs of each dimension, and the regions that they form."""
+    """Return the runs of consecutive elements in each dimension, and the regions that they form."""
     runs = tuple(tuple(_runs(form, dim)) for dim in range(len(form.shape)))
     parts = tuple(
         LocalPart(
@@ -259,14 +260,14 @@ def _cut(form: _ShardForm) -> tuple[tuple[tuple[_Run, ...], ...], tuple[LocalPar
 
 
 def _runs(form: _ShardForm, dim: int) -> list[_Run]:
-    """Return the runs of consecutive elements of one dimension."""
+    """Return this rank's runs of consecutive elements in one dimension."""
     index = None
     for mesh_dim, placement in enumerate(form.placements):
         if getattr(placement, "dim", None) != dim:
             continue
         if index is None:
             index = torch.arange(form.shape[dim])
-        # A column is cut, so that the rule for dimension `dim` does not depend on the other dimensions.
+        # Split a tensor that has size 1 in all other dimensions, so that only dimension `dim` matters.
         column = index.reshape([-1 if d == dim else 1 for d in range(len(form.shape))])
         cut = private_api.split_tensor(placement, column, form.mesh[mesh_dim])
         index = cut[form.coordinate[mesh_dim]].reshape(-1)
@@ -290,7 +291,7 @@ def cuts_of(tensor: torch.Tensor, boxes: Sequence[Box]) -> Cuts | None:
 
 @functools.lru_cache(FORMS_MAX)
 def _regular(form: _ShardForm, box: Box) -> Cuts | None:
-    """Return the cut by which a tensor of this form has ``box``, if it is a regular one; otherwise None."""
+    """Return the regular cut that gives ``box`` to this rank; None if the cut is irregular."""
     cuts = []
     for dim in range(len(form.shape)):
         steps = [
@@ -308,13 +309,16 @@ def _regular(form: _ShardForm, box: Box) -> Cuts | None:
 
 
 def overlaps(tensor: torch.Tensor) -> bool:
-    """Return True if elements share memory (``expand``), so that nothing can be written into the tensor."""
+    """Return True if elements of the tensor share memory (``expand``), so that no value can be written into it."""
     strides = zip(tensor.shape, local_of(tensor).stride(), strict=True)
     return tensor.numel() > 0 and any(size > 1 and stride == 0 for size, stride in strides)
 
 
 def lies_as(tensor: torch.Tensor, like: torch.Tensor) -> bool:
-    """Return True if ``tensor`` can take the place of ``like``: separate memory, same shape, device and cut."""
+    """Return True if ``tensor`` can replace ``like``: same shape, device and sharding, without autograd.
+
+    The elements of ``tensor`` must not share memory.
+    """
     if tensor.shape != like.shape or tensor.device != like.device or tensor.requires_grad or overlaps(tensor):
         return False
     if isinstance(tensor, DTensor) or isinstance(like, DTensor):
@@ -330,34 +334,34 @@ def lies_as(tensor: torch.Tensor, like: torch.Tensor) -> bool:
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of a local tensor in C order, on its device: its own memory if possible, otherwise a copy.
 
-    A conjugated or negated view refers to another tensor's memory, with a flag: its bytes are computed.
+    A conjugated or negated view is another tensor's memory with a flag, so its bytes are computed.
     """
     return _as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1))
 
 
 @torch.no_grad()
 def overwrite(tensors: Sequence[torch.Tensor], packed: torch.Tensor) -> None:
-    """Overwrite local tensors with ``packed``: the ``flat_bytes`` of all of them in a row, on their device."""
+    """Overwrite local tensors with ``packed``: new bytes as from ``flat_bytes``, end to end, on the same device."""
     for tensor, piece in zip(tensors, torch.split(packed, [t.nbytes for t in tensors]), strict=True):
-        # A copy, because a piece may begin where no element of this type may lie.
+        # A copy, because a piece may begin at an address that is not aligned for this dtype.
         tensor.copy_(piece.clone().view(tensor.dtype).reshape(tensor.shape))
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
-    """Return the bytes of a local tensor in C order: its own memory if contiguous and on the CPU, otherwise a copy."""
+    """Return the bytes of a local tensor in C order: its memory if contiguous and on the CPU, otherwise a copy."""
     own = own_bytes(tensor)
     return flat_bytes(tensor.detach().cpu()).numpy().data if own is None else own
 
 
 def own_bytes(tensor: torch.Tensor) -> memoryview | None:
-    """Return the memory of a local tensor if that holds its bytes in C order; otherwise None."""
+    """Return the memory of a local tensor if it holds the bytes in C order on the CPU; otherwise None."""
     return _as_bytes(tensor.detach().reshape(-1)).numpy().data if is_direct(tensor) else None
 
 
 def _as_bytes(flat: torch.Tensor) -> torch.Tensor:
-    """Return the memory of a contiguous tensor of one dimension as bytes.
+    """Return the memory of a contiguous one-dimensional tensor as bytes.
 
-    A tensor of one element may have any stride.
+    A tensor of one element may have any stride, which is set to 1 here.
     """
     return (flat if flat.stride(0) == 1 else flat.as_strided(flat.shape, (1,))).view(torch.uint8)
 
@@ -373,7 +377,7 @@ def copy_bytes(tensor: torch.Tensor, start: int, stop: int, goal: memoryview) ->
 def stretch(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
     """Yield bytes ``start`` to ``stop`` (in C order) of a local tensor, on its device, in one piece or several.
 
-    A piece is the memory of the tensor where that is in C order, otherwise a copy. Only the requested bytes are copied,
+    A piece is the memory of the tensor if that is in C order, otherwise a copy. Only the requested bytes are copied,
     rounded to whole elements.
     """
     size = tensor.element_size()
@@ -386,7 +390,7 @@ def stretch(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tenso
 
 
 def _blocks(tensor: torch.Tensor, first: int, last: int) -> Iterator[torch.Tensor]:
-    """Yield elements ``first`` to ``last`` (in C order) as views: whole rows together, then parts of rows."""
+    """Yield elements ``first`` to ``last`` (in C order) as views: whole rows together, parts of rows separately."""
     if first >= last:
         return
     if tensor.is_contiguous():
@@ -403,7 +407,7 @@ def _blocks(tensor: torch.Tensor, first: int, last: int) -> Iterator[torch.Tenso
 
 
 def is_direct(tensor: torch.Tensor) -> bool:
-    """Return True if :func:`byte_view` shares memory with ``tensor``, so that it can be loaded into."""
+    """Return True if :func:`byte_view` shares memory with ``tensor``, so that a load can write into it."""
     return tensor.device.type == "cpu" and lies_in_order(tensor)
 
 

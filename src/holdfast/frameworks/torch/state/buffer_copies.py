@@ -1,11 +1,11 @@
-"""Copies of the model's buffers from two moments: where the script was given a step, and where its block began.
+"""Copies of the model's buffers from two moments: when the script was given a step, and when that step's block began.
 
-Theory. A block that runs again begins with the buffers of its begin. A replacement also runs the code before the block,
-so it begins with the buffers from before that code: a pass in training mode there changes batch norm's statistics with
-the data of each rank, and only the replacement's own pass gives those of its rank.
-
-Batch norm writes its small statistics without being counted by torch, so small buffers are copied at each step. Large
-ones (masks, position tables) are copied again only when torch counted a write. Until then both moments share one copy.
+Theory. A block that runs again starts from the buffers that it had at its first start. A replacement also runs the code
+before the block, so it starts from the buffers from before that code. A forward pass in training mode there changes
+batch norm's statistics with the data of each rank. Only the replacement's own pass gives the statistics of its rank.
+torch does not count batch norm's writes to its small statistics, so small buffers are copied at each step. Large
+buffers (masks, position tables) are copied again only when torch has counted a write. Until then both moments share
+one copy.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from holdfast.frameworks.torch.state.parameter_names import BufferSlot
 SMALL_NUMEL = 65536
 """Largest buffer, in elements, that is copied at each step."""
 UNCOUNTED = -1
-"""The count of the writes of a small buffer."""
+"""The value in place of a write count for a small buffer, which is copied without regard to its writes."""
 
 
 class _Kept(NamedTuple):
-    """A buffer, torch's count of its writes when it was copied, and the copy."""
+    """A buffer of the model, torch's count of its writes when it was copied, and the copy."""
 
     live: torch.Tensor
     writes: int
@@ -34,11 +34,11 @@ class _Kept(NamedTuple):
 
 
 class BufferCopies:
-    """Copies of buffers from one moment.
+    """Copies of the model's buffers from one moment.
 
     Args:
         slots: the buffers of the model.
-        other: the copies of the other moment, with which copies of large buffers are shared.
+        other: the copies from the other moment; both share unchanged copies of large buffers.
     """
 
     def __init__(self, slots: tuple[BufferSlot, ...], other: BufferCopies | None = None) -> None:
@@ -84,7 +84,7 @@ class BufferCopies:
         return {fqn: kept.copy for fqn, kept in self._kept.items()}
 
     def put_back(self) -> None:
-        """Put the buffers of that moment back into the model."""
+        """Put the copied buffers back into the model."""
         with torch.no_grad():
             for slot in self._slots:
                 kept = self._kept.get(slot.fqn)

@@ -1,10 +1,10 @@
-"""The broadcast that makes buffers equal on all ranks before each vote, so that the loss of a rank changes nothing.
+"""The broadcast that makes buffers equal on all ranks before each vote, so that the loss of a rank changes no buffer.
 
-DDP broadcasts its buffers at the start of each forward. That broadcast is switched off and made here at the end of the
-step instead: with the same number of bytes and the same result, but inside the step that is voted on. Persistent
-buffers of models without DDP are broadcast in the same way: those under ``fully_shard`` or ``replicate`` from the first
-rank of their mesh, all others from rank 0. A pipeline stage without any of these wrappers has no known copy, so its
-buffers are not changed.
+DDP broadcasts its buffers at the start of each forward pass. That broadcast is switched off. Instead, the buffers are
+broadcast at the end of the block, before its vote: with the same number of bytes and the same result.
+Persistent buffers of models without DDP are broadcast in the same way: those under ``fully_shard`` or ``replicate``
+from the first rank of their mesh, all others from rank 0. For a pipeline stage without any of these wrappers, no rank
+is known to hold the same stage, so its buffers are not changed.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from holdfast.runtime.node.shm_allreduce import NOTE_SIZE_BYTES_MAX
 
 
 class BufferSync:
-    """The packed broadcasts of a model's buffers, one per group of ranks.
+    """The broadcasts of a model's buffers: one per process group, with all buffers of the group packed into one tensor.
 
     Args:
         names: names of the tensors of the model.
         wrappers: DDP wrappers of the model.
-        mesh: mesh of its data-parallel copies, if ``fully_shard`` or ``replicate`` made them.
+        mesh: mesh of the model's data-parallel copies, if ``fully_shard`` or ``replicate`` made them.
         world_size: number of ranks.
     """
 
@@ -71,9 +71,9 @@ class BufferSync:
             known[1].extend(slots)
 
     def run(self) -> None:
-        """Broadcast the buffers; a collective.
+        """Broadcast the buffers; all ranks call it.
 
-        If it breaks before the vote, the local values stay.
+        If a broadcast breaks, this rank keeps its local values, and the vote rejects the step.
         """
         with torch.no_grad():
             for group, slots in self._plans.values():
@@ -103,7 +103,7 @@ def _broadcast(group: Any, tensors: list[torch.Tensor]) -> None:
 
 
 def _shared(source: int, packed: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of rank ``source``, sent through the shared memory of the node."""
+    """Return the bytes of rank ``source``, sent over the board, the shared memory of the node."""
     data = fabric().share(source, packed.numpy().tobytes())
     if len(data) != packed.numel():
         raise StateError(

@@ -1,10 +1,10 @@
-"""The division of the ranks into data-parallel copies of the model, whose parts may lie on several ranks.
+"""The division of the ranks into data-parallel copies of the model; several ranks may share one copy.
 
-Ranks that hold parts of one copy (tensor parallel, pipeline stages) must draw the same batches, and the same random
-numbers where they compute the same thing. Ranks of different copies draw different ones. The wrappers define the
-copies: DDP by its process group, ``fully_shard`` and ``replicate`` by their mesh. Without them, the ranks of a pipeline
-are one copy, and so are those of a mesh of DTensor parameters; such a copy is numbered by its lowest rank. A rank
-without any of these is a separate copy.
+Ranks that hold parts of one copy (tensor parallel, pipeline stages) must draw the same batches. Where they compute the
+same thing, they must also draw the same random numbers. Ranks of different copies draw different batches and numbers.
+The wrappers define the copies: DDP by its process group, ``fully_shard`` and ``replicate`` by their mesh. Without such
+a wrapper, the ranks of a pipeline form one copy, and so do the ranks of a mesh of DTensor parameters; the number of
+that copy is its lowest rank. A rank without wrapper, pipeline and mesh is a separate copy.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def sharded_mesh(model: Models) -> DeviceMesh | None:
 
 
 def copy_of(model: Models, rank: int, world_size: int) -> Copy:
-    """Return the copy of the model that this rank holds, or holds a part of.
+    """Return the data-parallel copy of the model that this rank holds, or of which it holds a part.
 
-    If nothing else is known, each rank is a separate copy.
+    Without wrappers, pipelines and meshes, each rank is a separate copy.
     """
     if world_size == 1:
         return Copy(0, 1)
@@ -51,12 +51,12 @@ def copy_of(model: Models, rank: int, world_size: int) -> Copy:
     first = rank
     for stage in instances(*private_api.PIPELINE_STAGE):
         first = min(dist.get_process_group_ranks(stage.group or dist.group.WORLD))
-    # A rank has the same place among the ranks that split its tensors as its first-stage counterpart has there.
+    # In every pipeline stage, a rank has the same position among the ranks that split its tensors.
     return Copy(first - _place_in_split(model, rank), world_size)
 
 
 def _place_in_split(model: Models, rank: int) -> int:
-    """Return the distance of this rank from the first one of its DTensor mesh; 0 without a mesh."""
+    """Return the distance of this rank from the lowest rank of its DTensor mesh; 0 without a mesh."""
     for _, top in modules_of(model):
         for parameter in top.parameters():
             if isinstance(parameter, DTensor):

@@ -1,15 +1,15 @@
-"""Hyperparameters as the script sets them, compared with those that the checkpoint's script had set.
+"""Hyperparameters as the script sets them, compared with those set by the script that wrote the checkpoint.
 
-Theory. A load restores the learning rate, the weight decay and the schedule, because a schedule changes them and the
-same bits need them. A value that the user changes in the script between two starts would therefore silently have no
-effect. The values in use cannot be compared with those of the script, because the schedule has changed them. So each
-checkpoint also holds the values that its script had set when its session was made. A load compares these with the
+Theory. A load restores the learning rate, the weight decay and the schedule: a schedule changes them, and without them
+the results would differ in bits. So a value that the user changes in the script between two starts would silently have
+no effect. The values in use cannot be compared with those of the script, because the schedule has changed them. So each
+checkpoint also holds the values that its script had set when the session was made. A load compares these with the
 values that this script sets, and reports every difference with both values. The checkpoint's value stays in use, unless
 ``session(override=[...])`` names it.
 
 Invariants:
-1. If the script is the one that wrote the checkpoint, nothing is reported and nothing is taken from the script, however
-   far its schedule has come.
+1. If the same script wrote the checkpoint, nothing is reported and nothing is taken from the script, however far the
+   schedule has advanced.
 2. An overridden value counts as set by the script from then on: the next start does not override it again.
 """
 
@@ -33,13 +33,16 @@ HOW_IT_RUNS = frozenset({"foreign", "fused", "capturable", "differentiable"})
 """Settings of parameter groups that choose an implementation and do not change the result."""
 
 FOLLOWS = frozenset({"base_lrs", "last_epoch"})
-"""Values of schedules that follow from the optimizer and from the step."""
+"""Values of schedules that are computed from the optimizer and the step; they are not compared."""
 
 TOLD_MAX = 10
 
 
 class HyperparameterChange(NamedTuple):
-    """A value that the script now sets differently; ``owner`` is ``optimizer.NAME`` or ``scheduler.NAME``."""
+    """A value that the script now sets differently.
+
+    ``owner`` is ``optimizer.NAME`` or ``scheduler.NAME``, ``then`` the checkpoint's value, ``now`` the script's.
+    """
 
     owner: str
     name: str
@@ -74,7 +77,10 @@ class Declared:
         return {owner: dict(values) for owner, values in self._values.items()}
 
     def choose(self, override: Collection[str]) -> None:
-        """Take these values from the script at a load.
+        """Choose the values that a load takes from the script.
+
+        Args:
+            override: their names, for example ``lr``.
 
         Raises:
             UsageError: no optimizer or schedule has such a value.
@@ -90,13 +96,13 @@ class Declared:
         self.override = frozenset(override)
 
     def compare(self, saved: Plain, *, shown: bool) -> Callable[[], None]:
-        """Compare the script's values with the checkpoint's, and log the differences if ``shown`` (on one rank).
+        """Compare the script's values with the checkpoint's; log the differences if ``shown`` (True on one rank).
 
         Args:
-            saved: :meth:`values` of the checkpoint, or None.
+            saved: the result of :meth:`values` in the checkpoint, or None in an old checkpoint.
 
         Returns:
-            A function that puts the script's values into place, to be called after the load.
+            A function that sets the overridden values, to be called after the load.
 
         Raises:
             CheckpointMismatch: a schedule of another kind.
@@ -140,7 +146,7 @@ class Declared:
                     yield HyperparameterChange(owner, name, known[name], now)
 
     def _is_another_kind(self, each: HyperparameterChange, saved: Plain) -> bool:
-        """Return True if the schedules differ in the names of their values, not only in the class."""
+        """Return True if the two schedules have values of different names; another class alone is accepted."""
         known = saved.get(each.owner) if isinstance(saved, dict) else None
         return isinstance(known, dict) and known.keys() != self._now[each.owner].keys()
 
@@ -162,7 +168,7 @@ class Declared:
                 group[each.name] = tuple(now) if isinstance(group.get(each.name), tuple) else now
 
     def _take_rate(self, optimizer: Optimizer, index: int, then: Any, now: Any) -> None:
-        """Set the learning rate of one group to the script's; a factor from the schedule is kept."""
+        """Set the learning rate of one parameter group to the script's value; a factor from the schedule is kept."""
         group = optimizer.param_groups[index]
         before = float(group["lr"])
         rate = now if before == then or not then else before * (now / then)
@@ -178,7 +184,7 @@ class Declared:
 
 
 def _of_groups(optimizer: Optimizer) -> dict[str, Plain]:
-    """Return each value of the parameter groups: one value if all groups agree, otherwise a list by group."""
+    """Return each setting of the parameter groups: one value if all groups agree, otherwise a list by group."""
     groups = hyperparameters(optimizer)
     found: dict[str, Plain] = {}
     for name in groups[0]:
@@ -192,7 +198,7 @@ def _of_groups(optimizer: Optimizer) -> dict[str, Plain]:
 
 
 def _of_schedule(schedule: Any) -> dict[str, Plain]:
-    """Return the class name of a schedule and its values, without private ones (``_name``) and derived ones."""
+    """Return the class name and the values of a schedule, without private values (``_name``) and computed ones."""
     found: dict[str, Plain] = {"class": type(schedule).__name__}
     state = schedule.state_dict()
     for name, value in state.items() if isinstance(state, Mapping) else ():
@@ -206,7 +212,7 @@ _OTHER = object()
 
 
 def _plain(value: Any) -> Any:
-    """Return a value that can be compared and saved; ``_OTHER`` if it cannot."""
+    """Return ``value`` in a form that can be compared and saved; ``_OTHER`` if it has no such form."""
     if isinstance(value, torch.Tensor) and value.numel() == 1:
         return value.item()
     if isinstance(value, list | tuple):
@@ -216,7 +222,7 @@ def _plain(value: Any) -> Any:
 
 
 def _each(value: Plain, count: int) -> list[Any]:
-    """Return one value per group, from a value of :func:`_of_groups`."""
+    """Return one value per parameter group, from a value of :func:`_of_groups`."""
     if isinstance(value, dict) and isinstance(groups := value.get("groups"), list) and len(groups) == count:
         return groups
     return [value] * count

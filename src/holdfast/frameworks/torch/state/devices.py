@@ -1,9 +1,8 @@
-"""Waits for the work that is queued on the devices of the state, and the handling of their errors.
+"""Waits for the work that is queued on the devices of the state, and the handling of device errors.
 
-A process queues work on the streams of its devices and continues. The current stream is a property of a thread. A
-thread that reads the state therefore has to wait for streams that it does not know: it waits for all streams of each
-device. The training thread has to do the same if the script has trained on a stream of its choice and has left that
-stream.
+A process queues work on the streams of its devices and continues. Each thread has its own current stream. So a thread
+that reads the state waits for all streams of each device, because it does not know which streams trained. The training
+thread waits in the same way if the script has trained on a stream of its choice and has left that stream.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ def await_devices(devices: Iterable[torch.device]) -> None:
     """Wait until everything that any thread has queued on any stream of ``devices`` has run.
 
     Raises:
-        RuntimeError: torch's error of work on a device that has failed.
+        RuntimeError: torch's error of work that failed on a device.
     """
     for device in sorted(devices, key=str):
         torch.get_device_module(device).synchronize(device)
 
 
 class StateDevices:
-    """The devices that hold one state, and the streams of its training."""
+    """The devices that hold the state of one session, and the streams on which it trains."""
 
     def __init__(self, found: Iterable[torch.device]) -> None:
         self._found = set(found)
@@ -45,17 +44,17 @@ class StateDevices:
         return len(self._found) > known
 
     def wait(self) -> None:
-        """Wait until everything that is queued has run. Raises: RuntimeError, as :func:`await_devices`."""
+        """Wait until all queued work on these devices has run. Raises: RuntimeError, as :func:`await_devices`."""
         await_devices(self._found)
 
     def note_streams(self) -> None:
-        """Record the current streams of this thread as those of the training."""
+        """Record the current streams of this thread as the streams of the training."""
         self._trained = self._streams()
 
     def order(self) -> None:
-        """Wait for the devices if this thread is on other streams than the training.
+        """Wait for the devices if the current streams of this thread are not those of the training.
 
-        It is called before state is read or written.
+        Call it before state is read or written.
         """
         if self._found and self._streams() != self._trained:
             self.wait()
@@ -69,10 +68,10 @@ class StateDevices:
 def named_errors(what: str) -> Iterator[None]:
     """Turn errors of torch and its devices inside the block into a StateError.
 
-    The rank cannot save its state then, but its process continues.
+    The rank then cannot save its state, but its process continues.
 
     Args:
-        what: the beginning of the message: what was not possible.
+        what: the beginning of the message, for example "weight cannot be read".
     """
     try:
         yield

@@ -1,13 +1,12 @@
 """The broadcast that lets the modules of the user's state begin equal on all ranks of a new job.
 
-Theory. DDP gives the model the weights of its first rank when it wraps the model. Many scripts copy the model into an
-average before that, from weights that each rank has drawn with a seed of its own. The averages then differ between
-ranks, and the script saves and reports that of rank 0. A checkpoint and a replacement know one value per entry of
-``state=``, so a fault would exchange one rank's average for another's. So all ranks take the values of the first rank,
-as DDP does for the weights. The end is then that of the average which the script itself keeps.
-
-Tensors that ranks hold in parts (DTensor) stay as they are. If the ranks do not have modules of the same names, shapes
-and types (stages of a pipeline), nothing is sent; ``replica_state_check.py`` compares what is left.
+Theory. When DDP wraps the model, it gives the model the weights of the first rank. Many scripts copy the model into an
+average of weights before that, while each rank still has the weights of its own seed. The averages of the ranks then
+differ, and the script saves and reports the average of rank 0. A checkpoint and a replacement hold one value per entry
+of ``state=``, so a fault would replace one rank's average by another's. So all ranks take the values of the first rank,
+as DDP does for the weights. The result is the average that the script would have saved without Holdfast.
+Tensors that ranks hold in parts (DTensor) stay unchanged. If the modules of the ranks differ in names, shapes or types
+(stages of a pipeline), nothing is sent. ``replica_state_check.py`` compares the remaining state.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from holdfast.text import plural
 log = logging.getLogger("holdfast")
 
 BUNDLE_SIZE_BYTES = 64 << 20
-"""Most bytes of one broadcast, so that a large average does not take its memory twice."""
+"""Most bytes of one broadcast. A broadcast needs a copy of its tensors, and a large average has no room for one."""
 
 
 def begin_equal(
@@ -38,11 +37,11 @@ def begin_equal(
     wrappers: list[DistributedDataParallel],
     vote: Callable[[list[int]], list[int]],
 ) -> None:
-    """Give the modules among ``items`` the values of the first rank; a collective of all ranks.
+    """Give the modules among ``items`` the values of the first rank. All ranks call it.
 
     Args:
         items: the user's state, by name.
-        wrappers: DDP wrappers of the model; their group is the one whose ranks hold the same part of it.
+        wrappers: DDP wrappers of the model; the ranks of their process group hold the same part of the model.
         vote: returns the sum of a vector over all ranks.
 
     Raises:
@@ -86,7 +85,7 @@ def _group(wrappers: list[DistributedDataParallel]) -> Any:
 
 
 def _form(tensors: Mapping[str, list[tuple[str, torch.Tensor]]]) -> torch.Tensor:
-    """Return a digest of all names, shapes and types: uint8 [8]."""
+    """Return a digest of all names, shapes and dtypes: uint8 [8]."""
     words = [
         (name, path, list(tensor.shape), str(tensor.dtype))
         for name, found in tensors.items()
@@ -96,14 +95,14 @@ def _form(tensors: Mapping[str, list[tuple[str, torch.Tensor]]]) -> torch.Tensor
 
 
 def _of_first(group: Any, values: torch.Tensor) -> torch.Tensor:
-    """Return the first rank's ``values``: uint8 [n], n equal on all ranks."""
+    """Return the ``values`` of the group's first rank: uint8 [n], n equal on all ranks."""
     received = values.clone()
     dist.broadcast(received, dist.get_global_rank(group, 0), group=group)
     return received
 
 
 def _take(group: Any, tensors: list[torch.Tensor]) -> bool:
-    """Overwrite ``tensors`` with those of the first rank; return whether a byte changed."""
+    """Overwrite ``tensors`` with those of the group's first rank; return True if a byte changed."""
     changed = False
     for bundle in _bundles(tensors):
         mine = torch.cat([flat_bytes(tensor) for tensor in bundle])
@@ -115,7 +114,7 @@ def _take(group: Any, tensors: list[torch.Tensor]) -> bool:
 
 
 def _bundles(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Yield the tensors in groups of one device, of ``BUNDLE_SIZE_BYTES`` or of one larger tensor."""
+    """Yield lists of tensors of one device, each list of at most ``BUNDLE_SIZE_BYTES`` or of one larger tensor."""
     bundle: list[torch.Tensor] = []
     size_bytes = 0
     for tensor in tensors:

@@ -1,9 +1,9 @@
-"""Restoring optimizer state that the optimizer itself cuts, as ZeRO and Muon do.
+"""The restoring of optimizer state that the optimizer itself splits among the ranks, as ZeRO and Muon do.
 
 Such an optimizer reduces a gradient to one part on each rank, updates that part, and gathers the whole parameter. The
-region of its state differs from that of its parameter: the optimizer declares it with :func:`~holdfast.torch.declare`.
-A process that begins without state cannot know the cut. The catalogue knows it, because the ranks declared it while
-they trained.
+region of its state differs from that of its parameter. The optimizer declares that region with
+:func:`~holdfast.torch.declare`. A process that begins without state cannot know the regions. The catalogue of the
+checkpoint has them, because the ranks declared them while they trained.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from holdfast.text import plural
 
 
 class HandCut:
-    """One rank's parts of optimizer state that the optimizer itself cuts, as a catalogue lists them.
+    """One rank's parts of optimizer state that the optimizer itself splits, from the catalogue of a checkpoint.
 
     Args:
         catalogue: catalogue of the checkpoint that is loaded.
@@ -42,14 +42,20 @@ class HandCut:
     def allocate(
         self, entry: TensorEntry, parameter: str, like: torch.Tensor, there: object
     ) -> torch.Tensor | None:
-        """Return memory for this rank's part of state of ``parameter``; None if it is whole or cut as its parameter.
+        """Return memory for this rank's part of one tensor of the optimizer's state.
 
         Args:
-            like: the parameter here.
+            entry: the tensor in the catalogue.
+            parameter: name of the parameter that it belongs to.
+            like: that parameter in this process.
             there: the optimizer's present value; it is returned if it is declared as a part of the same tensor.
 
+        Returns:
+            None if the state is whole, or split in the same way as its parameter.
+
         Raises:
-            CheckpointMismatch: the state was cut for another number of ranks, and nothing here declares the new cut.
+            CheckpointMismatch: the state was split for another number of ranks, and the present optimizer state
+                declares no part.
         """
         if isinstance(there, DTensor) or not self._is_cut(entry, parameter):
             return None

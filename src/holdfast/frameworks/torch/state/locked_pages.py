@@ -1,9 +1,9 @@
 """Copies of device tensors to the host, through a small area of locked pages.
 
-Theory. A GPU can write to the host only where the pages of the host cannot move: in *locked* (pinned) memory. A
-copy to other memory is made by the driver piece by piece, with a wait for each, and took 1 s per GB on an H200. To lock
-the goal of every copy would cost more than the copy, and locked memory is scarce. So the bytes go through two areas of
-``AREA_SIZE_BYTES``: the device fills one while the host empties the other.
+Theory. A GPU can write to the host only where the pages of the host cannot move: in *locked* (pinned) memory. For a
+copy to other memory, the driver copies piece by piece and waits for each piece; that took 1 s per GB on an H200. To
+lock the destination of every copy would cost more than the copy, and locked memory is scarce. So the bytes go through
+two areas of ``AREA_SIZE_BYTES``: the device fills one while the host empties the other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from holdfast.frameworks.torch.state.boxes import byte_view, copy_bytes
 AREA_SIZE_BYTES = 16 * 1024 * 1024
 
 Areas = tuple[memoryview, memoryview]
-"""Memory of the host, twice the same size."""
+"""Two areas of host memory, of the same size."""
 
 
 def host_bytes(tensor: torch.Tensor) -> memoryview:
@@ -38,7 +38,7 @@ def host_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a local tensor in C order, piece after piece; each is valid until the next one is asked for.
+    """Yield the bytes of a local tensor in C order, piece after piece. Each is valid until the next one is requested.
 
     Raises:
         RuntimeError: as :func:`host_bytes`.
@@ -58,10 +58,10 @@ def host_pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
 def arriving(
     areas: Areas, tensor: torch.Tensor, mark: Callable[[], Callable[[], None]]
 ) -> Iterator[memoryview]:
-    """Yield the bytes of ``tensor`` in C order as they arrive in ``areas``, which are used in turn.
+    """Yield the bytes of ``tensor`` in C order, piece after piece, as they arrive in the two ``areas`` in turn.
 
     Args:
-        areas: the memory of the pieces that are yielded.
+        areas: the memory of the yielded pieces.
         tensor: a local tensor on any device.
         mark: called after the copies into an area have begun; returns a function that waits for their end.
     """
@@ -85,7 +85,7 @@ def arriving(
 
 @functools.cache
 def _areas() -> tuple[Areas, threading.Lock]:
-    """Return two areas of locked pages, which are made once, and the lock of the thread that uses them."""
+    """Return the two areas of locked pages, made at the first call, and the lock that their user must hold."""
     first, second = (
         torch.empty(AREA_SIZE_BYTES, dtype=torch.uint8, pin_memory=True).numpy().data for _ in range(2)
     )

@@ -28,7 +28,10 @@ COMMUNICATING = {
     "PostLocalSGDOptimizer": "average the parameters in the block, before optimizer.step()",
     "DistributedOptimizer": "torch.distributed.fsdp.fully_shard shards parameters and optimizer state",
 }
-"""Optimizers whose step() communicates, and what to use instead. After the vote a failed step() would be in doubt."""
+"""Optimizers that are refused because their step() communicates, each with an alternative.
+
+If such a step() failed after the vote, the step would be in doubt.
+"""
 
 Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
 
@@ -40,7 +43,7 @@ _BUILD_THE_SAME = (
 
 
 def by_name(value: Any, kind: str, is_kind: Callable[[Any], bool]) -> dict[str, Any]:
-    """Return one object, or a list or dict of them, as a dict by name; a single one is called ``default``.
+    """Return ``value`` (one object, a list or a dict of objects) as a dict by name; one object is called ``default``.
 
     Raises:
         UsageError: the value is of another type.
@@ -67,8 +70,8 @@ def named_optimizers(value: Any) -> dict[str, Optimizer]:
     """Return the session's ``optimizer`` argument as a dict by name.
 
     Raises:
-        UnsupportedError: an optimizer that communicates inside its step, that runs inside backward, or of Megatron's.
-        UsageError: an object is no optimizer.
+        UnsupportedError: an optimizer of Megatron, or one that communicates inside its step.
+        UsageError: an object is not an optimizer.
     """
     several = value.values() if isinstance(value, Mapping) else value
     for item in several if isinstance(several, Iterable) else (value,):
@@ -87,10 +90,10 @@ def named_optimizers(value: Any) -> dict[str, Optimizer]:
 
 
 def _refuse_megatron(optimizer: Any) -> None:
-    """Refuse an optimizer of Megatron's: it is no torch optimizer, and its step() does more than update.
+    """Refuse an optimizer of Megatron: it is no torch optimizer, and its ``step()`` does more than update.
 
     Raises:
-        UnsupportedError: by name.
+        UnsupportedError: names the optimizer's class.
     """
     bases = {base.__name__ for base in type(optimizer).__mro__}
     if "MegatronOptimizer" not in bases:
@@ -115,7 +118,7 @@ def _refuse_megatron(optimizer: Any) -> None:
 def local_part(optimizer: Optimizer) -> Optimizer | None:
     """Return the optimizer of this rank's parameters inside torch's ``ZeroRedundancyOptimizer``; None for others.
 
-    With ``overlap_with_ddp`` the result is None too: that one updates during backward.
+    With ``overlap_with_ddp`` the result is also None: such an optimizer updates during the backward pass.
     """
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     if module is None or not isinstance(optimizer, module.ZeroRedundancyOptimizer):
@@ -125,9 +128,10 @@ def local_part(optimizer: Optimizer) -> Optimizer | None:
 
 
 def refuse_searching(optimizers: Mapping[str, Optimizer], world_size: int) -> None:
-    """Raise UnsupportedError for L-BFGS on several ranks, which computes gradients again after it has changed weights.
+    """Raise UnsupportedError for L-BFGS on several ranks.
 
-    Its first change comes after the vote, and from then on no collective may fail.
+    L-BFGS computes gradients again after it has changed weights. Its first change comes after the vote, and from then
+    on no collective may fail.
     """
     for name, optimizer in optimizers.items():
         if world_size > 1 and isinstance(optimizer, torch.optim.LBFGS):
@@ -142,14 +146,14 @@ WRAPPERS = ("AcceleratedOptimizer", "_FabricOptimizer")
 
 
 def _inner(optimizer: Any) -> Any:
-    """Return the optimizer inside accelerate's or Fabric's wrapper, on which hooks are called."""
+    """Return the optimizer inside accelerate's or Fabric's wrapper; torch calls step hooks on the inner one."""
     while any(base.__name__ in WRAPPERS for base in type(optimizer).__mro__):
         optimizer = optimizer.optimizer
     return optimizer
 
 
 def refuse_in_backward(parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raise UnsupportedError for a model whose parameters are updated during backward, before any vote."""
+    """Raise UnsupportedError for a model whose parameters are updated during the backward pass, before any vote."""
     for fqn, parameter in parameters.items():
         if private_api.steps_in_backward(parameter):
             raise UnsupportedError(
@@ -159,7 +163,7 @@ def refuse_in_backward(parameters: Mapping[str, torch.Tensor]) -> None:
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.Tensor]:
-    """Yield all parameters of an optimizer."""
+    """Yield all parameters of an optimizer, group by group."""
     for group in optimizer.param_groups:
         yield from group["params"]
 
@@ -170,7 +174,7 @@ def hyperparameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def set_hyperparameters(optimizer: Optimizer, groups: Sequence[Mapping[str, Any]]) -> None:
-    """Write group values back, tensors (a capturable learning rate) in place."""
+    """Write the settings of parameter groups back into ``optimizer``; tensors (a capturable learning rate) in place."""
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         for key, value in saved.items():
             if isinstance(group.get(key), torch.Tensor) and isinstance(value, torch.Tensor):
@@ -187,7 +191,7 @@ class Undo:
         self._states: dict[int, tuple[Optimizer, dict[Any, Any]]] = {}
 
     def record(self, optimizer: Optimizer) -> None:
-        """Copy what the next update of ``optimizer`` changes, once until :meth:`clear`."""
+        """Copy the parameters and state that the next update of ``optimizer`` changes, once until :meth:`clear`."""
         if id(optimizer) in self._states:
             return
         with torch.no_grad():
@@ -203,7 +207,7 @@ class Undo:
             self._weights.setdefault(id(tensor), (tensor, tensor.detach().clone()))
 
     def restore(self) -> None:
-        """Put everything back, then drop the copies."""
+        """Put all copied values back, then drop the copies."""
         with torch.no_grad():
             for parameter, saved in self._weights.values():
                 parameter.copy_(saved)
@@ -211,7 +215,7 @@ class Undo:
             state: dict[Any, Any] = optimizer.state
             for key in [*parameters_of(optimizer), *{**shared_state(state), **shared_state(states)}]:
                 now = state.pop(key, None)
-                if key in states:  # in place, because the comparison of copies holds these tensors
+                if key in states:  # in place, because the check of replicas (digests) refers to these tensors
                     state[key] = put_into(now, states[key])
         self.clear()
 
@@ -221,23 +225,23 @@ class Undo:
         self._states.clear()
 
     def weights(self) -> dict[int, torch.Tensor]:
-        """Return the copies made before the updates, by ``id`` of the live parameter."""
+        """Return the copies of parameters and tensors, made before the updates, by ``id`` of the live tensor."""
         held = dict(self._weights)  # one copy: another thread may clear the dict meanwhile
         return {key: saved for key, (_, saved) in held.items()}
 
     def state(self, optimizer: Optimizer) -> Mapping[torch.Tensor, Any]:
-        """Return the state of ``optimizer`` from before its update."""
+        """Return the state of ``optimizer`` from before its update; the present state if no copy was made."""
         recorded = self._states.get(id(optimizer))
         return optimizer.state if recorded is None else recorded[1]
 
 
 def shared_state(state: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return the state of an optimizer that belongs to no single parameter, by the optimizer's own names."""
+    """Return the entries of an optimizer's state that belong to no single parameter, by the optimizer's own names."""
     return {key: value for key, value in state.items() if not isinstance(key, torch.Tensor)}
 
 
 def clone(value: Any) -> Any:
-    """Return a copy that shares no memory with ``value``, without autograd."""
+    """Return a copy of a tree of values that shares no memory with ``value``, without autograd."""
     if isinstance(value, torch.Tensor):
         return placed(value.detach().clone(), value)
     if isinstance(value, dict):
@@ -251,7 +255,7 @@ def clone(value: Any) -> Any:
 
 
 def _beside(parameter: torch.Tensor, leaf: Leaf) -> Leaf:
-    """Return a ``leaf`` function that gives tensors of optimizer state the region of ``parameter``."""
+    """Return a ``leaf`` function that declares tensors of optimizer state to have the region of ``parameter``."""
 
     def take(value: Any, path: str) -> Plain:
         return leaf(placed(value, parameter) if isinstance(value, torch.Tensor) else value, path)
@@ -269,7 +273,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 class OptimizerState:
-    """The state of one optimizer under the names of the parameters it belongs to."""
+    """The state of one optimizer, stored under the names of the optimizer's parameters."""
 
     def __init__(self, name: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> None:
         self.name = name
@@ -292,7 +296,7 @@ class OptimizerState:
         return type(self._optimizer).__name__
 
     def size(self) -> int:
-        """Return the number of state entries, which grows when the optimizer makes state at its first update."""
+        """Return the number of state entries, which grows when the optimizer creates state at its first update."""
         state = self.optimizer.state
         return sum(len(of_one) if isinstance(key, torch.Tensor) else 1 for key, of_one in state.items())
 
@@ -300,7 +304,7 @@ class OptimizerState:
         """Return :func:`hyperparameters` of the optimizer, for the start of a step.
 
         Raises:
-            StateError: a group that was added since holds a parameter that is not in the model.
+            StateError: a parameter group that was added during the run holds a parameter that is not in the model.
         """
         count = len(self.optimizer.param_groups)
         if count != self._checked:
@@ -309,15 +313,17 @@ class OptimizerState:
         return hyperparameters(self.optimizer)
 
     def set_hyperparameters(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        """Write group values back as :func:`set_hyperparameters` does, and remove groups that were added since."""
+        """Write settings back as :func:`set_hyperparameters` does, and remove later parameter groups."""
         del self.optimizer.param_groups[len(groups) :]
         set_hyperparameters(self.optimizer, groups)
 
     def split(self, leaf: Leaf, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> Plain:
-        """Return group values and per-parameter state as plain values; tensors go to ``leaf``.
+        """Return group settings and state per parameter as plain values; tensors go to ``leaf``.
 
         Args:
-            groups: all groups, or the first ones (those of the start of a step).
+            leaf: takes a tensor and its name; returns the plain value that replaces the tensor.
+            groups: settings of all parameter groups, or of those that existed at the start of the step.
+            state: the optimizer's state, now or from a copy.
         """
         members = self._members(len(groups))
         held = [(fqn, self._parameters[fqn]) for fqns in members for fqn in fqns]
@@ -325,8 +331,7 @@ class OptimizerState:
             "class": self.kind(),
             "groups": split([dict(group) for group in groups], f"{self.prefix}.groups", leaf),
             "members": members,
-            # For each group that the script did not build: the members that are trained, such as a layer that was
-            # unfrozen.
+            # For each group that was added during the run (such as an unfrozen layer): the parameters that are trained.
             "added": [
                 [fqn for fqn in fqns if self._parameters[fqn].requires_grad]
                 for fqns in members[self._built :]
@@ -355,11 +360,13 @@ class OptimizerState:
         return fqn
 
     def _refuse_another(self, saved: Plain) -> None:
-        """Raise CheckpointMismatch if another optimizer wrote ``saved``, whose state would be dropped silently.
+        """Raise CheckpointMismatch if an optimizer of another kind wrote ``saved``.
 
-        An optimizer makes its state at its first update, and none for a parameter without a gradient, so its future
-        state is not known here; its settings are known at once. Old checkpoints do not name the class: they are refused
-        only if each side has settings that the other lacks, because a framework's versions also differ in settings.
+        Otherwise the saved state would be dropped silently. The kinds are compared by class and by settings. The names
+        of the
+        state are not known here: an optimizer creates its state at its first update, and none for a parameter without a
+        gradient. Old checkpoints do not name the class. They are refused only if each side has settings that the other
+        lacks, because versions of torch also differ in settings.
         """
         here, then = self.kind(), saved.get("class", "")
         if here == then:
@@ -385,19 +392,19 @@ class OptimizerState:
     def _refuse_others_parameters(self, saved: Plain, catalogue: Catalogue) -> None:
         """Raise CheckpointMismatch if the optimizer that wrote ``saved`` updated other parameters of this model.
 
-        Otherwise the state of a parameter that is left out would be dropped silently, and a parameter that is new would
-        begin without state.
+        Otherwise the state of a parameter that is no longer updated would be dropped silently, and a newly updated
+        parameter would begin without state.
         """
         if "members" not in saved:  # an old checkpoint, without members
             return
         then = {
             fqn: at for at, group in enumerate(saved["members"]) for fqn in group if fqn in self._parameters
         }
-        # A parameter that the checkpoint lacks belongs to another model, which the search for its tensors reports.
+        # A parameter that is not in the checkpoint is left out here; the search for its tensor reports it.
         members = self._members(self._built)
         built = {fqn: at for at, group in enumerate(members) for fqn in group if fqn in catalogue.by_fqn}
-        # Groups that were added during the run are added again; the script must not have their parameters in another
-        # group.
+        # Groups that were added during the saved run are added again. The script must not have put their parameters
+        # into another group.
         now = {fqn: at for fqn, at in then.items() if at >= self._built} | built
         differences = [
             f"{what} {_listed([*names[:3], *(['...'] if len(names) > 3 else [])])}"
@@ -418,9 +425,9 @@ class OptimizerState:
             )
 
     def _refuse_other_groups(self, saved: Plain) -> None:
-        """Raise CheckpointMismatch if the script builds another number of parameter groups than before.
+        """Raise CheckpointMismatch if the script builds another number of parameter groups than the saved run.
 
-        Accepted is the number that the saved run built at its start, and the number that it had at the end.
+        Two numbers are accepted: the number at the start of the saved run, and the number at its end.
         """
         there, added = len(saved["groups"]), len(saved.get("added", ()))
         if self._built not in (there, there - added):
@@ -433,14 +440,15 @@ class OptimizerState:
     def prepare(
         self, saved: Plain, catalogue: Catalogue, targets: dict[str, torch.Tensor], cuts: HandCut
     ) -> Callable[[], None]:
-        """Find or make memory for the tensors of ``saved`` (from :meth:`split`); add it to ``targets`` by name.
+        """Find or make memory for the tensors of ``saved`` (from :meth:`split`), and add it to ``targets`` by name.
 
-        Tensors of the same shape, dtype and cut that the optimizer has already are filled in place.
+        Present tensors of the optimizer that have the same shape, dtype and sharding are filled in place.
 
         Args:
-            cuts: the parts of this rank, of state that the optimizer cuts.
+            catalogue: the tensors of the checkpoint.
+            cuts: this rank's parts of state that the optimizer itself splits among the ranks.
 
-        Returns: a function to call when the targets are filled, which gives the state to the optimizer.
+        Returns: a function that gives the state to the optimizer; call it when the targets are filled.
 
         Raises:
             CheckpointMismatch: another optimizer, other groups, or state of a tensor that the catalogue lacks.
@@ -517,9 +525,9 @@ def allocate(
     on_cpu: bool = False,
     there: object = None,
 ) -> torch.Tensor:
-    """Return memory for a tensor of global ``shape``: cut as ``like`` if that has this shape, otherwise whole.
+    """Return memory for a tensor of global ``shape``: sharded as ``like`` if both have the same shape, otherwise whole.
 
-    ``there`` is the present tensor; it is returned if it already fits.
+    ``there`` is the present tensor. It is returned if it already fits.
     """
     if like is not None and tuple(shape) == global_shape(like) and not on_cpu:
         if isinstance(there, torch.Tensor) and there.dtype is dtype and lies_as(there, like):

@@ -1,4 +1,4 @@
-"""Names of parameters, buffers and extra state as the user's own module has them, without those of wrappers."""
+"""Names of parameters, buffers and extra state as in the user's own module, without the prefixes of wrappers."""
 
 from __future__ import annotations
 
@@ -20,26 +20,27 @@ FABRIC = "_FabricModule"
 
 
 class BufferSlot(NamedTuple):
-    """The module and attribute that hold a buffer; user code may put another tensor there at any time."""
+    """The module and attribute name that hold a buffer; user code may assign another tensor at any time."""
 
     fqn: str
     module: nn.Module
     key: str
 
     def get(self) -> torch.Tensor | None:
-        """Return the tensor that is there now."""
+        """Return the tensor that the module holds now; None if it holds none."""
         return private_api.buffers_of(self.module).get(self.key)
 
     @property
     def persistent(self) -> bool:
-        """True if the module's own ``state_dict`` contains the buffer."""
+        """True if the module's ``state_dict`` contains the buffer."""
         return self.key not in private_api.unlisted_buffers(self.module)
 
 
 class Names(NamedTuple):
-    """The names of all tensors of a model. ``aliases`` maps further names of a shared tensor to its first name.
+    """The names of all tensors of a model.
 
-    ``extra`` holds the modules with ``get_extra_state``, by the name that torch gives to that state.
+    ``aliases`` maps each further name of a shared tensor to its first name. ``extra`` holds the modules that have
+    ``get_extra_state``, by the name that torch gives to their extra state.
     """
 
     parameters: dict[str, torch.Tensor]
@@ -49,7 +50,7 @@ class Names(NamedTuple):
 
 
 def modules_of(model: Models) -> list[tuple[str, nn.Module]]:
-    """Return the modules that the user gave, each with the prefix for the names in it.
+    """Return the modules that the user gave as the model, each with the prefix for the names in it.
 
     Raises:
         UsageError: the model is neither a module nor a dict of modules by name.
@@ -68,7 +69,7 @@ def unwrap(module: nn.Module) -> nn.Module:
     """Return the user's own module inside DDP, ``torch.compile`` and activation checkpointing.
 
     Raises:
-        UnsupportedError: FSDP1, whose flat parameters have no names of their own.
+        UnsupportedError: FSDP1, whose flat parameters hide the names of the model's parameters.
     """
     while True:
         if isinstance(module, DistributedDataParallel | DataParallel):
@@ -85,9 +86,9 @@ def unwrap(module: nn.Module) -> nn.Module:
 
 
 def passed_through(module: nn.Module) -> nn.Module:
-    """Return the module that each forward pass calls: the one inside Fabric's wrapper, or ``module`` itself.
+    """Return the module that each forward pass calls: the module inside Fabric's wrapper, or ``module`` itself.
 
-    Methods that are marked in Fabric as forward methods (``training_step``) do not call the wrapper.
+    Forward methods that Fabric marks (``training_step``) run the inner module without calling the wrapper.
     """
     if type(module).__name__ != FABRIC:
         return module
@@ -99,8 +100,8 @@ def names_of(model: Models) -> Names:
     """Return the names of all parameters, buffers and extra state of the model.
 
     Raises:
-        StateError: a parameter or buffer without memory (meta device), with an unsupported layout or with elements that
-            share memory; extra state that cannot be put back.
+        StateError: a parameter or buffer without memory (meta device), with an unsupported layout or with elements
+            that share memory; extra state that cannot be put back.
         UnsupportedError: see :func:`unwrap`.
     """
     parameters: dict[str, torch.Tensor] = {}

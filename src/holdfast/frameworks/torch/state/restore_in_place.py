@@ -1,4 +1,4 @@
-"""Restoring values, torch tensors included, into the objects that the user's own code holds."""
+"""The restoring of values, including torch tensors, into the objects that the user's own code holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ def put_into(current: Any, value: Any) -> Any:
 
 
 def _fill(current: Any, value: Any) -> bool:
-    """Copy one tensor into another of the same dtype, shape, device and cut; return False if that is not possible."""
+    """Copy ``value`` into ``current``, a tensor of equal dtype, shape, device and sharding.
+
+    Return False, without a copy, if these are not two such tensors.
+    """
     if not (isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor)):
         return False
     if current.dtype is not value.dtype or not lies_as(value, current) or overlaps(current):

@@ -1,9 +1,9 @@
 """Random numbers as a function of (seed, rank, step), so that no generator state is saved or restored.
 
-Every default generator (``random``, ``numpy.random``, torch on CPU and on each initialised device) is seeded at the
-start of each step, and also before, when the loop gives the step to the script. A step that runs again, in this process
-or another, therefore draws the same numbers. Samples are seeded from (seed, epoch, index), so that they depend neither
-on the number of loader workers nor on the place of a resume.
+Every default generator (``random``, ``numpy.random``, torch on the CPU and on each initialised device) is seeded twice
+per step: when the loop gives the step to the script, and when the block begins. A step that runs again, in this process
+or another, therefore draws the same numbers. Samples of a dataset are seeded from (seed, epoch, index). So they depend
+neither on the number of loader workers nor on the position at which a job resumes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Generator = torch.Generator | np.random.Generator | random.Random
 
 
 def mix(*words: int) -> int:
-    """Return one 63-bit seed from any integers (splitmix64 over each in turn); the order counts."""
+    """Return one 63-bit seed computed from integers, by splitmix64 over each in turn; their order matters."""
     state = 0x243F6A8885A308D3
     for word in words:
         state = (state ^ (word & _MASK)) & _MASK
@@ -59,7 +59,10 @@ def reseed(seed: int, rank: int, step: int, *, between: bool = False) -> None:
 def reseed_generators(
     generators: Iterable[tuple[str, Generator]], seed: int, rank: int, step: int, *, between: bool = False
 ) -> None:
-    """Seed the user's own generators for one step; the seed of each also depends on its name."""
+    """Seed the user's own generators for one step. The seed of each also depends on its name.
+
+    With ``between``, seed them for the code before the block.
+    """
     for name, generator in generators:
         value = mix(_BETWEEN if between else _STEP, seed, rank, step, *name.encode())
         if isinstance(generator, torch.Generator):
@@ -77,18 +80,18 @@ def sample_seed(seed: int, epoch: int, index: int) -> int:
 
 
 def order_seed(seed: int, epoch: int, rank: int) -> int:
-    """Return the seed of a sampler's draws in one epoch."""
+    """Return the seed from which a sampler draws its order in one epoch."""
     return mix(_ORDER, seed, epoch, rank)
 
 
 def fetch_seed(seed: int, epoch: int, batch: int, rank: int) -> int:
-    """Return the seed for one batch of an iterable of unknown type that draws in the main process."""
+    """Return the seed for one batch of an iterable of unknown type that draws random numbers in the main process."""
     return mix(_FETCH, seed, epoch, batch, rank)
 
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """Restore the CPU's default generators at the end of the block."""
+    """Restore the default generators of the CPU (``random``, numpy, torch) at the end of the ``with`` block."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield

@@ -1,8 +1,8 @@
-"""Copies, made at the start of a step, of what forward changes; an abort puts them back.
+"""Copies, made at the start of a step, of the state that a block may change; an abort puts them back.
 
-Copied are buffers (BatchNorm's running statistics), extra state of modules (FP8 scales), group values, scheduler state,
-the scaler's scale, and the user's own state: plain values, and small objects with ``state_dict``. Gradients are
-dropped, not restored, because a step starts without gradients. Random generators need no copy (``rng.py``).
+Copied are buffers (BatchNorm's running statistics), extra state of modules (FP8 scales), settings of parameter groups,
+schedules, the scaler's scale, and the user's own state: plain values, and small objects with ``state_dict``. Gradients
+are dropped, not restored, because a step starts without gradients. Random generators need no copy (``rng.py``).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from holdfast.frameworks.torch.state.state import (
 from holdfast.frameworks.torch.state.untrained_weights import UntrainedWeights
 
 SMALL_NUMEL = 65536
-"""Most elements of an object's state that is copied at each step."""
+"""Largest state of a user's object, in elements, that is copied at each step."""
 
 
 class Snapshot:
@@ -50,7 +50,7 @@ class Snapshot:
         self.averages = UntrainedWeights(state, self.undo)
 
     def take(self) -> None:
-        """Copy what the coming step may change before its vote."""
+        """Copy the state that the coming block may change before its vote."""
         self._buffers.take()
         state = self._state
         self._groups = self._group_values()
@@ -67,9 +67,10 @@ class Snapshot:
         self.averages.take()
 
     def take_before(self, step: int, *, whole: bool = False) -> None:
-        """Copy what the script may change before it enters the block of ``step``.
+        """Copy the state that the script may change before it enters the block of ``step``.
 
-        This is: learning rates, the user's own state, and buffers (a pass in training mode changes them).
+        That is: learning rates, schedules, the user's own state, and buffers (a forward pass in training mode changes
+        them).
 
         Args:
             whole: copy all objects of the user, also large ones.
@@ -83,7 +84,7 @@ class Snapshot:
         self._before = (step, StateBefore(self._group_values(), self._schedules(), extras, buffers))
 
     def before(self, step: int) -> StateBefore:
-        """Return the copies that :meth:`take_before` made for ``step``, or none."""
+        """Return the copies that :meth:`take_before` made for ``step``; empty copies if it made none."""
         taken, before = self._before
         return before if taken == step else NOTHING_BEFORE
 
@@ -127,11 +128,11 @@ class Snapshot:
         return found
 
     def size(self) -> int:
-        """Return the number of elements of the modules' extra state, which changes with its layout."""
+        """Return the number of elements of the modules' extra state, which changes with the layout of that state."""
         return _numel(self._modules)
 
     def restore(self) -> None:
-        """Put everything back and drop all gradients."""
+        """Put all copied values back and drop all gradients."""
         state = self._state
         self.averages.put_back()
         self.undo.restore()
@@ -178,7 +179,7 @@ def _numel(value: Any) -> int:
 
 
 def _scaler_values(scaler: Any, saved: dict[str, torch.Tensor | None]) -> dict[str, Any]:
-    """Return the scaler's state dict with the scale and the counter of the start of the step."""
+    """Return the scaler's state dict with the scale and the counter from the start of the step."""
     values: dict[str, Any] = dict(scaler.state_dict())
     scale, tracker = saved["_scale"], saved["_growth_tracker"]
     if values and scale is not None and tracker is not None:

@@ -1,14 +1,14 @@
 """The training state as named tensors and plain values, for saving and loading.
 
-Theory. Everything that training changes is either a tensor, known by a name and by the boxes that this rank holds of
-it, or a plain value. ``collect`` walks the state once and returns both. A *frozen* collection reads buffers,
-schedulers, scaler and tentatively updated weights from the copies made at the start of the step. It shows the last
-committed step even while the main thread is inside an aborted one.
+Theory. Everything that training changes is either a tensor or a plain value. A tensor is known by a name and by the
+boxes that this rank holds of it. ``collect`` walks the state once and returns both kinds. A *frozen* collection reads
+buffers, schedules, scaler and tentatively updated weights from the copies made at the start of the step. So it shows
+the last committed step even while the main thread is inside an aborted one.
 
-Names: parameters and buffers as the user's module has them; ``optimizer.<name>.<parameter>.<key>``;
+Names: parameters and buffers as in the user's module; ``optimizer.<name>.<parameter>.<key>``;
 ``scheduler.<name>.<key>``; ``scaler.<key>``; ``state.<name>.<key>``. The result of a module's ``get_extra_state`` is
-called ``<module>._extra_state``, as torch calls it, and its tensors ``<module>._extra_state.<key>``. All buffers are
-saved, also those that a module does not persist: forward may have changed them, and a retry in another process must
+called ``<module>._extra_state``, as in torch, and its tensors ``<module>._extra_state.<key>``. All buffers are saved,
+even those that a module does not persist. A forward pass may have changed them, and a retry in another process must
 start from the same values.
 """
 
@@ -77,7 +77,7 @@ class StepStartCopies(NamedTuple):
     """Copies, made at the start of a step, of the state that the step may change (see ``snapshot.py``)."""
 
     buffers: Mapping[str, torch.Tensor]  # fqn -> copy
-    groups: Mapping[str, list[dict[str, Any]]]  # optimizer -> group values
+    groups: Mapping[str, list[dict[str, Any]]]  # optimizer -> settings of its parameter groups
     plain: Mapping[
         str, Any
     ]  # "scheduler.<name>" or "scaler" -> state dict; a module's name -> its extra state
@@ -86,9 +86,12 @@ class StepStartCopies(NamedTuple):
 
 
 class StateBefore(NamedTuple):
-    """The values, from before a step was given to the script or a loop ended, of what it may have changed since."""
+    """Copies of values that the script may change before its next block.
 
-    groups: Mapping[str, list[dict[str, Any]]]  # optimizer -> group values
+    They are made when the script is given a step or ends a loop.
+    """
+
+    groups: Mapping[str, list[dict[str, Any]]]  # optimizer -> settings of its parameter groups
     plain: Mapping[str, Any]  # "scheduler.<name>" -> state dict
     extras: Mapping[str, Any]  # the user's plain values by name, and the state of small objects
     buffers: Mapping[str, torch.Tensor]  # fqn -> copy
@@ -98,9 +101,9 @@ NOTHING_BEFORE = StateBefore({}, {}, {}, {})
 
 
 def arrays_in(value: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yield all tensors and arrays in a tree of values, with their key paths.
+    """Yield all tensors and arrays in a tree of values, each with its key path.
 
-    It runs at each step, so it builds no other objects.
+    It runs at each step, so it creates no intermediate objects.
     """
     if isinstance(value, torch.Tensor | np.ndarray):
         yield path, value
@@ -128,7 +131,10 @@ class TorchCollected:
         self._copied_from: set[torch.device] = set()
 
     def add(self, value: Any, path: str) -> Plain:
-        """Take ``value`` if it is a tensor or an array; return the value that stands for it, or None (a ``Leaf``)."""
+        """Take ``value`` if it is a tensor or an array, under the name ``path`` (a ``Leaf`` function).
+
+        Returns: the plain value that replaces it in the tree of values; None if it is neither a tensor nor an array.
+        """
         if isinstance(value, np.ndarray):
             return {"array": self.add(_from_array(value, path), path)}
         if not isinstance(value, torch.Tensor):
@@ -143,13 +149,13 @@ class TorchCollected:
         return path
 
     def parts(self, fqn: str) -> dict[Box, LocalPart]:
-        """Return the regions of one tensor that this rank holds, by box."""
+        """Return this rank's regions of one tensor, by box."""
         if fqn not in self._parts:
             self._parts[fqn] = {part.box: part for part in parts_of(self.tensors[fqn], fqn)}
         return self._parts[fqn]
 
     def view(self, fqn: str, box: Box) -> memoryview:
-        """Return the C-contiguous bytes of one box; shares memory with the state if possible."""
+        """Return the C-contiguous bytes of one box; they share memory with the state if possible."""
         own = self.own(fqn, box)
         if own is not None:
             return own
@@ -157,7 +163,7 @@ class TorchCollected:
             return host_bytes(self.region(fqn, box))
 
     def pieces(self, fqn: str, box: Box) -> Iterator[memoryview]:
-        """Yield the bytes of :meth:`view` piece after piece (the store's ``PiecewiseSource``)."""
+        """Yield the bytes of one box piece after piece (the store's ``PiecewiseSource``)."""
         own = self.own(fqn, box)
         if own is not None:
             yield own
@@ -166,7 +172,7 @@ class TorchCollected:
             yield from host_pieces(self.region(fqn, box))
 
     def piece(self, fqn: str, box: Box, start: int, stop: int) -> memoryview:
-        """Return bytes ``start`` to ``stop`` of :meth:`view` (``frameworks.common.optional_abilities.GivesPieces``)."""
+        """Return bytes ``start`` to ``stop`` of one box (``frameworks.common.optional_abilities.GivesPieces``)."""
         own = self.own(fqn, box)
         if own is not None:
             return own[start:stop]
@@ -179,14 +185,14 @@ class TorchCollected:
         return data
 
     def own(self, fqn: str, box: Box) -> memoryview | None:
-        """Return the memory of one box if that holds its bytes in C order, otherwise None; the answer is cached."""
+        """Return the memory of one box if it holds the bytes in C order, otherwise None; the result is cached."""
         key = (fqn, box)
         if key not in self._own:
             self._own[key] = own_bytes(self.region(fqn, box))
         return self._own[key]
 
     def copy_to(self, fqn: str, box: Box, start: int, stop: int, goal: memoryview) -> None:
-        """Begin to copy a part of one box to ``goal`` (the store's ``DeviceSource``)."""
+        """Begin to copy bytes ``start`` to ``stop`` of one box into ``goal`` (the store's ``DeviceSource``)."""
         own = self.own(fqn, box)
         if own is None:
             region = self.region(fqn, box)
@@ -197,7 +203,7 @@ class TorchCollected:
             np.copyto(np.frombuffer(goal, np.uint8), np.frombuffer(own, np.uint8)[start:stop])
 
     def finish_copies(self) -> None:
-        """Wait for the copies that :meth:`copy_to` began."""
+        """Wait until the copies that :meth:`copy_to` began have ended."""
         devices, self._copied_from = self._copied_from, set()
         for device in devices:
             with named_errors(f"copies from {device} did not end well"):
@@ -208,7 +214,7 @@ class TorchCollected:
         return devices_of(self.tensors.values())
 
     def region(self, fqn: str, box: Box) -> torch.Tensor:
-        """Return the tensor of one box; shares storage with the state."""
+        """Return the tensor of one box; it shares storage with the state."""
         part = self.parts(fqn).get(box)
         if part is None:
             raise InternalError(f"this rank does not hold {fqn}{box}")
@@ -216,9 +222,10 @@ class TorchCollected:
         return local if local.shape == box.sizes else local[part.where]
 
     def writes(self) -> tuple[int, ...]:
-        """Return torch's count of writes to each tensor, or a digest for tensors of the user's own state.
+        """Return one number per tensor that changes with its content: torch's write count, or a digest.
 
-        Averages of weights are often written without being counted.
+        Tensors of the user's own state get a digest, because code often writes averages of weights without being
+        counted.
         """
         counts: list[int] = []
         for fqn, tensor in self.tensors.items():
@@ -247,7 +254,7 @@ class TorchCollected:
 
 
 def _from_array(value: Any, path: str) -> torch.Tensor:
-    """Return an array as a tensor that shares its memory if possible."""
+    """Return a NumPy array as a tensor, which shares the array's memory if possible."""
     if type(value) in (np.ndarray, np.memmap):
         try:
             return torch.from_numpy(np.require(value, requirements=["C", "W"]))
@@ -271,7 +278,7 @@ class TorchState:
             generators (which are seeded at each step and have nothing to save).
 
     Attributes:
-        devices: the accelerators that held the state at first.
+        devices: the accelerators that held the state when this object was made.
 
     Raises:
         StateError: a value that cannot be saved; names its key path and type.
@@ -318,7 +325,7 @@ class TorchState:
             yield from parameters_of(optimizer.optimizer)
 
     def size(self) -> int:
-        """Return a number that changes when a tensor of an optimizer or the user's state is added, lost or reshaped."""
+        """Return a hash that changes when a tensor of an optimizer or the user's state is added, lost or reshaped."""
         forms: list[object] = [optimizer.size() for optimizer in self.optimizers.values()]
         for name, item in self.extras.items():
             if not isinstance(item, (nn.Module, *GENERATORS)):  # a module has its tensors from the start
@@ -332,7 +339,8 @@ class TorchState:
         """Return the state now, or with ``copies`` the state at the start of the step.
 
         Args:
-            before: copies that take precedence.
+            copies: copies made at the start of the step.
+            before: copies made when the script was given the step; they take precedence over ``copies``.
 
         Raises:
             StateError: a value that cannot be saved.
@@ -382,7 +390,7 @@ class TorchState:
         return split(known[path] if path in known else item.state_dict(), path, out.add)
 
     def plain_extras(self) -> dict[str, Any]:
-        """Return the entries of the user's state that are plain values."""
+        """Return the entries of the user's state that are plain values, by name."""
         return {
             name: item
             for name, item in self.extras.items()
@@ -390,7 +398,7 @@ class TorchState:
         }
 
     def objects(self) -> dict[str, Any]:
-        """Return the entries of the user's state that have a ``state_dict``."""
+        """Return the entries of the user's state that have a ``state_dict``, by name."""
         return {name: item for name, item in self.extras.items() if has_state(item)}
 
     def _extra(self, name: str, item: Any, known: Mapping[str, Any]) -> Any:
@@ -412,14 +420,16 @@ class TorchState:
         cast: bool = False,
         partial: bool = False,
     ) -> TorchRestore:
-        """Return the object that loads a checkpoint of ``catalogue`` and ``values`` into this state.
+        """Return an object that loads a checkpoint into this state.
 
-        The caller fills the buffers of the object, then finishes the load.
+        The caller fills the buffers of that object, then finishes the load.
 
         Args:
+            catalogue: the tensors of the checkpoint.
+            values: its plain values.
             place: rank of this process, and the number of ranks.
-            cast: convert floating numbers of another dtype.
-            partial: a module whose extra state the checkpoint lacks keeps its own.
+            cast: convert floating numbers that are stored in another dtype.
+            partial: a module whose extra state is not in the checkpoint keeps its present one.
 
         Raises:
             CheckpointMismatch: the checkpoint was written by a training script of another structure.
@@ -431,9 +441,10 @@ class TorchState:
 
 
 class TorchRestore:
-    """A load in progress: memory to fill (``targets``); then :meth:`finish` puts everything into place.
+    """A load in progress: the caller fills the memory of ``targets``, then :meth:`finish` puts all values into place.
 
-    If dtypes are converted, call :meth:`check` before the tensors that are filled in place are filled.
+    If dtypes are converted, fill the tensors of :meth:`converted` first and call :meth:`check`. Fill the other tensors
+    after that, because many of them are filled in place.
 
     Attributes:
         targets: name -> tensor; parameters and buffers are filled in place, the rest is new memory.
@@ -487,7 +498,7 @@ class TorchRestore:
             )
 
     def _prepare_modules(self, saved: Mapping[str, Plain] | None, partial: bool) -> None:
-        """Prepare the load of the modules' extra state; ``saved`` is None in old checkpoints without it."""
+        """Prepare the load of the modules' extra state; ``saved`` is None in old checkpoints without extra state."""
         lacking = sorted(self._state.names.extra.keys() - (saved or {}).keys())
         if saved is None and lacking:
             log.warning(
@@ -524,7 +535,7 @@ class TorchRestore:
         )
 
     def _value(self, current: Any, saved: Plain, path: str) -> Any:
-        """Return ``saved`` with its tensors in new memory, each cut as the tensor of that name in ``current``."""
+        """Return ``saved`` with its tensors in new memory, each sharded like the tensor of that name in ``current``."""
         known = TorchCollected()
         split(current, path, known.add)
         return join(saved, self._fetch(known.tensors))
@@ -567,11 +578,11 @@ class TorchRestore:
         return stored if _is_number(stored) and _is_number(dtype) else dtype
 
     def converted(self) -> frozenset[str]:
-        """Return the names of the tensors that are stored in another dtype; :meth:`finish` fills them."""
+        """Return the names of the tensors that the checkpoint stores in another dtype; :meth:`finish` converts them."""
         return frozenset(fqn for fqn, region, data in self._staged if data.dtype is not region.dtype)
 
     def check(self, untouched: Collection[str] = ()) -> None:
-        """Check that the numbers in the filled boxes of :meth:`converted` fit their new dtype.
+        """Check that the numbers that were read for :meth:`converted` tensors fit into the dtype of this run.
 
         Args:
             untouched: names of tensors that were not filled.
@@ -587,14 +598,18 @@ class TorchRestore:
                 )
 
     def finish(self, untouched: Collection[str] = ()) -> None:
-        """Put the new state into place, after all boxes but those of ``untouched`` are filled and verified."""
+        """Put the new state into place, after all boxes were filled and verified.
+
+        Args:
+            untouched: names of tensors that were not filled; they keep their values.
+        """
         with torch.no_grad():
             for fqn, region, data in self._staged:
                 if fqn not in untouched:
                     region.copy_(data)
         for act in self._finish:
             act()
-        await_devices(devices_of(self.targets.values()))  # because the script may train on another stream
+        await_devices(devices_of(self.targets.values()))  # the script may train on another stream
 
 
 def _is_number(dtype: torch.dtype) -> bool:

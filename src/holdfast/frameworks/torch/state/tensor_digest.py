@@ -1,9 +1,9 @@
-"""Digests of parts of the state: xxh3 of readable memory, and sums computed on the device for the rest.
+"""Digests of parts of the state: xxh3 of CPU memory in C order, and sums computed on the device for other tensors.
 
-On a device all parts are joined end to end and read as 64-bit integers. Their sum and their sum with odd weights,
-modulo 2**64, are hashed. One changed bit always changes the first sum, and integer sums do not depend on the order of
-additions. Sums of chunks add up, so a device needs memory for only four chunks beside the state, however large the
-state is.
+On a device all parts are joined end to end and read as 64-bit integers. Two sums modulo 2**64, one plain and one with
+odd weights, are hashed. One changed bit always changes the plain sum. Integer sums do not depend on the order of
+additions. The sums of chunks are added, so a device needs memory for only four chunks beside the state, however large
+the state is.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from holdfast.store.layouts.layout import Box
 
 _WORD_BYTES = 8
 CHUNK_WORDS = 2 * 1024 * 1024  # 16 MiB: enough to keep a device busy while the next kernel is launched
-PIECES_OF_CHUNK = 8  # number of pieces in which a chunk is copied before they are joined
+PIECES_OF_CHUNK = 8  # a tensor that is not in C order is copied in pieces of 1/8 chunk
 
 
 class Regions(Protocol):
-    """The methods of a collected state that are used here."""
+    """The methods of a collected state that this module uses."""
 
     def own(self, fqn: str, box: Box) -> memoryview | None:
-        """Return the memory of one box if that holds its bytes in C order; otherwise None."""
+        """Return the memory of one box if it holds the bytes in C order on the CPU; otherwise None."""
 
     def region(self, fqn: str, box: Box) -> torch.Tensor:
         """Return the tensor of one box."""
 
 
 def digest_of_tensor(tensor: torch.Tensor) -> int:
-    """Return a digest of this rank's part of a tensor. Waits for the device."""
+    """Return a digest of this rank's part of a tensor: 64 bits on the CPU, 128 on a device. Waits for the device."""
     if tensor.is_sparse:
         tensor = torch.cat([part.reshape(-1).double() for part in private_api.sparse_parts(tensor)])
     local = local_of(tensor)
@@ -48,7 +48,7 @@ def digest_of_tensor(tensor: torch.Tensor) -> int:
 
 
 def digest_of(state: Regions, parts: Sequence[Extent]) -> int:
-    """Return the xxh3-64 digest of these parts, in order.
+    """Return the xxh3-64 digest of these parts of the state, in order.
 
     Equal bytes give equal digests on every rank with the same devices.
     """
@@ -66,7 +66,7 @@ def digest_of(state: Regions, parts: Sequence[Extent]) -> int:
 
 
 def _pieces(state: Regions, extents: Sequence[Extent]) -> Iterator[torch.Tensor]:
-    """Yield the bytes of the extents, on their device; what is not in C order is copied, a small piece at a time."""
+    """Yield the bytes of the extents, on their device; a tensor that is not in C order is copied piece by piece."""
     piece_bytes = CHUNK_WORDS * _WORD_BYTES // PIECES_OF_CHUNK
     for extent in extents:
         region = state.region(extent.fqn, extent.box)
@@ -78,7 +78,7 @@ def _pieces(state: Regions, extents: Sequence[Extent]) -> Iterator[torch.Tensor]
 
 
 def sums(parts: Iterable[torch.Tensor]) -> bytes:
-    """Return two sums modulo 2**64 over the bytes of ``parts``, computed on their device.
+    """Return the plain and the weighted sum modulo 2**64 over the bytes of ``parts``: 16 bytes, little-endian.
 
     Args:
         parts: uint8 tensors of one dimension, all on one device.
@@ -97,7 +97,12 @@ def sums(parts: Iterable[torch.Tensor]) -> bytes:
 
 
 def _sums_of(chunk: torch.Tensor, found: int) -> torch.Tensor:
-    """Return both sums of one chunk, which begins after ``found`` words of the whole."""
+    """Return both sums of one chunk: int64 [2].
+
+    Args:
+        chunk: uint8 [n].
+        found: number of 64-bit words before this chunk.
+    """
     words = _words(chunk)
     odd = torch.arange(1, 2 * len(words), 2, dtype=torch.int64, device=words.device)
     alone = words.sum()
@@ -124,7 +129,7 @@ def _chunks(parts: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def _joined(held: list[torch.Tensor]) -> torch.Tensor:
-    """Return the tensors joined, and empty ``held``, so that its memory is free for the next chunk."""
+    """Return the tensors joined. Empty ``held``, so that its memory is free for the next chunk."""
     joined = held[0] if len(held) == 1 else torch.cat(held)
     held.clear()
     return joined

@@ -1,22 +1,20 @@
 """Copies of weights that no optimizer trains and that a block may change before its vote.
 
-Examples are target networks and momentum encoders.
+Examples are target networks, momentum encoders and averages of the weights.
 
-Theory. An optimizer changes weights after the vote, or tentatively with a copy. An average of weights is changed by the
-script itself, at any place: in forward, or after a tentative update. A block that runs again would update the average
-once too often, and so would a rehearsal. So the average is copied at the start of a block, like a buffer. To copy
-frozen weights too would cost too much. A tensor is copied if it has the shape and dtype of a trained weight, as an
-average has, or is small. A tensor that did not change before the votes of several blocks is no longer copied. A later
-change is noticed by torch's count of writes, or by a change of its address, and the tensor is copied from the next
-block on.
-
-A module may also hold another tensor after a block than before: ``self.center = 0.9 * self.center + ...``. So what is
-remembered is the tensor and its place. The tensor is put back into its place.
+Theory. An optimizer changes weights after the vote, or in a tentative update that can be undone. The script itself
+changes an average of the weights, at any point of the block. A block that runs again, or a rehearsal, would change the
+average once too often. So the average is copied at the start of a block, like a buffer. Copies of all frozen weights
+would cost too much. So a tensor is copied if it has the shape and dtype of a trained weight, as an average has, or if
+it is small. A tensor that did not change before the votes of several blocks is no longer copied. If torch's count of
+writes or the address of such a tensor changes later, it is copied from the next block on.
+A module may also hold another tensor after a block than before: ``self.center = 0.9 * self.center + ...``. So the dict
+and the key that hold the tensor are remembered too, and an aborted block puts the same tensor back there.
 
 Invariants:
-1. Copies take at most twice the memory of the trained weights, and the memory of tensors known to change.
-2. A tensor that was written before a vote and was not copied is reported when a block is put back.
-3. Each place of a module of the user's state holds the same tensor after a block was put back as before the block.
+1. The copies take at most twice the memory of the trained weights, plus the memory of tensors known to change.
+2. A tensor that was written before a vote and was not copied is reported when its block is put back.
+3. After a block was put back, every module of the user's state holds the same tensors as before the block.
 """
 
 from __future__ import annotations
@@ -36,17 +34,17 @@ from holdfast.frameworks.torch.state.state import TorchState
 log = logging.getLogger("holdfast")
 
 STILL_BLOCKS = 8
-ALLOWED = 2  # copies for each trained weight
-SMALL_NUMEL = 4096  # of any shape: an average's counter
+ALLOWED = 2  # untrained tensors copied for each trained weight of the same shape and dtype
+SMALL_NUMEL = 4096  # up to this size a tensor of any shape is copied, such as an average's counter
 
 
 class _Held(NamedTuple):
-    """A tensor and its place where a block begins.
+    """An untrained tensor, and the dict and key that hold it when a block begins.
 
     Attributes:
         path: name of the user's object (empty: the model), and name of the tensor in it.
         holder: dict that holds the tensor: parameters or buffers of a module.
-        key: its key there.
+        key: its key in ``holder``.
         tensor: the tensor.
     """
 
@@ -57,16 +55,19 @@ class _Held(NamedTuple):
 
     @property
     def is_replaced(self) -> bool:
-        """Whether the module holds another tensor there now."""
+        """True if ``holder`` now holds another tensor under this key."""
         return self.holder.get(self.key) is not self.tensor
 
     def put_back(self) -> None:
-        """Let the module hold this tensor again."""
+        """Put this tensor back into ``holder``."""
         self.holder[self.key] = self.tensor
 
 
 class UntrainedWeights:
-    """Copies (in a snapshot's ``undo``) of untrained tensors that may change, and marks of the others."""
+    """Copies of untrained tensors that may change (kept in ``undo``), and marks of the other untrained tensors.
+
+    A mark is a tensor's address and torch's count of its writes.
+    """
 
     def __init__(self, state: TorchState, undo: Undo) -> None:
         self._state = state
@@ -88,7 +89,7 @@ class UntrainedWeights:
         allowed = Counter(
             {form: ALLOWED * n for form, n in Counter(_form(p) for p in self._trained(trained)).items()}
         )
-        copied: set[int] = set()  # a shared tensor has several places and one copy
+        copied: set[int] = set()  # a tensor that several modules share is copied once
         for held in others:
             form = _form(held.tensor)
             fits = allowed[form] > 0 or held.tensor.numel() <= SMALL_NUMEL or id(held.tensor) in copied
@@ -122,7 +123,7 @@ class UntrainedWeights:
         return [*self._kept, *(held for held, _ in self._marks)]
 
     def settle(self) -> None:
-        """Find, at the vote, the tensors that changed in the block; they are copied in every later block."""
+        """Find the tensors that changed in the block, at its vote. They are copied in every later block."""
         weights = self._undo.weights()
         for held in self._kept:
             if held.path in self._moves:
@@ -137,9 +138,9 @@ class UntrainedWeights:
         }
 
     def put_back(self) -> None:
-        """Put the tensors of an aborted block back into their places. ``undo`` then puts back what was written.
+        """Put the tensors of an aborted block back into their modules; ``undo`` then restores their values.
 
-        Warns about tensors that the block has written and that were not copied, so cannot be restored.
+        Warn about tensors that the block has written and that were not copied: their values cannot be restored.
         """
         for held in self._all():
             if held.is_replaced:
@@ -157,7 +158,7 @@ class UntrainedWeights:
             )
 
     def modules(self) -> dict[str, Any]:
-        """Return the state of those of the user's modules that have copies, as it was at the start of the block."""
+        """Return the state dicts of those user modules that have copies, as they were at the start of the block."""
         weights = self._undo.weights()
         before: dict[str, dict[str, torch.Tensor]] = {}
         for held in self._all():

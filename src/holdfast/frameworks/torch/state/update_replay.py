@@ -1,13 +1,13 @@
-"""Recording optimizer updates so that they can be repeated bit for bit.
+"""The recording of optimizer updates, so that they can be repeated bit for bit.
 
-Theory. An optimizer that does not communicate computes new weights from data of this rank alone: weights, its state,
-the local gradients and the settings of its groups. The same code gives the same bits from the same inputs. So an update
-is recorded as its gradients and settings, when the optimizer is about to step, and repeated by the same class on the
-same shards. That no other input matters is tested: the update is first made on a copy (*foretold*), and at the next
-update the weights and the state must equal those of the copy.
+Theory. An optimizer that does not communicate computes new weights from data of this rank alone: the weights, its
+state, the local gradients and the settings of its parameter groups. The same code gives the same bits from the same
+inputs. So an update is recorded as gradients and settings, just before the optimizer steps. It is repeated by the same
+optimizer class on the same shards. A test shows that no other input matters: the update is first made on a copy
+(*foretold*). At the next update, weights and state must equal those of the copy.
 
 Invariants:
-1. A copy shares no memory with what is trained, and the hooks of a session do not see its update.
+1. A copy shares no memory with the trained tensors, and the session's hooks ignore the copy's update.
 2. No collective starts while an update is foretold or repeated.
 """
 
@@ -49,13 +49,13 @@ from holdfast.store.shared_memory.update_log import Gradient, Update
 
 _SEED = 0x5EED
 PIECES, PIECE_NUMEL = 4, 8192
-"""Number of weights that are compared between two updates, and number of elements compared in each."""
+"""Number of weights sampled between two updates, and number of elements sampled in each."""
 
 
 class UpdateReplay:
-    """The records of the optimizer's updates, and their repetition (``frameworks.common.optional_abilities.Updates``).
+    """The records of one optimizer's updates, and their repetition.
 
-    The session has only this optimizer.
+    It implements ``frameworks.common.optional_abilities.Updates``, for a session with one optimizer.
 
     Args:
         state: state of the session.
@@ -70,7 +70,7 @@ class UpdateReplay:
         self._state = state
         self._owner = owner
         self._refused = ""
-        self._comes = False  # the optimizer is about to step in this block
+        self._comes = False  # True: the optimizer is about to step in this block
         self._written: tuple[object, ...] | None = None  # write counts after the last update
         # Samples: weight, position in it, bytes found there.
         self._pieces: list[tuple[torch.Tensor, int, torch.Tensor]] = []
@@ -80,7 +80,7 @@ class UpdateReplay:
     # ------------------------------------------------------------------ from the adapter
 
     def begin(self) -> None:
-        """Record that a block begins; no optimizer is about to step yet."""
+        """Record that a block begins. Its optimizer is not yet about to step."""
         self._comes = False
 
     def comes(self) -> None:
@@ -88,12 +88,12 @@ class UpdateReplay:
         self._comes = True
 
     def made(self) -> None:
-        """Record that the optimizer has stepped: the result is the start of the next update."""
+        """Record that the optimizer has stepped: its result is the state from which the next update starts."""
         if self._written is not None:
             self.settle()
 
     def refuse(self, what: str) -> None:
-        """Stop the recording because the script does something that a log cannot hold."""
+        """Stop the recording, because the script does something (``what``) that a gradient log cannot hold."""
         self._refused = self._refused or what
 
     # ------------------------------------------------------------------ from the session
@@ -115,7 +115,7 @@ class UpdateReplay:
         return ""
 
     def rebuilds(self, fqn: str) -> bool:
-        """Return True if a log of updates can rebuild the tensor: a weight or state of the optimizer."""
+        """Return True if the gradient log can rebuild tensor ``fqn``: it is a weight, or state of the optimizer."""
         state = self._state
         of_optimizer = any(fqn.startswith(f"{o.prefix}.") for o in state.optimizers.values())
         return fqn in state.names.parameters or (
@@ -123,19 +123,19 @@ class UpdateReplay:
         )
 
     def settle(self) -> None:
-        """Record write counts and sample bytes of the weights, as the start of the next update."""
+        """Record write counts and sample bytes of the weights; the next update starts from these weights."""
         self._written = self._counts()
         self._turn += 1
         self._pieces = [(p, at, _piece(p, at).clone()) for p, at in self._choose()]
 
     def rest(self) -> None:
-        """Stop recording until the next :meth:`settle`."""
+        """Stop the checks of :meth:`undisturbed` until the next :meth:`settle`."""
         self._written, self._pieces = None, []
 
     def undisturbed(self) -> bool:
-        """Return True if nothing but the optimizer has changed weights and its state since :meth:`settle`.
+        """Return True if only the optimizer has changed the weights and its state since :meth:`settle`.
 
-        Torch's counts of writes are compared, and the bytes of a sample of the weights. From any thread.
+        The check compares torch's write counts, and the bytes of a sample of the weights. Callable from any thread.
         """
         return self._written is None or (
             self._written == self._counts()
@@ -143,7 +143,7 @@ class UpdateReplay:
         )
 
     def _choose(self) -> Iterator[tuple[torch.Tensor, int]]:
-        """Yield some weights and a position in each, different ones each time.
+        """Yield some weights and a position in each, different ones after each update.
 
         Bytes are compared because torch does not count a write such as ``parameter.data.clamp_()``.
         """
@@ -155,7 +155,7 @@ class UpdateReplay:
     def take(self, step: int) -> Update:
         """Return the record of the update of ``step`` that is about to be made.
 
-        Its bytes are those of the gradients, valid until the update.
+        The record refers to the memory of the gradients, so it is valid only until the update.
 
         Raises:
             StateError: an input of the update cannot be recorded.
@@ -178,7 +178,7 @@ class UpdateReplay:
         return Update(step, encode_values(settings, "settings"), tuple(gradients))
 
     def foretell(self, update: Update) -> None:
-        """Make ``update`` on a copy of the weights and the state, and keep the digests of the result.
+        """Make ``update`` on a copy of the weights and the optimizer's state, and keep the digests of the result.
 
         Raises:
             StateError: the update cannot be made on a copy.
@@ -199,7 +199,7 @@ class UpdateReplay:
         self._foretold = _digests(double, named)
 
     def as_foretold(self) -> str:
-        """Return the name of the first tensor that differs from the foretold result; empty if none does."""
+        """Return the name of the first tensor that differs from the foretold result; empty if all are equal."""
         optimizer, foretold = self._optimizer(), self._foretold
         ours = set(parameters_of(optimizer))
         now = _digests(optimizer, {f: p for f, p in self._state.names.parameters.items() if p in ours})
@@ -207,7 +207,7 @@ class UpdateReplay:
         return next((name for name in {**foretold, **now} if foretold.get(name) != now.get(name)), "")
 
     def replay(self, updates: Sequence[Update]) -> None:
-        """Repeat these updates, starting from the state before the first one.
+        """Repeat ``updates`` in order, starting from the state before the first one.
 
         Raises:
             CheckpointInvalid: the updates are of another model, or cannot be made.
@@ -252,7 +252,7 @@ class UpdateReplay:
                 raise StateError(f"{gradient.name} is not in the model")
             parameters[gradient.name].grad = _filled(parameters[gradient.name], gradient)
         set_hyperparameters(optimizer, groups)
-        step: Any = type(optimizer).step  # not the instance's, whose calls a schedule counts
+        step: Any = type(optimizer).step  # not optimizer.step, whose calls a schedule counts
         with self._leave_alone(optimizer):
             try:
                 step(optimizer)
@@ -268,8 +268,8 @@ class UpdateReplay:
         fabric().seal_updates(True)
         try:
             with torch.random.fork_rng(devices):
-                # The seed differs from the update's own: an update that uses random numbers then differs from the
-                # foretold one.
+                # This seed differs from the seed of the real update. If an update uses random numbers, the foretold
+                # result therefore differs, and the test refuses the log.
                 torch.default_generator.manual_seed(_SEED)
                 for device in devices:
                     with torch.cuda.device(device):
@@ -281,7 +281,7 @@ class UpdateReplay:
 
 
 def _gradient_of(fqn: str, parameter: torch.Tensor) -> Gradient:
-    """Return the record of a parameter's gradient. Raises: StateError: it is not cut as its weight."""
+    """Return the record of a parameter's gradient. Raises: StateError: it is not sharded as its parameter."""
     gradient = parameter.grad
     assert gradient is not None
     local, lies = private_api.local_tensor(gradient), private_api.local_tensor(parameter)
@@ -292,14 +292,14 @@ def _gradient_of(fqn: str, parameter: torch.Tensor) -> Gradient:
 
 
 def _cut_alike(gradient: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Return True if gradient and weight are evidently cut alike, as in almost every step; a quick check."""
+    """Return True if gradient and parameter are evidently sharded alike, as in almost every step; a quick check."""
     if not (isinstance(gradient, DTensor) and isinstance(parameter, DTensor)):
         return not isinstance(gradient, DTensor) and not isinstance(parameter, DTensor)
     return gradient.device_mesh is parameter.device_mesh and gradient.placements == parameter.placements
 
 
 def _piece(parameter: torch.Tensor, at: int) -> torch.Tensor:
-    """Return the bytes of some elements; compared as bytes, NaN equals itself."""
+    """Return the bytes of ``PIECE_NUMEL`` elements of a parameter from ``at`` on. As bytes, NaN equals itself."""
     return local_of(parameter).reshape(-1)[at : at + PIECE_NUMEL].view(torch.uint8)
 
 
@@ -308,7 +308,7 @@ def _copy_of(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _filled(parameter: torch.Tensor, gradient: Gradient) -> torch.Tensor:
-    """Return a gradient tensor for ``parameter``. Raises: StateError: another dtype or shape."""
+    """Return the recorded gradient as a tensor for ``parameter``. Raises: StateError: another dtype or shape."""
     made = torch.empty_like(parameter, requires_grad=False)
     local = local_of(made)
     dtype = TORCH_DTYPES.get(gradient.dtype)
@@ -326,7 +326,7 @@ def _filled(parameter: torch.Tensor, gradient: Gradient) -> torch.Tensor:
 
 
 def _digests(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """Return the digest of every tensor that the optimizer changes, by name."""
+    """Return the digest of every tensor that the optimizer changes, by the name of the tensor."""
     found: dict[str, int] = {}
     for fqn, parameter in parameters.items():
         found[fqn] = _digest(parameter)

@@ -1,11 +1,10 @@
-"""A sample of the weights that shows whether the script has put other weights in their place.
+"""A sample of the weights that shows if the script has temporarily put other weights into the model.
 
-Theory. Between two blocks a script may put other weights into the model for a while, most often their averages for an
-evaluation (``with ema.average_parameters(): ...``). A request for the state at that time would return the wrong
-weights. The script does not announce the change, and such code writes without torch's count of writes
-(``parameter.data.copy_``). So the addresses of some weights are noted, with the bits of one element of each, whenever
-the script leaves a block or is given a step. That takes microseconds. The device is waited for only when the sample is
-compared.
+Theory. Between two blocks a script may exchange the weights for a while, most often for their averages in an evaluation
+(``with ema.average_parameters(): ...``). A request for the state at that time would return the wrong weights. The
+script does not announce the exchange, and torch does not count such writes (``parameter.data.copy_``). So the addresses
+of some weights are recorded, with the bits of one element of each, whenever the script leaves a block or is given a
+step. That takes microseconds. Only a comparison waits for the device.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class _Noted(NamedTuple):
 
 
 class WeightSample:
-    """A sample of the given parameters that shows whether other weights are in their place.
+    """A sample of the given parameters, which shows if the model holds other weights now.
 
     Only trained parameters on one device are sampled.
     """
@@ -52,11 +51,11 @@ class WeightSample:
         self._noted = _Noted(places, elements, _bits(elements))
 
     def is_there(self) -> bool:
-        """Return True if the weights equal the noted ones, even at other addresses.
+        """Return True if the model holds the recorded weights, even at other addresses.
 
-        From any thread; waits for the device.
+        Callable from any thread; waits for the device.
         """
-        noted = self._noted  # read once: another thread may note meanwhile
+        noted = self._noted  # read once: another thread may call note() meanwhile
         if noted is None:
             return True
         places = self._places()
@@ -66,12 +65,12 @@ class WeightSample:
         return torch.equal(noted.bits.cpu(), now.cpu())
 
     def _places(self) -> list[int]:
-        """Return the address of each tensor; 0 for one without memory."""
+        """Return the address of each sampled tensor; 0 for a tensor without memory."""
         held = (local_of(tensor) for tensor in self._tensors)
         return [local.data_ptr() if local.numel() else 0 for local in held] or [0]
 
     def _elements(self) -> list[torch.Tensor]:
-        """Return the bytes of the last element of each tensor, in its memory."""
+        """Return the bytes of the last element of each sampled tensor; they share its memory."""
         held = (local_of(tensor) for tensor in self._tensors)
         return [local[(-1,) * local.ndim].reshape(1).view(torch.uint8) for local in held]
 

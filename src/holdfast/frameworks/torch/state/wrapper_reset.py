@@ -1,19 +1,19 @@
-"""The reset of wrappers after an aborted step.
+"""The reset of wrappers (DDP, FSDP2, GradScaler, pipeline schedules) after an aborted step.
 
-An exception (or a poisoned collective) in forward or backward leaves wrappers in the middle of a step. DDP's reducer
-waits for gradients that will not come. FSDP2 has unsharded parameters and half-reduced gradients. GradScaler is in the
-state "already unscaled". A pipeline schedule holds losses and activations of the aborted step, with which it would
-continue. A retry on top of that raises an error, or silently trains with other weights. :func:`heal`,
-:func:`heal_scaler` and :func:`heal_pipelines` reset them to their state between two steps. The attributes of torch that
-they need are in ``private_api.py``. The tests compare the weights after an abort bit for bit with those of an
-undisturbed run.
+An exception or a poisoned collective in a forward or backward pass leaves wrappers in the middle of a step. DDP's
+reducer waits for gradients that will not come. FSDP2 has unsharded parameters and half-reduced gradients. GradScaler is
+in the state "already unscaled". A pipeline schedule holds losses and activations of the aborted step, with which it
+would continue. A retry in this condition raises an error, or silently trains with other weights. :func:`heal`,
+:func:`heal_scaler` and :func:`heal_pipelines` reset (*heal*) the wrappers to their state between two steps. They use
+private attributes of torch, all in ``private_api.py``. The tests compare the weights after an abort bit for bit with
+those of an undisturbed run.
 
 Rules for the caller:
-1. Every rank of a generation heals before its first forward in it, also a rank that had nothing to abort: a healed DDP
-   reducer rebuilds its buckets, and that is a collective.
-2. After a rehearsal (loopback) that ended in order, the reducer is healed only once its buckets are set: it would
-   forget the rehearsal. Then it is healed, by rule 1.
-3. A healed pipeline exchanges its start messages with its neighbours again in its next step, so all its ranks must be
+1. Every rank of a generation heals before its first forward pass in that generation, even a rank that had nothing to
+   abort. The reason: a healed DDP reducer rebuilds its buckets, and that is a collective.
+2. After a rehearsal (loopback) that ended in order, heal the reducer only after its buckets are set. If it is healed
+   earlier, it forgets the rehearsal.
+3. A healed pipeline exchanges its start messages with its neighbours again in its next step. So all its ranks must be
    healed, newcomers included.
 """
 
@@ -41,10 +41,10 @@ def heal(model: nn.Module) -> None:
     """Reset a model after an aborted step: reducers of DDP, unshard and reduce state of FSDP2, all gradients.
 
     Args:
-        model: the outermost module, wrapped or not; anything else in it is left alone.
+        model: the outermost module, wrapped or not; nothing else in it is changed.
 
     Raises:
-        UnsupportedError: this torch keeps FSDP2's state in another way than the one known here.
+        UnsupportedError: this version of torch keeps FSDP2's state in an unknown way.
     """
     for ddp in data_parallel(model):
         if not fabric().looped:
@@ -63,31 +63,31 @@ def heal(model: nn.Module) -> None:
 
 
 def forget_pass(model: nn.Module) -> None:
-    """Reset the reducers, which keep their buckets and count their passes from zero, as healed reducers do."""
+    """Reset the DDP reducers: they keep their buckets and count their passes from zero, as healed reducers do."""
     for ddp in data_parallel(model):
         private_api.reset_reducer(ddp)
 
 
 def heal_scaler(scaler: torch.amp.GradScaler) -> None:
-    """Forget that gradients of the aborted step were unscaled: otherwise the retry steps with scaled ones."""
+    """Forget that gradients of the aborted step were unscaled; otherwise the retry would step with scaled gradients."""
     private_api.forget_unscaled(scaler)
 
 
 class Scaling:
-    """The session's ``GradScaler``, and the refusal of others.
+    """The session's ``GradScaler``, and the refusal of other scalers.
 
-    The scale of another one would be in no checkpoint, a replacement would begin with another scale than its peers, and
-    an aborted step would leave it in the state "already unscaled".
+    The scale of another scaler would be in no checkpoint. A replacement would begin with another scale than its peers,
+    and an aborted step would leave the scaler in the state "already unscaled".
 
     Args:
-        scaler: the session's, or None.
-        extras: the user's own state, which may hold further ones.
+        scaler: the session's scaler, or None.
+        extras: the user's own state, which may hold further scalers.
     """
 
     def __init__(self, scaler: Any, extras: Mapping[str, Any]) -> None:
         self._scaler = scaler
         self._extras = extras
-        self._settled = False  # an update was made, with no other scaler
+        self._settled = False  # True after an update that found no other scaler
 
     def heal(self) -> None:
         """Heal the session's scaler after an aborted step."""
@@ -95,12 +95,12 @@ class Scaling:
             heal_scaler(self._scaler)
 
     def settle(self, optimizers: Iterable[Optimizer]) -> None:
-        """Refuse other scalers at the first update of this process. Raises: UsageError."""
+        """Refuse other scalers at the first update of this process; later calls check nothing. Raises: UsageError."""
         self.refuse_others(optimizers)
         self._settled = True
 
     def refuse_others(self, optimizers: Iterable[Optimizer]) -> None:
-        """Refuse, up to the first update of this process, another scaler that unscales for one of the optimizers.
+        """Refuse another scaler that unscales for one of ``optimizers``; no check after :meth:`settle`.
 
         Raises:
             UsageError: such a scaler is in use.
@@ -123,7 +123,7 @@ def heal_pipelines() -> None:
     """Reset every pipeline schedule of this process after an aborted step.
 
     Raises:
-        UnsupportedError: this torch keeps a schedule's state in another way than the one known here.
+        UnsupportedError: this version of torch keeps a schedule's state in an unknown way.
     """
     for schedule in instances(*private_api.PIPELINE_SCHEDULE):
         try:
@@ -136,7 +136,7 @@ def heal_pipelines() -> None:
 
 
 def instances(module: str, kind: str) -> list[Any]:
-    """Return all living objects of a class, and of its subclasses, from a module that may be imported.
+    """Return all living objects of class ``kind`` of ``module`` or a subclass; empty if ``module`` is not imported.
 
     It finds objects that no caller passes to Holdfast, such as pipeline schedules.
     """
@@ -152,11 +152,11 @@ def instances(module: str, kind: str) -> list[Any]:
 def rehearsals_needed(model: nn.Module) -> bool:
     """Return True while a DDP module in ``model`` has yet to rebuild its buckets.
 
-    DDP sets the layout of its buckets after the first backward passes (two, with ``static_graph`` three); the layout
-    decides the order of gloo's sums. A process that starts from the beginning in a job that has already trained
-    rehearses forward and backward in loopback until this is False. Without that its sums would differ from those of the
-    undisturbed run. A process that has trained the previous step knows one pass already (not with ``static_graph``):
-    for it ``rebuild_buckets`` is enough.
+    DDP sets the layout of its buckets after the first backward passes: after two, or three with ``static_graph``. The
+    layout decides the order of gloo's sums. So a process that starts from the beginning in a job that has already
+    trained rehearses forward and backward passes in loopback until this function returns False. Otherwise its sums
+    would differ from those of an undisturbed run. A process that has trained the previous step has already recorded one
+    pass (not with ``static_graph``), so ``rebuild_buckets`` is enough for it.
     """
     return any(
         not private_api.has_rebuilt_buckets(ddp) and _will_rebuild(ddp) for ddp in data_parallel(model)
@@ -164,10 +164,10 @@ def rehearsals_needed(model: nn.Module) -> bool:
 
 
 def dividing(model: nn.Module, world_size: int) -> list[nn.Parameter]:
-    """Return one parameter of each DDP module whose sums depend on whether its gradients are in the buckets already.
+    """Return one parameter of each DDP module whose averages depend on where the gradients lie before the reduction.
 
-    If they are, the reducer divides by the number of ranks; otherwise it multiplies by the inverse. The results are
-    equal for powers of two only.
+    If the gradients lie in DDP's buckets already, the reducer divides by the number of ranks; otherwise it multiplies
+    by the inverse. The results are equal only if the number of ranks is a power of two.
     """
     if world_size & (world_size - 1) == 0:
         return []
@@ -176,9 +176,10 @@ def dividing(model: nn.Module, world_size: int) -> list[nn.Parameter]:
 
 
 def rebuild_buckets(model: nn.Module) -> None:
-    """Set DDP's buckets now, after a pass and in loopback, instead of at the start of its next forward.
+    """Set DDP's buckets now, after a pass and in loopback, instead of at the start of the next forward pass.
 
-    That saves a pass, and a collective that may break: the reducer broadcasts its bucket indices, here to itself.
+    That saves a pass. It also avoids a collective that may break: the reducer broadcasts its bucket indices, which in
+    loopback it receives from itself.
     """
     for ddp in data_parallel(model):
         if not private_api.has_rebuilt_buckets(ddp):

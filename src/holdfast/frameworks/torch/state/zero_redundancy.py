@@ -1,14 +1,15 @@
 """The state of torch's ``ZeroRedundancyOptimizer``, in which each rank updates some parameters and sends them to all.
 
-Theory. Its ``step()`` communicates, so a death in it leaves some parameters updated and others not. Such an update is
-*tentative*: it is made before the vote, after a copy of the weights and of this rank's state. It is undone if it breaks
-off, as an update inside of ``step.update(name)`` is. The state of a parameter lies whole on the rank that updates the
-parameter. That rank follows from the parameters and the number of ranks. A process that begins without state therefore
-knows which tensors of a checkpoint belong to it, even if another number of ranks wrote the checkpoint.
+Theory. Its ``step()`` communicates, so a death during the step leaves some parameters updated and others not. Such an
+update is therefore *tentative*: it is made before the vote, after a copy of the weights and of this rank's optimizer
+state. If it breaks off, it is undone, like an update inside ``step.update(name)``.
+The state of a parameter lies whole on the rank that updates the parameter. The parameters and the number of ranks
+determine that rank. So a process that begins without state knows which tensors of a checkpoint belong to it, even if
+another number of ranks wrote the checkpoint.
 
 Invariants:
-1. The optimizer's ``state`` is that of the local optimizer inside of it: one object.
-2. A checkpoint holds no state of it that the catalogue cannot name: every value is a tensor.
+1. The optimizer's ``state`` and the ``state`` of its local optimizer are the same object.
+2. Every value of the state of a parameter is a tensor, so the catalogue names it.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ log = logging.getLogger("holdfast")
 
 
 def state_of(name: str, optimizer: Optimizer, parameters: Mapping[str, torch.Tensor]) -> OptimizerState:
-    """Return the state object for one optimizer: :class:`ZeroState` for torch's ``ZeroRedundancyOptimizer``."""
+    """Return the state object for one optimizer: a :class:`ZeroState` for torch's ``ZeroRedundancyOptimizer``."""
     kind = OptimizerState if local_part(optimizer) is None else ZeroState
     return kind(name, optimizer, parameters)
 
 
 def tentative(optimizers: Mapping[str, Optimizer], rank: int) -> frozenset[str]:
-    """Return the names of the optimizers whose update communicates and may be undone; warn of the cost on rank 0."""
+    """Return the names of the optimizers whose update communicates and is therefore made tentatively.
+
+    Rank 0 logs a warning about the cost.
+    """
     names = frozenset(name for name, optimizer in optimizers.items() if local_part(optimizer) is not None)
     for name in sorted(names) if rank == 0 else ():
         weights = sum(p.numel() * p.element_size() for p in parameters_of(optimizers[name]))
@@ -62,7 +66,7 @@ class ZeroState(OptimizerState):
     def optimizer(self) -> Optimizer:
         """The optimizer, whose ``state`` is set to that of its local optimizer.
 
-        ``load_state_dict`` of either replaces its state by a new object.
+        It is set at each access, because ``load_state_dict`` of either optimizer makes a new ``state`` object.
         """
         outer = super().optimizer
         local = local_part(outer)
@@ -71,14 +75,14 @@ class ZeroState(OptimizerState):
         return outer
 
     def kind(self) -> str:
-        """Return the name of the optimizer's class with that of its local optimizer."""
+        """Return the class name of the optimizer together with that of its local optimizer."""
         return f"{super().kind()}({type(local_part(self.optimizer)).__name__})"
 
     def split(self, leaf: Leaf, groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> Plain:
         """Return the plain values of the optimizer as the base class does. All state per parameter must be tensors.
 
         Raises:
-            StateError: a parameter's state has a value that is no tensor, so the state of two ranks could not be
+            StateError: a parameter's state has a value that is not a tensor. Such values of two ranks could not be
                 distinguished.
         """
         for of_one in state.values():
@@ -94,9 +98,9 @@ class ZeroState(OptimizerState):
     def prepare(
         self, saved: Plain, catalogue: Catalogue, targets: dict[str, torch.Tensor], cuts: HandCut
     ) -> Callable[[], None]:
-        """Prepare a load as the base class does, with the state of this rank's own parameters.
+        """Prepare a load as the base class does, for the state of the parameters that this rank updates.
 
-        Any rank may have written ``saved``.
+        The plain values ``saved`` may come from any rank.
         """
         local = local_part(self.optimizer)
         assert local is not None

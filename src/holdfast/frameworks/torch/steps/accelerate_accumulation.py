@@ -1,9 +1,10 @@
-"""Accelerate's gradient accumulation inside the block of a step.
+"""The use of accelerate's gradient accumulation inside the block of a step.
 
-Theory. ``with accelerator.accumulate(model)`` counts micro-batches. At every N-th one it synchronises gradients and
-lets the optimizer step. Its count continues from one block to the next, so a block that runs again would begin in the
-middle of a count. At the end of an epoch it asks its own loader, from which the session does not draw. In a session a
-step is one block, so the count starts with the block, and the last of the block's batches is synchronised.
+Theory. ``with accelerator.accumulate(model)`` counts micro-batches. At every N-th micro-batch, accelerate synchronises
+gradients and lets the optimizer step. The count continues from one block to the next, so a block that runs again would
+begin in the middle of a count. To find the end of an epoch, accelerate asks its own loader, from which the session does
+not draw. In a session a step is one block. So the count starts with the block, and gradients are synchronised at the
+last batch of the block.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Digests of a block's inputs and results, and the search for the cause if its runs differ."""
+"""Digests of a block's inputs and results, and the search for the cause if two runs of the block differ."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from holdfast.frameworks.torch.steps.impurity_witness import Witness
 def found_by(state: TorchState) -> dict[str, int]:
     """Return digests of the optimizer settings, schedules and user state from which a block starts.
 
-    A run without effect restores this state, so that the next run must find the same digests.
+    Keys are descriptions of the values. A run without effect restores this state, so the next run must find the same
+    digests.
     """
     found: dict[str, int] = {}
     for name, optimizer in state.optimizers.items():
@@ -35,7 +36,7 @@ def found_by(state: TorchState) -> dict[str, int]:
 
 
 def gradients_in(state: TorchState) -> Iterator[tuple[str, int]]:
-    """Yield the digest of each gradient with the name of its parameter. Waits for the device."""
+    """Yield the name of each parameter that has a gradient, with the digest of the gradient. Waits for the device."""
     for name, parameter in state.names.parameters.items():
         if parameter.grad is not None:
             yield name, digest_of_tensor(parameter.grad)
@@ -84,8 +85,8 @@ def _put_back(state: TorchState) -> Iterator[torch.Tensor]:
 class Suspicion:
     """The search for the cause when two runs of a block differ.
 
-    Two more runs are made with deterministic algorithms, while a recorder (``impurity_witness``) notes the tensors that
-    the block makes and uses.
+    The block runs twice more with deterministic algorithms. Meanwhile a recorder (``impurity_witness``) notes the
+    tensors that the block makes and uses.
 
     Args:
         state: state of the session.
@@ -102,7 +103,7 @@ class Suspicion:
         return "" if self._witness is None else self._witness.cause
 
     def begin(self) -> None:
-        """Start to observe a run of the block, with deterministic algorithms."""
+        """Begin to observe a run of the block, with deterministic algorithms."""
         if self._witness is None:
             generators = [generator for _, generator in self._state.generators]
             self._witness = Witness(generators, _put_back(self._state))
@@ -115,7 +116,7 @@ class Suspicion:
         self._witness.__enter__()  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """End the observation of a run and restore the script's settings."""
+        """End the observation of a run, and restore the script's settings for deterministic algorithms."""
         if self._before is not None and self._witness is not None:
             self._witness.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             torch.use_deterministic_algorithms(self._before[0], warn_only=self._before[1])

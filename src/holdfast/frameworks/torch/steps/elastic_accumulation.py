@@ -1,14 +1,14 @@
-"""A step in parts, so that a job that lost nodes continues with fewer ranks and the same batch per step.
+"""The run of one step in parts, so that a job that lost nodes continues with fewer ranks and the same batch per step.
 
 Theory. A rank that does the work of ``parts`` ranks runs the block of a step once per part, each time with the next
 batch. Every block except the last stops where it would vote. The rank then restores its state as after an aborted step,
 but keeps the gradients. In the last block the optimizer must get the mean over all parts. So each ``backward`` call
 starts from the gradient 1 / parts instead of 1, and the first ``backward`` call of the last part adds the gradients of
-the earlier parts. After that call, user code (unscaling, clipping, its own norm) sees the gradient of the whole batch.
-Wrappers that sum and divide by the number of ranks do so within each part. The added gradients are equal on all ranks
-that share a gradient, so a mean over these ranks does not change them.
+the earlier parts. After that call, user code (unscaling, clipping, a gradient norm) sees the gradient of the whole
+batch. Wrappers that sum and divide by the number of ranks do so within each part. The added gradients are equal on all
+ranks that share a gradient, so a mean over these ranks does not change them.
 The sum is the same as before the loss of nodes, except for the order of additions. A part uses the random numbers of
-the rank whose work it does. Running statistics (BatchNorm) see only the last part.
+the rank whose work it does. Running statistics (BatchNorm) are computed from the last part only.
 
 Invariants:
 1. ``begin(part)`` with ``part > 0`` means that the previous part has ended normally. Its gradients count from then on.
@@ -27,7 +27,7 @@ from holdfast.errors import UnsupportedError
 
 
 class ElasticAccumulation:
-    """The summing of one step's gradients over its parts.
+    """The sum of one step's gradients over its parts.
 
     Args:
         parameters: the parameters of the model, by name.
@@ -44,7 +44,7 @@ class ElasticAccumulation:
         self._original: Callable[..., None] | None = None
 
     def begin(self, part: int, parts: int) -> None:
-        """Start the block of one part, and add the gradients of the previous part to the sum."""
+        """Begin the block of part ``part`` (from 0) of ``parts``; add the gradients of the previous part to the sum."""
         if self._original is None:
             self._original = torch.autograd.backward
             torch.autograd.backward = self._backward
@@ -59,7 +59,7 @@ class ElasticAccumulation:
         self._active = parts > 1
 
     def end(self) -> None:
-        """End the part: later backward passes belong to no part."""
+        """End the current part: later backward passes belong to no part."""
         self._active = False
 
     def check(self) -> None:
@@ -75,7 +75,7 @@ class ElasticAccumulation:
             )
 
     def close(self) -> None:
-        """Restore ``torch.autograd.backward``."""
+        """Restore torch's own ``torch.autograd.backward``."""
         if self._original is not None:
             torch.autograd.backward = self._original
             self._original = None
@@ -87,7 +87,7 @@ class ElasticAccumulation:
             return
         self._original(tensors, self._roots(tensors, grad_tensors, kwargs), *args, **kwargs)
         if self.part + 1 < self._parts:
-            # Of several backward passes of a part (accumulation) the newest holds the whole gradient.
+            # After several backward passes in a part (accumulation), the gradient is that of all of them.
             self._last = {n: p.grad.clone() for n, p in self._parameters.items() if p.grad is not None}
         elif not self._added:
             self._added = True

@@ -20,13 +20,14 @@ class TorchGradients:
         self._updates = updates
 
     def may_drop(self) -> None:
-        """Refuse a log of gradients, which would hold an update that was not made."""
+        """Switch the gradient log off: it could hold an update that :meth:`drop` leaves out."""
         self._updates.refuse("nonfinite='skip' may leave an update out")
 
     def nonfinite(self, optimizer: str) -> str:
-        """Return the first weight whose gradient holds inf or nan, or an empty text.
+        """Return the name of the first weight whose gradient holds inf or nan, or an empty text.
 
-        If a scaler judges the optimizers one by one, only the named optimizer is checked, otherwise all.
+        With a scaler, which judges each optimizer separately, only the gradients of ``optimizer`` are checked;
+        otherwise the gradients of all optimizers.
         """
         found = [g for _, g in self._of(optimizer) if g.numel()]
         with torch.no_grad():
@@ -36,7 +37,7 @@ class TorchGradients:
             return next((name for name, g in named if not bool(torch.isfinite(g).all())), "")
 
     def weights_alone(self) -> int | None:
-        """Return torch's count of writes to all parameters; None if one of them has a gradient."""
+        """Return torch's count of writes to all parameters together; None if a parameter has a gradient."""
         parameters = self._state.names.parameters.values()
         if any(parameter.grad is not None for parameter in parameters):
             return None
@@ -62,10 +63,10 @@ class TorchGradients:
 
 
 def _are_finite(found: Sequence[torch.Tensor]) -> bool:
-    """Return True if all numbers are finite; False may be wrong.
+    """Return True if all numbers are finite. False may be wrong.
 
-    Elsewhere than on CUDA the sums of the tensors show it, because inf and nan pass through a sum. A sum of finite
-    numbers may also be inf. On CUDA each sum would be a separate kernel.
+    On other devices than CUDA the sum of each tensor is checked, because inf and nan pass through a sum. But a sum of
+    finite numbers may also be inf. On CUDA each sum would be a separate kernel, so another check is used.
     """
     alike: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for each in found:

@@ -1,14 +1,13 @@
 """The search for impure inputs of a block: tensors of its previous run, and random generators that are not put back.
 
 Theory. If a block computes a different result when it runs again, it uses a value that its previous run has left in a
-variable. Two such runs are watched. In the first one, each tensor that the block makes, and each outside tensor that it
-writes, is noted with the line of the script. Parameters, buffers, optimizer state and the declared state are not noted,
-because they were put back.
-
-Both runs make the same calls, until a value differs that decides on one. The first call of the second run that reads
-another value than before shows the impure input: a noted tensor, or a tensor that no call of torch has made. If the
-block itself has made that tensor, the cause is a value that is no tensor. If the runs make different calls before, the
-first noted tensor that is read is taken for the cause.
+variable. Two such runs are recorded. In the first run, each tensor that the block makes, and each other tensor that it
+writes, is noted with the line of the script. Parameters, buffers, optimizer state and the user's state in the session
+are not noted, because they are put back between the runs.
+Both runs make the same calls of torch, until a call depends on a value that differs. The first call of the second run
+that reads another value than in the first run shows the impure input. That is a noted tensor, or a tensor that no call
+of torch has made. If the second run itself has made the tensor, the cause is a value that is no tensor. If the two runs
+make different calls before that, the first noted tensor that the second run reads is taken for the cause.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from holdfast.frameworks.torch.state.tensor_digest import digest_of_tensor
 from holdfast.runtime.worker.script_frames import LIBRARIES, OURS, frames_outside, place_of
 
 _LEFT_OUT = (os.path.dirname(torch.__file__) + os.sep, OURS)
-_OVERWRITES = ("__setitem__", "copy_", "fill_", "zero_")  # these do not read the tensor that they write
+_OVERWRITES = ("__setitem__", "copy_", "fill_", "zero_")  # calls that do not read the tensor that they write
 _Call = tuple[str, tuple[int, ...]]  # the function, and digests of the values that it reads
 _Made = tuple["weakref.ref[torch.Tensor]", str]
 
@@ -40,13 +39,13 @@ class Witness(TorchFunctionMode):
         known: tensors that are restored after a run without effect.
 
     Attributes:
-        cause: the finding, in words, or empty.
+        cause: the impure input that was found, in words, or empty.
     """
 
     def __init__(self, generators: Iterable[object], known: Iterable[torch.Tensor]) -> None:
         super().__init__()
-        self._left = ""  # the first use of a tensor of the run before
-        self._found: str | None = None  # the first value that differs; empty: the block has made it
+        self._left = ""  # the first use of a tensor of the previous run, in words
+        self._found: str | None = None  # the first value that differs, in words; empty: this run has made it
         self._calls: list[_Call] = []
         self._calls_before: list[_Call] | None = None  # None: no run to compare with
         self._generators = {id(generator) for generator in generators}
@@ -56,7 +55,7 @@ class Witness(TorchFunctionMode):
 
     @property
     def cause(self) -> str:
-        """The finding, in words, or empty."""
+        """The impure input that was found, in words, or empty."""
         return self._left if self._found is None else self._found
 
     def turn(self) -> None:
@@ -89,12 +88,12 @@ class Witness(TorchFunctionMode):
         return result
 
     def _knows(self, tensor: torch.Tensor) -> bool:
-        """Return True if the tensor was noted in this run, or is put back."""
+        """Return True if the tensor was noted in this run, or is put back after a run."""
         noted = self._made.get(id(tensor))
         return id(tensor) in self._known or (noted is not None and noted[0]() is tensor)
 
     def _look(self, func: Callable[..., Any], used: Sequence[torch.Tensor], generator: object) -> None:
-        """Compare the values that a call reads with those of the run before, and look for tensors of that run."""
+        """Compare the values that a call reads with those of the previous run, and look for tensors of that run."""
         if generator is not None and id(generator) not in self._generators:
             self._found = f"{_line()} draws from a generator that is not in session(state=...)"
             return
@@ -117,7 +116,7 @@ class Witness(TorchFunctionMode):
             self._left = next(filter(None, map(self._leftover, read)), "")
 
     def _origin(self, tensor: torch.Tensor) -> str:
-        """Return words for a tensor with other values than in the run before; empty: this run has made it."""
+        """Return a description of a tensor whose values differ from the previous run; empty: this run has made it."""
         if self._knows(tensor):
             return ""
         kind = str(tensor.dtype).removeprefix("torch.")
@@ -125,7 +124,7 @@ class Witness(TorchFunctionMode):
         return self._leftover(tensor) or other
 
     def _leftover(self, tensor: torch.Tensor) -> str:
-        """Return words for a tensor of the run before; empty: it is none."""
+        """Return a description of the use of ``tensor`` if the previous run made or wrote it; otherwise empty."""
         ref, left = self._before.get(id(tensor), (None, ""))
         if ref is None or ref() is not tensor:
             return ""
@@ -136,7 +135,7 @@ class Witness(TorchFunctionMode):
 def _digest(tensor: torch.Tensor) -> int:
     try:
         return digest_of_tensor(tensor.detach())
-    except (RuntimeError, NotImplementedError, TypeError):  # it holds no values, as on the device "meta"
+    except (RuntimeError, NotImplementedError, TypeError):  # the tensor holds no values (device "meta")
         return 0
 
 
@@ -151,7 +150,7 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _line() -> str:
-    """Return file and line of the script that calls torch now, also where it does so through a library."""
+    """Return file and line of the script that calls torch now, directly or through a library."""
     frames = list(frames_outside(_LEFT_OUT))
     of_script = (frame for frame in frames if not frame.f_code.co_filename.startswith(LIBRARIES))
     return place_of(next(of_script, frames[0] if frames else sys._getframe(1)))

@@ -1,4 +1,4 @@
-"""Blocks of other copies of the model, run in this process with their batches and random numbers, and their results."""
+"""Blocks of other copies of the model, run in this process with the batches and random numbers of those copies."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from holdfast.runtime.node.shm_allreduce import VOTE_LENGTH_MAX
 
 
 class OtherRanksBlocks:
-    """The means to run blocks of other copies of the model here (``ForeignBlocks``).
+    """The means to run blocks of other copies of the model in this process (``ForeignBlocks``).
 
     Args:
-        fabric: sums over all ranks.
+        fabric: sums vectors over all ranks.
         state: state of the session; its gradients are the result of a block.
         seed: seed of the session.
         copy: the copy that this process trains.
@@ -35,7 +35,7 @@ class OtherRanksBlocks:
         self.copy, self.numbers = copy
 
     def feed(self, loader: Any, copy: int) -> TorchFeed | None:
-        """Return the batches that another copy draws from the same loader; None if that is not known."""
+        """Return the batches that copy number ``copy`` draws from the same loader; None if they are not known."""
         loader, device = unwrapped(loader)
         if not isinstance(loader, DataLoader) or type(make_source(loader, self._seed, copy)) is not MapSource:
             return None
@@ -56,7 +56,7 @@ class OtherRanksBlocks:
         return TorchFeed(source)
 
     def act_as(self, copy: int, step: int) -> None:
-        """Seed the next block with the random numbers of another copy."""
+        """Seed the next block with the random numbers of copy number ``copy`` at ``step``."""
         reseed(self._seed, copy, step)
         reseed_generators(self._state.generators, self._seed, copy, step)
 
@@ -69,7 +69,7 @@ class OtherRanksBlocks:
         return int(total.intdigest()) if any_there else None
 
     def sum(self, vector: Sequence[int]) -> list[int]:
-        """Return the sum of ``vector`` over all ranks, in pieces of the length of a vote. Raises: PeerLost."""
+        """Return the sum of ``vector`` over all ranks, computed in pieces of the length of a vote. Raises: PeerLost."""
         return list(self._summed(vector))
 
     def _summed(self, vector: Sequence[int]) -> Iterator[int]:

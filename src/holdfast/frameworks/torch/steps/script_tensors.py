@@ -1,10 +1,10 @@
-"""The walk from the script's variables to the tensors that they hold: attributes, containers, closures, modules.
+"""The search for the tensors that a script's variables hold: in attributes, containers, closures and modules.
 
-Only values are walked. Classes, Python modules and the objects of torch's runtime are left out, and so is what belongs
-to Holdfast. Long containers are data. The nearest values come first, and the walk ends after ``VALUES_MAX`` of them, so
-that it takes a fraction of a second. No code of the script's classes runs: a lazy mapping would import what it maps to,
-and a proxy would answer for another object. So types decide, not ``isinstance``, and methods are those of the built-in
-types.
+Only values are searched. Classes, Python modules, the objects of torch's runtime and those of Holdfast are left out.
+Long containers count as data and are left out too. The nearest values come first, and the search ends after
+``VALUES_MAX`` of them, so it takes a fraction of a second. No code of the script's classes runs: a lazy mapping would
+import its values, and a proxy would answer for another object. So exact types are compared instead of ``isinstance``,
+and only methods of the built-in types are called.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from torch import nn
 from torch.optim import Optimizer
 
 VALUES_MAX = 10_000
-LONG = 1024  # entries of a container that is data, if the first of them is no tensor
+LONG = 1024  # a container with more entries is data, if its first entry is no tensor
 _ATOMS = (
     *(type(None), bool, int, float, complex, str, bytes, bytearray, type, range, torch.dtype, torch.device),
     *(types.ModuleType, types.BuiltinFunctionType, types.CodeType, types.FrameType, torch.Size),
 )
 _RUNTIMES = ("holdfast", "torch.distributed", "torch._", "torch.autograd", "torch.fx", "torch.jit")
-"""Python modules, with all modules inside them, whose objects are left out."""
+"""Prefixes of the names of Python modules whose objects are left out."""
 _ARRAYS = (torch.Tensor, np.ndarray)
 _OF_A_MODULE = ("_parameters", "_buffers", "_modules")
 _OF_AN_OPTIMIZER = ("state", "param_groups")
 
 
 class Place(NamedTuple):
-    """A place of the script that holds a tensor or an array.
+    """A variable, attribute, entry or closure cell of the script that holds a value, such as a tensor or an array.
 
     Attributes:
-        path: the place in words of the script: ``ema.shadow['fc.weight']``.
+        path: the expression for it in the script: ``ema.shadow['fc.weight']``.
         modules: the modules that have registered the tensor, the outermost first, each with its path and class.
         container: the dict, list, object or cell that holds it; None: a variable.
-        key: its key there.
-        value: the tensor or array.
+        key: its key in ``container``.
+        value: the tensor, the array or another value.
     """
 
     path: str
@@ -53,11 +53,11 @@ class Place(NamedTuple):
 
 
 def places_in(variables: Mapping[str, object], known: Collection[int]) -> Iterator[Place]:
-    """Yield each place that is reached from the script's variables.
+    """Yield each :class:`Place` that holds a tensor or an array and is reached from the script's variables.
 
     Args:
-        variables: values by name.
-        known: ids of objects that are not walked: they are part of the state.
+        variables: the script's variables by name.
+        known: ids of objects that are not searched, because they are part of the state.
     """
     seen: set[int] = set(known)
     roots = (Place(name, (), None, name, value) for name, value in variables.items())
@@ -78,7 +78,10 @@ def _is(value: object, *kinds: type) -> bool:
 
 
 def _is_end(value: Any) -> bool:
-    """Return whether nothing is walked behind a value. Most are atoms and empty dicts (the hooks of modules)."""
+    """Return True if the search does not continue inside ``value``.
+
+    That holds for most values: numbers, texts and empty dicts (the hooks of modules).
+    """
     kind: Any = type(value)
     if _is(value, types.FunctionType):
         return str(value.__module__).startswith(_RUNTIMES)
@@ -117,7 +120,7 @@ def _children(place: Place) -> Iterator[Place]:
 
 
 def _entries(value: Any) -> list[tuple[object, Any]] | None:
-    """Return keys and values of a container; nothing if it is data; None: it is no container."""
+    """Return keys and values of a container; an empty list if it counts as data; None if ``value`` is no container."""
     kind: Any = next((kind for kind in (dict, list, tuple, deque) if _is(value, kind)), None)
     if kind is None:
         return None
@@ -136,12 +139,12 @@ def _children_of_module(path: str, modules: tuple[str, ...], value: object) -> I
             for name, registered in _entries(item) or ():
                 yield Place(f"{path}.{name}", here, item, name, registered)
         elif not _is(item, torch.Tensor):
-            # A tensor in an attribute is a result of the module's forward pass (weight norm, a cache).
+            # A tensor in a plain attribute is a result of the module's forward pass (weight norm, a cache).
             yield Place(f"{path}.{key}", (), value, key, item)
 
 
 def _attributes(value: object) -> Mapping[str, object]:
-    """Return the attributes of an object, read by the descriptors of Python itself."""
+    """Return the attributes of an object, read by Python's own descriptors, so that no code of its class runs."""
     own: dict[str, object] = {}
     slots: dict[str, object] = {}
     for each in type(value).__mro__:

@@ -1,10 +1,10 @@
 """The refusal of gradients that a block leaves over, and to which the next block would add.
 
-No checkpoint holds gradients, and an aborted step drops them: a sum over several blocks would be lost in any fault and
-at every resume. They are searched for only where the finding is certain: gradients that were there when the block began
-are still there, and not zero, when the first backward of the block reaches the output of their module. It is fine to
-clear them before that (``zero_grad`` at the start, of each optimizer before its own backward), or to leave them in a
-module that this block does not train.
+No checkpoint holds gradients, and an aborted step drops them. So a sum over several blocks would be lost in any fault
+and at every resume. A gradient is refused only if three things hold: it existed when the block began, it is still there
+when the first backward pass of the block reaches the output of its module, and it is not zero. It is fine to clear
+gradients before that backward pass (``zero_grad`` at the start, or of each optimizer before its own backward pass). It
+is also fine to leave them in a module that this block does not train.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ADVICE = (
 
 
 class Leftover:
-    """The search for gradients that were left by the block before and are still there in the open block.
+    """The search for gradients that an earlier block left and that are still there in the open block.
 
     Args:
         modules: the modules that the session was given.
@@ -41,18 +41,21 @@ class Leftover:
         self._last = -1, True  # the newest committed step, and whether it made an update
 
     def begin(self) -> None:
-        """Record the present gradients, without keeping them alive."""
+        """Record the present gradients at the start of a block, by weak references."""
         self._left = [
             [(p, weakref.ref(gradient)) for p in parameters if (gradient := p.grad) is not None]
             for parameters in self._parameters
         ]
 
     def ended(self, step: int, *, updated: bool) -> None:
-        """Record that step ``step`` is committed, and whether it made an update."""
+        """Record that step ``step`` is committed, and if it made an update."""
         self._last = step, updated
 
     def check(self, number: int) -> None:
-        """Refuse left-over gradients when the first backward reaches the output of a module. Raises: StepError."""
+        """Refuse left-over gradients of module ``number``, when the first backward pass reaches the module's output.
+
+        Raises: StepError.
+        """
         left, self._left[number] = self._left[number], []
         kept = [(p, p.grad) for p, gradient in left if p.grad is not None and p.grad is gradient()]
         if not kept:

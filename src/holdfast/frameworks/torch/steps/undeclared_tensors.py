@@ -1,15 +1,16 @@
 """Tensors of the script that carry state from step to step and are not part of the session.
 
-Theory. An average of weights that a script updates behind its update is neither a weight, nor a buffer, nor state of an
-optimizer. A process that joins or resumes begins with another value of it, and no result of a block shows that. Such
-tensors are found by what they do: they exist where a step begins, they differ where a later one begins, and
-
+Theory. An example is an average of weights that a script updates after the optimizer's update: it is neither a weight,
+nor a buffer, nor state of an optimizer. A process that joins or resumes begins with another value of such a tensor, and
+no result of a block shows that. Such tensors are found by their behaviour: they exist when a step begins, they differ
+when a later step begins, and one of two conditions holds:
 1. a module that is not part of the session has registered them (``AveragedModel``, a loss with a center), or
-2. they have the shapes of the weights of a model: at least half of its trained elements.
+2. they have the shapes of weights of a model: weights with at least half of the model's trained elements.
 
-Two forms of a change count. The tensor itself was written, or another tensor is in its place in a container that
-existed before the first step (``shadow[name] = decay * shadow[name] + ...``). A list that each step makes again is
-neither. A sample of the elements is compared. Weak references find the tensor again, so nothing is kept alive.
+Two kinds of change count. The tensor itself was written. Or a container that existed before the first step holds
+another tensor under the same key (``shadow[name] = decay * shadow[name] + ...``). A list that each step makes again is
+no such container. A sample of the elements is compared. Tensors are found again by weak references, so none is kept
+alive.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class _Seen(NamedTuple):
 
 
 class UndeclaredTensors:
-    """The tensors of a script that change from step to step and are not part of the session.
+    """The search for tensors of a script that change from step to step and are not part of the session.
 
     Args:
         state: state of the session.
@@ -51,11 +52,11 @@ class UndeclaredTensors:
         self._state = state
         self._model = model
         self._seen: dict[int, _Seen] = {}
-        # Samples by slot, of slots that existed at the first look; None: before it.
+        # Digests by slot, for slots that existed at the first call of ``changed``; None: before that call.
         self._slots: dict[_Slot, int] | None = None
 
     def changed(self, variables: Mapping[str, object]) -> list[str]:
-        """Return what has changed since the call before, in words. Waits for the device.
+        """Return descriptions of the tensors that have changed since the previous call. Waits for the device.
 
         Args:
             variables: the script's variables by name.
@@ -102,8 +103,8 @@ class UndeclaredTensors:
 
 
 def _in_words(changed: list[Place], weights: Iterable[Counter[torch.Size]]) -> list[str]:
-    """Return the names of modules and of copies of weights among the places that have changed."""
-    # By the outermost module: the modules that all its changed tensors are in.
+    """Return descriptions of the changed places: names of modules, and of tensors that are copies of weights."""
+    # Outermost module -> the path of modules that all its changed tensors have in common.
     modules: dict[str, list[str]] = {}
     for place in changed:
         if place.modules:
@@ -136,7 +137,10 @@ def _shape(value: Any) -> torch.Size:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether the elements of a tensor or array can be read. A tensor of another library's class may refuse."""
+    """Return True if the elements of a tensor or array can be read.
+
+    A tensor of another library's class may refuse this.
+    """
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "fiub"
     try:
@@ -154,6 +158,6 @@ def _memory(value: Any) -> int:
 
 
 def _sample(value: Any) -> int:
-    """Return a digest of some elements of a tensor or array."""
+    """Return a digest of up to ``SAMPLE`` elements of a tensor or array."""
     row = value.reshape(-1) if isinstance(value, np.ndarray) else local_of(value).reshape(-1)
     return digest_of_value(row[:: -(-len(row) // SAMPLE) or 1])
