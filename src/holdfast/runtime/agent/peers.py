@@ -126,8 +126,7 @@ class Peers:
         return peer
 
     async def _check_neighbour(self, first: Address) -> None:
-        """Check that an agent of the job listens at ``first``, a first contact on this host where this agent does not
-        listen.
+        """Check that an agent of the job listens at ``first``, a first contact on this host that is not this agent.
 
         Raises:
             UsageError: another program listens there.
@@ -227,9 +226,7 @@ class Peers:
 
     @property
     def trouble(self) -> str:
-        """Text with the possible reasons why agents have not met: failed dials, connections with another token, refused
-        nodes.
-        """
+        """Text on why agents may not have met: failed dials, connections with another token, refused nodes."""
         said = [f"{at}: {why}" for at, why in sorted(self._unreached.items())]
         if count := self._hub.refused["token"]:
             said.append(

@@ -416,10 +416,10 @@ class Processes:
         self.living[seat.member_id] = life
 
     def kill(self, member_id: MemberId, grace_s: float = 0.0) -> None:
-        """Send SIGKILL to a member's process and its process group; with ``grace_s`` > 0, send SIGTERM that much
-        earlier.
+        """Send SIGKILL to a member's process and its process group.
 
-        A member without a process is reported as exited instead.
+        With ``grace_s`` > 0, send SIGTERM to the process now, and SIGKILL that many seconds later. A member without a
+        process is reported as exited instead.
         """
         life = self.living.get(member_id)
         if life is None:
