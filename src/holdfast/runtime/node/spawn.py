@@ -124,7 +124,7 @@ def thread_count(settings: RunSettings) -> int:
 
 
 def worker_env(run: RunDir, settings: RunSettings, order: SpawnOrder) -> dict[str, str]:
-    """Return the environment of one worker: torchrun's and Holdfast's variables, and the user's, which override both."""
+    """Return the environment of one worker: torchrun's and Holdfast's variables, overridden by the user's."""
     member = order.assignment
     group, here = settings.group(member.rank)
     groups = len(settings.nprocs) or order.world_size // settings.nproc
