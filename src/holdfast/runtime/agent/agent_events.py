@@ -6,8 +6,8 @@ only as one function ``post``. The owner has one dispatcher, which names the han
 
 Invariants:
 1. ``post`` handles an event before it returns. There is no queue between a component and its owner, so effects happen
-   in the order of the posts. The driver of a state machine is the only queue: an event that comes while the driver
-   handles another one is handled after that one.
+   in the order of the posts. The driver of a state machine is the only queue: an event that arrives while the
+   driver handles another one is handled after that one.
 2. A handler may call the component that posts. A component therefore posts only when its own fields are consistent, and
    does not rely on them after the post. For example, a started process is in the list of living processes before
    ``MemberStarted`` is posted, and an ended process has left the list before ``ProcessGone`` is posted. Inside the post
@@ -67,7 +67,7 @@ class DeathRead(msgspec.Struct, frozen=True):
 
     Attributes:
         exited: the report for the state machine.
-        error: why the page could not be read in time; ``exited`` then holds no facts from the page. Empty: it was read.
+        error: empty if the page was read. Otherwise why it was not; ``exited`` then holds no facts from the page.
     """
 
     exited: MemberExited
@@ -99,7 +99,7 @@ class KvReceived(msgspec.Struct, frozen=True):
 
 
 class JobNamed(msgspec.Struct, frozen=True):
-    """The name of the job, which is known as soon as its agents have met. Workers may start."""
+    """The name of the job, which is known as soon as its agents have met. After this event workers may start."""
 
     job: str
 
@@ -114,7 +114,7 @@ class NotJoined(msgspec.Struct, frozen=True):
 class KvForwarded(msgspec.Struct, frozen=True):
     """A worker's key-value request that the agent of node ``node_id`` serves.
 
-    It is posted again if the request was lost.
+    The event is posted again if the request may have been lost with a connection.
     """
 
     node_id: NodeId

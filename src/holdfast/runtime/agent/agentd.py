@@ -280,7 +280,7 @@ class AgentDaemon:
     def _adopt(self) -> None:
         """Adopt the living workers of a dead agent.
 
-        Report each worker that has died since then, from its status page.
+        Report each worker that is no longer alive, with the facts from its status page.
         """
         dismiss_spares(self._run)
         for member_id, pid in recorded_members(self._run):
@@ -425,7 +425,7 @@ class AgentDaemon:
     def _let_speak(self, member_id: MemberId, until_s: float) -> None:
         """Report a dead member after all messages in its socket are read, or at ``until_s``.
 
-        The messages may show the cause.
+        The messages may show the cause of the death.
         """
         loop, channel = asyncio.get_running_loop(), self._workers.get(member_id)
         if channel is not None and channel.unread and loop.time() < until_s:

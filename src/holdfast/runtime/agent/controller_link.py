@@ -82,7 +82,7 @@ class ControllerLink:
     async def join_local(self) -> Endpoint | None:
         """Connect to the controller that an earlier agent started on this node.
 
-        Return its endpoint; None if it is not alive.
+        Return the endpoint of the controller; None if no connection is possible.
         """
         endpoint = self._run.read_endpoint("controller")
         if endpoint is None or not serves(endpoint.pid, MODULE, self._run.path):
@@ -98,8 +98,8 @@ class ControllerLink:
         """Start the controller of ``term`` on this node and connect to it.
 
         After success, ControllerUp and ControllerHere are posted. After a failure, ControllerGone is posted, and the
-        state machine decides about another try. With ``alone`` no other agent is invited to the controller, and
-        ControllerUp is not posted.
+        state machine decides about another try. With ``alone`` the controller serves only this node: ControllerUp,
+        which would lead to an invitation of the other agents, is not posted.
         """
         self._replace(self._start(term, alone))
 
@@ -249,5 +249,5 @@ class ControllerLink:
 
 
 def controller_up(endpoint: Endpoint) -> ControllerUp:
-    """Return the event that reports to the election at which ``endpoint`` the controller of this node listens."""
+    """Return the event that reports ``endpoint``, at which this node's controller listens, to the election."""
     return ControllerUp(term=endpoint.term, host=endpoint.host, port=endpoint.port)

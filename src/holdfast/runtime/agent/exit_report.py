@@ -121,9 +121,9 @@ def read_in_time(
     """Post the report of a member's end, after repeated reads if its page is unreadable. The event loop is not blocked.
 
     Args:
-        read: a call of ``read_death`` for the member.
+        read: a function that calls ``read_death`` for the member.
         unread: the report to post if the page is still unreadable at ``until_s``.
-        post: receives the report, with the reason if it is ``unread``.
+        post: receives the report. If the report is ``unread``, it also receives the reason.
         until_s: time limit, on the clock of the running event loop.
     """
     loop = asyncio.get_running_loop()

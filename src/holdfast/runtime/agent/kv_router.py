@@ -40,7 +40,10 @@ class KvRouter:
         self._asked_by: dict[MemberId, NodeId] = {}  # by worker: the node that forwarded its request
 
     def live_at(self, node_id: str) -> None:
-        """Set the node whose agent has the keys of the new generation; empty: each agent has those of its workers."""
+        """Set the node whose agent has the keys of the new generation.
+
+        If ``node_id`` is empty, each agent has the keys of its own workers.
+        """
         self._server.live_at("" if node_id == self._me else node_id)
 
     def begin(self, attempt: int) -> None:
@@ -69,7 +72,7 @@ class KvRouter:
             self._answer([(message.member_id, message.reply)])
 
     def line_is_up(self, node_id: NodeId) -> None:
-        """Send the unanswered requests again if the newly connected agent of ``node_id`` has the keys."""
+        """Forward the unanswered requests again if the newly connected agent of ``node_id`` has the keys."""
         if node_id == self._server.home:
             for forward in self._forwarded.values():
                 self._post(KvForwarded(node_id, forward))

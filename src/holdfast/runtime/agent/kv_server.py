@@ -15,13 +15,13 @@ Only ``wait`` blocks. Meaning of a reply by operation:
 ========== ===================================================================================
 set        stores ``value`` under ``keys[0]``
 get        ``value``; ``error="missing"`` when absent
-add        adds ``amount`` to the decimal number under ``keys[0]`` (absent = 0); ``number``
-append     appends ``value`` to the value of ``keys[0]`` (absent = empty); the new ``value``
+add        adds ``amount`` to the decimal number under ``keys[0]`` (absent = 0); ``number`` = the sum
+append     appends ``value`` to the value of ``keys[0]`` (absent = empty); ``value`` = the whole
 compare_set like ``torch.distributed.Store``: ``value`` is the current value afterwards, ``ok`` = it was set
 check      ``ok`` = all ``keys`` exist
 wait       answers when all ``keys`` exist, or ``error="timeout"`` after ``timeout_s``
 delete     ``number`` of keys removed
-count      ``number`` of keys that begin with ``keys[0]`` (all without ``keys``)
+count      ``number`` of keys that begin with ``keys[0]`` (all keys if ``keys`` is empty)
 ========== ===================================================================================
 """
 
@@ -63,7 +63,7 @@ class _Key(msgspec.Struct, frozen=True, tag="key"):
 
 
 class _KvPlace(msgspec.Struct, frozen=True, tag="place"):
-    """A log record: the number of the job start that the keys belong to, and the node that serves the keys."""
+    """A log record: the number of the job's start that the keys belong to, and the node that serves the keys."""
 
     attempt: int
     home: str
@@ -85,7 +85,7 @@ class KvServer:
     """The key-value store of one agent, created by :meth:`open`. Its methods return replies, which the caller sends.
 
     Attributes:
-        attempt: the number of the start of all workers that the keys belong to; -1: not known.
+        attempt: the number of the job's start (of all workers) to which the keys belong; -1: not known.
         home: the node whose agent has the keys of this node's workers; empty: this node.
     """
 

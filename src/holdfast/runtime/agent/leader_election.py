@@ -213,7 +213,7 @@ class LeaderElection:
         """Wait until this agent belongs to a job.
 
         The agent at the first contact founds the job when enough agents are connected. An agent belongs to a job as
-        soon as it has an electorate. If it has none within ``join_s`` seconds, post the reason: too few agents have
+        soon as it has an electorate. If it has none within ``join_s`` seconds, post ``NotJoined``: too few agents have
         met, or the job of the other agents has no leader.
         """
         settings, meeting = self._settings, peers.meeting
@@ -248,7 +248,7 @@ class LeaderElection:
         return NotJoined(Exit.UNMET, reason)
 
     def _not_met(self, peers: Peers) -> NotJoined:
-        """Return the event for this case: no job was formed in time. It contains the reason."""
+        """Return the event for this case: no job was formed in time. The event contains the reason."""
         settings, here = self._settings, peers.here
         first = ", ".join(settings.contacts[: settings.first_contacts])
         where = f"{settings.node} is at {settings.bind}, first contact {first}{peers.trouble}"
@@ -370,8 +370,8 @@ def claim_once(root: Place, job: str, claim: Claim) -> tuple[NodeId, ...]:
     This shared place decides which of two nodes may continue.
 
     Returns:
-        The voters of the first claim with this number: the claim of this node, or the earlier one of another node.
-            Empty: the witness cannot be used.
+        The voters of the first claim with this number, which is the claim of this node or an earlier one of another
+        node. The tuple is empty if the witness cannot be used.
     """
     if isinstance(root, Url):
         return _claim_in_bucket(root, job, claim)
@@ -395,7 +395,7 @@ def claim_once(root: Place, job: str, claim: Claim) -> tuple[NodeId, ...]:
 def _claim_in_bucket(root: Url, job: str, claim: Claim) -> tuple[NodeId, ...]:
     """Claim a change of the electorate as :func:`claim_once` does, in a bucket.
 
-    The first node to create the object continues.
+    The first node to create the object may continue.
     """
     name = f"electorate-{claim.number:06d}.json"
     store = open_store(root)

@@ -58,7 +58,11 @@ class NoticeWatch:
         post: Callable[[Notice], None],
         journal: EventSink,
     ) -> Self:
-        """Return the watch with the sources of a run. Raises: UsageError: ``--notices`` names no source."""
+        """Return the watch with the sources that ``settings`` names.
+
+        Raises:
+            UsageError: ``--notices`` names an unknown source, or a source that cannot work here.
+        """
         return cls(NodeId(settings.node), sources_of(settings, run_dir, os.environ), post, journal)
 
     @property
@@ -120,7 +124,7 @@ def sources_of(settings: RunSettings, run_dir: Path, environment: Mapping[str, s
     node.
 
     Raises:
-        UsageError: ``--notices`` names no source.
+        UsageError: ``--notices`` names an unknown source, or a source that cannot work here.
     """
     if settings.library:
         return []

@@ -76,7 +76,7 @@ class ReplicaBytes(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplicaMark(msgspec.Struct, frozen=True, tag=True):
-    """The marker of the slot, sent after all its bytes."""
+    """The marker that declares the announced slot complete, sent after all its bytes."""
 
     rank: int
     step: int
@@ -280,7 +280,7 @@ class PeerReplication:
         self._loop.call_soon_threadsafe(self._post, held)
 
     async def _send_states(self) -> None:
-        """Send the states that the ranks of this node keep, as soon as each is complete."""
+        """Send the states that the ranks of this node keep to the buddy, each as soon as it is complete."""
         while True:
             await asyncio.sleep(LOOK_S)
             for path in [self._run.page_path(member_id) for member_id in self._living]:

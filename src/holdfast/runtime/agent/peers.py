@@ -126,7 +126,9 @@ class Peers:
         return peer
 
     async def _check_neighbour(self, first: Address) -> None:
-        """Check that an agent of the job listens at ``first``, a first contact on this host that is not this agent.
+        """Check that an agent of the job listens at ``first``.
+
+        ``first`` is an address of the first contact on this host, at which this agent does not listen.
 
         Raises:
             UsageError: another program listens there.
@@ -288,7 +290,7 @@ class Peers:
     def _choose(
         self, node_id: NodeId, older: Channel[PeerMessage], newer: Channel[PeerMessage]
     ) -> Channel[PeerMessage]:
-        """Return the connection to use out of two to the same agent, and close the other one if this side has to.
+        """Return the connection to use when two lead to the same agent. Close the other one if this side has to.
 
         If one side dialled twice, it has lost its first connection, and the newer connection stays. If both sides
         dialled, the connection that the node with the smaller name dialled stays. The node with the larger name closes
@@ -362,7 +364,7 @@ class Peers:
     def _repeat_job(self, channel: Channel[PeerMessage]) -> None:
         """Send the known names of jobs on ``channel``, the connection that is used from now on.
 
-        Since the greeting on ``channel`` they may have been sent on another connection, which is now lost.
+        Since the greeting on ``channel``, a name may have been sent only on another connection, which is now lost.
         """
         if self.job or self.meeting.near:
             known = tuple(self.known.values())
@@ -389,7 +391,7 @@ def _at(peer: Peer) -> Address:
 
 
 def read_peers(run: RunDir) -> list[Peer]:
-    """Return the agents of all nodes that this run knew last, its own included.
+    """Return the agents that this run's agent knew last, that agent included.
 
     Raises: OSError, msgspec.MsgspecError.
     """

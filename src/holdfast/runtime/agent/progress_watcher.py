@@ -216,7 +216,7 @@ class Watcher:
     def gather(self, order: CollectEvidence) -> None:
         """Start to collect evidence about all workers in the background, and post it.
 
-        Do nothing if this is in progress.
+        Do nothing if a collection is in progress.
         """
         if self._gathering is None:
             self._gathering = asyncio.get_running_loop().create_task(self._gather(order))

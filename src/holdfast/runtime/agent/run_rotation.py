@@ -1,8 +1,8 @@
 """The reuse of a run id: files of the previous start are moved aside, and its checkpoints keep their path.
 
-A scheduler that requeues a job repeats the command with its ``--run-id``. So does a user who follows the hint in a
-run's last line. The directory of the newest start has the plain name ``ID``. Those of earlier starts are ``ID.1`` (the
-oldest), ``ID.2``, ...
+A scheduler that requeues a job repeats the command with its ``--run-id``. So does a user who follows the hint in the
+last line of a run. The directory of the newest start has the plain name ``ID``. Those of earlier starts are ``ID.1``
+(the oldest), ``ID.2``, ...
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _await_end(run: RunDir, bound_s: float, waiting: Callable[[], None]) -> None
 def _is_of_logs(directory: Path, run_id: str) -> bool:
     """Return True if ``directory`` is this user's and has no files other than logs of this run.
 
-    The settings may come from another source and name any directory.
+    The settings file may have been written by another program, and may name any directory.
     """
     if directory.name != run_id or not directory.is_dir() or not is_ours(directory):
         return False

@@ -1,7 +1,7 @@
 """The removal of shared-memory files of dead members: their status pages and the files of their stacks.
 
 The agent reads these files after a death. A successor agent may have to report the death again until the recovery from
-it is over. The files are therefore kept until the next recovery after that one. Then they are removed, because
+that death is over. The files are therefore kept until one more recovery has followed. Then they are removed, because
 otherwise a job with many restarts would fill a small ``/dev/shm``.
 
 If launcher and agent are killed together, no process is left to remove the shared memory of the run. The next run on

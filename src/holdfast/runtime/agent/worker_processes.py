@@ -127,7 +127,10 @@ class Processes:
     # ------------------------------------------------------------ zygote
 
     def want_zygote(self) -> None:
-        """Connect to the zygote of this run, or start one. Do nothing if it is connected or if this is in progress."""
+        """Connect to the zygote of this run, or start one.
+
+        Do nothing if a zygote is connected, or if an attempt is in progress.
+        """
         if self._zygote is None and self._connecting is None and not self._hopeless and not self._ending:
             self._connecting = start_task(self._reach_zygote(), self._post)
 
@@ -580,12 +583,12 @@ def belongs(pid: int, run: RunDir) -> bool:
 
 
 def kill_ours(pid: int, run: RunDir) -> bool:
-    """SIGKILL ``pid`` if it is a process of this run. Return True if the signal was sent."""
+    """Send SIGKILL to process ``pid`` if it belongs to this run. Return True if the signal was sent."""
     return kill_if(pid, lambda pid: belongs(pid, run))
 
 
 def processes(run: RunDir) -> Iterator[int]:
-    """Return the pid of every process that inherited this run's environment, even in another process session."""
+    """Return an iterator over the pids of all processes with this run's environment, in any process session."""
     return (int(entry) for entry in os.listdir("/proc") if entry.isdigit() and belongs(int(entry), run))
 
 
@@ -597,7 +600,7 @@ def writers(run: RunDir) -> list[int]:
 async def wait_written(run: RunDir, timeout_s: float) -> list[int]:
     """Wait until the writers of this run have ended, for at most ``timeout_s`` seconds.
 
-    Return the pids of the others.
+    Return the pids of the writers that still run.
     """
     deadline = time.monotonic() + timeout_s
     for pid in writers(run):

@@ -156,7 +156,10 @@ class ControllerLog(EventLog):
     def append(
         self, kind: str, data: Mapping[str, Field], *, durable: bool = False, said: Said | None = None
     ) -> Event:
-        """Write one line, pass it to ``on_line``, and return it as an event. A snapshot may follow it."""
+        """Write one line, pass it to ``on_line``, and return it as an event.
+
+        If it is time, write a snapshot after the line.
+        """
         event = self._show(kind, data, durable, said)
         self._past = self._past.after(LogRecord(kind=kind, data=dict(data)))
         self._since += 1
@@ -362,7 +365,7 @@ class ControllerDaemon:
     def _set_clock(self, message: AgentHello | AgentBeat) -> None:
         """Update the offset between the clocks of this node and an agent's node.
 
-        The message with the least delay gives it best.
+        The smallest measured offset is kept, because its message had the least delay.
         """
         if message.clock_ns:
             offset_ns = time.monotonic_ns() - message.clock_ns
@@ -415,7 +418,7 @@ class ControllerDaemon:
 def main(run_dir: str, term: str, alone: bool) -> int:
     """Run the controller of ``term`` in run directory ``run_dir``, and return its exit code.
 
-    With ``alone``, it serves only the agent of this node.
+    With ``alone``, the controller serves only the agent of this node.
     """
     ignore_warnings()
     raise_limit()

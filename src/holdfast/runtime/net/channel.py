@@ -32,7 +32,7 @@ M = TypeVar("M")
 class Hub(Generic[M]):
     """The values that all channels of one asyncio process share: codec, secret, callbacks and counters.
 
-    Callbacks run in the event loop, in the order of their causes. ``on_close`` is called once for each channel that was
+    Callbacks run in the event loop, in the order of the events. ``on_close`` is called once for each channel that was
     opened.
     """
 

@@ -49,8 +49,8 @@ class Driver:
     """The driver of one state machine.
 
     All records of an event are in the journal before the first command of the event is executed. They are also on the
-    disk if the event has commands other than records and timers. If the machine or ``execute`` raises, the future
-    ``failure`` gets the exception. The process that owns the driver awaits ``failure``.
+    disk by then if the event has commands other than records and timers. If the machine or ``execute`` raises, the
+    future ``failure`` gets the exception. The process that owns the driver awaits ``failure``.
 
     Args:
         machine: the state machine.
@@ -102,7 +102,7 @@ class Driver:
             self._busy = False
 
     def fail(self, error: BaseException) -> None:
-        """Make ``error`` the exception of ``failure``, unless ``failure`` is done, and close the driver."""
+        """Make ``error`` the exception of the future ``failure``, unless that has one already, and close the driver."""
         if not self.failure.done():
             self.failure.set_exception(error)
         self.close()

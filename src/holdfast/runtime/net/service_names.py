@@ -1,6 +1,6 @@
 """The names of the services that listen in a run. Both ends of a connection derive its keys from the service name.
 
-The name of an agent's service includes the node, and that of a controller's service the term, if both ends know it. A
+The name of an agent's service includes its node (except in ``PEERS``), and that of a controller's service its term. A
 connection to one agent therefore cannot be redirected to another agent. See ``sealing.py``.
 """
 

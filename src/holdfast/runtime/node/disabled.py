@@ -11,7 +11,11 @@ _YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
 def is_disabled() -> bool:
-    """Return True if ``HOLDFAST_DISABLE`` means yes. Raises: UsageError: its value means neither yes nor no."""
+    """Return True if ``HOLDFAST_DISABLE`` is 1, true, yes or on; False if it is unset, empty, 0, false, no or off.
+
+    Raises:
+        UsageError: the variable has another value.
+    """
     said = os.environ.get(DISABLE_VARIABLE, "").strip().lower()
     if said not in _YES + _NO:
         raise UsageError(f"{DISABLE_VARIABLE}={said} is neither 1 nor 0", hint=f"unset {DISABLE_VARIABLE}")

@@ -2,10 +2,10 @@
 
 Theory. torch and its libraries read some variables when they are loaded. Workers are forked from a process that has
 loaded torch, so a variable that the script sets at its top would have no effect. Therefore the source of the script is
-parsed before any fork, in the order of its execution, up to the first import of torch. Modules in the script's
-directory that it imports are parsed as well. If the script sets such a variable, its workers are not forked: each
-starts a new interpreter, and imports torch when the script does. A false finding costs only the seconds of that import.
-So a variable whose name is computed, and cannot be known here, counts as a finding.
+parsed before any fork, in the order of its execution, up to the first import of torch. An imported module of the
+script's directory is parsed as well. If a variable that torch reads is set there, the workers are not forked. Each
+worker then starts a new interpreter, and imports torch when the script does. A false finding costs only the seconds of
+that import. So a variable whose name is computed, and cannot be known here, counts as a finding.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 def early_variable(files: list[Path], root: Path, env: Mapping[str, str]) -> str:
     """Return the first variable that is set before the import of torch; empty: none.
 
-    The form is ``train.py:3: OMP_NUM_THREADS``.
+    The result has the form ``train.py:3: OMP_NUM_THREADS``.
 
     Args:
         files: the Python files in the order of their execution: the script, or a module after its packages.

@@ -1,10 +1,10 @@
 """An event log that a thread writes, so that a slow or full disk never blocks the event loop.
 
-Theory. The heartbeat of an agent proves that its node lives, so no action of the agent may wait for a disk. This
-includes a wait for room, for a flush, and for the lock of the file, which another process of the host holds while it
-waits for the disk. The lines are for people and for a later controller (the lines of a controller on another node are a
-copy). So lines are queued in order, each with the time of its append, and a thread writes them. ``flush`` waits until
-they are in the file. It is called before a controller reads the file, and at the end.
+Theory. The heartbeat of an agent proves that its node lives, so no action of the agent may wait for a disk. The agent
+may not wait for room on the disk, for a flush, or for the lock of the file, which another process of the host holds
+while it waits for the disk. The lines are for people and for a later controller (the lines of a controller on another
+node are a copy). So lines are queued in order, each with the time of its append, and a thread writes them. ``flush``
+waits until all queued lines are in the file. It is called before a controller reads the file, and at the end.
 
 Invariants:
 1. Lines are written in the order of their appends. Each is written completely or not at all.
@@ -53,7 +53,7 @@ class EventLogWriter:
         self._thread.start()
 
     def append(self, kind: str, data: Mapping[str, Field], *, durable: bool = False) -> None:
-        """Queue one line of the event log. With ``durable``, the thread syncs it to the disk when it writes it."""
+        """Queue one line of the event log. With ``durable``, the line is also synced to the disk."""
         said = Said(time.time(), time.monotonic())
         self._lines.put(_QueuedLine(kind, dict(data), durable, said))
 

@@ -13,7 +13,7 @@ from pathlib import Path
 def ours(directory: Path) -> frozenset[int]:
     """Return the user ids that files of this process can have in ``directory``.
 
-    A network file system may map the id.
+    A network file system may map the user id of this process to another one.
     """
     uids = {os.geteuid()}
     try:
@@ -25,13 +25,15 @@ def ours(directory: Path) -> frozenset[int]:
 
 
 def is_ours(path: Path) -> bool:
-    """Return True if this user made ``path`` and it is no link. Raises: FileNotFoundError."""
+    """Return True if ``path`` belongs to this user and is no symbolic link. Raises: FileNotFoundError."""
     about = path.lstat()
     return not stat.S_ISLNK(about.st_mode) and about.st_uid in ours(path.parent)
 
 
 def doubt(path: Path) -> str:
-    """Return why another user may own or change ``path``, in words that follow its name in a message; empty: none can.
+    """Return why another user may own or change ``path``; empty: no other user can.
+
+    In a message the text follows the path.
 
     Raises:
         FileNotFoundError: there is no such path.

@@ -20,10 +20,10 @@ _SLOT = struct.Struct(f"={HEAD_WORDS}q{TEXT_SIZE_BYTES}s")
 
 
 class Recorded(NamedTuple):
-    """The record of one collective. Times are on the monotonic clock.
+    """The record of one collective. Times are in nanoseconds on the monotonic clock.
 
-    ``order`` is its number in this process, ``number`` its number in its group. ``ended_ns`` is 0 while it is in
-    progress.
+    ``order``: number of the collective in this process. ``number``: its number in its group. ``ended_ns``: 0 while it
+    is in progress.
     """
 
     order: int
@@ -85,7 +85,7 @@ class Flight:
     def waits(self) -> bool:
         """Return True if the newest collective is in progress.
 
-        An older one may be in progress without a waiting thread.
+        An older one may also be in progress, because its caller never waited for it.
         """
         ended_ns, count = self._newest()
         return count != 0 and ended_ns == 0

@@ -2,10 +2,10 @@
 
 On ``STACKS_SIGNAL``, a worker that Holdfast started writes the stack of its main thread with Python's ``faulthandler``.
 The signal handler needs neither the GIL nor memory, so it works even if C code holds the GIL forever. ``faulthandler``
-could also write the stacks of all threads. But it reads them while they run, and a thread that starts or ends at that
-moment crashes the worker. So Python code writes the stacks of the other threads, as soon as the main thread executes
-Python again. A stopped process writes its stacks when it runs again. A process in an uninterruptible wait writes none,
-and only /proc is left as evidence.
+could also write the stacks of all threads. But it reads stacks while their threads run, and a thread that starts or
+ends at that moment crashes the worker. So Python code writes the stacks of the other threads, as soon as the main
+thread executes Python again. A stopped process writes its stacks when it runs again. A process in an uninterruptible
+wait writes none, and only /proc is left as evidence.
 """
 
 from __future__ import annotations
@@ -56,7 +56,11 @@ _open_files: list[TextIO] = []  # faulthandler keeps the descriptor only
 
 
 class ProcessSample(NamedTuple):
-    """One reading of a process: state letter, CPU seconds of its main thread, kernel function it waits in, time."""
+    """One reading of a process from /proc.
+
+    ``process``: its state letter. ``cpu_s``: CPU seconds of its main thread. ``wchan``: the kernel function in which it
+    waits. ``at_s``: the time of the reading, on the monotonic clock.
+    """
 
     process: str
     cpu_s: float
@@ -114,7 +118,7 @@ def _write_others(fd: int) -> None:
 def stacks_path(run: RunDir, member_id: MemberId) -> Path:
     """Return the file for the stacks of a worker.
 
-    It is beside the status pages, in shared memory, so no slow disk delays it.
+    It is beside the status pages, in shared memory, so that no slow disk delays the write.
     """
     return run.pages() / f"stacks-{member_id}"
 

@@ -1,7 +1,7 @@
 """The health of this node: cheap built-in checks, and a command of the user (``--health``). A sick node is drained.
 
 Theory. A check judges only values that it can read. A value that it cannot read counts as healthy. A sick node gets a
-notice without a deadline: its ranks move if another node has room; otherwise they continue to train there. So a false
+notice without a deadline. Its ranks move if another node has room; otherwise they continue on the sick node. So a false
 alarm costs at most a move, and a check never kills a process.
 """
 

@@ -2,8 +2,8 @@
 
 Theory. Each agent annotates its own pod. So an agent needs no rights for another pod, a spare pod also has a state, and
 the controller may run on any node. The status of a TrainJob is one value of the whole job, which the node with rank 0
-sends. Both are sent when the state changes, and otherwise every 30 s if the step has changed. A target that refuses the
-status gets no more. A failure is logged once for each reason. Training never waits for a send.
+sends. Both are sent when the state changes, and otherwise every 30 s if the step has changed. After a refusal nothing
+more is sent to that target. A failure is logged once for each reason. Training never waits for a send.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ REFUSALS = frozenset({FORBIDDEN, NOT_FOUND, INVALID})
 class StatusPlace(Protocol):
     """A target to which the status of a node is sent. ``gap_s``: the shortest time between two sends, in seconds.
 
-    ``send`` blocks for seconds at most. It raises any error of its client.
+    ``send`` blocks for a few seconds at most. It raises any error of its client.
     """
 
     name: str
@@ -165,7 +165,7 @@ class StatusPublisher:
     ) -> Self:
         """Return the publisher of this process.
 
-        It has targets only in a pod, with ``--notices`` of auto or kubernetes.
+        It has targets only in a pod, and only if ``--notices`` is ``auto`` or names ``kubernetes``.
         """
         return cls(status_places(notices, environment), read, journal)
 

@@ -316,7 +316,7 @@ class KubernetesPod:
 def kubernetes_sources(environment: Mapping[str, str]) -> list[KubernetesNode | KubernetesPod]:
     """Return the sources for the Node and the Pod of this process; none outside of a pod.
 
-    They share one watch of the Pod.
+    Both sources share one watch of the Pod.
     """
     place = PodPlace.of(environment)
     if place is None:

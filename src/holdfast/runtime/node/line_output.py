@@ -1,7 +1,8 @@
 """Stdout and stderr of a worker: each line reaches the log at once, and a full disk does not stop the training.
 
-By default, Python buffers 8 KiB of output to a file. The log of a slow script would be empty, and the last lines of a
-killed script would be lost. A line that cannot be written to the log is dropped, because a job must not fail for it.
+By default, Python buffers 8 KiB of output to a file. With this buffer the log of a slow script would stay empty, and
+the last lines of a killed script would be lost. A line that cannot be written to the log is dropped, because a job must
+not fail for it.
 """
 
 from __future__ import annotations

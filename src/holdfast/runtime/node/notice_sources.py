@@ -249,7 +249,7 @@ class File:
 class CommandNotices:
     """The source for a command of the user.
 
-    It prints nothing while the node stays; otherwise ``leave`` or a deadline.
+    The command prints nothing while the node stays. Otherwise it prints ``leave`` or a deadline.
     """
 
     period_s = 10.0
@@ -275,8 +275,8 @@ async def output_of(
 ) -> tuple[int, str]:
     """Run a command, and return its exit code and the beginning of its output (stdout and stderr).
 
-    A command that takes too long is killed with its process group. With ``environment`` None, it gets that of this
-    process.
+    A command that takes too long is killed with its process group. ``environment``: the variables of the command; None:
+    those of this process.
 
     Raises:
         OSError: the command cannot be started.

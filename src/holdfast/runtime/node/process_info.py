@@ -212,7 +212,7 @@ def _group(leader: int) -> list[int]:
 def _leader(pid: int) -> int:
     """Return the process group of ``pid``; 0 if there is no such process.
 
-    It takes one system call, which matters because each death reads all of /proc.
+    It makes only one system call, because the handling of each death calls it for all of /proc.
     """
     try:
         return os.getpgid(pid)
@@ -233,7 +233,7 @@ def reap_others(child: int) -> None:
 
 
 def ignore_warnings() -> None:
-    """Ignore SIGUSR1 and SIGUSR2, which a scheduler sends to all processes of a job shortly before its time is over.
+    """Ignore SIGUSR1 and SIGUSR2, which a scheduler sends to all processes of a job before its time limit.
 
     The launcher and the agent handle these signals. A worker gets the default action back, as under torchrun.
     """

@@ -1,7 +1,7 @@
 """The name that ``ps``, ``top`` and ``nvidia-smi`` show for a worker: the script and the rank.
 
-Without it they would show a forked worker as the zygote, and any other worker as a module of Holdfast. The title is
-written over the words of the command line in memory. ``ROOM``, a last word of blanks, reserves memory for it.
+Otherwise these programs would show a forked worker as the zygote, and any other worker as a module of Holdfast. The
+title is written over the words of the command line in memory. ``ROOM``, a last word of blanks, reserves memory for it.
 """
 
 from __future__ import annotations

@@ -59,7 +59,9 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 def write_private(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Replace file ``path`` atomically by a file with ``data`` and mode 0600. With ``durable``, sync it to the disk.
+    """Replace file ``path`` atomically by a file with ``data`` and mode 0600.
+
+    With ``durable``, also sync it to the disk.
 
     Raises:
         OSError: the directory cannot be written.
@@ -127,7 +129,7 @@ def read_token(path: Path) -> bytes:
 
 
 def try_lock(path: Path) -> int | None:
-    """Lock file ``path``, and return the file descriptor that holds the lock; None: another process holds it.
+    """Lock the file ``path``, and return the file descriptor that holds the lock; None: another process holds it.
 
     The lock is held until the descriptor is closed or this process ends.
 
@@ -224,7 +226,7 @@ class RunDir:
         try_lock(self.launcher_lock)
 
     def launcher_is_gone(self) -> bool:
-        """Return True if the launcher of this run has ended or was killed. It can then start no successor of the agent.
+        """Return True if the launcher of this run has ended or was killed, so that it starts no successor of the agent.
 
         Return False in library mode, which has no launcher.
         """
@@ -326,7 +328,7 @@ class RunDir:
     def serving(self, name: str) -> int:
         """Return the pid of the process that listens as ``name``.
 
-        Return 0 if it is gone, even if its pid was reused.
+        Return 0 if that process is gone, even if its pid was reused.
         """
         endpoint = self.read_endpoint(name)
         return endpoint.pid if endpoint is not None and serves(endpoint.pid, MODULES[name], self.path) else 0

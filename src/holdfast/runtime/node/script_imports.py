@@ -1,13 +1,14 @@
 """The imports at the head of a training script, which the zygote makes once for all workers of its node.
 
 Theory. The libraries of a script often take longer to import than torch. A worker that is forked from a process which
-has imported them begins at once. This also holds for the replacement of a lost rank. It is exact only if an import has
-the same result in every worker and at an earlier time. So only the *head* of the script counts: the import statements
-of installed packages before the first statement of another kind. An import may still read a variable in which workers
-differ. :class:`WatchedEnvironment` detects that, and the zygote starts again without this statement and those after it.
+has imported them begins at once. This also holds for the replacement of a lost rank. It is safe only for an import that
+has the same result in every worker and at an earlier time. So only the *head* of the script counts: the import
+statements of installed packages before the first statement of another kind. An import may still read a variable in
+which workers differ. :class:`WatchedEnvironment` detects that, and the zygote starts again without this statement and
+those after it.
 
 Invariants:
-1. The statements of a head are the first statements that the script executes, in its order.
+1. The statements of a head are the first statements that the script executes, in the same order.
 2. After a head was executed, no module holds a value of a variable in which workers differ.
 """
 
@@ -113,7 +114,10 @@ def _head(body: list[ast.stmt]) -> tuple[list[HeadImport], bool]:
 
 
 def _does_nothing(node: ast.stmt) -> bool:
-    """Return True if a statement cannot change the result of an import: a text, a constant, a definition, typing."""
+    """Return True if a statement cannot change the result of an import, because it does nothing at that time.
+
+    Such statements are texts, constants, function definitions, and imports for typing.
+    """
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant)
     if isinstance(node, ast.Assign):

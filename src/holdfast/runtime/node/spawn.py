@@ -34,7 +34,7 @@ class Spawn(msgspec.Struct, frozen=True, tag=True):
 class Spawned(msgspec.Struct, frozen=True, tag=True):
     """Message from zygote to agent: the worker is forked.
 
-    If it cannot be, ``error`` has the reason, and the agent starts it.
+    If the fork failed, ``error`` is the reason, and the agent starts the worker without the zygote.
     """
 
     member_id: MemberId

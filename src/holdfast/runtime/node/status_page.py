@@ -119,7 +119,7 @@ class Page:
         self._words[word] = value
 
     def enter(self, phase: Phase, step: int) -> None:
-        """Store the phase and step of this worker. If a drill has set a trap for them, execute the trap.
+        """Store the phase and step of this worker. If a drill has set a trap for this phase and step, execute the trap.
 
         Raises:
             RuntimeError: the trap injects an exception.
@@ -189,7 +189,7 @@ class Page:
     def write_local(self, step: int, payload: bytes) -> None:
         """Store the rank-local values of committed ``step``, encoded in ``payload``.
 
-        The previous values are kept until these are completely written.
+        The previous values are kept until the new ones are completely written.
 
         Raises:
             StateError: ``payload`` has more than ``LOCAL_SIZE_BYTES_MAX`` bytes.

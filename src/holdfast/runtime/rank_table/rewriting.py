@@ -70,7 +70,7 @@ def rewrite(data: bytes, blocks: Sequence[NodeRanks]) -> bytes:
     """Return the rank table ``data`` changed for the nodes in ``blocks``, which are in rank order.
 
     Raises:
-        UsageError: ``data`` is no valid table of at least that many hosts, or the result would have mistakes.
+        UsageError: ``data`` is no valid table, or has fewer hosts than ``blocks``, or the result would have mistakes.
     """
     table = check(data).table
     if table is None or table.version not in SERVER_VERSIONS or len(table.servers) < len(blocks):

@@ -8,8 +8,8 @@ start.
 
 Invariants of a table that :func:`read` returns:
 1. The ranks are 0 to n-1, each once. No device occurs twice on a host.
-2. The ranks of a host are consecutive. ``servers`` are in rank order, which in 1.0 is the alphabetical order of names.
-3. It is complete: ``status`` is ``completed`` and all counts are right.
+2. The ranks of a host are consecutive. ``servers`` are in rank order, which in 1.0 is the string order of their names.
+3. The table is complete: ``status`` is ``completed`` and all counts are right.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Library mode: a script that was started by torchrun, srun, mpirun or a shell loop starts its agent itself.
 
 The process with local rank 0 starts the agent in a new process session. With ``RunSettings.library``, the agent watches
-and saves, but never starts workers. The same process also writes a pointer file, which names the run directory. All
-local ranks derive the name of the pointer file from the same environment variables. A pointer counts only while the
-process that wrote it lives, so it is never mistaken for that of an earlier run at the same address. It is in a private
-directory of this user, because a shell loop may start each rank in another working directory. Several nodes have an
-agent each; ``library_nodes.py`` connects these agents.
+and saves, but never starts workers. The process with local rank 0 also writes a pointer file, which names the run
+directory. All local ranks derive the name of the pointer file from the same environment variables. A pointer counts
+only while the process that wrote it lives. So the pointer of an earlier run at the same address is never used. The file
+is in a private directory of this user, because a shell loop may start each rank in another working directory. Several
+nodes have an agent each; ``library_nodes.py`` connects these agents.
 
 Invariant: two processes never take the same rank of one agent. If two jobs have the same variables, one is refused.
 """

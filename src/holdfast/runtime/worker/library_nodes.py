@@ -110,9 +110,9 @@ def agree(seat: ProcessPlace, exchange: Exchange) -> LibraryNodes:
 
 
 def own_address(master: str) -> str:
-    """Return the address of rank 0's node, on which this process runs: that of ``master`` or of the host name.
+    """Return an address of this host, which is rank 0's node.
 
-    The name ``master`` is used if its address belongs to this host.
+    The first address of ``master`` or of the host name that belongs to this host is taken; otherwise ``127.0.0.1``.
     """
     for name in (master, socket.gethostname()):
         try:

@@ -50,9 +50,8 @@ def place_here(known: tuple[int, int] | None = None) -> tuple[int, int]:
 def refuse_started_by_script() -> None:
     """Refuse to run as a rank that rank 0 has started by running the script again.
 
-    Fabric and Lightning do so without a launcher.
-
-    Rank 0 was started alone, so it has torch's own groups, and would wait for this rank forever.
+    Fabric and Lightning start ranks in this way without a launcher. Rank 0 was started alone, so it has torch's own
+    groups, and would wait for this rank forever.
 
     Raises:
         UsageError: this process is such a rank.

@@ -1,7 +1,7 @@
 """Values that ranks publish for each other in their agents' key-value store.
 
-A collective would not do, because a newcomer cannot run one alone. Either the first rank publishes its values and all
-others compare theirs, or one rank publishes and all others read.
+A collective is not possible, because a newcomer cannot run one alone. Either the first rank publishes its values and
+all others compare theirs, or one rank publishes and all others read.
 """
 
 from __future__ import annotations
@@ -21,10 +21,8 @@ WAIT_ENDS = {"fenced": "a recovery began", "orphaned": "launcher and agent were 
 def first_published(client: WorkerClient | None, key: str, mine: Sequence[object], what: str) -> list[Any]:
     """Publish the plain values ``mine`` unless another rank has published before.
 
-    Return the values that were published first.
-
-    Without a client the result is ``mine``. If the agent answers with an error, the result is also ``mine``, after a
-    warning that ``what`` was not compared.
+    Return the values that were published first. Without a client these are ``mine``. If the agent answers with an
+    error, the result is also ``mine``, after a warning that ``what`` was not compared.
 
     Raises:
         ProtocolError: the first rank has published another number of values.

@@ -50,7 +50,7 @@ class AskValues(msgspec.Struct, frozen=True, tag=True):
 class Pieces(msgspec.Struct, frozen=True, tag=True):
     """The answer to ``AskPieces``.
 
-    After it come the raw bytes of the pieces, in the order of the request, and their tag.
+    The raw bytes of the pieces follow this message, in the order of the request, and then their tag.
     """
 
 

@@ -48,7 +48,7 @@ def show(error: BaseException) -> None:
 def follows(client: WorkerClient, error: BaseException) -> bool:
     """Return True if the exception is only the effect of another rank's loss, for which this rank was fenced.
 
-    If the exception looks like one, wait for the fence for at most ``FENCE_WAIT_S`` seconds.
+    If the exception may be such an effect, wait for the fence for at most ``FENCE_WAIT_S`` seconds.
     """
     if not _lost_peer(error):
         return False
@@ -59,9 +59,9 @@ def follows(client: WorkerClient, error: BaseException) -> bool:
 
 
 def show_following(client: WorkerClient, error: BaseException) -> None:
-    """Print one line instead of the traceback of an effect, which would hide the traceback of the failed rank.
+    """Print one line about an exception that is only the effect of another rank's loss.
 
-    The error file has the full traceback.
+    A traceback here would hide the traceback of the failed rank. The error file has the full traceback.
     """
     frames = traceback.extract_tb(error.__traceback__)
     place = f" ({frames[0].filename}:{frames[0].lineno})" if frames else ""

@@ -207,7 +207,7 @@ class WorkerClient:
     def on(self, kind: type[M], handler: Callable[[M], None]) -> None:
         """Register ``handler`` for messages of type ``kind``, in place of an earlier one.
 
-        It runs in the client thread.
+        The handler runs in the client thread.
         """
         self._handlers[kind] = cast(Callable[[Message], None], handler)
 
@@ -218,8 +218,8 @@ class WorkerClient:
     def on_orphaned(self, handler: Callable[[], None]) -> None:
         """Register ``handler``, to be called when no further agent is expected.
 
-        This is after ``orphan_s`` seconds without an agent, or earlier if the launcher is gone. Without a handler the
-        process exits with ``ORPHANED``.
+        That is the case after ``orphan_s`` seconds without an agent, or earlier if the launcher is gone. Without a
+        handler the process exits with ``ORPHANED``.
         """
         self._orphan_handlers.append(handler)
 
@@ -507,7 +507,7 @@ class WorkerClient:
 def leave_process(code: int) -> None:
     """Flush stdout and stderr, and exit with ``code``.
 
-    The flush takes at most one second, because the main thread may hold the locks of the streams.
+    The flush gets at most one second, because the main thread may hold the locks of the streams.
     """
     flusher = threading.Thread(target=_flush_streams, daemon=True)
     flusher.start()
