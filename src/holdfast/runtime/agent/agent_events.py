@@ -92,7 +92,7 @@ class TurnedAway(msgspec.Struct, frozen=True):
 
 
 class KvReceived(msgspec.Struct, frozen=True):
-    """A key-value message from another agent: a request that it forwards, or the reply to a forwarded request."""
+    """A key-value message from another agent: a request for this agent, or the reply to a forwarded request."""
 
     node_id: NodeId
     message: KvForward | KvBack

@@ -393,7 +393,7 @@ class AgentDaemon:
     def _answer(self, answer: KvAnswered) -> None:
         """Send a key-value reply to its worker.
 
-        If that worker is not connected here, send it to the agent that forwarded the request.
+        If that worker is not connected here, send the reply to the agent that forwarded the request.
         """
         channel = self._workers.get(answer.member_id)
         if channel is not None:

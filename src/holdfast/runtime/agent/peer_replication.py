@@ -199,7 +199,7 @@ def push(
 
 
 def pull(directory: Path, rank: int, step: int, peers: Mapping[str, Address], secret: Secret) -> bool:
-    """Fetch the state of ``rank`` at ``step`` into ``directory``, from the first agent of ``peers`` that has it.
+    """Fetch the state of ``rank`` at ``step`` into ``directory``, from the first of ``peers`` that has the state.
 
     Return True if an agent had the state. The caller verifies its bytes.
     """

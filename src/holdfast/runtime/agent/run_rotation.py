@@ -61,8 +61,8 @@ def put_aside(run: RunDir, waiting: Callable[[], None]) -> Path | None:
 def bring_checkpoints(run: RunDir, aside: Path) -> bool:
     """Move the checkpoints in ``aside``, the run directory of an earlier start, to the new run directory of this run.
 
-    The new start resumes from them. Only a script that names no directory saves into its run directory. Return False if
-    ``aside`` has no checkpoints.
+    The new start resumes from these checkpoints. Only a script that names no directory saves into its run directory.
+    Return False if ``aside`` has no checkpoints.
     """
     old = RunDir(aside).checkpoints
     if not old.is_dir() or old.is_symlink():  # with several nodes they are beside the run directory

@@ -12,7 +12,7 @@ from holdfast.store.backends.location import place_of
 def share_checkpoints(run: RunDir, job: str) -> None:
     """Make the default checkpoint directory, named after the job and beside the run directories.
 
-    Link it into the run directory.
+    Make a link to it in the run directory.
     """
     common = run.path.parent / f"{without_launch(job)}.checkpoints"
     common.mkdir(mode=0o700, exist_ok=True)
@@ -23,7 +23,7 @@ def share_checkpoints(run: RunDir, job: str) -> None:
 
 
 def leave_probe(root: str, settings: RunSettings) -> None:
-    """Write a probe file below ``root``, the place of checkpoints, as a sign that this node reaches it.
+    """Write a probe file below ``root``, the place of checkpoints, as a sign that this node reaches ``root``.
 
     An unwritable ``root`` is ignored here; the first save reports it.
     """

@@ -326,7 +326,7 @@ def device_in_use(files: Path = Path("/proc/self/fd")) -> str:
     for link in files.iterdir():
         try:
             place = os.readlink(link)
-        except OSError:  # the link of this listing itself is closed by now
+        except OSError:  # the descriptor of this listing itself is closed by now
             continue
         if place.startswith(DRIVERS):
             return f"a preloaded module has opened {place}: a fork could not use the device"
@@ -478,7 +478,7 @@ def _early(settings: RunSettings) -> str:
 
 
 def main(run_dir: str) -> int:
-    """Run the zygote of ``run_dir``; in a forked child, run its worker. Return the exit code."""
+    """Run the zygote of ``run_dir``. In a forked child, run the worker of that child. Return the exit code."""
     raise_limit()
     run = RunDir(Path(run_dir))
     settings = RunSettings.load(run.path)

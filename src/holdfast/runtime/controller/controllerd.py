@@ -299,7 +299,7 @@ class ControllerDaemon:
     async def _check_shared(self, root: str) -> None:
         """Log the nodes that do not save to the same place as this node.
 
-        Each node has left a probe file in the place where it will save. This node looks for all of these files.
+        Each node has left a probe file in its place of checkpoints. This node looks for all of these files.
         """
         if not root or not isinstance(place_of(root), Path):  # a bucket is the same on all nodes
             return

@@ -144,7 +144,7 @@ class _Environment(os._Environ[str]):
 def exempt() -> AbstractContextManager[None]:
     """Return a context in which a placeholder for the rank is allowed.
 
-    In a process with a known rank it has no effect.
+    In a process with a known rank the context has no effect.
     """
     found = current()
     return nullcontext() if found is None else found.exempt()

@@ -33,7 +33,7 @@ def early_variable(files: list[Path], root: Path, env: Mapping[str, str]) -> str
     Args:
         files: the Python files in the order of their execution: the script, or a module after its packages.
         root: the directory from which the script imports its own modules.
-        env: the environment of a worker. A variable that gets the value that it already has there does not count.
+        env: the environment of a worker. A variable that is set to its value in ``env`` does not count.
     """
     scan = _Scan(root, env)
     return next((found for file in files for found in scan.file(file)), "")

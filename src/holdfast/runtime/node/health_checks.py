@@ -81,7 +81,7 @@ class BuiltIn:
 
     Args:
         directories: the directories that need free space.
-        log: the kernel log. Once it reports broken hardware, the node counts as sick until the agent ends.
+        log: the kernel log. Once the log reports broken hardware, the node counts as sick until the agent ends.
         shm: the directory of shared memory, which needs free space.
     """
 

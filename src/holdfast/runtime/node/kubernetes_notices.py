@@ -94,7 +94,7 @@ def node_notices(node: Mapping[str, Any], pod: Mapping[str, Any] | None = None) 
 
     Args:
         node: the Node of this process, as decoded JSON.
-        pod: the Pod of this process, whose tolerations count. None: it cannot be read. It is then assumed to tolerate
+        pod: the Pod of this process, whose tolerations count. None: the Pod cannot be read, and is assumed to tolerate
             every taint, because Kubernetes has not removed it.
 
     Raises:

@@ -59,9 +59,9 @@ class Endpoint(msgspec.Struct, frozen=True):
 
 
 def write_private(path: Path, data: bytes, *, durable: bool = False) -> None:
-    """Replace file ``path`` atomically by a file with ``data`` and mode 0600.
+    """Replace the file ``path`` atomically by a file with ``data`` and mode 0600.
 
-    With ``durable``, also sync it to the disk.
+    With ``durable``, the new file is on the disk on return.
 
     Raises:
         OSError: the directory cannot be written.
@@ -272,7 +272,7 @@ class RunDir:
     def page_path(self, member_id: MemberId) -> Path:
         """Return the path of the status page of a member or a spare.
 
-        A spare's page is renamed when it becomes a member.
+        The page of a spare is renamed when the spare becomes a member.
         """
         return self.pages() / (f"{PAGE}{member_id}" if member_id >= 0 else f"{SPARE_PAGE}{-member_id}")
 

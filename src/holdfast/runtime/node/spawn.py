@@ -208,7 +208,7 @@ def spare_order(build: BuildSpare, settings: RunSettings) -> SpawnOrder:
 
 
 def worker_log(run: RunDir, settings: RunSettings, order: SpawnOrder) -> str:
-    """Return the log file of one worker. For a spare, return the file that it uses until it becomes a member."""
+    """Return the log file of one worker. For a spare, return the log file for the time before it becomes a member."""
     if order.spare:
         return str(Path(log_root(run, settings)) / "spares" / f"spare{order.assignment.member_id}.log")
     return str(log_path(log_root(run, settings), order.attempt, order.assignment.rank))

@@ -162,7 +162,7 @@ class Page:
         return name.rstrip(b"\0").decode("utf-8", "replace")
 
     def announce(self, section: str) -> None:
-        """Store the name of a section of the script that begins. The caller calls :meth:`enter` next."""
+        """Store the name of the section that the script enters. The caller calls :meth:`enter` next."""
         name = section.encode()[:SECTION_SIZE_BYTES]
         self._bytes[_SECTION_AT : _SECTION_AT + SECTION_SIZE_BYTES] = name.ljust(SECTION_SIZE_BYTES, b"\0")
 

@@ -121,7 +121,10 @@ def _recorded() -> str:
 
 
 def cannot_load(error: Exception) -> FrameworkError:
-    """Return the error to raise after a failed import of torch. Its hint has the next command."""
+    """Return the error to raise after a failed import of torch.
+
+    Its hint is the command that repairs the installation.
+    """
     if isinstance(error, FrameworkError):
         return error
     said = str(error).strip().splitlines()
@@ -162,7 +165,7 @@ def why_untouched() -> str:
 
 @functools.cache
 def try_out(build: TorchBuild) -> SelfTestVerdict:
-    """Return the verdict on a build of torch: the recorded one, or that of a self-test now (a few seconds)."""
+    """Return the verdict on a build of torch: a recorded verdict, or that of a self-test now (a few seconds)."""
     kept = _kept_at(build)
     try:
         verdict = msgspec.json.decode(kept.read_bytes(), type=SelfTestVerdict)

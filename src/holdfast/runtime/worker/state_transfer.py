@@ -74,7 +74,10 @@ View = Callable[[str, Box, int, int], memoryview]
 
 
 class Wanted(msgspec.Struct, frozen=True):
-    """A box of tensor ``fqn`` to fetch into ``buffer`` (writable, C-contiguous bytes), and the ranks that hold it."""
+    """A box of tensor ``fqn`` to fetch into ``buffer`` (writable, C-contiguous bytes).
+
+    ``holders``: the ranks that hold the box.
+    """
 
     fqn: str
     box: Box
@@ -267,7 +270,7 @@ def _share_out(
 def _take(
     peer: _SourcePeer, parts: Sequence[_FetchedPart], moved: Callable[[int], object]
 ) -> list[_FetchedPart]:
-    """Fetch pieces from one holder, and return those that it did not send."""
+    """Fetch pieces from one holder, and return the pieces that it did not send."""
     done = 0
     while done < len(parts):
         end, size_bytes = done, 0

@@ -89,7 +89,7 @@ def tell(
     Return True for an error that the user has to fix (``UserError`` or ``StoreError``).
 
     Args:
-        what: replaces the text of the exception; empty: keep it.
+        what: replaces the text of the exception; empty: the text of the exception is sent.
         stays: True if the process waits until it is ordered to leave.
         between: True if the exception was raised between two steps.
     """

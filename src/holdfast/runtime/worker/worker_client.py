@@ -273,7 +273,7 @@ class WorkerClient:
         """Report to the agent that this spare waits to become a member.
 
         Args:
-            ready: True if it waits at its first step; False if its script needs its rank or a device earlier.
+            ready: True if the spare waits at its first step; False if its script needs the rank or a device earlier.
         """
         self.page.announce("at its first step" if ready else "where its script needs its rank or a device")
         self.page.place(0, Phase.SPARE)
